@@ -1,0 +1,1 @@
+"""Advantages, losses and KL as pure functions of tensors, and the named recipes made of them."""

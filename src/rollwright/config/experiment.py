@@ -1,0 +1,92 @@
+"""A whole experiment: the sections together, and what repeats said once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.sections import (
+    ClusterConfig,
+    DatasetConfig,
+    EvaluatorConfig,
+    PPOActorConfig,
+    RecoverConfig,
+    RolloutConfig,
+    SaverConfig,
+    SGLangConfig,
+    StatsLoggerConfig,
+    TrainEngineConfig,
+    VLLMConfig,
+)
+
+
+@dataclass
+class FinetuneSpec:
+    """How long a run is: what schedules are computed from."""
+
+    total_train_epochs: int
+    dataset_size: int
+    train_batch_size: int
+    total_train_steps: int | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Full batches in one pass over the dataset."""
+        return self.dataset_size // self.train_batch_size
+
+    @property
+    def total_steps(self) -> int:
+        """Optimisation steps of the run: ``total_train_steps``, or epochs × steps of one."""
+        return self.total_train_steps or self.total_train_epochs * self.steps_per_epoch
+
+
+@dataclass
+class BaseExperimentConfig:
+    """What every run has."""
+
+    experiment_name: str = field(default="experiment", metadata={"help": "Name of the experiment; paths and sinks derive from it."})
+    trial_name: str = field(default="trial", metadata={"help": "Name of this trial of the experiment."})
+    seed: int = field(default=1, metadata={"help": "Seed of everything that is random."})
+    deterministic: bool = field(default=False, metadata={"help": "The run repeats bit for bit on one machine (docs/determinism.md)."})
+    tokenizer_path: str = field(default="", metadata={"help": "Tokenizer directory or name; empty: the actor's path."})
+    total_train_epochs: int = field(default=1, metadata={"help": "Passes over the training tasks.", "ge": 1})
+    total_train_steps: int | None = field(default=None, metadata={"help": "Steps of the run; where set, epochs are not counted.", "ge": 1})
+    train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    valid_dataset: DatasetConfig | None = field(default=None)
+    saver: SaverConfig = field(default_factory=SaverConfig)
+    recover: RecoverConfig = field(default_factory=RecoverConfig)
+    evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
+    stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    sglang: SGLangConfig = field(default_factory=SGLangConfig)
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
+
+
+@dataclass
+class PPOConfig(BaseExperimentConfig):
+    """Reinforcement learning of a policy with a workflow."""
+
+    workflow: str | None = field(default=None, metadata={"help": "Import path or registered name of the workflow."})
+    workflow_kwargs: dict[str, Any] = field(default_factory=dict, metadata={"help": "Arguments of the workflow's constructor."})
+    eval_workflow: str | None = field(default=None, metadata={"help": "Workflow of evaluation; None: the same."})
+    eval_workflow_kwargs: dict[str, Any] | None = field(default=None, metadata={"help": "Its arguments; None: the same, with the evaluator's gconfig."})
+    reward_fn: str | None = field(default=None, metadata={"help": "Import path or registered name of the reward function."})
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    actor: PPOActorConfig = field(default_factory=PPOActorConfig)
+    ref: TrainEngineConfig | None = field(default=None, metadata={"help": "Reference policy of the KL; None: the actor's first weights where kl_ctl > 0."})
+    critic: TrainEngineConfig | None = field(default=None, metadata={"help": "Value model. Not built yet: refused."})
+
+
+@dataclass
+class GRPOConfig(PPOConfig):
+    """PPO without a critic: advantages are taken within the group of a task's samples."""
+
+
+@dataclass
+class SFTConfig(BaseExperimentConfig):
+    """Supervised training on worked completions."""
+
+    model: TrainEngineConfig = field(default_factory=TrainEngineConfig)
+    stop_accuracy: float | None = field(default=None, metadata={"help": "Stop when accuracy on valid_dataset reaches this.", "ge": 0.0, "le": 1.0})

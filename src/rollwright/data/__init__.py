@@ -1,0 +1,1 @@
+"""Where tasks come from: tasksets, file formats, the dataset registry, procedural tasks and the resumable dataloader. No models."""

@@ -1,0 +1,1 @@
+"""What agents act on: the retrieval service, the shop, the encyclopedia, tools."""

@@ -1,0 +1,57 @@
+"""Typed errors, one for each boundary of the house. A message says what was wrong, where, and what to do."""
+
+
+class RollwrightError(Exception):
+    """Base of every error that Rollwright raises on purpose."""
+
+
+class ConfigError(RollwrightError):
+    """A key, type, range or combination of settings is wrong."""
+
+
+class DataError(RollwrightError):
+    """A dataset, a row or a taskset is unusable; the message names file and line."""
+
+
+class TrajectoryError(RollwrightError):
+    """What a workflow returned breaks the data contract; the message names workflow, task and key."""
+
+
+class RewardError(RollwrightError):
+    """A reward function raised, hung, crashed its worker or returned something that is not a number."""
+
+
+class EngineError(RollwrightError):
+    """An inference engine refused or failed a request."""
+
+
+class PromptTooLongError(EngineError):
+    """A prompt leaves no room for a single new token in the engine's context."""
+
+
+class RequestAborted(EngineError):
+    """A request was ended by abort, by a closed engine or by its sample's time limit."""
+
+
+class WeightUpdateError(EngineError):
+    """Weights could not be published, or an engine does not compute what the trainer computes."""
+
+
+class WorkflowError(RollwrightError):
+    """A workflow cannot be found, built or run; the message lists what was tried."""
+
+
+class RolloutError(RollwrightError):
+    """Too many samples failed, or rollout cannot go on; the message names the first cause."""
+
+
+class TrainingError(RollwrightError):
+    """The optimisation cannot go on: non-finite losses, a broken batch, a lost rank."""
+
+
+class CheckpointError(RollwrightError):
+    """A checkpoint or a run directory is missing, incomplete or belongs to another run."""
+
+
+class StoreError(RollwrightError):
+    """The experience store is missing, damaged or used by a run that does not own it."""

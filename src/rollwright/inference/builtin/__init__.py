@@ -1,0 +1,1 @@
+"""The built-in engine: continuous batching over a Hugging Face causal model, on CPU or one GPU."""

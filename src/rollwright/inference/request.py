@@ -1,0 +1,112 @@
+"""What goes to an inference engine and what comes back: tokens in, tokens and log-probabilities out."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.errors import EngineError
+
+
+def token_ids(ids: Any, what: str = "input_ids") -> list[int]:
+    """A fresh list of plain ints from a list, tuple, 1-D array or 1-D tensor of token ids.
+
+    Raises:
+        EngineError: it is text, a BatchEncoding or its key names, nested, or holds what is no id.
+    """
+    if hasattr(ids, "keys"):
+        raise EngineError(
+            f"{what} is a mapping with keys {sorted(ids.keys())}, not token ids: transformers 5 returns a BatchEncoding from "
+            "apply_chat_template(tokenize=True). Take its ['input_ids'], or load the tokenizer with rollwright.load_tokenizer."
+        )
+    if isinstance(ids, str):
+        raise EngineError(f"{what} is text, not token ids: encode it first with tokenizer.encode(text, add_special_tokens=False).")
+    if hasattr(ids, "tolist"):
+        ids = ids.tolist()
+    ids = list(ids)
+    if ids and all(isinstance(i, str) for i in ids):
+        raise EngineError(
+            f"{what} holds the names {ids[:3]} instead of token ids: list() of a BatchEncoding gives its keys. Take its "
+            "['input_ids'], or load the tokenizer with rollwright.load_tokenizer."
+        )
+    for index, value in enumerate(ids):
+        if type(value) is not int:
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
+                raise EngineError(f"{what}[{index}] is {value!r}, not a token id; give one flat sequence of ints.")
+            ids[index] = value.__index__()
+        if ids[index] < 0:
+            raise EngineError(f"{what}[{index}] is {ids[index]}: token ids are not negative.")
+    return ids
+
+
+@dataclass
+class ModelRequest:
+    """One request: a prompt in token ids and how to sample from it.
+
+    ``rid`` names the conversation: all turns of one conversation carry the same rid, so that one server sees them all.
+    The ids are copied on construction; what the caller does to its list later does not matter.
+    """
+
+    input_ids: Any = field(default_factory=list)
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    tokenizer: Any = None
+    seed: int | None = None  # set by the sample's engine; gconfig.seed, where given, wins
+    position_ids: list[int] | None = None  # [len(input_ids)], for isolated branches
+    branch_ids: list[int] | None = None  # [len(input_ids)]: see experience.trajectory
+    multi_modal: dict[str, Any] | None = None  # processor outputs, e.g. pixel_values
+    image_data: list[Any] | None = None  # encoded images, for servers
+    lora_name: str | None = None
+
+    def __post_init__(self) -> None:
+        self.input_ids = token_ids(self.input_ids)
+        if not self.input_ids:
+            raise EngineError("input_ids is empty: a request needs at least one prompt token.")
+
+    def copy(self) -> ModelRequest:
+        """A copy whose ids and generation arguments are its own."""
+        return ModelRequest(
+            input_ids=self.input_ids, gconfig=self.gconfig.new(), rid=self.rid, metadata=dict(self.metadata),
+            tokenizer=self.tokenizer, seed=self.seed, position_ids=self.position_ids, branch_ids=self.branch_ids,
+            multi_modal=self.multi_modal, image_data=self.image_data, lora_name=self.lora_name,
+        )
+
+
+@dataclass
+class ModelResponse:
+    """What an engine sampled.
+
+    ``output_tokens`` includes the stop token or the tokens of the stop string. ``output_logprobs`` are natural
+    log-probabilities of the temperature-scaled softmax before top-p, top-k and penalties. ``output_versions`` is the weight
+    version that sampled each token, as the engine says.
+    """
+
+    input_tokens: list[int] = field(default_factory=list)
+    output_tokens: list[int] = field(default_factory=list)
+    output_logprobs: list[float] = field(default_factory=list)
+    output_versions: list[int] = field(default_factory=list)
+    stop_reason: str = "stop"  # "stop" | "length" | "abort"
+    stop_match: str | int | None = None  # the stop string or stop id that ended it
+    latency: float = 0.0  # seconds from request to response
+    ttft: float = 0.0  # seconds to the first token
+    temperature: float = 1.0  # that the log-probabilities are at (1.0 where greedy)
+    rid: str = ""
+    seed: int | None = None
+
+    @property
+    def input_len(self) -> int:
+        """Number of prompt tokens."""
+        return len(self.input_tokens)
+
+    @property
+    def output_len(self) -> int:
+        """Number of sampled tokens."""
+        return len(self.output_tokens)
+
+    @property
+    def truncated(self) -> bool:
+        """True where a length limit ended the response."""
+        return self.stop_reason == "length"

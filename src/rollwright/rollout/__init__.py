@@ -1,0 +1,1 @@
+"""Running many samples: the executor, staleness, failures, and the engines that users hold."""

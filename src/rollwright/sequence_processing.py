@@ -1,0 +1,1 @@
+"""Sequence generation and log-probabilities for notebooks and experiments."""

@@ -1,0 +1,1 @@
+"""What a run says about itself: metrics with scopes, sinks, live progress, logs, traces and the run directory."""

@@ -1,0 +1,1 @@
+"""The actor, critic and reference: optimisation, micro-batches, parallelism, publishing weights, checkpoints."""

@@ -1,0 +1,1 @@
+"""The web page over a run directory."""
