@@ -1,0 +1,46 @@
+# Two commands from nothing: `make quickstart` trains a small model, `make test` runs the test suite.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CONSTRAINTS := constraints/cpu.txt
+TRIAL ?= $(shell date +%Y%m%d-%H%M%S)
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test test-fast lint clean
+
+help:  ## What can be made
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+$(VENV)/.python: constraints/cpu.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Rollwright needs Python 3.11 or later; set PYTHON=python3.x")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c $(CONSTRAINTS) torch
+	@touch $@
+
+$(VENV)/.core: $(VENV)/.python pyproject.toml
+	$(PIP) install -q -c $(CONSTRAINTS) -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.python pyproject.toml
+	$(PIP) install -q -c $(CONSTRAINTS) -e '.[dev]'
+	@touch $@ $(VENV)/.core
+
+quickstart: $(VENV)/.core  ## Train a small model with GRPO on this machine and show what it learned
+	$(BIN)/rollwright run examples/quickstart.yaml trial_name=$(TRIAL)
+
+test: $(VENV)/.test  ## All tests: quick ones first, then servers and runs that learn
+	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest tests/integration tests/end_to_end
+
+test-fast: $(VENV)/.test  ## Only the quick tests
+	$(BIN)/python -m pytest tests/unit
+
+lint: $(VENV)/.test  ## Style, types and floors
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+clean:  ## Remove the virtual environments (runs/ is yours: it stays)
+	rm -rf .venv .venv-*

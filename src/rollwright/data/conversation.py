@@ -1,0 +1,122 @@
+"""The tokens of a conversation that goes on: what was sampled is kept as it was sampled, never decoded and encoded again.
+
+A chat template turns messages into text, and text into tokens, but a model's own reply must stay the tokens that it sampled.
+So each reply is remembered together with the messages that it answered; when a later request begins with the same messages,
+its ids are the remembered ids followed by the encoding of only what the template adds after them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_SENTINEL = "⁂"
+
+
+@dataclass(frozen=True)
+class _Turn:
+    key: str  # canonical form of the messages, the reply included
+    ids: tuple[int, ...]  # prompt and reply, as they were sent and sampled
+
+
+class ConversationTokens:
+    """Turns messages into token ids, going on from the tokens of earlier replies.
+
+    Attributes:
+        continued: requests whose ids went on from a remembered reply.
+        encoded: requests that were encoded as a whole (the first of each conversation, and histories that were rewritten).
+    """
+
+    def __init__(self, tokenizer: Any, **template_kwargs: Any) -> None:
+        self.tokenizer = tokenizer
+        self.template_kwargs = template_kwargs
+        self.continued = 0
+        self.encoded = 0
+        self._turns: dict[str, _Turn] = {}
+
+    def encode(self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """Token ids of ``messages`` with the generation prompt, ``[P]``."""
+        messages = [plain_message(message) for message in messages]
+        for count in range(len(messages) - 1, 0, -1):
+            if messages[count - 1]["role"] != "assistant":
+                continue
+            turn = self._turns.get(_key(messages[:count], tools))
+            if turn is None:
+                continue
+            added = self._text_after(messages, count, turn, tools)
+            if added is not None:
+                self.continued += 1
+                return [*turn.ids, *self.tokenizer.encode(added, add_special_tokens=False)]
+        self.encoded += 1
+        return self.tokenizer.encode(self._render(messages, tools, True), add_special_tokens=False)
+
+    def remember(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        reply: Mapping[str, Any],
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        tools: list[dict[str, Any]] | None = None,
+    ) -> None:
+        """Keep the tokens of ``reply`` to ``messages``, for the request that goes on from them."""
+        key = _key([plain_message(message) for message in [*messages, reply]], tools)
+        self._turns[key] = _Turn(key, (*prompt_ids, *output_ids))
+
+    def _text_after(
+        self, messages: list[dict[str, Any]], count: int, turn: _Turn, tools: list[dict[str, Any]] | None
+    ) -> str | None:
+        """What the template puts after the sampled tokens of reply ``count - 1``; None where it rewrites what came before."""
+        before = self._render(messages[: count - 1], tools, True)
+        marked = [*messages[: count - 1], {"role": "assistant", "content": _SENTINEL}]
+        with_marked = self._render(marked, tools, False)
+        full = self._render([*marked, *messages[count:]], tools, True)
+        if _SENTINEL not in with_marked or not with_marked.startswith(before) or not full.startswith(with_marked):
+            return None
+        closing = with_marked.rsplit(_SENTINEL, 1)[1]
+        end = self.tokenizer.decode(turn.ids[-1:], skip_special_tokens=False)
+        ended = turn.ids[-1] in self._end_ids()
+        if ended and closing.startswith(end):
+            closing = closing[len(end) :]
+        return closing + full[len(with_marked) :]
+
+    def _end_ids(self) -> set[int]:
+        ids = {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id, *self.tokenizer.all_special_ids}
+        return {token_id for token_id in ids if token_id is not None}
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, generation_prompt: bool) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **self.template_kwargs
+        )
+
+
+def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as chat templates expect it: text content in one string, tool arguments as objects, nothing that is None."""
+    plain = {key: value for key, value in message.items() if value is not None and key in _TEMPLATE_KEYS}
+    content = message.get("content")
+    if isinstance(content, list) and all(block.get("type") == "text" for block in content):
+        content = "".join(block["text"] for block in content)
+    plain["content"] = "" if content is None else content
+    if calls := plain.get("tool_calls"):
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    return plain
+
+
+_TEMPLATE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "reasoning_content"}
+
+
+def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError:
+            pass  # the model wrote arguments that are no JSON: the template shows them as they are
+    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _key(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+    bare = [{key: value for key, value in message.items() if key != "tool_call_id"} for message in messages]
+    return json.dumps([bare, tools], sort_keys=True, ensure_ascii=False, default=str)

@@ -1,0 +1,78 @@
+"""From the requests that a sample made to experiences: calls that extend one another are one sequence.
+
+A call whose prompt begins with all tokens of an earlier sequence goes on with it. A call that begins otherwise, or that
+goes on from a sequence somebody else already continued, is a branch of its own: it carries what it shares as context,
+without loss, so that every sampled token is trained exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from rollwright.experience.experience import Experience
+from rollwright.experience.recorder import RequestRecord
+
+
+@dataclass
+class _Sequence:
+    tokens: list[int]
+    mask: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    calls: list[RequestRecord] = field(default_factory=list)
+
+    def append(self, record: RequestRecord) -> None:
+        context = list(record.prompt_ids[len(self.tokens) :])
+        self.tokens += [*context, *record.output_ids]
+        self.mask += [0] * len(context) + [1] * len(record.output_ids)
+        self.logprobs += [0.0] * len(context) + list(record.logprobs)
+        self.versions += [-1] * len(context) + list(record.versions)
+        self.calls.append(record)
+
+
+def sequences_of(records: Iterable[RequestRecord]) -> list[list[RequestRecord]]:
+    """The calls of each sequence, in order; a call stands in exactly one."""
+    return [sequence.calls for sequence in _merge(records)]
+
+
+def experiences_of(records: Iterable[RequestRecord], reward: float | None = None) -> list[Experience]:
+    """The experiences of a sample's calls; each sampled token is in the action mask of exactly one.
+
+    Args:
+        records: the requests that the sample made, in order.
+        reward: reward of every experience, where it is known already.
+    """
+    return [_experience(sequence, reward) for sequence in _merge(records)]
+
+
+def _merge(records: Iterable[RequestRecord]) -> list[_Sequence]:
+    sequences: list[_Sequence] = []
+    for record in records:
+        if not record.output_ids:
+            continue
+        prompt = list(record.prompt_ids)
+        extended = [s for s in sequences if len(s.tokens) <= len(prompt) and prompt[: len(s.tokens)] == s.tokens]
+        sequence = max(extended, key=lambda s: len(s.tokens), default=None)
+        if sequence is None:
+            sequence = _Sequence([], [], [], [])
+            sequences.append(sequence)
+        sequence.append(record)
+    return sequences
+
+
+def _experience(sequence: _Sequence, reward: float | None) -> Experience:
+    prompt_length = sequence.mask.index(1)
+    last = sequence.calls[-1]
+    return Experience(
+        tokens=torch.tensor(sequence.tokens, dtype=torch.long),
+        prompt_length=prompt_length,
+        logprobs=torch.tensor(sequence.logprobs[prompt_length:], dtype=torch.float32),
+        versions=torch.tensor(sequence.versions[prompt_length:], dtype=torch.int32),
+        action_mask=torch.tensor(sequence.mask[prompt_length:], dtype=torch.bool),
+        reward=reward,
+        temperature=last.temperature,
+        truncated=last.truncated,
+    )

@@ -1,0 +1,72 @@
+"""Evaluation: run every task of a split and average the rewards, outside capacity and version accounting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.errors import RolloutError
+from rollwright.experience.trajectory import Trajectory
+from rollwright.rollout.engines import RolloutEngine
+
+
+@dataclass
+class EvaluationResult:
+    """What an evaluation found; rewards are per sample, tasks as they were drawn."""
+
+    reward: float  # mean over samples
+    tasks: int
+    samples: int
+    truncated: float  # share of samples cut by a length limit
+    response_tokens: float  # mean sampled tokens of a sample
+    trajectory: Trajectory
+
+    def as_metrics(self) -> dict[str, float]:
+        """The scalars, for a metrics sink."""
+        return {"reward": self.reward, "truncated": self.truncated, "response_tokens": self.response_tokens}
+
+
+def evaluate(
+    rollout: RolloutEngine,
+    tasks: Sequence[dict[str, Any]],
+    workflow: Any,
+    workflow_kwargs: dict[str, Any] | None,
+    gconfig: GenerationHyperparameters,
+) -> EvaluationResult:
+    """Run ``gconfig.n_samples`` samples of every task and average their rewards.
+
+    Raises:
+        RolloutError: a task gave no sample, so that the mean would be over other tasks than those asked for.
+    """
+    kwargs = {**(workflow_kwargs or {}), "gconfig": gconfig.new(n_samples=1)}
+    trajectory = rollout.rollout_batch(
+        list(tasks), workflow=workflow, workflow_kwargs=kwargs, group_size=gconfig.n_samples, is_eval=True
+    )
+    groups = trajectory["group_ids"].unique()
+    if len(groups) != len(tasks):
+        raise RolloutError(
+            f"evaluation: {len(tasks) - len(groups)} of {len(tasks)} tasks gave no sample, so a mean would mislead; "
+            "see the log for the failures, and raise rollout.max_sample_retries if they are passing."
+        )
+    rewards = sample_means(trajectory, trajectory["rewards"])
+    return EvaluationResult(
+        reward=float(rewards.mean()),
+        tasks=len(tasks),
+        samples=len(rewards),
+        truncated=float(sample_means(trajectory, trajectory["truncated"].float()).mean()),
+        response_tokens=float(trajectory["loss_mask"].sum()) / len(rewards),
+        trajectory=trajectory,
+    )
+
+
+def sample_means(trajectory: Trajectory, values_B: torch.Tensor) -> torch.Tensor:
+    """Mean of a row value over the rows of each sample, ``[samples]``: a sample of four rows does not count four times."""
+    keys = torch.stack([trajectory["group_ids"], trajectory["sample_ids"]], dim=1)
+    _, index_B = keys.unique(dim=0, return_inverse=True)
+    count = int(index_B.max()) + 1
+    totals = torch.zeros(count, dtype=torch.float64).index_add_(0, index_B, values_B.double())
+    return totals / torch.bincount(index_B, minlength=count)

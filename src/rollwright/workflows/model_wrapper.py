@@ -1,0 +1,206 @@
+"""The model as a task-style workflow sees it: text or messages in, experiences out."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.data.conversation import ConversationTokens
+from rollwright.errors import WorkflowError
+from rollwright.experience.experience import Experience
+from rollwright.experience.history import experiences_of
+from rollwright.experience.recorder import Recorder
+from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.request import ModelRequest, ModelResponse
+
+
+class ModelWrapper:
+    """The policy, bound to one sample.
+
+    Every call is recorded by the engine behind it; ``chat`` keeps the tokens of earlier replies, so a conversation that goes
+    on is never encoded again. The synchronous methods are for workflows whose ``run`` is in a thread; on the event loop use
+    the ``_async`` forms.
+
+    Args:
+        engine: the engine bound to this sample.
+        tokenizer: the policy's tokenizer.
+        gconfig: generation arguments of calls that name none.
+        recorder: the sample's recorder; needed for the history.
+        loop: the event loop that synchronous calls are run on; None: one of their own.
+        openai_clients: makes ``(sync, async)`` OpenAI clients of this sample; None where the run has no OpenAI front.
+        model_path: where the policy's weights came from.
+        template_kwargs: passed to the chat template.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        tokenizer: Any,
+        *,
+        gconfig: GenerationHyperparameters | None = None,
+        recorder: Recorder | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+        openai_clients: Callable[[], tuple[Any, Any]] | None = None,
+        model_path: str = "",
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.gconfig = gconfig or GenerationHyperparameters()
+        self.recorder = recorder
+        self.model_path = model_path
+        self._loop = loop
+        self._openai_clients = openai_clients
+        self._conversation = ConversationTokens(tokenizer, **(template_kwargs or {}))
+        self._conversation_id = uuid.uuid4().hex
+        self._history_start = 0
+
+    # -- text and messages ---------------------------------------------------------------------------------------------
+
+    async def generate_async(self, prompts: Sequence[str] | str, **generation: Any) -> list[Experience]:
+        """Complete each text ``n`` times; the answers of one prompt stand together.
+
+        Args:
+            prompts: texts that are encoded as they are, without a chat template.
+            generation: ``n``, ``temperature``, ``top_p``, ``top_k``, ``max_tokens``, ``stop``, ``seed``, … in place of the task's.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        gconfig = self._generation(generation)
+        ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        calls = [self._sample(prompt, gconfig, uuid.uuid4().hex) for prompt in ids for _ in range(gconfig.n_samples)]
+        return [self._experience(response) for response in await asyncio.gather(*calls)]
+
+    async def chat_async(
+        self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None, **generation: Any
+    ) -> list[Experience]:
+        """Answer a conversation ``n`` times.
+
+        Args:
+            messages: ``{"role", "content"}`` messages, the last one to be answered.
+            tools: tools offered through the chat template.
+            generation: as in ``generate_async``.
+        """
+        messages = [dict(message) for message in messages]
+        gconfig = self._generation(generation)
+        prompt = self._conversation.encode(messages, tools)
+        rids = [self._conversation_id if gconfig.n_samples == 1 else uuid.uuid4().hex for _ in range(gconfig.n_samples)]
+        responses = await asyncio.gather(*(self._sample(prompt, gconfig, rid) for rid in rids))
+        experiences = [self._experience(response) for response in responses]
+        for response, experience in zip(responses, experiences, strict=True):
+            reply = {"role": "assistant", "content": experience.response_text}
+            self._conversation.remember(messages, reply, response.input_tokens, response.output_tokens, tools)
+        return experiences
+
+    def generate(self, prompts: Sequence[str] | str, **generation: Any) -> list[Experience]:
+        """As ``generate_async``, from a thread."""
+        return self._wait(self.generate_async(prompts, **generation))
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **generation: Any) -> list[Experience]:
+        """As ``chat_async``, from a thread."""
+        return self._wait(self.chat_async(messages, **generation))
+
+    # -- experiences ---------------------------------------------------------------------------------------------------
+
+    async def convert_messages_to_experience_async(
+        self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None
+    ) -> Experience:
+        """A finished conversation as one experience; the tokens of replies that this model sampled are the sampled ones.
+
+        Raises:
+            WorkflowError: no reply of the conversation was sampled by this model, so nothing in it can be trained.
+        """
+        records = self._records()
+        ids = self._conversation.encode([*messages, {"role": "user", "content": ""}], tools)
+        matching = [e for e in experiences_of(records) if e.tokens.tolist() == ids[: len(e.tokens)]]
+        if not matching:
+            raise WorkflowError(
+                "convert_messages_to_experience: no reply in these messages was sampled through this model wrapper, so there "
+                "are no log-probabilities for it; pass the messages that chat() answered, with its replies unchanged."
+            )
+        return max(matching, key=lambda experience: len(experience.tokens))
+
+    def convert_messages_to_experience(
+        self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None
+    ) -> Experience:
+        """As ``convert_messages_to_experience_async``, from a thread."""
+        return self._wait(self.convert_messages_to_experience_async(messages, tools))
+
+    def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
+        """All calls since the last time, as experiences: calls that extend one another are one sequence."""
+        records = self._records()
+        experiences = experiences_of(records[self._history_start :])
+        if clear_history:
+            self._history_start = len(records)
+        return experiences
+
+    # -- OpenAI --------------------------------------------------------------------------------------------------------
+
+    def get_openai_client(self) -> Any:
+        """An ``openai.OpenAI`` whose calls are recorded as this sample's; it carries ``model_path``."""
+        return self._clients()[0]
+
+    def get_openai_async_client(self) -> Any:
+        """An ``openai.AsyncOpenAI`` whose calls are recorded as this sample's; it carries ``model_path``."""
+        return self._clients()[1]
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def model_version(self) -> int:
+        """Version of the weights that the next token is sampled with."""
+        return self.engine.get_version()
+
+    def _clients(self) -> tuple[Any, Any]:
+        if self._openai_clients is None:
+            raise WorkflowError(
+                "this run has no OpenAI front: set explorer.rollout_model.enable_openai_api (rollout.openai_front in the "
+                "project's own config) to true and install the 'openai' extra."
+            )
+        return self._openai_clients()
+
+    def _records(self) -> list[Any]:
+        if self.recorder is None:
+            raise WorkflowError("this ModelWrapper has no recorder, so it has no history; build it with recorder=…")
+        return list(self.recorder.records)
+
+    def _generation(self, changes: dict[str, Any]) -> GenerationHyperparameters:
+        changes.pop("logprobs", None)  # log-probabilities are always recorded
+        if changes.get("top_k") == -1:
+            changes["top_k"] = 0
+        return self.gconfig.new(**{"n_samples": 1, **{k: v for k, v in changes.items() if v is not None}})
+
+    async def _sample(self, prompt: list[int], gconfig: GenerationHyperparameters, rid: str) -> ModelResponse:
+        request = ModelRequest(input_ids=prompt, gconfig=gconfig.new(n_samples=1), rid=rid, tokenizer=self.tokenizer)
+        return await self.engine.agenerate(request)
+
+    def _experience(self, response: ModelResponse) -> Experience:
+        return Experience(
+            tokens=torch.tensor([*response.input_tokens, *response.output_tokens], dtype=torch.long),
+            prompt_length=response.input_len,
+            logprobs=torch.tensor(response.output_logprobs, dtype=torch.float32),
+            versions=torch.tensor(response.output_versions, dtype=torch.int32),
+            temperature=response.temperature,
+            truncated=response.truncated,
+            prompt_text=self.tokenizer.decode(response.input_tokens, skip_special_tokens=False),
+            response_text=self.tokenizer.decode(response.output_tokens, skip_special_tokens=True),
+        )
+
+    def _wait(self, coroutine: Any) -> Any:
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            running = None
+        if running is not None:
+            coroutine.close()
+            raise WorkflowError(
+                "a synchronous model call was made on an event loop, which would block every other sample; await the _async "
+                "form instead, or define run() rather than run_async()."
+            )
+        if self._loop is None:
+            return asyncio.run(coroutine)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
