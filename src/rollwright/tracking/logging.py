@@ -1,0 +1,142 @@
+"""Logging: ``from rollwright import logging; logging.getLogger("MyWorkflow")``.
+
+Every logger lives below one root, ``rollwright``, so that one level and one set of handlers govern a run. Messages go
+through rich where stdout and stderr are both a terminal (and then print above the live display, never through it), and
+as plain lines to stderr elsewhere. Whatever this module does not define, such as ``logging.INFO``, is the standard
+library's.
+"""
+
+from __future__ import annotations
+
+import logging as _standard
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.markup import escape
+
+ROOT_NAME = "rollwright"
+LEVEL_VARIABLE = "ROLLWRIGHT_LOG_LEVEL"
+
+_LINE_FORMAT = "%(asctime)s %(levelname)-7s %(short_name)s: %(message)s"
+_lock = threading.Lock()
+_console: Console | None = None
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_standard, name)
+
+
+class _ShortName(_standard.Filter):
+    """Gives records the name that the user asked for, without the common root."""
+
+    def filter(self, record: _standard.LogRecord) -> bool:
+        record.short_name = record.name.removeprefix(f"{ROOT_NAME}.")
+        return True
+
+
+class _StderrHandler(_standard.StreamHandler):
+    """Writes to whatever ``sys.stderr`` is at the time of the message."""
+
+    def __init__(self) -> None:
+        _standard.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+
+class _TerminalHandler(RichHandler):
+    """Rich output with the logger's name before the message."""
+
+    def render_message(self, record: _standard.LogRecord, message: str) -> Any:
+        text = super().render_message(record, message)
+        name = self.console.render_str(f"[dim]{escape(getattr(record, 'short_name', record.name))}[/dim] ")
+        return name + text
+
+
+def console() -> Console:
+    """The one console of the process, on stdout; log messages and the live display share it."""
+    global _console
+    with _lock:
+        if _console is None:
+            _console = Console()
+        return _console
+
+
+def output_is_terminal() -> bool:
+    """True where stdout and stderr are both a terminal that can redraw lines."""
+    return bool(console().is_terminal and not console().is_dumb_terminal and sys.stderr is not None and sys.stderr.isatty())
+
+
+def _root() -> _standard.Logger:
+    root = _standard.getLogger(ROOT_NAME)
+    terminal = output_is_terminal()  # takes the lock itself
+    with _lock:
+        if any(getattr(handler, "_is_rollwright_output", False) for handler in root.handlers):
+            return root
+        handler: _standard.Handler
+        if terminal:
+            assert _console is not None
+            handler = _TerminalHandler(console=_console, show_path=False, log_time_format="%H:%M:%S", rich_tracebacks=False)
+        else:
+            handler = _StderrHandler()
+            handler.setFormatter(_standard.Formatter(_LINE_FORMAT, datefmt="%H:%M:%S"))
+        handler.addFilter(_ShortName())
+        handler.setLevel(os.environ.get(LEVEL_VARIABLE, "INFO").upper())
+        handler._is_rollwright_output = True  # type: ignore[attr-defined]
+        root.addHandler(handler)
+        root.setLevel(_standard.DEBUG)
+        root.propagate = False
+    return root
+
+
+def getLogger(name: str | None = None) -> _standard.Logger:  # noqa: N802 (the standard library's name)
+    """A logger below Rollwright's root.
+
+    Args:
+        name: any name, such as ``"MyWorkflow"`` or ``__name__``; None is the root.
+
+    Returns:
+        A standard library logger whose messages reach the terminal (or stderr) and every attached log file.
+    """
+    root = _root()
+    if not name or name == ROOT_NAME:
+        return root
+    return _standard.getLogger(name if name.startswith(f"{ROOT_NAME}.") else f"{ROOT_NAME}.{name}")
+
+
+def set_level(level: int | str) -> None:
+    """Sets from which level messages are shown; log files keep everything."""
+    for handler in _root().handlers:
+        if getattr(handler, "_is_rollwright_output", False):
+            handler.setLevel(level.upper() if isinstance(level, str) else level)
+
+
+def attach_file(path: str | Path, level: int | str = "DEBUG") -> _standard.Handler:
+    """Also writes every message, with date and thread, to a file that is appended to.
+
+    Args:
+        path: the log file; its directory is created.
+        level: from which level on.
+
+    Returns:
+        The handler; give it to :func:`detach_file` when the run ends.
+    """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    handler = _standard.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(_standard.Formatter("%(asctime)s %(levelname)-7s [%(threadName)s] %(short_name)s: %(message)s"))
+    handler.addFilter(_ShortName())
+    handler.setLevel(level)
+    _root().addHandler(handler)
+    return handler
+
+
+def detach_file(handler: _standard.Handler) -> None:
+    """Ends what :func:`attach_file` began."""
+    _root().removeHandler(handler)
+    handler.close()

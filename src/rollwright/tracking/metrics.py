@@ -1,0 +1,193 @@
+"""Metrics: numbers that many threads report while a step runs, reduced to one dictionary at its end.
+
+Each reduction is a method, and the name of a metric keeps the first reduction it was given::
+
+    tracker = get_tracker()
+    tracker.scalar(reward=0.5)                 # the mean of all reports
+    with tracker.scope("rollout"):
+        tracker.sum(tokens=128)                # "rollout/tokens"
+    tracker.get("rollout").maximum(length=77)  # the same prefix without a context
+    metrics = tracker.export(reset=True)
+"""
+
+from __future__ import annotations
+
+import contextvars
+import math
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rollwright.errors import RollwrightError
+
+
+class MetricError(RollwrightError):
+    """A metric was reported as what it is not."""
+
+
+class _Entry:
+    """One metric between two exports."""
+
+    __slots__ = ("count", "kind", "total", "values")
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.total = {"minimum": math.inf, "maximum": -math.inf}.get(kind, 0.0)
+        self.count = 0.0
+        self.values: list[float] = []
+
+    def add(self, value: float, weight: float) -> None:
+        if self.kind == "scalar":
+            self.total += value * weight
+            self.count += weight
+        elif self.kind == "sum":
+            self.total += value
+        elif self.kind == "minimum":
+            self.total = value if math.isnan(value) else min(self.total, value)
+        elif self.kind == "maximum":
+            self.total = value if math.isnan(value) else max(self.total, value)
+        elif self.kind == "gauge":
+            self.total = value
+        else:
+            self.values.append(value)
+
+    def result(self, name: str) -> dict[str, float]:
+        if self.kind == "scalar":
+            return {name: self.total / self.count} if self.count else {}
+        if self.kind != "histogram":
+            return {name: self.total}
+        ordered = sorted(self.values)
+        if not ordered:
+            return {}
+        mean = math.fsum(ordered) / len(ordered)
+        deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in ordered) / len(ordered))
+        return {
+            f"{name}/mean": mean,
+            f"{name}/std": deviation,
+            f"{name}/min": ordered[0],
+            f"{name}/p50": _quantile(ordered, 0.5),
+            f"{name}/p90": _quantile(ordered, 0.9),
+            f"{name}/max": ordered[-1],
+        }
+
+
+def _quantile(ordered: list[float], share: float) -> float:
+    position = share * (len(ordered) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+class MetricsTracker:
+    """Collects metrics from any number of threads and event loops.
+
+    A tracker from :meth:`get` shares its numbers with the tracker it came from and puts its scope before every name.
+    Scopes opened with :meth:`scope` belong to the thread or asyncio task that opened them.
+    """
+
+    def __init__(self) -> None:
+        self._prefix = ""
+        self._lock = threading.Lock()
+        self._entries: dict[str, _Entry] = {}
+        self._scopes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("scopes", default=())
+
+    def get(self, scope: str = "") -> MetricsTracker:
+        """The tracker whose names begin with ``scope/``, over the same numbers."""
+        if not scope:
+            return self
+        child = object.__new__(MetricsTracker)
+        child._prefix = f"{self._prefix}{scope.strip('/')}/"
+        child._lock, child._entries, child._scopes = self._lock, self._entries, self._scopes
+        return child
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[MetricsTracker]:
+        """Names reported inside, by this thread or asyncio task, begin with ``name/``; scopes nest."""
+        token = self._scopes.set((*self._scopes.get(), name.strip("/")))
+        try:
+            yield self
+        finally:
+            self._scopes.reset(token)
+
+    def scalar(self, **values: Any) -> None:
+        """Reports values of which the mean is exported."""
+        self._add("scalar", values)
+
+    def weighted(self, weight: float, **values: Any) -> None:
+        """Reports values of which the weighted mean is exported, e.g. token means weighted by tokens."""
+        self._add("scalar", values, float(weight))
+
+    def sum(self, **values: Any) -> None:
+        """Reports values of which the sum is exported."""
+        self._add("sum", values)
+
+    def minimum(self, **values: Any) -> None:
+        """Reports values of which the smallest is exported (NaN wins)."""
+        self._add("minimum", values)
+
+    def maximum(self, **values: Any) -> None:
+        """Reports values of which the largest is exported (NaN wins)."""
+        self._add("maximum", values)
+
+    def gauge(self, **values: Any) -> None:
+        """Reports values of which the last is exported."""
+        self._add("gauge", values)
+
+    def histogram(self, **values: Any) -> None:
+        """Reports values, one or many, of which mean, std, min, p50, p90 and max are exported."""
+        self._add("histogram", values)
+
+    def export(self, reset: bool = True) -> dict[str, float]:
+        """Reduces what was reported since the last reset.
+
+        Args:
+            reset: begin anew afterwards. On a tracker from :meth:`get` only its own scope is exported and reset.
+
+        Returns:
+            Full name (with scopes) to number, sorted by name.
+        """
+        with self._lock:
+            names = [name for name in self._entries if name.startswith(self._prefix)]
+            entries = {name: self._entries.pop(name) if reset else self._entries[name] for name in names}
+            results: dict[str, float] = {}
+            for name in sorted(entries):
+                results.update(entries[name].result(name))
+        return results
+
+    def _add(self, kind: str, values: dict[str, Any], weight: float = 1.0) -> None:
+        prefix = "".join(f"{scope}/" for scope in self._scopes.get()) + self._prefix
+        numbers = {name: _numbers(name, value) for name, value in values.items()}
+        with self._lock:
+            for name, items in numbers.items():
+                entry = self._entries.setdefault(prefix + name, _Entry(kind))
+                if entry.kind != kind:
+                    raise MetricError(
+                        f"metric {prefix + name!r} was reported as {entry.kind} and now as {kind}: give one of the two another name."
+                    )
+                for item in items:
+                    entry.add(item, weight)
+
+
+def _numbers(name: str, value: Any) -> list[float]:
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    try:
+        if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+            flat: list[float] = []
+            for item in value:
+                flat.extend(_numbers(name, item))
+            return flat
+        return [float(value)]
+    except (TypeError, ValueError):
+        raise MetricError(
+            f"metric {name!r} was given {value!r}, which is no number: report a number, or a list or tensor of numbers."
+        ) from None
+
+
+_default = MetricsTracker()
+
+
+def get_tracker(scope: str = "") -> MetricsTracker:
+    """The tracker of this process, or the part of it below ``scope``."""
+    return _default.get(scope)

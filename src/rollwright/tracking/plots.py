@@ -1,0 +1,153 @@
+"""Plots of a run, drawn without a display (matplotlib's Agg)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+#: Colours that stay apart for readers with colour-blindness (Okabe and Ito, 2008).
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_INK, _GRID = "#333333", "#E4E4E4"
+
+
+def _axes(title: str, x_label: str, y_label: str, size: tuple[float, float]):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=_INK, pad=10)
+    axes.set_xlabel(x_label, color=_INK)
+    axes.set_ylabel(y_label, color=_INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#AAAAAA")
+    axes.tick_params(colors=_INK, length=3)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _save(figure, path: str | Path) -> Path:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+def _smooth(values: Sequence[float], weight: float) -> list[float]:
+    """Exponential moving average without the start's bias (Kingma and Ba, 2015, section 3)."""
+    average, normaliser, smoothed = 0.0, 0.0, []
+    for value in values:
+        average = weight * average + (1 - weight) * value
+        normaliser = weight * normaliser + (1 - weight)
+        smoothed.append(average / normaliser)
+    return smoothed
+
+
+def plot_curves(
+    path: str | Path,
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    title: str,
+    x_label: str = "step",
+    y_label: str = "",
+    size: tuple[float, float] = (7.2, 4.0),
+    y_limits: tuple[float, float] | None = None,
+) -> Path:
+    """Draws named curves into one picture.
+
+    Args:
+        path: the PNG (or any type that matplotlib knows by its ending).
+        curves: name to points ``(x, y)``; a curve of a few points is drawn with markers.
+        title: what the picture shows.
+        x_label: the horizontal axis.
+        y_label: the vertical axis, with its unit.
+        size: inches; 150 dots an inch.
+        y_limits: lowest and highest value shown; None: what the points need.
+
+    Returns:
+        The path.
+    """
+    figure, axes = _axes(title, x_label, y_label, size)
+    for (name, points), colour in zip(curves.items(), _cycle(len(curves)), strict=True):
+        horizontal, vertical = [x for x, _ in points], [y for _, y in points]
+        axes.plot(
+            horizontal,
+            vertical,
+            color=colour,
+            linewidth=1.8,
+            marker="o" if len(points) <= 12 else None,
+            markersize=5,
+            label=name,
+        )
+    if y_limits is not None:
+        axes.set_ylim(*y_limits)
+    if curves:
+        axes.legend(frameon=False, labelcolor=_INK)
+    return _save(figure, path)
+
+
+def _cycle(count: int) -> list[str]:
+    return [COLOURS[index % len(COLOURS)] for index in range(count)]
+
+
+def plot_reward_curve(
+    path: str | Path,
+    rewards: Sequence[tuple[int, float]],
+    evaluations: Sequence[tuple[int, float]] = (),
+    *,
+    title: str = "Reward",
+    smoothing: float = 0.6,
+    evaluation_name: str = "held-out accuracy",
+) -> Path:
+    """Draws the reward of training and the accuracy on held-out tasks.
+
+    Args:
+        path: the PNG.
+        rewards: ``(step, mean reward)`` of training.
+        evaluations: ``(step, accuracy)`` on held-out tasks; step 0 is before training.
+        title: what the picture shows.
+        smoothing: weight of the past in the moving average drawn through the rewards, 0 to 1.
+        evaluation_name: what the points are.
+
+    Returns:
+        The path.
+    """
+    figure, axes = _axes(title, "step", "reward, accuracy" if evaluations else "reward", (7.2, 4.0))
+    steps, values = [step for step, _ in rewards], [value for _, value in rewards]
+    axes.plot(steps, values, color=COLOURS[0], alpha=0.30, linewidth=1.2)
+    axes.plot(
+        steps, _smooth(values, smoothing), color=COLOURS[0], linewidth=2.2, label="training reward (smoothed; faint: raw)"
+    )
+    if evaluations:
+        horizontal, vertical = [step for step, _ in evaluations], [value for _, value in evaluations]
+        axes.plot(
+            horizontal,
+            vertical,
+            color=COLOURS[1],
+            linewidth=1.2,
+            linestyle=(0, (4, 3)),
+            marker="o",
+            markersize=6,
+            label=evaluation_name,
+        )
+        for index in sorted({0, len(evaluations) - 1}):
+            axes.annotate(
+                f"{vertical[index]:.2f}",
+                (horizontal[index], vertical[index]),
+                xytext=(0, 9),
+                textcoords="offset points",
+                ha="center",
+                color=COLOURS[1],
+                fontsize=9,
+                fontweight="bold",
+            )
+    everything = [*values, *(value for _, value in evaluations)]
+    if everything and min(everything) >= 0.0 and max(everything) <= 1.0:
+        axes.set_ylim(0.0, 1.09)
+        axes.set_yticks([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if rewards:
+        axes.legend(frameon=False, loc="lower right", labelcolor=_INK, fontsize=9)
+    return _save(figure, path)

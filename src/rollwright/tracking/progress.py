@@ -1,0 +1,321 @@
+"""The display of a run: live on a terminal, one plain line for each step elsewhere.
+
+The display is told what happened and draws it; it computes nothing that is not also in ``metrics.jsonl``.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from rollwright.errors import ConfigError
+from rollwright.tracking import logging
+from rollwright.tracking.timers import PhaseTimer
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_PHASE_COLOURS = {
+    "generate": "dodger_blue2",
+    "reward": "gold3",
+    "train": "green3",
+    "publish": "magenta",
+    "eval": "dark_orange",
+    "checkpoint": "turquoise4",
+}
+_OTHER_COLOURS = ("deep_pink4", "slate_blue1", "khaki3", "grey62")
+
+
+def sparkline(values: Sequence[float], width: int = 40, low: float | None = None, high: float | None = None) -> str:
+    """A curve in block characters.
+
+    Args:
+        values: the points; where there are more than ``width``, neighbours are averaged.
+        width: characters at most.
+        low: value of the lowest block; None: the smallest point.
+        high: value of the highest block; None: the largest point.
+
+    Returns:
+        One character for each point or bucket of points; values that are not finite are blank.
+    """
+    if not values:
+        return ""
+    points = list(values)
+    if len(points) > width:
+        edges = [round(index * len(points) / width) for index in range(width + 1)]
+        buckets = [points[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+        points = [sum(bucket) / len(bucket) for bucket in buckets]
+    finite = [point for point in points if abs(point) < float("inf")]
+    if not finite:
+        return " " * len(points)
+    bottom = min(finite) if low is None else low
+    span = (max(finite) if high is None else high) - bottom
+    characters = []
+    for point in points:
+        if not abs(point) < float("inf"):
+            characters.append(" ")
+        else:
+            share = (point - bottom) / span if span > 0 else 0.0
+            characters.append(_BLOCKS[min(len(_BLOCKS) - 1, max(0, int(share * len(_BLOCKS))))])
+    return "".join(characters)
+
+
+def format_duration(seconds: float) -> str:
+    """``48s``, ``3:07`` or ``2:14:09``."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+class ProgressDisplay:
+    """Shows how a run goes.
+
+    Args:
+        total_steps: steps of the run.
+        title: shown in the frame, usually ``<experiment>/<trial>``.
+        mode: ``auto`` (live on a terminal, plain elsewhere), ``live``, ``plain`` or ``none``.
+        value_name: what the main curve is: ``reward``, or ``loss`` for supervised training.
+        start_step: steps already done, where the run was resumed.
+        timer: its current phase is shown while a step runs.
+        console: where the live display is drawn; None: the process's console.
+        stream: where plain lines go; None: stdout.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        title: str = "rollwright",
+        mode: str = "auto",
+        value_name: str = "reward",
+        start_step: int = 0,
+        timer: PhaseTimer | None = None,
+        console: Console | None = None,
+        stream: TextIO | None = None,
+    ) -> None:
+        if mode not in ("auto", "live", "plain", "none"):
+            raise ConfigError(f"stats_logger.display is {mode!r}: choose from auto, live, plain, none.")
+        self.mode = ("live" if logging.output_is_terminal() else "plain") if mode == "auto" else mode
+        self._total = total_steps
+        self._title = title
+        self._value_name = value_name
+        self._start_step = self._step = start_step
+        self._timer = timer
+        self._console = console
+        self._stream = stream
+        self._lock = threading.RLock()
+        self._values: list[float] = []
+        self._evaluations: list[tuple[int, float]] = []
+        self._facts: dict[str, str] = {}
+        self._seconds: dict[str, float] = {}
+        self._activity: tuple[str, float | None] | None = None
+        self._began = self._step_began = time.monotonic()
+        self._spinner = Spinner("dots", style="cyan")
+        self._live: Live | None = None
+
+    def __enter__(self) -> ProgressDisplay:
+        self._began = self._step_began = time.monotonic()
+        if self.mode == "live":
+            self._live = Live(
+                get_renderable=self._render,
+                console=self._console or logging.console(),
+                refresh_per_second=8,
+                redirect_stderr=False,
+            )
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._activity = None
+            self._live.stop()
+            self._live = None
+
+    def activity(self, text: str, share: float | None = None) -> None:
+        """Says what goes on inside the step, e.g. ``generate 213/512``; plain mode does not print it.
+
+        Args:
+            text: a few words.
+            share: how much of it is done, 0 to 1, where known.
+        """
+        self._activity = (text, share)
+
+    def step(
+        self,
+        step: int,
+        value: float,
+        *,
+        generate_tokens_per_second: float | None = None,
+        train_tokens_per_second: float | None = None,
+        staleness: float | None = None,
+        seconds: Mapping[str, float] | None = None,
+        facts: Mapping[str, float | str] | None = None,
+    ) -> None:
+        """Tells that a step has ended.
+
+        Args:
+            step: number of steps done, counted from 1.
+            value: mean reward of the step (or loss).
+            generate_tokens_per_second: sampled tokens over generation's seconds.
+            train_tokens_per_second: trained tokens over training's seconds.
+            staleness: mean versions between sampling and training.
+            seconds: seconds of each phase in this step.
+            facts: further numbers worth a glance, e.g. ``{"length": 31.2}``.
+        """
+        with self._lock:
+            now = time.monotonic()
+            step_seconds, self._step_began = now - self._step_began, now
+            self._step = step
+            self._values.append(float(value))
+            self._activity = None
+            shown: dict[str, str] = {}
+            if generate_tokens_per_second is not None:
+                shown["generate"] = f"{generate_tokens_per_second:,.0f} tok/s"
+            if train_tokens_per_second is not None:
+                shown["train"] = f"{train_tokens_per_second:,.0f} tok/s"
+            if staleness is not None:
+                shown["staleness"] = f"{staleness:.2f}".rstrip("0").rstrip(".")
+            for name, fact in (facts or {}).items():
+                shown[name] = fact if isinstance(fact, str) else f"{fact:.4g}"
+            self._facts = shown
+            for name, spent in (seconds or {}).items():
+                self._seconds[name] = self._seconds.get(name, 0.0) + spent
+        if self.mode == "plain":
+            parts = [f"step {step}/{self._total}", f"{self._value_name} {value:.3f}"]
+            parts += [f"{name} {fact}" for name, fact in shown.items()]
+            times = " ".join(f"{name} {spent:.1f}s" for name, spent in (seconds or {}).items() if spent >= 0.05)
+            parts.append(f"{step_seconds:.1f}s" + (f" ({times})" if times else ""))
+            eta = self._eta()
+            parts.append(
+                f"elapsed {format_duration(now - self._began)}" + ("" if eta is None else f", left {format_duration(eta)}")
+            )
+            self._print(" | ".join(parts))
+        elif self._live is not None:
+            self._live.refresh()
+
+    def evaluation(self, step: int, accuracy: float, label: str = "accuracy") -> None:
+        """Tells the result of an evaluation after ``step`` steps (0: before the first)."""
+        with self._lock:
+            self._evaluations.append((step, float(accuracy)))
+            self._step_began = time.monotonic()
+        if self.mode == "plain":
+            self._print(f"eval after step {step}/{self._total} | {label} {accuracy:.3f}")
+
+    def message(self, text: str) -> None:
+        """Prints a line above the live display, or as a plain line."""
+        if self._live is not None:
+            self._live.console.print(text, highlight=False)
+        elif self.mode != "none":
+            self._print(text)
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._stream or sys.stdout, flush=True)
+
+    def _eta(self) -> float | None:
+        done = self._step - self._start_step
+        if done <= 0:
+            return None
+        return (self._step_began - self._began) / done * (self._total - self._step)
+
+    def _render(self) -> RenderableType:
+        with self._lock:
+            width = min((self._console or logging.console()).width, 100) - 4
+            rows = Table.grid(padding=(0, 2))
+            rows.add_column(style="dim", no_wrap=True)
+            rows.add_column()
+            rows.add_row("step", self._render_steps(width - 12))
+            rows.add_row(self._value_name, self._render_curve(width - 12))
+            if self._evaluations:
+                rows.add_row("accuracy", self._render_evaluations())
+            if self._facts:
+                facts = Text()
+                for index, (name, fact) in enumerate(self._facts.items()):
+                    facts.append("   " if index else "").append(f"{name} ", style="dim").append(fact, style="bold")
+                rows.add_row("speed" if "generate" in self._facts else "facts", facts)
+            if self._seconds:
+                rows.add_row("time", self._render_seconds(width - 12))
+            rows.add_row("now", self._render_activity())
+            return Panel(rows, title=f"[bold]{self._title}", title_align="left", border_style="dim", width=width + 4)
+
+    def _render_steps(self, width: int) -> RenderableType:
+        elapsed = time.monotonic() - self._began
+        eta = self._eta()
+        left = None if eta is None else max(0.0, eta - (time.monotonic() - self._step_began))
+        numbers = f"{self._step}/{self._total}"
+        clock = f"{format_duration(elapsed)}" + (
+            "" if left is None or self._step >= self._total else f"  {format_duration(left)} left"
+        )
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(no_wrap=True)
+        grid.add_column()
+        grid.add_column(no_wrap=True)
+        bar = ProgressBar(total=max(1, self._total), completed=self._step, width=max(10, width - len(numbers) - len(clock) - 4))
+        grid.add_row(Text(numbers, style="bold"), bar, Text(clock, style="cyan"))
+        return grid
+
+    def _render_curve(self, width: int) -> Text:
+        if not self._values:
+            return Text("–", style="dim")
+        text = Text(f"{self._values[-1]:.3f}  ", style="bold")
+        text.append(
+            sparkline(self._values, min(48, max(8, width - 24))), style="green" if self._value_name == "reward" else "yellow"
+        )
+        return text.append(f"  from {self._values[0]:.3f}", style="dim")
+
+    def _render_evaluations(self) -> Text:
+        text = Text()
+        shown = self._evaluations if len(self._evaluations) <= 5 else [self._evaluations[0], *self._evaluations[-4:]]
+        for index, (step, accuracy) in enumerate(shown):
+            if index:
+                text.append(" … " if index == 1 and len(shown) < len(self._evaluations) else " → ", style="dim")
+            text.append(f"{accuracy:.3f}", style="bold" if index == len(shown) - 1 else "")
+            text.append(f" @{step}", style="dim")
+        return text
+
+    def _render_seconds(self, width: int) -> RenderableType:
+        total = sum(self._seconds.values())
+        if total <= 0:
+            return Text("–", style="dim")
+        bar, legend = Text(), Text()
+        cells = max(10, width)
+        order = sorted(
+            self._seconds, key=lambda name: (list(_PHASE_COLOURS).index(name) if name in _PHASE_COLOURS else 99, name)
+        )
+        others = [name for name in order if name not in _PHASE_COLOURS]
+        reached = drawn = 0.0
+        for name in order:
+            colour = _PHASE_COLOURS.get(name) or _OTHER_COLOURS[others.index(name) % len(_OTHER_COLOURS)]
+            reached += self._seconds[name] / total * cells
+            length = round(reached) - round(drawn)
+            drawn = reached
+            bar.append("█" * length, style=colour)
+            share = self._seconds[name] / total
+            if share >= 0.005:
+                legend.append("■ ", style=colour).append(f"{name} {share:.0%}   ", style="dim")
+        return Group(bar, legend)
+
+    def _render_activity(self) -> RenderableType:
+        if self._live is None or (self._step >= self._total and self._activity is None):
+            return Text(
+                "done" if self._step >= self._total else "stopped",
+                style="bold green" if self._step >= self._total else "yellow",
+            )
+        phase = self._timer.current if self._timer is not None else None
+        text, share = self._activity or (phase or "working", None)
+        since = time.monotonic() - self._step_began
+        suffix = f" {share:.0%}" if share is not None else ""
+        self._spinner.update(
+            text=Text.assemble(f"{text}{suffix}", (f"  step {min(self._step + 1, self._total)}, {since:.0f}s", "dim"))
+        )
+        return self._spinner

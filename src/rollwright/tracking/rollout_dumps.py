@@ -1,0 +1,151 @@
+"""Rollout dumps: trajectories of a step, readable by people and by machines.
+
+For every dumped step there are two files below ``<run>/rollouts/``: ``step-000012.txt`` to read, and
+``step-000012.jsonl`` with all tokens, masks, log-probabilities and versions, one row a line, for the viewer and for replay.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Protocol
+
+#: Keys of the trajectory that the machine-readable form names itself; others of shape ``[B]`` are added as they are.
+_TOKEN_KEYS = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
+_RULE = "─" * 100
+
+
+class Decoder(Protocol):
+    """What a dump needs of a tokenizer."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = ...) -> Any:
+        """Text of token ids."""
+        ...
+
+
+def trajectory_records(batch: Mapping[str, Any], extras: Sequence[Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
+    """The rows of a trajectory without their padding, as plain lists and numbers.
+
+    Args:
+        batch: a trajectory: ``[B, L]`` keys by the data contract, and ``[B]`` keys.
+        extras: for each row, what no tensor holds, such as ``stop_reason``, ``task`` or ``seconds``.
+
+    Returns:
+        B records with ``row``, ``input_ids``, ``loss_mask``, ``logprobs``, ``versions``, counts, ``stop_reason``, the
+        ``[B]`` keys and the extras.
+    """
+    lists = {key: value.tolist() for key, value in batch.items() if hasattr(value, "tolist")}
+    width = len(lists["input_ids"][0]) if lists["input_ids"] else 0
+    records = []
+    for row, keep in enumerate(lists["attention_mask"]):
+        record: dict[str, Any] = {"row": row}
+        for key, value in lists.items():
+            if key == "attention_mask":
+                continue
+            item = value[row]
+            if isinstance(item, list):
+                if len(item) != width or any(isinstance(inner, list) for inner in item):
+                    continue  # image features and the like
+                item = [inner for inner, kept in zip(item, keep, strict=True) if kept]
+                if key == "logprobs":
+                    item = [round(inner, 6) for inner in item]
+                elif key == "loss_mask":
+                    item = [int(bool(inner)) for inner in item]
+            record[key] = item
+        mask = record["loss_mask"]
+        record["total_tokens"] = len(mask)
+        record["sampled_tokens"] = sum(mask)
+        record["prompt_tokens"] = mask.index(1) if 1 in mask else len(mask)
+        record["stop_reason"] = "length" if record.get("truncated") else "stop"
+        record.update(extras[row] if extras is not None else {})
+        records.append(record)
+    return records
+
+
+def format_record(record: Mapping[str, Any], tokenizer: Decoder) -> str:
+    """A record of :func:`trajectory_records` as text: the prompt, then what the policy sampled, with what it did not sample
+    (tool results, environment text) between ``⟦`` and ``⟧``."""
+    prompt_tokens = record["prompt_tokens"]
+    ids, mask = record["input_ids"], record["loss_mask"]
+    versions = sorted({version for version, sampled in zip(record.get("versions", []), mask, strict=False) if sampled})
+    facts = [f"row {record['row']}"]
+    for key in ("group_ids", "sample_ids", "ordinal", "task"):
+        if record.get(key) is not None:
+            facts.append(f"{key.removesuffix('_ids')} {record[key]}")
+    if "rewards" in record:
+        facts.append(f"reward {record['rewards']:g}")
+    facts.append(f"{prompt_tokens} prompt + {record['sampled_tokens']} sampled tokens of {record['total_tokens']}")
+    if versions:
+        facts.append(f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]}–{versions[-1]}")
+    facts.append(f"ended by {record['stop_reason']}")
+    sampled_logprobs = [value for value, sampled in zip(record.get("logprobs", []), mask, strict=False) if sampled]
+    if sampled_logprobs:
+        facts.append(f"mean logprob {sum(sampled_logprobs) / len(sampled_logprobs):.3f}")
+    parts = []
+    completion = zip(mask[prompt_tokens:], ids[prompt_tokens:], strict=True)
+    for sampled, run in groupby(completion, key=lambda pair: pair[0]):
+        text = str(tokenizer.decode([token for _, token in run], skip_special_tokens=False))
+        parts.append(text if sampled else f"⟦{text}⟧")
+    prompt = str(tokenizer.decode(ids[:prompt_tokens], skip_special_tokens=False))
+    return f"{_RULE}\n{' · '.join(facts)}\n── prompt\n{prompt}\n── completion\n{''.join(parts)}\n"
+
+
+def _spread(count: int, limit: int) -> list[int]:
+    if limit < 0 or limit >= count:
+        return list(range(count))
+    return [index * count // limit for index in range(limit)]
+
+
+class RolloutDumper:
+    """Writes trajectories of each step to a directory.
+
+    Args:
+        directory: ``RunDirectory.rollouts``.
+        tokenizer: decodes the tokens.
+        limit: rows of a step, spread evenly over the batch so that several groups are seen; 0: none, -1: all.
+    """
+
+    def __init__(self, directory: str | Path, tokenizer: Decoder, limit: int = 4) -> None:
+        self._directory = Path(directory)
+        self._tokenizer = tokenizer
+        self._limit = limit
+
+    def dump(
+        self, step: int, batch: Mapping[str, Any], extras: Sequence[Mapping[str, Any]] | None = None, name: str = "step"
+    ) -> Path | None:
+        """Writes rows of a batch; an earlier dump of the same step (before a resume) is replaced.
+
+        Args:
+            step: the step's number.
+            batch: a trajectory.
+            extras: see :func:`trajectory_records`.
+            name: beginning of the file names, e.g. ``eval``.
+
+        Returns:
+            The readable file, or None where nothing is dumped.
+        """
+        rows = _spread(len(batch["input_ids"]), self._limit)
+        if not rows:
+            return None
+        count = len(batch["input_ids"])
+        chosen = {key: value[rows] for key, value in batch.items() if hasattr(value, "tolist") and len(value) == count}
+        records = trajectory_records(chosen, None if extras is None else [extras[row] for row in rows])
+        for record, row in zip(records, rows, strict=True):
+            record["row"] = row
+            record["step"] = step
+        self._directory.mkdir(parents=True, exist_ok=True)
+        stem = self._directory / f"{name}-{step:06d}"
+        readable = f"{name} {step}: {len(rows)} of {count} rows; ⟦…⟧ is text that the policy did not sample\n"
+        readable += "".join(format_record(record, self._tokenizer) for record in records)
+        _replace(stem.with_suffix(".jsonl"), "".join(json.dumps(record) + "\n" for record in records))
+        _replace(stem.with_suffix(".txt"), readable)
+        return stem.with_suffix(".txt")
+
+
+def _replace(path: Path, text: str) -> None:
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_text(text, encoding="utf-8")
+    os.replace(fresh, path)

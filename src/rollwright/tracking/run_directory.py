@@ -1,0 +1,287 @@
+"""The run directory: ``<root>/<experiment>/<trial>/``, owned by one run and by one process at a time.
+
+::
+
+    run.json         who the run is: its config, a hash of it, when it began, whether it finished
+    run.lock         the process that writes here
+    metrics.jsonl    one line for each step
+    summary.json     what came out
+    rollouts/        readable trajectories
+    checkpoints/     Hugging Face checkpoints
+    recover/         what a resume needs
+    logs/            messages of all levels
+    attempts/        what an attempt left that was killed before its first recover checkpoint
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollwright.errors import CheckpointError, ConfigError
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("run")
+
+MARKER = "run.json"
+#: Config keys that may differ between a run and its resumption: they do not change what is learned from the same data.
+NOT_IDENTITY = (
+    "recover",
+    "saver",
+    "evaluator",
+    "stats_logger",
+    "cluster",
+    "total_train_steps",
+    "total_train_epochs",
+    "rollout.setup_timeout",
+)
+_NAME = re.compile(r"[\w][\w.+@=-]*")
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def identity_of(config: Mapping[str, Any]) -> str:
+    """A hash of the config without the keys that a resumed run may change."""
+    relevant = {
+        key: value
+        for key, value in _flatten(config).items()
+        if not any(key == name or key.startswith(f"{name}.") for name in NOT_IDENTITY)
+    }
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+class RunDirectory:
+    """The paths of a run, and the right to write there.
+
+    Constructing one touches nothing, so that readers can use it; :meth:`claim` creates and locks it.
+
+    Args:
+        root: where runs are kept (``cluster.fileroot``).
+        experiment: name of the experiment.
+        trial: name of the trial.
+    """
+
+    def __init__(self, root: str | Path, experiment: str, trial: str) -> None:
+        for key, name in (("experiment_name", experiment), ("trial_name", trial)):
+            if not _NAME.fullmatch(name):
+                raise ConfigError(f"{key} is {name!r}, which cannot name a directory: use letters, digits and . _ + @ = -.")
+        self.experiment = experiment
+        self.trial = trial
+        self.path = Path(root) / experiment / trial
+        self.resumed = False
+        self._lock_file: int | None = None
+
+    @property
+    def rollouts(self) -> Path:
+        """Readable trajectories."""
+        return self.path / "rollouts"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Hugging Face checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def recover(self) -> Path:
+        """One directory for each recover checkpoint; a name that begins with a dot is one being written."""
+        return self.path / "recover"
+
+    @property
+    def logs(self) -> Path:
+        """Log files."""
+        return self.path / "logs"
+
+    @property
+    def metrics_file(self) -> Path:
+        """``metrics.jsonl``."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary_file(self) -> Path:
+        """``summary.json``."""
+        return self.path / "summary.json"
+
+    @property
+    def trace_file(self) -> Path:
+        """Chrome trace of the run's phases."""
+        return self.path / "trace.json"
+
+    @property
+    def has_recover_checkpoint(self) -> bool:
+        """True where a complete recover checkpoint exists."""
+        return self.recover.is_dir() and any(not child.name.startswith(".") for child in self.recover.iterdir())
+
+    def marker(self) -> dict[str, Any] | None:
+        """What ``run.json`` says, or None where there is none.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        path = self.path / MARKER
+        if not path.exists():
+            return None
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path} is damaged ({error}): the run cannot be recognised; choose another trial_name."
+            ) from None
+
+    def claim(self, config: Mapping[str, Any] | None = None, recover_mode: str = "auto") -> RunDirectory:
+        """Takes the directory for this process: creates it, or resumes the run in it where that was asked for.
+
+        Args:
+            config: the resolved config; the run's identity is computed from it.
+            recover_mode: ``auto`` resumes an unfinished run of the same config that has a recover checkpoint, and sets
+                aside what one without left; ``resume`` insists on a recover checkpoint and also goes on with a finished
+                run; ``off`` insists on a directory that no run has used.
+
+        Returns:
+            Itself; ``resumed`` says whether the run is to be resumed.
+
+        Raises:
+            CheckpointError: the directory belongs to another process, another config, or a run that must not be reused.
+        """
+        if recover_mode not in ("auto", "resume", "off"):
+            raise ConfigError(f"recover.mode is {recover_mode!r}: choose from auto, resume, off.")
+        config = dict(config or {})
+        if self.path.exists() and not (self.path / MARKER).exists() and any(c.name != "run.lock" for c in self.path.iterdir()):
+            raise CheckpointError(
+                f"{self.path} exists and was not made by a run ({MARKER} is missing): choose another trial_name or cluster.fileroot."
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock()
+        try:
+            self.resumed = self._decide(config, recover_mode)
+            for directory in (self.rollouts, self.checkpoints, self.recover, self.logs):
+                directory.mkdir(exist_ok=True)
+            previous = self.marker() if self.resumed else None
+            self._write_marker(
+                {
+                    "experiment": self.experiment,
+                    "trial": self.trial,
+                    "identity": identity_of(config),
+                    "began": previous["began"] if previous else time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                    "resumes": previous.get("resumes", 0) + 1 if previous else 0,
+                    "finished": False,
+                    "config": json.loads(json.dumps(config, default=str)),
+                }
+            )
+        except BaseException:
+            self.release()
+            raise
+        return self
+
+    def _decide(self, config: Mapping[str, Any], mode: str) -> bool:
+        marker = self.marker()
+        if marker is None:
+            if mode == "resume":
+                raise CheckpointError(
+                    f"recover.mode=resume, but {self.path} holds no run: check experiment_name and trial_name, or start with recover.mode=auto."
+                )
+            return False
+        began = f"{self.path} holds a run that began {marker.get('began', 'earlier')}"
+        used = self.metrics_file.exists() and self.metrics_file.stat().st_size > 0
+        if mode == "off" and used:
+            raise CheckpointError(
+                f"{began}, and recover.mode=off starts only fresh runs: set another trial_name, resume it with recover.mode=auto, "
+                "or move the directory away."
+            )
+        if not used and not self.has_recover_checkpoint:
+            if mode == "resume":
+                raise CheckpointError(f"{began} but has no recover checkpoint yet: start it with recover.mode=auto.")
+            logger.info("%s has a run that did not finish its first step; it begins anew", self.path)
+            return False
+        if marker.get("identity") != identity_of(config):
+            raise CheckpointError(
+                f"{began} with another config ({_difference(marker.get('config', {}), config)}): set another trial_name, "
+                "or restore these keys to resume it."
+            )
+        if marker.get("finished") and mode == "auto":
+            raise CheckpointError(
+                f"{began} and has finished: set another trial_name for a new run, or recover.mode=resume (with more "
+                "total_train_steps) to train on."
+            )
+        if self.has_recover_checkpoint:
+            logger.info("resuming the run in %s", self.path)
+            return True
+        if mode == "resume":
+            raise CheckpointError(f"{began} but has no recover checkpoint: start it again with recover.mode=auto.")
+        aside = self._set_aside()
+        logger.warning(
+            "the run in %s stopped before its first recover checkpoint; it begins anew, and what it left is in %s",
+            self.path,
+            aside,
+        )
+        return False
+
+    def _set_aside(self) -> Path:
+        attempts = self.path / "attempts"
+        attempts.mkdir(exist_ok=True)
+        aside = attempts / str(1 + sum(1 for _ in attempts.iterdir()))
+        aside.mkdir()
+        for child in list(self.path.iterdir()):
+            if child.name not in ("attempts", "run.lock", MARKER):
+                child.rename(aside / child.name)
+        return aside
+
+    def _lock(self) -> None:
+        handle = os.open(self.path / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.read(handle, 200).decode(errors="replace").strip() or "another process"
+            os.close(handle)
+            raise CheckpointError(
+                f"{self.path} is being written by {owner}: wait for it, stop it, or set another trial_name."
+            ) from None
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        self._lock_file = handle  # the kernel lets go of it when this process ends, however it ends
+
+    def _write_marker(self, content: Mapping[str, Any]) -> None:
+        fresh = self.path / f".{MARKER}.new"
+        fresh.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        os.replace(fresh, self.path / MARKER)
+
+    def finish(self) -> None:
+        """Marks the run as finished: from now on it is resumed only by ``recover.mode=resume``."""
+        self._write_marker({**(self.marker() or {}), "finished": True})
+
+    def release(self) -> None:
+        """Lets another process have the directory."""
+        if self._lock_file is not None:
+            os.close(self._lock_file)
+            self._lock_file = None
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _difference(old: Mapping[str, Any], new: Mapping[str, Any], limit: int = 4) -> str:
+    before, after = _flatten(old), _flatten(json.loads(json.dumps(dict(new), default=str)))
+    missing = object()
+    keys = [key for key in sorted({*before, *after}) if before.get(key, missing) != after.get(key, missing)]
+    keys = [key for key in keys if not any(key == name or key.startswith(f"{name}.") for name in NOT_IDENTITY)]
+    parts = [f"{key}: {before.get(key, 'unset')!r} then, {after.get(key, 'unset')!r} now" for key in keys[:limit]]
+    more = len(keys) - limit
+    return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")

@@ -1,0 +1,248 @@
+"""Sinks: where the metrics of a step are written.
+
+``metrics.jsonl`` in the run directory is always written and is what plots, resume and the viewer read. TensorBoard,
+Weights & Biases and Trackio are optional and take the same numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollwright.errors import CheckpointError, ConfigError
+
+
+class MetricsSink(Protocol):
+    """What takes the metrics of a step."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes the numbers of one step; several writes of one step are allowed (evaluation adds to it)."""
+        ...
+
+    def close(self) -> None:
+        """Flushes and lets go."""
+        ...
+
+
+def _json_number(value: Any) -> float | int | None:
+    number = value if isinstance(value, int) else float(value)
+    return number if math.isfinite(number) else None
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The records of a ``metrics.jsonl``; a last line that was cut off by a kill is left out.
+
+    Raises:
+        CheckpointError: a line in the middle of the file is no JSON object.
+    """
+    lines = Path(path).read_bytes().split(b"\n")
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                raise ValueError("no JSON object with a step")
+        except ValueError as error:
+            if number == len(lines):  # no newline after it: the write was cut off
+                break
+            raise CheckpointError(
+                f"line {number} of {path} is damaged ({error}): mend or delete that line; the rest is not touched."
+            ) from None
+        records.append(record)
+    return records
+
+
+class JSONLSink:
+    """One JSON object a line: ``step``, ``time`` (seconds since the run began), ``unix_time``, then the metrics.
+
+    Each line is flushed as it is written. Numbers that are not finite become null, which every JSON reader takes.
+
+    Args:
+        path: the file.
+        resume_step: the last step that the resumed checkpoint contains. Lines of later steps are cut off, so that a
+            resumed run leaves one curve; None begins a new file.
+
+    Raises:
+        CheckpointError: a new file is asked for where one with content exists.
+    """
+
+    def __init__(self, path: str | Path, resume_step: int | None = None) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        earlier = 0.0
+        if self.path.exists() and self.path.stat().st_size:
+            if resume_step is None:
+                raise CheckpointError(
+                    f"{self.path} already holds metrics of a run: resume that run (recover.mode=resume) or choose another trial_name."
+                )
+            earlier = self._cut_after(resume_step)
+        self._started = time.time() - earlier
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def _cut_after(self, resume_step: int) -> float:
+        kept = [record for record in read_metrics(self.path) if record["step"] <= resume_step]
+        fresh = self.path.with_suffix(".jsonl.new")
+        with fresh.open("w", encoding="utf-8") as file:
+            for record in kept:
+                file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, self.path)
+        return max((record.get("time", 0.0) for record in kept), default=0.0)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends one line and flushes it."""
+        now = time.time()
+        record = {"step": step, "time": round(now - self._started, 3), "unix_time": round(now, 3)}
+        record.update({name: _json_number(value) for name, value in metrics.items()})
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def _require(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"stats_logger.sinks names {extra!r}, but the package {error.name!r} is not installed: "
+            f"pip install 'rollwright[{extra}]', or take {extra!r} out of stats_logger.sinks."
+        ) from None
+
+
+class TensorBoardSink:
+    """Event files below ``<run>/tensorboard``; on resume, later points are purged."""
+
+    def __init__(self, directory: str | Path, resume_step: int | None = None) -> None:
+        _require("tensorboard", "tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if resume_step is None else resume_step + 1
+        self._writer = SummaryWriter(log_dir=str(directory), purge_step=purge)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds one point to each curve."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, global_step=step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Closes the event file."""
+        self._writer.close()
+
+
+class WandbSink:
+    """A Weights & Biases run, named after the trial; a resumed trial goes on in the same run.
+
+    W&B keeps the first value it was sent for a step, so steps that a resumed run repeats are not sent twice.
+    """
+
+    def __init__(self, directory: str | Path, project: str, run_name: str, config: Mapping[str, Any], resume: bool) -> None:
+        wandb = _require("wandb", "wandb")
+        self._run = wandb.init(
+            project=project,
+            name=run_name,
+            id=run_name.replace("/", "-"),
+            dir=str(directory),
+            config=dict(config),
+            resume="allow" if resume else None,
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs one step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Finishes the run."""
+        self._run.finish()
+
+
+class TrackioSink:
+    """A Trackio run: Hugging Face's local tracker, looked at with ``trackio show``."""
+
+    def __init__(self, project: str, run_name: str, config: Mapping[str, Any], resume: bool) -> None:
+        trackio = _require("trackio", "trackio")
+        self._run = trackio.init(project=project, name=run_name, config=dict(config), resume="allow" if resume else "never")
+        self._finish = trackio.finish
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs one step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Finishes the run."""
+        self._finish()
+
+
+class MetricsLogger:
+    """Writes every step to ``metrics.jsonl`` and to the sinks that the config names.
+
+    Args:
+        metrics_file: the run's ``metrics.jsonl``.
+        sinks: names out of tensorboard, wandb, trackio.
+        project: project at the sinks.
+        run_name: name of the run at the sinks, usually ``<experiment>/<trial>``.
+        config: the resolved config, shown by the sinks.
+        resume_step: see :class:`JSONLSink`.
+
+    Raises:
+        ConfigError: a sink is not known, or its package is not installed.
+    """
+
+    def __init__(
+        self,
+        metrics_file: str | Path,
+        sinks: Iterable[str] = (),
+        *,
+        project: str = "rollwright",
+        run_name: str = "run",
+        config: Mapping[str, Any] | None = None,
+        resume_step: int | None = None,
+    ) -> None:
+        directory = Path(metrics_file).parent
+        resume, config = resume_step is not None, config or {}
+        makers = {
+            "tensorboard": lambda: TensorBoardSink(directory / "tensorboard", resume_step),
+            "wandb": lambda: WandbSink(directory, project, run_name, config, resume),
+            "trackio": lambda: TrackioSink(project, run_name, config, resume),
+        }
+        names = list(sinks)
+        unknown = [name for name in names if name not in makers]
+        if unknown:
+            raise ConfigError(f"stats_logger.sinks names {unknown[0]!r}, which is no sink: choose from {', '.join(makers)}.")
+        self._sinks: list[MetricsSink] = []
+        try:
+            for name in names:
+                self._sinks.append(makers[name]())
+            self._sinks.insert(0, JSONLSink(metrics_file, resume_step))
+        except BaseException:
+            self.close()
+            raise
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes the metrics of a step everywhere."""
+        for sink in self._sinks:
+            sink.write(step, metrics)
+
+    def close(self) -> None:
+        """Closes every sink."""
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            sink.close()
+
+    def __enter__(self) -> MetricsLogger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,115 @@
+"""What came out of a run: ``summary.json``, the table of before and after, and sample completions."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def write_summary(path: str | Path, summary: Mapping[str, Any]) -> Path:
+    """Writes ``summary.json``, whole or not at all.
+
+    Args:
+        path: the file.
+        summary: nested mappings, such as ``{"eval": {"before": {…}, "after": {…}}, "seconds": {"train": 92.1}, …}``;
+            tensors, arrays and paths are made plain, numbers that are not finite become null.
+
+    Returns:
+        The path.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_text(json.dumps(_plain(summary), indent=2) + "\n", encoding="utf-8")
+    os.replace(fresh, path)
+    return path
+
+
+def read_summary(path: str | Path) -> dict[str, Any]:
+    """Reads what :func:`write_summary` wrote."""
+    return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def before_after_table(before: Mapping[str, float], after: Mapping[str, float], title: str | None = None) -> Table:
+    """A table of measures before and after training, with the change in colour.
+
+    Args:
+        before: measure to value; a measure that is in one of the two only is shown with a dash in the other.
+        after: measure to value.
+        title: above the table.
+
+    Returns:
+        A rich table; print it with ``rollwright.logging.console()``.
+    """
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, padding=(0, 3, 0, 0))
+    table.add_column("")
+    for heading in ("before", "after", "change"):
+        table.add_column(heading, justify="right")
+    for name in dict.fromkeys((*before, *after)):
+        old, new = before.get(name), after.get(name)
+        change = Text("–", style="dim")
+        if old is not None and new is not None:
+            change = Text(f"{new - old:+.3f}", style="green" if new > old else "red" if new < old else "dim")
+        table.add_row(name, _number(old), Text(_number(new), style="bold"), change)
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def sample_completions(samples: Sequence[Mapping[str, Any]], limit: int = 4, max_characters: int = 300) -> RenderableType:
+    """Completions to look at.
+
+    Args:
+        samples: mappings with ``prompt``, ``completion`` and ``reward``, and optionally ``answer``.
+        limit: how many are shown.
+        max_characters: of one text; the middle of a longer one is left out and says so.
+
+    Returns:
+        A rich renderable.
+    """
+    parts: list[RenderableType] = []
+    for sample in samples[:limit]:
+        reward = float(sample["reward"])
+        head = Text.assemble(("✓ " if reward > 0 else "✗ ", "green" if reward > 0 else "red"), (f"reward {reward:g}", "bold"))
+        if sample.get("answer") is not None:
+            head.append(f"   answer {sample['answer']}", style="dim")
+        body = Table.grid(padding=(0, 2))
+        body.add_column(style="dim", no_wrap=True)
+        body.add_column()
+        body.add_row("asked", Text(_shorten(str(sample["prompt"]), max_characters)))
+        body.add_row("said", Text(_shorten(str(sample["completion"]), max_characters)))
+        parts += [head, Padding(body, (0, 0, 1, 2))]
+    return Group(*parts)
+
+
+def _shorten(text: str, limit: int) -> str:
+    text = text.strip()
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} … [{len(text) - 2 * half} characters] … {text[-half:]}"
