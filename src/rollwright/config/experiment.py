@@ -45,13 +45,19 @@ class FinetuneSpec:
 class BaseExperimentConfig:
     """What every run has."""
 
-    experiment_name: str = field(default="experiment", metadata={"help": "Name of the experiment; paths and sinks derive from it."})
+    experiment_name: str = field(
+        default="experiment", metadata={"help": "Name of the experiment; paths and sinks derive from it."}
+    )
     trial_name: str = field(default="trial", metadata={"help": "Name of this trial of the experiment."})
     seed: int = field(default=1, metadata={"help": "Seed of everything that is random."})
-    deterministic: bool = field(default=False, metadata={"help": "The run repeats bit for bit on one machine (docs/determinism.md)."})
+    deterministic: bool = field(
+        default=False, metadata={"help": "The run repeats bit for bit on one machine (docs/determinism.md)."}
+    )
     tokenizer_path: str = field(default="", metadata={"help": "Tokenizer directory or name; empty: the actor's path."})
     total_train_epochs: int = field(default=1, metadata={"help": "Passes over the training tasks.", "ge": 1})
-    total_train_steps: int | None = field(default=None, metadata={"help": "Steps of the run; where set, epochs are not counted.", "ge": 1})
+    total_train_steps: int | None = field(
+        default=None, metadata={"help": "Steps of the run; where set, epochs are not counted.", "ge": 1}
+    )
     train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
     valid_dataset: DatasetConfig | None = field(default=None)
     saver: SaverConfig = field(default_factory=SaverConfig)
@@ -70,12 +76,16 @@ class PPOConfig(BaseExperimentConfig):
     workflow: str | None = field(default=None, metadata={"help": "Import path or registered name of the workflow."})
     workflow_kwargs: dict[str, Any] = field(default_factory=dict, metadata={"help": "Arguments of the workflow's constructor."})
     eval_workflow: str | None = field(default=None, metadata={"help": "Workflow of evaluation; None: the same."})
-    eval_workflow_kwargs: dict[str, Any] | None = field(default=None, metadata={"help": "Its arguments; None: the same, with the evaluator's gconfig."})
+    eval_workflow_kwargs: dict[str, Any] | None = field(
+        default=None, metadata={"help": "Its arguments; None: the same, with the evaluator's gconfig."}
+    )
     reward_fn: str | None = field(default=None, metadata={"help": "Import path or registered name of the reward function."})
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
-    ref: TrainEngineConfig | None = field(default=None, metadata={"help": "Reference policy of the KL; None: the actor's first weights where kl_ctl > 0."})
+    ref: TrainEngineConfig | None = field(
+        default=None, metadata={"help": "Reference policy of the KL; None: the actor's first weights where kl_ctl > 0."}
+    )
     critic: TrainEngineConfig | None = field(default=None, metadata={"help": "Value model. Not built yet: refused."})
 
 
@@ -89,4 +99,6 @@ class SFTConfig(BaseExperimentConfig):
     """Supervised training on worked completions."""
 
     model: TrainEngineConfig = field(default_factory=TrainEngineConfig)
-    stop_accuracy: float | None = field(default=None, metadata={"help": "Stop when accuracy on valid_dataset reaches this.", "ge": 0.0, "le": 1.0})
+    stop_accuracy: float | None = field(
+        default=None, metadata={"help": "Stop when accuracy on valid_dataset reaches this.", "ge": 0.0, "le": 1.0}
+    )

@@ -1,0 +1,124 @@
+"""Checks that look at several keys together: a combination that cannot do what it says is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from rollwright.config.experiment import BaseExperimentConfig, PPOConfig
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.sections import DatasetConfig, IntervalConfig
+from rollwright.config.source import KeyPath, dotted
+from rollwright.errors import ConfigError
+
+Fault = tuple[KeyPath, str]
+
+
+def faults_of(config: Any) -> Iterator[Fault]:
+    """The key and the message of every combination of settings in ``config`` that is refused."""
+    for path, section in _sections(config, ()):
+        if isinstance(section, GenerationHyperparameters):
+            yield from _generation(section, path)
+    if isinstance(config, BaseExperimentConfig):
+        yield from _experiment(config)
+    if isinstance(config, PPOConfig):
+        yield from _policy(config)
+        if config.deterministic:
+            yield from _deterministic(config)
+
+
+def validate(config: Any) -> None:
+    """Refuse combinations of settings that cannot do what they say.
+
+    Raises:
+        ConfigError: with every fault, each with its key.
+    """
+    faults = [f"{dotted(path)}: {message}" for path, message in faults_of(config)]
+    if len(faults) == 1:
+        raise ConfigError(faults[0])
+    if faults:
+        raise ConfigError(f"{len(faults)} faults:\n" + "\n".join(f"  {fault}" for fault in faults))
+
+
+def _sections(config: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    if is_dataclass(config):
+        yield path, config
+        for field in fields(config):
+            yield from _sections(getattr(config, field.name), (*path, field.name))
+
+
+def _generation(gconfig: GenerationHyperparameters, path: KeyPath) -> Iterator[Fault]:
+    if gconfig.min_new_tokens > gconfig.max_new_tokens:
+        yield (*path, "min_new_tokens"), f"is {gconfig.min_new_tokens}, more than max_new_tokens ({gconfig.max_new_tokens})"
+    if gconfig.top_k < -1:
+        yield (*path, "top_k"), f"is {gconfig.top_k}; 0 and -1 mean all tokens"
+
+
+def _experiment(config: BaseExperimentConfig) -> Iterator[Fault]:
+    if config.valid_dataset is None and _has_interval(config.evaluator):
+        yield ("evaluator",), "evaluates every so often, but there is no valid_dataset; give one"
+    if config.recover.mode == "off" and _has_interval(config.recover):
+        yield ("recover",), "mode is off, so nothing is saved every so often; take the interval or the mode out"
+    if config.deterministic:
+        for name in ("saver", "recover", "evaluator"):
+            if getattr(config, name).every_seconds is not None:
+                yield (name, "every_seconds"), "goes by the clock, which a deterministic run does not; use every_steps"
+    for name in ("train_dataset", "valid_dataset"):
+        dataset: DatasetConfig | None = getattr(config, name)
+        if (
+            dataset
+            and dataset.limit is not None
+            and dataset.drop_last
+            and name == "train_dataset"
+            and dataset.limit < dataset.batch_size
+        ):
+            yield (
+                (name, "limit"),
+                f"is {dataset.limit}, less than one batch of {dataset.batch_size}; no batch would ever be full",
+            )
+
+
+def _has_interval(section: IntervalConfig) -> bool:
+    return any(value is not None for value in (section.every_steps, section.every_epochs, section.every_seconds))
+
+
+def _policy(config: PPOConfig) -> Iterator[Fault]:
+    actor, rollout = config.actor, config.rollout
+    if config.critic is not None:
+        yield ("critic",), "a value model is not built yet; take the section out (GRPO compares the samples of a group)"
+    if actor.optimizer is None:
+        yield ("actor", "optimizer"), "is null, but the actor is trained; give it at least lr"
+    if config.ref is not None and actor.kl_ctl == 0:
+        yield ("ref",), "is given, but actor.kl_ctl is 0, so no KL to it is taken; set actor.kl_ctl above 0 or take ref out"
+    samples = config.train_dataset.batch_size * config.gconfig.n_samples
+    if actor.ppo_n_minibatches > samples:
+        yield (
+            ("actor", "ppo_n_minibatches"),
+            f"is {actor.ppo_n_minibatches}, but a batch has {samples} samples (train_dataset.batch_size × gconfig.n_samples)",
+        )
+    if rollout.backend.startswith("builtin"):
+        for name in ("addresses", "api_key"):
+            if getattr(rollout, name):
+                yield ("rollout", name), f"names a server, but rollout.backend is {rollout.backend}; set it to sglang or vllm"
+    if rollout.context_length is not None and rollout.context_length <= config.gconfig.max_new_tokens:
+        yield (
+            ("rollout", "context_length"),
+            f"is {rollout.context_length} for prompt and completion together, which leaves no room for a prompt beside "
+            f"gconfig.max_new_tokens ({config.gconfig.max_new_tokens})",
+        )
+    if config.eval_workflow_kwargs is not None and config.eval_workflow is None and config.workflow is None:
+        yield ("eval_workflow_kwargs",), "are given for no workflow; name eval_workflow or workflow"
+
+
+def _deterministic(config: PPOConfig) -> Iterator[Fault]:
+    rollout = config.rollout
+    if rollout.backend in ("sglang", "vllm"):
+        yield ("rollout", "backend"), f"a deterministic run needs the built-in engine: {rollout.backend} batches by arrival"
+    if rollout.max_head_offpolicyness > 0:
+        yield (
+            ("rollout", "max_head_offpolicyness"),
+            "is above 0: which version samples a token would go by the clock, which a deterministic run does not",
+        )
+    if rollout.over_sampling > 0:
+        yield ("rollout", "over_sampling"), "cuts the slowest samples by the clock, which a deterministic run does not"

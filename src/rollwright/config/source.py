@@ -1,0 +1,198 @@
+"""A YAML file as plain containers, together with the line on which each key stands.
+
+Paths are tuples of keys and list positions: ``("actor", "optimizer", "lr")``, ``("stages", 1, "name")``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from rollwright.errors import ConfigError
+
+KeyPath = tuple[str | int, ...]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's reading of plain words: ``1e-5`` is a number; ``yes``, ``0130`` and ``2026-11-21`` are text."""
+
+    yaml_implicit_resolvers: ClassVar[dict] = {}
+
+
+for _tag, _pattern, _first in (
+    ("merge", r"<<", "<"),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", "-+0123456789"),
+    ("float", r"[-+]?(?:\d[\d_]*\.\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?\d[\d_]*[eE][-+]?\d+|[-+]?\.inf|\.nan", "-+.0123456789"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
+
+
+def dotted(path: KeyPath) -> str:
+    """The path as users write it: ``actor.optimizer.lr``."""
+    return ".".join(str(part) for part in path)
+
+
+@dataclass
+class Override:
+    """One ``key=value`` argument of the command line."""
+
+    text: str
+    path: KeyPath
+    value: Any
+    raw: str
+
+
+@dataclass
+class Document:
+    """What a YAML file says, before interpolation: containers, lines and the file's name."""
+
+    data: dict[str, Any]
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+    file: str = "<config>"
+
+
+@dataclass
+class Origins:
+    """Where values come from, for messages: a file and line, or an override of the command line.
+
+    ``prefixes`` are the places of the document where a path is looked up, first match wins: a stage's own keys stand
+    before the shared ones.
+    """
+
+    document: Document
+    overrides: list[Override] = field(default_factory=list)
+    prefixes: tuple[KeyPath, ...] = ((),)
+
+    def of(self, path: KeyPath) -> str:
+        """``file:line``, or the override's text; of the nearest key above where the path itself was not written."""
+        for length in range(len(path), -1, -1):
+            if override := self._override(path[:length]):
+                return f"override {override.text!r}"
+            for prefix in self.prefixes:
+                if line := self.document.lines.get((*prefix, *path[:length])):
+                    return f"{self.document.file}:{line}"
+            if override := self._override_below(path[:length]):
+                return f"override {override.text!r}"
+        return self.document.file
+
+    def raw(self, path: KeyPath) -> str | None:
+        """The text behind the ``=`` where the value itself was given as an override."""
+        override = self._override(path)
+        return override.raw if override else None
+
+    def _override_below(self, path: KeyPath) -> Override | None:
+        """The override that brought a mapping into being: its own path goes on below ``path``."""
+        for override in reversed(self.overrides):
+            if any(path and override.path[: len(prefix) + len(path)] == (*prefix, *path) for prefix in self.prefixes):
+                return override
+        return None
+
+    def _override(self, path: KeyPath) -> Override | None:
+        candidates = [(*prefix, *path) for prefix in self.prefixes]
+        for override in reversed(self.overrides):
+            if any(override.path == candidate for candidate in candidates):
+                return override
+        return None
+
+
+def read_yaml(file: str | Path) -> Document:
+    """Read one YAML mapping from a file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, holds a key twice, or is not a mapping.
+    """
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the config file {file}: {error}. Check the path given to --config.") from error
+    return parse_yaml(text, file=str(file))
+
+
+def parse_yaml(text: str, file: str = "<config>") -> Document:
+    """Like ``read_yaml``, from text; ``file`` is the name used in messages."""
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{file}:{mark.line + 1}" if mark else file
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise ConfigError(f"{where}: this is not YAML: {problem}.") from error
+    document = Document(data={}, file=file)
+    if node is None:
+        return document
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{file}:{node.start_mark.line + 1}: a config is a mapping of keys, this is a {node.id}.")
+    document.data = _construct(node, (), document)
+    return document
+
+
+def parse_value(raw: str) -> Any:
+    """The value of an override, read as YAML: ``1e-5``, ``true``, ``null``, ``[a, b]``, ``{a: 1}``, text."""
+    try:
+        node = yaml.compose(raw, Loader=_Loader)
+        return None if node is None else _construct(node, (), Document(data={}))
+    except (yaml.YAMLError, ConfigError):
+        return raw
+
+
+def parse_override(text: str) -> Override:
+    """``a.b.0.c=value`` as an ``Override``.
+
+    Raises:
+        ConfigError: there is no ``=``, or no key before it.
+    """
+    key, equals, raw = text.partition("=")
+    key = key.strip().removeprefix("--")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"override {text!r}: write key=value, such as actor.optimizer.lr=1e-5.")
+    path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
+    return Override(text=text, path=path, value=parse_value(raw), raw=raw)
+
+
+def _construct(node: yaml.Node, path: KeyPath, document: Document) -> Any:
+    document.lines.setdefault(path, node.start_mark.line + 1)
+    if isinstance(node, yaml.MappingNode):
+        _flatten_merges(node)
+        result: dict[Any, Any] = {}
+        for key_node, value_node in node.value:
+            key = _scalar(key_node, document) if isinstance(key_node, yaml.ScalarNode) else None
+            if not isinstance(key, Hashable) or key is None:
+                raise ConfigError(f"{document.file}:{key_node.start_mark.line + 1}: a key is a word, not a {key_node.id}.")
+            if key in result:
+                first = document.lines[(*path, key)]
+                raise ConfigError(
+                    f"{document.file}:{key_node.start_mark.line + 1}: {dotted((*path, key))} stands twice "
+                    f"(first on line {first}); keep one."
+                )
+            document.lines[(*path, key)] = key_node.start_mark.line + 1
+            result[key] = _construct(value_node, (*path, key), document)
+        return result
+    if isinstance(node, yaml.SequenceNode):
+        return [_construct(child, (*path, index), document) for index, child in enumerate(node.value)]
+    return _scalar(node, document)
+
+
+def _flatten_merges(node: yaml.MappingNode) -> None:
+    """Resolve ``<<: *anchor``; keys that the mapping has itself win over merged ones."""
+    if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
+        own = [(key, value) for key, value in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        names = {key.value for key, _ in own}
+        yaml.SafeLoader("").flatten_mapping(node)
+        merged = [(key, value) for key, value in node.value if key.value not in names]
+        last = {key.value: (key, value) for key, value in merged}
+        node.value = [*last.values(), *own]
+
+
+def _scalar(node: yaml.Node, document: Document) -> Any:
+    try:
+        return _Loader("").construct_object(node)
+    except (yaml.YAMLError, ValueError) as error:
+        where = f"{document.file}:{node.start_mark.line + 1}"
+        raise ConfigError(f"{where}: {getattr(node, 'value', '?')!r} cannot be read: {error}. Put text in quotes.") from error
