@@ -1,0 +1,193 @@
+"""A corpus of documents in JSON lines, memory-mapped: rows are read from the file when they are asked for.
+
+A row is served as it is in the file, byte for byte, except that a row with only ``title`` is also given
+``wikipedia_title``, the name that search agents read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollwright.errors import DataError
+
+_CHUNK_BYTES = 1 << 22
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _parse_row(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"A corpus row is not UTF-8 text ({error.reason} at byte {error.start}): {where}. Save the file as UTF-8."
+        ) from None
+    except ValueError as error:
+        raise DataError(f"A corpus row is not valid JSON ({error}): {where}. Write one JSON object a line.") from None
+    if not isinstance(row, dict):
+        raise DataError(
+            f'A corpus row is a {type(row).__name__}, not an object: {where}. Write rows as {{"contents": ..., "title": ...}}.'
+        )
+    if not isinstance(row.get("contents"), str):
+        raise DataError(f"A corpus row has no text under 'contents': {where}. Every document needs a string there.")
+    for key in ("title", "wikipedia_title", "url"):
+        if row.get(key) is not None and not isinstance(row[key], str):
+            raise DataError(
+                f"A corpus row has a {type(row[key]).__name__} under '{key}': {where}. Make it a string or leave it out."
+            )
+    return row
+
+
+def _url_key(url: str) -> int:
+    return int.from_bytes(hashlib.blake2b(url.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1
+
+
+def file_digest(path: Path) -> str:
+    """Content hash of a file (BLAKE2b, 128 bits, hexadecimal)."""
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    except OSError as error:
+        raise DataError(f"The corpus cannot be read ({error.strerror}): {path}. Give the path of a JSON-lines file.") from error
+    return digest.hexdigest()
+
+
+class Corpus:
+    """Documents by number, and by address.
+
+    Args:
+        buffer: all rows, as JSON lines.
+        spans: int64 ``[N, 2]``, where each row starts and ends in ``buffer``.
+        titled: bool ``[N]``, true where ``wikipedia_title`` must be added from ``title``.
+        url_keys: int64 ``[U]``, sorted hashes of the rows' addresses.
+        url_rows: int64 ``[U]``, the row of each.
+        name: what error messages and ``/health`` call it.
+    """
+
+    def __init__(
+        self,
+        buffer: bytes | mmap.mmap,
+        spans: np.ndarray,
+        titled: np.ndarray,
+        url_keys: np.ndarray,
+        url_rows: np.ndarray,
+        name: str = "corpus",
+    ) -> None:
+        self._buffer = buffer
+        self._spans = spans
+        self._titled = titled
+        self._url_keys = url_keys
+        self._url_rows = url_rows
+        self.name = name
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[dict[str, Any]], name: str = "corpus") -> Corpus:
+        """A corpus held in memory."""
+        buffer = b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
+        return cls._scan(buffer, name)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Corpus:
+        """Read every row of a JSON-lines file once, checking it; the file is then mapped, not loaded.
+
+        Raises:
+            DataError: the file cannot be read, is empty, or a row is unusable (with file and line).
+        """
+        return cls._scan(_map_file(Path(path)), str(path))
+
+    @classmethod
+    def _scan(cls, buffer: bytes | mmap.mmap, name: str) -> Corpus:
+        spans: list[tuple[int, int]] = []
+        titled: list[bool] = []
+        keys: list[int] = []
+        key_rows: list[int] = []
+        start, line_number, size = 3 if buffer[:3] == b"\xef\xbb\xbf" else 0, 0, len(buffer)
+        while start < size:
+            line_number += 1
+            end = buffer.find(b"\n", start)
+            end = size if end < 0 else end
+            line = buffer[start:end]
+            if line.strip():
+                row = _parse_row(line, f"{name}, line {line_number}")
+                if url := row.get("url"):
+                    keys.append(_url_key(url))
+                    key_rows.append(len(spans))
+                titled.append(row.get("wikipedia_title") is None and row.get("title") is not None)
+                leading = len(line) - len(line.lstrip())
+                spans.append((start + leading, start + len(line.rstrip())))
+            start = end + 1
+        if not spans:
+            raise DataError(f"The corpus has no rows: {name}. Give a JSON-lines file with one document a line.")
+        url_keys, url_rows = np.asarray(keys, np.int64), np.asarray(key_rows, np.int64)
+        order = np.argsort(url_keys, kind="stable")
+        return cls(buffer, np.asarray(spans, np.int64), np.asarray(titled, bool), url_keys[order], url_rows[order], name)
+
+    def save_layout(self, folder: Path) -> None:
+        """Write where the rows are, so that ``with_layout`` need not parse the file again."""
+        np.save(folder / "spans.npy", self._spans)
+        np.save(folder / "titled.npy", self._titled)
+        np.save(folder / "url_keys.npy", self._url_keys)
+        np.save(folder / "url_rows.npy", self._url_rows)
+
+    @classmethod
+    def with_layout(cls, path: Path, folder: Path) -> Corpus:
+        """Map ``path`` by a layout that ``save_layout`` wrote for the same content."""
+        arrays = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("spans", "titled", "url_keys", "url_rows")]
+        return cls(_map_file(path), *arrays, name=str(path))
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def document(self, index: int) -> dict[str, Any]:
+        """Row ``index``, with ``wikipedia_title`` where the corpus has a title."""
+        start, end = self._spans[index]
+        row = json.loads(self._buffer[start:end])
+        if self._titled[index]:
+            row["wikipedia_title"] = row["title"]
+        return row
+
+    def document_json(self, index: int) -> bytes:
+        """The same row as JSON text; bytes of the file wherever nothing has to be added."""
+        if self._titled[index]:
+            return json.dumps(self.document(index), ensure_ascii=False).encode()
+        start, end = self._spans[index]
+        return self._buffer[start:end]
+
+    def page(self, url: str) -> dict[str, str] | None:
+        """``{"url", "contents"}`` of the document at an address; None where there is none.
+
+        Where several rows share an address (the passages of one page), their contents are joined in order.
+        """
+        key = _url_key(url)
+        first, last = np.searchsorted(self._url_keys, [key, key + 1])
+        rows = [self.document(int(index)) for index in self._url_rows[first:last]]
+        contents = [row["contents"] for row in rows if row["url"] == url]
+        return {"url": url, "contents": "\n\n".join(contents)} if contents else None
+
+    def texts(self) -> Iterator[str]:
+        """Title and contents of each row: what is indexed."""
+        for index in range(len(self)):
+            row = self.document(index)
+            title = row.get("wikipedia_title")
+            yield f"{title}\n{row['contents']}" if title else row["contents"]
+
+
+def _map_file(path: Path) -> bytes | mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            if path.stat().st_size == 0:
+                return b""
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise DataError(f"The corpus cannot be read ({error.strerror}): {path}. Give the path of a JSON-lines file.") from error

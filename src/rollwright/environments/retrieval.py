@@ -1,0 +1,172 @@
+"""What a retriever is, and the search tools that agents hold: one over HTTP, one in this process.
+
+A lexical index (``bm25``) and a dense one differ only behind ``Retriever``: queries in, row numbers and scores out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from rollwright.environments.corpus import Corpus
+from rollwright.errors import ConfigError, RollwrightError
+
+DEFAULT_TOPK = 3
+#: Rows above which an in-process search leaves the event loop for a thread.
+_THREAD_ROWS = 20_000
+
+
+@dataclass(frozen=True)
+class SearchHits:
+    """What one query found, best first.
+
+    Attributes:
+        rows: row numbers in the corpus, ``[K]`` int.
+        scores: ``[K]`` float, higher is better; the scale is the retriever's own.
+    """
+
+    rows: np.ndarray
+    scores: np.ndarray
+
+    def first(self, count: int) -> SearchHits:
+        """The best ``count`` of them."""
+        return SearchHits(self.rows[:count], self.scores[:count])
+
+
+class Retriever(Protocol):
+    """An index over a corpus. ``search`` may be called from several threads at once."""
+
+    name: str
+
+    def search(self, queries: list[str], topk: int) -> list[SearchHits]:
+        """The ``topk`` best rows of each query; fewer where fewer match at all."""
+        ...
+
+
+class ToolError(RollwrightError):
+    """A tool call failed in a way that the agent should read about: bad arguments, a refusal, a lost service."""
+
+
+class SearchTool(Protocol):
+    """What a search agent calls. Both methods raise ``ToolError`` with a message fit for the model to read."""
+
+    async def search(self, query: str, topk: int) -> list[dict[str, Any]]:
+        """The ``topk`` best documents: corpus rows with ``wikipedia_title`` and ``contents``."""
+        ...
+
+    async def access(self, url: str) -> dict[str, str] | None:
+        """``{"url", "contents"}`` of a page, or None where it is not known."""
+        ...
+
+
+class LocalSearchTool:
+    """A corpus and its index in this process."""
+
+    def __init__(self, corpus: Corpus, retriever: Retriever) -> None:
+        self.corpus = corpus
+        self.retriever = retriever
+
+    async def search(self, query: str, topk: int) -> list[dict[str, Any]]:
+        """See ``SearchTool``. Large corpora are searched in a thread."""
+        if len(self.corpus) > _THREAD_ROWS:
+            hits = await asyncio.to_thread(self.retriever.search, [query], topk)
+        else:
+            hits = self.retriever.search([query], topk)
+        return [self.corpus.document(int(row)) for row in hits[0].rows]
+
+    async def access(self, url: str) -> dict[str, str] | None:
+        """See ``SearchTool``."""
+        return self.corpus.page(url)
+
+
+class RetrievalClient:
+    """A retrieval service (``rollwright retrieve``, or any with the same API) over HTTP.
+
+    Args:
+        address: ``host:port`` or a URL.
+        timeout: seconds for one request, connecting included.
+        api_key: sent as a bearer token where the service asks for one.
+    """
+
+    def __init__(self, address: str, timeout: float = 60.0, api_key: str | None = None) -> None:
+        self.base_url = address.rstrip("/") if "://" in address else f"http://{address.rstrip('/')}"
+        self.timeout = timeout
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = weakref.WeakKeyDictionary()
+
+    async def search(self, query: str, topk: int) -> list[dict[str, Any]]:
+        """See ``SearchTool``."""
+        return (await self.retrieve([query], topk))[0]
+
+    async def retrieve(self, queries: list[str], topk: int | None = None, return_scores: bool = False) -> list[list[Any]]:
+        """``POST /retrieve``: the documents of each query, each with its score where asked for."""
+        return await self._post("/retrieve", {"queries": queries, "topk": topk, "return_scores": return_scores})
+
+    async def access(self, url: str) -> dict[str, str] | None:
+        """See ``SearchTool``."""
+        return (await self._post("/access", {"urls": [url]}))[0]
+
+    async def _post(self, path: str, body: dict[str, Any]) -> Any:
+        import httpx
+
+        # An HTTP client belongs to the loop that it was first used on; workflows may run on several.
+        loop = asyncio.get_running_loop()
+        client = self._clients.get(loop)
+        if client is None:
+            limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
+            client = httpx.AsyncClient(base_url=self.base_url, timeout=self.timeout, headers=self._headers, limits=limits)
+            self._clients[loop] = client
+        try:
+            response = await client.post(path, json=body)
+        except httpx.HTTPError as error:
+            raise ToolError(
+                f"The retrieval service at {self.base_url} did not answer {path} ({type(error).__name__}: {error}). "
+                "Is `rollwright retrieve` running there?"
+            ) from error
+        if response.status_code >= 400:
+            raise ToolError(
+                f"The retrieval service at {self.base_url} refused {path} ({response.status_code}): {_reason(response)}"
+            )
+        return response.json()["result"]
+
+
+def _reason(response: Any) -> str:
+    try:
+        return response.json()["error"]["message"]
+    except Exception:
+        return response.text[:300]
+
+
+def search_tool(spec: Any) -> SearchTool:
+    """The tool that a config names.
+
+    Args:
+        spec: a tool (kept as it is); ``"host:port"`` or a URL: a service; ``{"corpus": file}``: an index in this process;
+            ``{"encyclopedia": {...}}``: an index over procedural worlds (arguments of ``environments.encyclopedia.tool``).
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if hasattr(spec, "search"):
+        return spec
+    if isinstance(spec, str):
+        return RetrievalClient(spec)
+    if hasattr(spec, "items") and len(spec) == 1:
+        [(kind, value)] = spec.items()
+        if kind == "corpus":
+            from rollwright.environments.bm25 import open_index
+
+            return LocalSearchTool(*open_index(Path(value)))
+        if kind == "encyclopedia":
+            from rollwright.environments.encyclopedia import tool
+
+            return tool(**dict(value))
+    raise ConfigError(
+        f"search_tool is {spec!r}, which names no tool. Give 'host:port' of a retrieval service, {{corpus: FILE}}, "
+        "{encyclopedia: {worlds: [...]}}, or an object with `async search(query, topk)`."
+    )

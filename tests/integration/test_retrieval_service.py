@@ -1,0 +1,176 @@
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rollwright.environments.retrieval import RetrievalClient, ToolError
+
+WIKI_QA = Path(__file__).resolve().parents[3] / "shared" / "data" / "wiki_qa"
+SERVE = "import typer; from rollwright.cli.retrieve import retrieve; typer.run(retrieve)"
+
+
+def start(*arguments):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    line = process.stdout.readline()
+    if not line:
+        process.wait()
+        return process, process.stderr.read()
+    return process, line.split(" at ")[1].split()[0]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    rows = [
+        {"id": "0", "title": "Balo", "contents": "Balo was born in Tufeno.", "url": "http://x/balo"},
+        {"id": "1", "title": "Tufeno", "contents": "Tufeno lies on the river Maliku.", "url": "http://x/tufeno"},
+        {"id": "2", "contents": "A row without a title or address."},
+    ]
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    process, address = start("--corpus", folder / "corpus.jsonl", "--port", 0)
+    yield address
+    process.terminate()
+    process.wait(10)
+
+
+def post(address, path, **options):
+    return httpx.post(address + path, **options)
+
+
+def test_retrieve_gives_documents_as_they_are_with_both_titles(service):
+    response = post(
+        service, "/retrieve", json={"queries": ["where was Balo born", "river Maliku"], "topk": 1, "return_scores": False}
+    )
+    assert response.json() == {
+        "result": [
+            [
+                {
+                    "id": "0",
+                    "title": "Balo",
+                    "contents": "Balo was born in Tufeno.",
+                    "url": "http://x/balo",
+                    "wikipedia_title": "Balo",
+                }
+            ],
+            [
+                {
+                    "id": "1",
+                    "title": "Tufeno",
+                    "contents": "Tufeno lies on the river Maliku.",
+                    "url": "http://x/tufeno",
+                    "wikipedia_title": "Tufeno",
+                }
+            ],
+        ]
+    }
+
+
+def test_scores_default_topk_and_no_match(service):
+    first, none = post(
+        service, "/retrieve", json={"queries": ["Tufeno row", "qqq"], "topk": None, "return_scores": True}
+    ).json()["result"]
+    assert [set(item) for item in first] == [{"document", "score"}] * 3
+    assert first[0]["score"] >= first[1]["score"] >= first[2]["score"] > 0
+    assert none == []
+    assert post(service, "/retrieve", json={"queries": []}).json() == {"result": []}
+
+
+def test_access(service):
+    response = post(service, "/access", json={"urls": ["http://x/balo", "http://nowhere"]})
+    assert response.json() == {"result": [{"url": "http://x/balo", "contents": "Balo was born in Tufeno."}, None]}
+
+
+def test_the_name_localhost_reaches_it(service):
+    assert httpx.get(service.replace("127.0.0.1", "localhost") + "/health").json()["documents"] == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "status", "message"),
+    [
+        ("/retrieve", b"{oops", 400, "not valid JSON"),
+        ("/retrieve", b'{"queries": ["a"], "top_k": 3}', 422, "top_k"),
+        ("/retrieve", b'{"queries": ["a"], "topk": 100000}', 422, "less than or equal to 100"),
+        ("/retrieve", b'{"queries": ["a"], "topk": 0}', 422, "greater than or equal to 1"),
+        ("/retrieve", b'{"queries": "a"}', 422, "queries"),
+        ("/retrieve", b"{}", 422, "queries: Field required"),
+        ("/access", b'{"urls": [1]}', 422, "urls.0"),
+        ("/retrieve", b'{"queries": ["' + b"a" * 5000 + b'"]}', 422, "4096"),
+        ("/retrieve", b" " * (9 << 20), 413, "Send fewer"),
+    ],
+)
+def test_a_wrong_request_is_told_what_is_wrong(service, path, content, status, message):
+    response = post(service, path, content=content)
+    assert response.status_code == status
+    assert message in response.json()["error"]["message"]
+
+
+async def test_many_clients_at_once_get_their_own_answers(service):
+    async with httpx.AsyncClient(base_url=service) as client:
+        queries = ["Balo", "Tufeno", "Maliku", "title"] * 50
+        answers = await asyncio.gather(*[client.post("/retrieve", json={"queries": [query], "topk": 1}) for query in queries])
+    ids = [answer.json()["result"][0][0]["id"] for answer in answers]
+    assert ids[4:8] == ids[:4]
+    assert ids[0] == "0" or ids[0] == "1"
+    assert ids[2:4] == ["1", "2"]
+
+
+async def test_the_client_turns_refusals_into_tool_errors(service):
+    client = RetrievalClient(service)
+    assert (await client.search("Maliku", 1))[0]["wikipedia_title"] == "Tufeno"
+    assert (await client.access("http://x/tufeno"))["contents"].startswith("Tufeno lies")
+    with pytest.raises(ToolError, match="less than or equal to 100"):
+        await client.search("Maliku", 1000)
+    with pytest.raises(ToolError, match="did not answer"):
+        await RetrievalClient("127.0.0.1:9").search("x", 1)
+
+
+def test_an_unreadable_corpus_stops_the_start_and_names_file_and_line(tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"contents": "a"}\n{"contents": }\n')
+    process, output = start("--corpus", tmp_path / "bad.jsonl", "--port", 0)
+    assert process.returncode != 0
+    assert "bad.jsonl, line 2" in output.replace("\n", "").replace("│", "")
+
+
+def test_a_key_is_needed_beyond_this_machine(tmp_path):
+    (tmp_path / "c.jsonl").write_text('{"contents": "a"}\n')
+    process, output = start("--corpus", tmp_path / "c.jsonl", "--port", 0, "--host", "0.0.0.0")
+    assert process.returncode != 0
+    assert "--api-key" in output
+    process, address = start("--corpus", tmp_path / "c.jsonl", "--port", 0, "--api-key", "secret")
+    try:
+        assert post(address, "/retrieve", json={"queries": ["a"]}).status_code == 401
+        accepted = post(address, "/retrieve", json={"queries": ["a"]}, headers={"Authorization": "Bearer secret"})
+        assert accepted.status_code == 200
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+@pytest.mark.skipif(not WIKI_QA.exists(), reason="needs ../shared/data/wiki_qa")
+def test_recall_of_the_answers_passage_on_real_questions(tmp_path, record_property):
+    process, address = start("--corpus", WIKI_QA / "corpus.jsonl", "--port", 0, "--index-dir", tmp_path)
+    try:
+        rows = [json.loads(line) for name in ("train", "valid") for line in (WIKI_QA / f"{name}.jsonl").open()]
+        result = []
+        started = time.perf_counter()
+        for start_row in range(0, len(rows), 200):
+            queries = [row["question"] for row in rows[start_row : start_row + 200]]
+            result += post(address, "/retrieve", json={"queries": queries, "topk": 3}).json()["result"]
+        seconds = time.perf_counter() - started
+    finally:
+        process.terminate()
+        process.wait(10)
+    found = [
+        any(document["id"] == row["passage_id"] for document in documents) for row, documents in zip(rows, result, strict=True)
+    ]
+    recall = sum(found) / len(found)
+    record_property("recall_at_3", recall)
+    print(f"recall@3 of the answer's passage: {recall:.3f} on {len(rows)} questions ({seconds:.2f} s)")
+    assert recall > 0.92
