@@ -123,6 +123,16 @@ class PPOActorConfig(TrainEngineConfig):
     recipe: str = field(
         default="grpo", metadata=_help("Named recipe that sets the defaults of the keys below (see docs/algorithms.md).")
     )
+    policy_loss: str = field(
+        default="clip",
+        metadata=_help(
+            "The loss of a token (docs/algorithms.md); clip: PPO's, by the keys below.",
+            choices=["clip", "cispo", "sapo", "reinforce", "opmd", "topr"],
+        ),
+    )
+    policy_loss_kwargs: dict[str, Any] = field(
+        default_factory=dict, metadata=_help("Arguments of a policy_loss other than clip, such as tau_positive of sapo.")
+    )
     ppo_n_minibatches: int = field(default=1, metadata=_help("Optimizer steps that a batch is divided into.", ge=1))
     eps_clip: float = field(default=0.2, metadata=_help("Lower clip of the ratio (and upper, unless eps_clip_higher).", gt=0.0))
     eps_clip_higher: float | None = field(default=None, metadata=_help("Upper clip of the ratio (DAPO's clip-higher).", gt=0.0))
@@ -178,6 +188,10 @@ class PPOActorConfig(TrainEngineConfig):
             "Over the cap: the token is masked, or its weight clamped (truncated importance sampling).",
             choices=["mask", "clamp"],
         ),
+    )
+    behav_imp_weight_level: str = field(
+        default="token",
+        metadata=_help("Where the behaviour importance weight is taken.", choices=["token", "turn", "sequence"]),
     )
 
 
