@@ -25,6 +25,9 @@ _EXPORTS: dict[str, str] = {
     "RolloutConfig": "rollwright.config.sections",
     "PPOActorConfig": "rollwright.config.sections",
     "load_expr_config": "rollwright.config.loading",
+    # tracking
+    "MetricsTracker": "rollwright.tracking.metrics",
+    "get_tracker": "rollwright.tracking.metrics",
     # experience
     "Experience": "rollwright.experience.experience",
     "concat_padded_tensors": "rollwright.experience.trajectory",

@@ -83,6 +83,8 @@ def plot_curves(
         )
     if y_limits is not None:
         axes.set_ylim(*y_limits)
+    if all(float(x).is_integer() for points in curves.values() for x, _ in points):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     if curves:
         axes.legend(frameon=False, labelcolor=_INK)
     return _save(figure, path)
@@ -98,7 +100,7 @@ def plot_reward_curve(
     evaluations: Sequence[tuple[int, float]] = (),
     *,
     title: str = "Reward",
-    smoothing: float = 0.6,
+    smoothing: float = 0.4,
     evaluation_name: str = "held-out accuracy",
 ) -> Path:
     """Draws the reward of training and the accuracy on held-out tasks.

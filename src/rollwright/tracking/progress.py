@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -52,7 +53,7 @@ def sparkline(values: Sequence[float], width: int = 40, low: float | None = None
     points = list(values)
     if len(points) > width:
         edges = [round(index * len(points) / width) for index in range(width + 1)]
-        buckets = [points[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+        buckets = [points[start:end] for start, end in pairwise(edges)]
         points = [sum(bucket) / len(bucket) for bucket in buckets]
     finite = [point for point in points if abs(point) < float("inf")]
     if not finite:

@@ -100,7 +100,7 @@ def sample_completions(samples: Sequence[Mapping[str, Any]], limit: int = 4, max
             head.append(f"   answer {sample['answer']}", style="dim")
         body = Table.grid(padding=(0, 2))
         body.add_column(style="dim", no_wrap=True)
-        body.add_column()
+        body.add_column(overflow="fold")
         body.add_row("asked", Text(_shorten(str(sample["prompt"]), max_characters)))
         body.add_row("said", Text(_shorten(str(sample["completion"]), max_characters)))
         parts += [head, Padding(body, (0, 0, 1, 2))]

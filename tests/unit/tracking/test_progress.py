@@ -1,0 +1,100 @@
+"""The display: sparkline, plain lines, and the live picture as a terminal would show it."""
+
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from rollwright.errors import ConfigError
+from rollwright.tracking.progress import ProgressDisplay, format_duration, sparkline
+
+
+def test_sparkline_rises_with_the_values():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([5, 5, 5]) == "▁▁▁"
+    assert sparkline([0.5], low=0.0, high=1.0) == "▅"
+    assert sparkline([0.0, float("nan"), 1.0]) == "▁ █"
+    assert sparkline([]) == ""
+
+
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=300), st.integers(1, 60))
+def test_sparkline_never_fails_and_never_overflows(values, width):
+    assert len(sparkline(values, width)) == min(len(values), width)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0s"), (59.4, "59s"), (187, "3:07"), (8049, "2:14:09")])
+def test_durations(seconds, text):
+    assert format_duration(seconds) == text
+
+
+def steps(display):
+    with display:
+        display.evaluation(0, 0.31)
+        for step in (1, 2):
+            display.step(
+                step,
+                0.25 * step,
+                generate_tokens_per_second=8123.4,
+                train_tokens_per_second=4000,
+                staleness=0.5,
+                seconds={"generate": 3.0, "train": 1.0, "reward": 0.001},
+                facts={"length": 31.234},
+            )
+        display.message("saved")
+
+
+def test_plain_mode_is_one_line_a_step():
+    stream = io.StringIO()
+    steps(ProgressDisplay(4, mode="plain", stream=stream))
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "eval after step 0/4 | accuracy 0.310"
+    assert lines[1].startswith(
+        "step 1/4 | reward 0.250 | generate 8,123 tok/s | train 4,000 tok/s | staleness 0.5 | length 31.23 | "
+    )
+    assert "(generate 3.0s train 1.0s)" in lines[1]
+    assert ", left " in lines[2]
+    assert len(lines) == 4
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_auto_is_plain_where_the_output_is_no_terminal(capsys):
+    display = ProgressDisplay(2)
+    assert display.mode == "plain"
+    steps(display)
+    assert "step 2/2" in capsys.readouterr().out
+
+
+def test_none_is_silent(capsys):
+    steps(ProgressDisplay(2, mode="none"))
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_the_live_picture(width):
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=width, height=30, color_system=None)
+    steps(ProgressDisplay(2, mode="live", title="quickstart/grpo", console=console))
+    text = file.getvalue()
+    for expected in (
+        "quickstart/grpo",
+        "2/2",
+        "0.500",
+        "▁█",
+        "0.310 @0",
+        "8,123 tok/s",
+        "generate 75%",
+        "train 25%",
+        "done",
+        "saved",
+    ):
+        assert expected in text
+    last = text[text.rindex("╭") :]
+    assert max(len(line) for line in last.splitlines() if line.startswith(("│", "╭", "╰"))) <= width
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ConfigError, match="auto, live, plain, none"):
+        ProgressDisplay(1, mode="fancy")
