@@ -1,0 +1,211 @@
+"""The resumable dataloader: tasks in a seeded order, each with the ordinal of its draw.
+
+Invariants:
+
+* the *n*-th task drawn over the whole run has ``ordinal`` n (from 0), across epochs and resumes;
+* what is drawn depends on rows, batch size, shuffle and seed only: a loader that loads another's state goes on with
+  exactly the tasks that the other would have drawn next, in the middle of an epoch too.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from rollwright.config.sections import DatasetConfig
+from rollwright.errors import CheckpointError, DataError
+
+Row = dict[str, Any]
+
+warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 calls it at every epoch
+
+
+class EpochBatches:
+    """Positions of the rows, batch by batch, in the order of an epoch; its state is the epoch and the batches drawn."""
+
+    def __init__(self, size: int, batch_size: int, shuffle: bool, seed: int, drop_last: bool) -> None:
+        self.size = size
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+        self.drawn = 0  # batches of this epoch
+
+    def __len__(self) -> int:
+        return self.size // self.batch_size if self.drop_last else -(-self.size // self.batch_size)
+
+    @property
+    def tasks_per_epoch(self) -> int:
+        """Tasks that one epoch draws."""
+        return len(self) * self.batch_size if self.drop_last else self.size
+
+    def order(self) -> list[int]:
+        """Positions of the current epoch, in the order in which they are drawn."""
+        positions = list(range(self.size))
+        if self.shuffle:
+            random.Random(f"{self.seed}/{self.epoch}").shuffle(positions)
+        return positions
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        """Batches of ``(position, ordinal)`` until the epoch ends; the next call begins the next epoch."""
+        order = self.order()
+        while self.drawn < len(self):
+            first = self.drawn * self.batch_size
+            ordinal = self.epoch * self.tasks_per_epoch + first
+            self.drawn += 1
+            yield [(position, ordinal + i) for i, position in enumerate(order[first : first + self.batch_size])]
+        self.epoch += 1
+        self.drawn = 0
+
+
+class _NumberedRows:
+    """The rows as the dataloader reads them: ``(position, ordinal)`` gives the row with its ordinal."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, key: tuple[int, int]) -> Row:
+        position, ordinal = key
+        return {**self.rows[position], "ordinal": ordinal}
+
+
+def _as_list(batch: list[Row]) -> list[Row]:
+    return batch
+
+
+class TaskLoader:
+    """Batches of tasks: lists of rows, each a dict with its ``ordinal``.
+
+    Iterating gives the rest of the current epoch, and the next epoch the next time; ``forever()`` does not end.
+
+    Args:
+        rows: a list of dicts, a Hugging Face dataset, or anything with ``len`` and rows by position.
+        batch_size: tasks in a batch.
+        shuffle: draw in a new seeded order every epoch.
+        seed: of the orders.
+        drop_last: leave out the last batch of an epoch where it is not full.
+        num_workers: processes that read rows ahead; 0: none, rows are read as they are drawn.
+        name: of the dataset, for messages.
+
+    Raises:
+        DataError: no rows, fewer rows than one batch, rows that are no mappings, or a column called ``ordinal``.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row] | Any,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 1,
+        drop_last: bool = True,
+        num_workers: int = 0,
+        name: str = "the dataset",
+    ) -> None:
+        size = len(rows)
+        if size == 0:
+            raise DataError(f"{name} has no rows: check its path, split and limits.")
+        if drop_last and size < batch_size:
+            raise DataError(
+                f"{name} has {size} rows, fewer than one batch of {batch_size}, so no batch would ever be full; "
+                "lower batch_size, or set drop_last: false."
+            )
+        first = rows[0]
+        if not hasattr(first, "keys"):
+            raise DataError(f"{name}: row 0 is a {type(first).__name__}, not a mapping of columns.")
+        if "ordinal" in first:
+            raise DataError(f"{name} has a column 'ordinal', which is where the loader puts the number of the draw; rename it.")
+        self.rows = rows
+        self.batch_size = batch_size
+        self._sampler = EpochBatches(size, batch_size, shuffle, seed, drop_last)
+        self._position = {"epoch": 0, "drawn": 0}  # of what was handed out, which workers may be ahead of
+        self._num_workers = num_workers
+        self._reader: Iterator[list[Row]] | None = None
+
+    @classmethod
+    def from_config(cls, rows: Any, config: DatasetConfig, seed: int) -> TaskLoader:
+        """The loader that a ``train_dataset`` or ``valid_dataset`` section asks for."""
+        name = f"{config.path or 'the dataset'} ({config.split})"
+        return cls(rows, config.batch_size, config.shuffle, seed, config.drop_last, name=name)
+
+    def __len__(self) -> int:
+        """Batches in one epoch."""
+        return len(self._sampler)
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that were drawn to their end."""
+        return self._position["epoch"]
+
+    @property
+    def ordinal(self) -> int:
+        """The ordinal of the next task that is drawn: the number of tasks drawn so far."""
+        return self._position["epoch"] * self._sampler.tasks_per_epoch + self._position["drawn"] * self.batch_size
+
+    def __iter__(self) -> Iterator[list[Row]]:
+        """Batches until the current epoch ends."""
+        epoch = self.epoch
+        while self.epoch == epoch:
+            yield self.draw()
+
+    def forever(self) -> Iterator[list[Row]]:
+        """Batches without end, epoch after epoch."""
+        while True:
+            yield self.draw()
+
+    def draw(self) -> list[Row]:
+        """The next batch, of the next epoch where this one is at its end."""
+        if self._reader is None:
+            self._sampler.epoch, self._sampler.drawn = self._position["epoch"], self._position["drawn"]
+            self._reader = iter(
+                StatefulDataLoader(
+                    _NumberedRows(self.rows),
+                    batch_sampler=self._sampler,
+                    collate_fn=_as_list,
+                    num_workers=self._num_workers,
+                    generator=torch.Generator(),  # else every epoch would draw from the process's random state
+                )
+            )
+        batch = next(self._reader)
+        self._position["drawn"] += 1
+        if self._position["drawn"] == len(self):
+            self._position = {"epoch": self._position["epoch"] + 1, "drawn": 0}
+            self._reader = None
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands, and what it draws from."""
+        return {**self._position, "ordinal": self.ordinal, "draws_from": self._draws_from()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another loader stood.
+
+        Raises:
+            CheckpointError: the state is of a loader over other rows, or with another batch size, order or seed.
+        """
+        here, there = self._draws_from(), state["draws_from"]
+        if different := [f"{key} was {there.get(key)}, is {here[key]}" for key in here if here[key] != there.get(key)]:
+            raise CheckpointError(
+                f"the checkpoint's data position does not fit this dataset ({'; '.join(different)}): tasks would be skipped or "
+                "trained twice. Resume with the same dataset settings, or start a new trial."
+            )
+        self._position = {"epoch": state["epoch"], "drawn": state["drawn"]}
+        self._reader = None
+
+    def _draws_from(self) -> dict[str, Any]:
+        sampler = self._sampler
+        return {
+            "rows": sampler.size,
+            "batch_size": sampler.batch_size,
+            "shuffle": sampler.shuffle,
+            "seed": sampler.seed,
+            "drop_last": sampler.drop_last,
+        }

@@ -1,0 +1,184 @@
+"""Tasks made on the spot: arithmetic with worked solutions.
+
+A task belongs to train, valid or test by a hash of the task itself, so no two splits ever share one, whatever their
+sizes and seeds; ``37+58`` and ``58+37`` count as the same task.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rollwright.errors import DataError
+
+#: Share of all tasks that each split gets, in percent.
+SPLIT_SHARES = {"train": 80, "valid": 10, "test": 10}
+
+#: Numbers of tasks below which a split is listed and shuffled instead of drawn one by one.
+LISTABLE = 200_000
+
+
+def split_of(task: str) -> str:
+    """The split that a task belongs to, from a hash of its canonical text."""
+    bucket = int.from_bytes(hashlib.blake2b(task.encode(), digest_size=8).digest(), "big") % 100
+    for split, share in SPLIT_SHARES.items():
+        if bucket < share:
+            return split
+        bucket -= share
+    raise AssertionError("the shares add up to 100")
+
+
+def arithmetic(
+    split: str = "train",
+    size: int | None = None,
+    digits: int = 2,
+    min_digits: int | None = None,
+    operation: str = "+",
+    worked: bool = True,
+    answer_format: str = "<answer>{answer}</answer>",
+    seed: int = 1,
+) -> list[dict[str, Any]]:
+    """Sums, differences and products of whole numbers, with the solution worked digit by digit from the right.
+
+    Args:
+        split: train, valid or test.
+        size: number of tasks; None: all of the split, at most 10,000.
+        digits: digits of the operands at most.
+        min_digits: digits of the operands at least; None: as many as ``digits``.
+        operation: ``+``, ``-``, ``*`` or several of them, such as ``+-``.
+        worked: the completion shows its work; otherwise it is the answer alone.
+        answer_format: how the answer stands at the completion's end; ``{answer}`` is the number.
+        seed: which tasks, and in which order.
+
+    Returns:
+        Rows ``{"messages": [user: "37+58="], "answer": "95", "completion": "7+8=15 3+5+1=9 <answer>95</answer>",
+        "query_id": "37+58"}``, every task once.
+
+    Raises:
+        DataError: an argument is out of range, or the split has fewer tasks than ``size``.
+    """
+    low = digits if min_digits is None else min_digits
+    _check_arguments(split, size, digits, low, operation, answer_format)
+    count = sum(_space(low, digits, symbol) for symbol in operation)
+    if size is None:
+        size = min(10_000, count)
+        exact = False
+    else:
+        exact = True
+    if count <= LISTABLE:
+        tasks = [task for task in _all_tasks(low, digits, operation) if split_of(_canonical(*task)) == split]
+        random.Random(seed).shuffle(tasks)
+        if exact and size > len(tasks):
+            raise DataError(
+                f"arithmetic: {size} tasks of split {split!r} were asked for, but there are {len(tasks)} with operation "
+                f"{operation!r} and {low} to {digits} digits; lower size or raise digits."
+            )
+        tasks = tasks[:size]
+    else:
+        tasks = _drawn(split, min(size, count), low, digits, operation, random.Random(seed))
+    return [_row(task, worked, answer_format) for task in tasks]
+
+
+Task = tuple[int, str, int]
+
+
+def _check_arguments(split: str, size: int | None, digits: int, low: int, operation: str, answer_format: str) -> None:
+    if split not in SPLIT_SHARES:
+        raise DataError(f"arithmetic: there is no split {split!r}; there are {', '.join(SPLIT_SHARES)}.")
+    if not 1 <= low <= digits <= 18:
+        raise DataError(f"arithmetic: min_digits {low} and digits {digits} must be 1 ≤ min_digits ≤ digits ≤ 18.")
+    if not operation or set(operation) - set("+-*"):
+        raise DataError(f"arithmetic: operation {operation!r} must be made of +, - and *.")
+    if size is not None and size < 1:
+        raise DataError(f"arithmetic: size is {size}; ask for at least one task.")
+    if "{answer}" not in answer_format:
+        raise DataError(f"arithmetic: answer_format {answer_format!r} must hold {{answer}}.")
+
+
+def _bounds(low: int, high: int) -> tuple[int, int]:
+    return (0 if low == 1 else 10 ** (low - 1)), 10**high - 1
+
+
+def _space(low: int, high: int, symbol: str) -> int:
+    first, last = _bounds(low, high)
+    numbers = last - first + 1
+    return numbers * (numbers + 1) // 2 if symbol == "-" else numbers * numbers
+
+
+def _all_tasks(low: int, high: int, operation: str) -> Iterator[Task]:
+    first, last = _bounds(low, high)
+    for symbol in dict.fromkeys(operation):
+        for a in range(first, last + 1):
+            for b in range(first, (a if symbol == "-" else last) + 1):
+                yield a, symbol, b
+
+
+def _drawn(split: str, size: int, low: int, high: int, operation: str, generator: random.Random) -> list[Task]:
+    """Distinct tasks of a split of a space that is too large to list; terminates as ``size`` is far below the space."""
+    first, last = _bounds(low, high)
+    if size > LISTABLE * SPLIT_SHARES[split] // 200:
+        raise DataError(f"arithmetic: size {size} is more than a list in memory is good for; use a smaller size.")
+    seen: dict[Task, None] = {}
+    while len(seen) < size:
+        symbol = generator.choice(operation)
+        a, b = generator.randint(first, last), generator.randint(first, last)
+        if symbol == "-" and a < b:
+            a, b = b, a
+        if split_of(_canonical(a, symbol, b)) == split:
+            seen[a, symbol, b] = None
+    return list(seen)
+
+
+def _canonical(a: int, symbol: str, b: int) -> str:
+    return f"{min(a, b)}{symbol}{max(a, b)}"
+
+
+def _row(task: Task, worked: bool, answer_format: str) -> dict[str, Any]:
+    a, symbol, b = task
+    answer = {"+": a + b, "-": a - b, "*": a * b}[symbol]
+    end = answer_format.replace("{answer}", str(answer))
+    steps = WORKED[symbol](a, b) if worked else []
+    return {
+        "messages": [{"role": "user", "content": f"{a}{symbol}{b}="}],
+        "answer": str(answer),
+        "completion": " ".join([*steps, end]),
+        "query_id": f"{a}{symbol}{b}",
+    }
+
+
+def _worked_sum(a: int, b: int) -> list[str]:
+    """``37+58`` as ``7+8=15``, ``3+5+1=9``: a digit at a time from the right, the carry written as ``+1``."""
+    steps, carry = [], 0
+    for position in range(len(str(max(a, b)))):
+        x, y = a // 10**position % 10, b // 10**position % 10
+        steps.append(f"{x}+{y}{'+1' if carry else ''}={x + y + carry}")
+        carry = (x + y + carry) // 10
+    return steps
+
+
+def _worked_difference(a: int, b: int) -> list[str]:
+    """``52-38`` as ``12-8=4``, ``5-3-1=1``: ten is borrowed where the upper digit is too small, and paid back as ``-1``."""
+    steps, borrow = [], 0
+    for position in range(len(str(a))):
+        x, y = a // 10**position % 10, b // 10**position % 10
+        borrowed = x - y - borrow < 0
+        x += 10 * borrowed
+        steps.append(f"{x}-{y}{'-1' if borrow else ''}={x - y - borrow}")
+        borrow = int(borrowed)
+    return steps
+
+
+def _worked_product(a: int, b: int) -> list[str]:
+    """``37*58`` as ``37*8=296``, ``37*50=1850``, ``296+1850=2146``: a digit of the second factor at a time, then added up."""
+    parts = [(b // 10**position % 10) * 10**position for position in range(len(str(b)))]
+    steps = [f"{a}*{part}={a * part}" for part in parts]
+    total = a * parts[0]
+    for part in parts[1:]:
+        steps.append(f"{total}+{a * part}={total + a * part}")
+        total += a * part
+    return steps
+
+
+WORKED: dict[str, Callable[[int, int], list[str]]] = {"+": _worked_sum, "-": _worked_difference, "*": _worked_product}

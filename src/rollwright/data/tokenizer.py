@@ -1,0 +1,165 @@
+"""Tokenizers: loading one whose chat template gives ids, and making small ones in ordinary Hugging Face form."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollwright.errors import ConfigError, DataError
+
+PAD, END, UNKNOWN = "<pad>", "<|end|>", "<unk>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+
+#: One line: each message is its role's token, its text and the end token; the generation prompt is the assistant's token.
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{- '<|' + (message['role'] if message['role'] in ['system', 'assistant'] else 'user') + '|>' "
+    "+ (message['content'] or '') + '<|end|>' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+
+#: Printable ASCII and the newline.
+ASCII = "".join(chr(code) for code in range(32, 127)) + "\n"
+
+
+class ReturnsIds:
+    """Mixed into a tokenizer's class: ``apply_chat_template(tokenize=True)`` returns token ids, as it says.
+
+    transformers 5 returns a ``BatchEncoding`` there, whose ``list()`` is its key names. ``return_dict=True`` still gives it.
+    """
+
+    def apply_chat_template(self, conversation: Any, *args: Any, return_dict: bool = False, **kwargs: Any) -> Any:
+        """Like the tokenizer's own, with ``return_dict=False`` unless asked for: ``list[int]`` for one conversation."""
+        return super().apply_chat_template(conversation, *args, return_dict=return_dict, **kwargs)  # type: ignore[misc]
+
+    def __reduce__(self) -> Any:
+        base = type(self).__mro__[2]
+        return _rebuild, (base, self.__dict__)
+
+
+def _rebuild(base: type, state: dict[str, Any]) -> Any:
+    tokenizer = base.__new__(base)
+    tokenizer.__dict__.update(state)
+    return returning_ids(tokenizer)
+
+
+@functools.cache
+def _class_returning_ids(base: type) -> type:
+    return type(base.__name__, (ReturnsIds, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def returning_ids(tokenizer: Any) -> Any:
+    """The same tokenizer object, whose ``apply_chat_template(tokenize=True)`` returns ids; applying it twice is harmless."""
+    if not isinstance(tokenizer, ReturnsIds):
+        tokenizer.__class__ = _class_returning_ids(type(tokenizer))
+    return tokenizer
+
+
+def load_tokenizer(path: str | Path | Any, trust_remote_code: bool = False) -> Any:
+    """Load a Hugging Face tokenizer by directory or name.
+
+    Args:
+        path: directory or name; a tokenizer object is prepared and returned as it is.
+        trust_remote_code: run code that comes with the tokenizer. Off unless asked for.
+
+    Returns:
+        The tokenizer, with ``apply_chat_template(tokenize=True) -> list[int]`` and a pad token (the end token where the
+        tokenizer has none of its own).
+
+    Raises:
+        ConfigError: there is no tokenizer at ``path``, or it has neither a pad nor an end token.
+    """
+    if not isinstance(path, (str, Path)):
+        return _prepared(path, "the tokenizer given")
+    if not str(path):
+        raise ConfigError("no tokenizer is named: set tokenizer_path (or actor.path) to a directory or a Hugging Face name.")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"the tokenizer {path} comes with code of its own; set trust_remote_code: true if you trust it."
+            ) from error
+        there = "the directory exists" if Path(path).is_dir() else "no such directory here"
+        cause = " ".join(str(error).split())[:200]
+        raise ConfigError(f"cannot load a tokenizer from {path} ({there}): {cause}") from error
+    return _prepared(tokenizer, str(path))
+
+
+def _prepared(tokenizer: Any, name: str) -> Any:
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a multi-modal processor holds its tokenizer
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(f"{name} has neither a pad nor an end token; set tokenizer.pad_token before handing it over.")
+        tokenizer.pad_token = tokenizer.eos_token
+    return returning_ids(tokenizer)
+
+
+def build_character_tokenizer(
+    characters: str | Iterable[str] = ASCII,
+    path: str | Path | None = None,
+    pieces: Sequence[str] = (),
+    chat_template: str = CHAT_TEMPLATE,
+) -> Any:
+    """Make a tokenizer in which every character is a token.
+
+    Args:
+        characters: the characters, in the order of their ids; repeated ones count once.
+        path: directory to write it to in Hugging Face form (``tokenizer.json``, chat template); None: not written.
+        pieces: strings of several characters that are one token each, such as ``"<answer>"``; the longest match wins.
+        chat_template: Jinja template; the default knows the roles system, user and assistant.
+
+    Returns:
+        A fast tokenizer that ``load_tokenizer`` and ``AutoTokenizer.from_pretrained(path)`` give back alike. Ids 0 to 5 are
+        pad, unknown, end and the three roles; text of known characters survives encoding and decoding unchanged.
+
+    Raises:
+        DataError: an entry of ``characters`` is not one character, or a piece is too short or a special token.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = list(dict.fromkeys(characters))
+    pieces = list(dict.fromkeys(pieces))
+    special = [PAD, UNKNOWN, END, *ROLES]
+    if wrong := [character for character in characters if len(character) != 1]:
+        raise DataError(f"build_character_tokenizer: {wrong[0]!r} is not one character; give longer strings as pieces.")
+    if wrong := [piece for piece in pieces if len(piece) < 2 or piece in special]:
+        raise DataError(f"build_character_tokenizer: the piece {wrong[0]!r} is a single character or a special token.")
+    vocabulary = {token: index for index, token in enumerate([*special, *characters, *pieces])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    longest_first = sorted(pieces, key=len, reverse=True)
+    pattern = "|".join([*(re.escape(piece) for piece in longest_first), r"[\s\S]"])
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        eos_token=END,
+        clean_up_tokenization_spaces=False,
+        padding_side="right",
+    )
+    tokenizer.chat_template = chat_template
+    if path is not None:
+        tokenizer.save_pretrained(path)
+    return returning_ids(tokenizer)
+
+
+def build_word_tokenizer(
+    words: Sequence[str], path: str | Path | None = None, characters: str = ASCII, chat_template: str = CHAT_TEMPLATE
+) -> Any:
+    """Make a tokenizer whose tokens are the given words or syllables, and single characters for everything else.
+
+    The longest word that matches is taken, from left to right, wherever it stands: give words with their leading space
+    where they should only match at the beginning of a word. Arguments and result as for ``build_character_tokenizer``.
+    """
+    single = [word for word in words if len(word) == 1]
+    return build_character_tokenizer([*characters, *single], path, [w for w in words if len(w) > 1], chat_template)
