@@ -100,5 +100,14 @@ class SFTConfig(BaseExperimentConfig):
 
     model: TrainEngineConfig = field(default_factory=TrainEngineConfig)
     stop_accuracy: float | None = field(
-        default=None, metadata={"help": "Stop when accuracy on valid_dataset reaches this.", "ge": 0.0, "le": 1.0}
+        default=None,
+        metadata={
+            "help": "Stop when the workflow's mean reward on valid_dataset reaches this; checked every evaluator.every_steps.",
+            "ge": 0.0,
+            "le": 1.0,
+        },
     )
+    workflow: str | None = field(default=None, metadata={"help": "Workflow that scores the model on valid_dataset."})
+    workflow_kwargs: dict[str, Any] = field(default_factory=dict, metadata={"help": "Arguments of the workflow's constructor."})
+    reward_fn: str | None = field(default=None, metadata={"help": "Import path or registered name of the reward function."})
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)

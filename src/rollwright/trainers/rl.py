@@ -1,0 +1,272 @@
+"""Reinforcement learning: sample, compare within groups, take a step, publish the weights, again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from rollwright.config.experiment import FinetuneSpec, PPOConfig
+from rollwright.data.loader import TaskLoader
+from rollwright.data.tokenizer import load_tokenizer
+from rollwright.errors import ConfigError, WeightUpdateError
+from rollwright.experience.trajectory import Trajectory, tensor_container_to
+from rollwright.rollout.engines import RolloutEngine
+from rollwright.tracking.logging import getLogger
+from rollwright.tracking.run_directory import RunDirectory
+from rollwright.trainers.evaluation import EvaluationResult, evaluate, sample_means
+from rollwright.trainers.rollout_backend import make_rollout_engine
+from rollwright.trainers.schedule import Schedule
+from rollwright.trainers.stage_run import StageRun
+from rollwright.trainers.stop_signal import StopSignal
+from rollwright.training.actor import FSDPPPOActor
+from rollwright.training.checkpoint import RecoverCheckpoints
+from rollwright.workflows.registry import makes_own_group, resolve_workflow
+
+logger = getLogger("trainer")
+
+
+class PPOTrainer:
+    """Trains a policy with a workflow; with a :class:`GRPOConfig` there is no critic.
+
+    ::
+
+        with PPOTrainer(config, train_rows, valid_rows) as trainer:
+            trainer.train(workflow="rollwright.workflows.rlvr.RLVRWorkflow", workflow_kwargs={...})
+
+    Args:
+        config: the experiment.
+        train_dataset: tasks, a sequence of dicts.
+        valid_dataset: held-out tasks for evaluation on the way; None: no evaluation.
+        directory: where the run writes; None: ``<fileroot>/<experiment_name>/<trial_name>``, claimed here.
+
+    Raises:
+        ConfigError: a combination of settings that cannot be honoured.
+        DataError: fewer tasks than one batch.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        train_dataset: Sequence[dict[str, Any]],
+        valid_dataset: Sequence[dict[str, Any]] | None = None,
+        *,
+        directory: RunDirectory | None = None,
+    ) -> None:
+        self.config = config
+        self.valid_dataset = list(valid_dataset or [])[: config.evaluator.limit]
+        self.tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, config.actor.trust_remote_code)
+        dataset = config.train_dataset
+        self.loader = TaskLoader(
+            train_dataset, dataset.batch_size, shuffle=dataset.shuffle, drop_last=dataset.drop_last, seed=config.seed
+        )
+        self.spec = FinetuneSpec(
+            config.total_train_epochs, len(train_dataset), dataset.batch_size, config.total_train_steps
+        )
+        self._owns_directory = directory is None
+        self.directory = directory or RunDirectory(config.cluster.fileroot, config.experiment_name, config.trial_name)
+        self.step = 0
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> PPOTrainer:
+        config = self.config
+        if self._owns_directory:
+            from rollwright.config.loading import config_to_dict
+
+            self.directory.claim(config_to_dict(config), config.recover.mode)
+        torch.manual_seed(config.seed)
+        self.actor = FSDPPPOActor(config.actor)
+        self.actor.initialize(None, self.spec)
+        self.rollout: RolloutEngine = make_rollout_engine(config, self.actor, self.tokenizer, self.directory)
+        self.rollout.initialize()
+        self.actor.connect_engine(self.rollout)
+        self.recover = RecoverCheckpoints(self.directory.recover, keep=config.recover.keep)
+        if self.directory.resumed and (state := self.recover.load_latest(self.actor)):
+            self.step = state["step"]
+            self.loader.load_state_dict(state["loader"])
+            self.rollout.load_state_dict(state["rollout"])
+            self.actor.publish_loaded_weights()
+            logger.info("resumed %s after step %d", self.directory.path, self.step)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.rollout.destroy()
+        self.actor.destroy()
+        if self._owns_directory:
+            if kind is None:
+                self.directory.finish()
+            self.directory.release()
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        workflow: Any = None,
+        workflow_kwargs: dict[str, Any] | None = None,
+        eval_workflow: Any = None,
+        eval_workflow_kwargs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Run the loop to its end, or until a signal asks to stop.
+
+        Args:
+            workflow: class, instance, import string or registered name; None: the config's.
+            workflow_kwargs: constructor arguments; ``reward_fn``, ``gconfig`` and ``tokenizer`` are filled in from the config
+                where the workflow takes them and they are left out.
+            eval_workflow: workflow of evaluation; None: the same.
+            eval_workflow_kwargs: its arguments; None: the same, with the evaluator's generation arguments.
+
+        Returns:
+            ``{"steps", "reward", "eval": {step: reward}, "seconds": {...}, "checkpoint": path}``.
+        """
+        config = self.config
+        workflow = workflow or config.workflow
+        if workflow is None:
+            raise ConfigError("no workflow: set `workflow:` in the config, or pass one to PPOTrainer.train().")
+        kwargs = self._arguments(workflow, workflow_kwargs if workflow_kwargs is not None else config.workflow_kwargs)
+        trained = resolve_workflow(workflow, kwargs)
+        evaluated, evaluated_kwargs = self._evaluation_workflow(workflow, kwargs, eval_workflow, eval_workflow_kwargs)
+        group_size = 1 if makes_own_group(trained) else config.gconfig.n_samples
+
+        total = self.spec.total_steps
+        saving, recovering, evaluating = (
+            Schedule(section, self.spec.steps_per_epoch) for section in (config.saver, config.recover, config.evaluator)
+        )
+        evaluations: dict[int, float] = {}
+        reward = float("nan")
+        with StopSignal() as stop, StageRun(
+            config, self.directory, total_steps=total, resume_step=self.step or None, tokenizer=self.tokenizer
+        ) as run:
+            if config.evaluator.at_start and self.step == 0:
+                evaluations[0] = self._evaluate(run, evaluated, evaluated_kwargs)
+            while self.step < total and stop.received is None:
+                with run.timer.phase("generate"):
+                    batch = self.rollout.prepare_batch(self.loader, workflow=trained, group_size=group_size)
+                    batch = tensor_container_to(batch, self.actor.device)
+                with run.timer.phase("train"):
+                    self.actor.compute_advantages(batch)
+                    stats = self.actor.ppo_update(batch)
+                    self.actor.step_lr_scheduler()
+                with run.timer.phase("publish"):
+                    self.rollout.pause()
+                    self.actor.update_weights()
+                    self.rollout.resume()
+                    self.rollout.set_version(self.actor.version)
+                self.step += 1
+                reward = self._report(run, batch, stats)
+                self._check_agreement(stats)
+                if self.valid_dataset and (evaluating.due(self.step) or self.step == total):
+                    evaluations[self.step] = self._evaluate(run, evaluated, evaluated_kwargs)
+                with run.timer.phase("checkpoint"):
+                    if saving.due(self.step):
+                        self.save(self.directory.checkpoints / f"step-{self.step:06d}")
+                    if config.recover.mode != "off" and (recovering.due(self.step) or stop.received is not None):
+                        self._save_recover()
+            if stop.received is not None and self.step < total:
+                raise SystemExit(stop.exit_code)
+            checkpoint = self.save(self.directory.checkpoints / "final")
+            run.plot(f"{config.experiment_name}: reward and held-out accuracy")
+            return {
+                "steps": self.step,
+                "reward": reward,
+                "eval": evaluations,
+                "seconds": run.timer.totals,
+                "checkpoint": str(checkpoint),
+            }
+
+    # -- parts of a step -----------------------------------------------------------------------------------------------
+
+    def save(self, path: Any) -> Any:
+        """Write weights and tokenizer in Hugging Face form; returns the path."""
+        self.actor.save(path, self.tokenizer)
+        return path
+
+    def evaluate(self, workflow: Any, workflow_kwargs: dict[str, Any], gconfig: Any = None) -> EvaluationResult:
+        """Average reward on the held-out tasks."""
+        return evaluate(
+            self.rollout, self.valid_dataset, workflow, workflow_kwargs, gconfig or self.config.evaluator.gconfig
+        )
+
+    def _evaluate(self, run: StageRun, workflow: Any, kwargs: dict[str, Any]) -> float:
+        with run.timer.phase("eval"):
+            result = self.evaluate(workflow, kwargs)
+        run.log(self.step, {f"eval/{name}": value for name, value in result.as_metrics().items()})
+        run.display.evaluation(self.step, result.reward)
+        run.dumper.dump(self.step, result.trajectory, name="eval")
+        return result.reward
+
+    def _report(self, run: StageRun, batch: Trajectory, stats: dict[str, float]) -> float:
+        rewards = sample_means(batch, batch["rewards"])
+        sampled = float(batch["loss_mask"].sum())
+        lengths = batch["attention_mask"].sum(1).float()
+        seconds = run.timer.export()
+        versions = batch["versions"][batch["loss_mask"].bool()]
+        staleness = float((self.actor.version - 1 - versions).float().mean()) if len(versions) else 0.0
+        reward = float(rewards.mean())
+        generation = sampled / seconds["generate"] if seconds.get("generate") else 0.0
+        training = float(lengths.sum()) / seconds["train"] if seconds.get("train") else 0.0
+        run.log(
+            self.step,
+            {
+                "reward": reward,
+                "reward/std": float(rewards.std(unbiased=False)),
+                "samples": float(len(rewards)),
+                "response_tokens": sampled / len(rewards),
+                "sequence_tokens": float(lengths.mean()),
+                "truncated": float(sample_means(batch, batch["truncated"].float()).mean()),
+                "staleness": staleness,
+                "version": float(self.actor.version),
+                "tokens_per_second/generate": generation,
+                "tokens_per_second/train": training,
+                **{f"seconds/{name}": value for name, value in seconds.items()},
+                **{f"actor/{name}": value for name, value in stats.items()},
+                **run.tracker.export(reset=True),
+            },
+        )
+        run.dumper.dump(self.step, batch)
+        run.display.step(
+            self.step,
+            reward,
+            generate_tokens_per_second=generation,
+            train_tokens_per_second=training,
+            staleness=staleness,
+            seconds=seconds,
+        )
+        return reward
+
+    def _check_agreement(self, stats: dict[str, float]) -> None:
+        difference = stats.get("logprob_difference/mean")
+        limit = self.config.rollout.logprob_tolerance or (1e-3 if self.actor.compute_dtype == torch.float32 else 5e-2)
+        if difference is not None and difference > limit:
+            raise WeightUpdateError(
+                f"step {self.step}: the {self.config.rollout.backend} engine's log-probabilities differ from the trainer's by "
+                f"{difference:.2e} on average for tokens of the current version (limit {limit:.0e}): it does not compute with "
+                "the published weights. Check the engine's dtype and weight update; rollout.logprob_tolerance sets the limit."
+            )
+
+    def _save_recover(self) -> None:
+        self.recover.save(
+            self.step,
+            self.actor,
+            {"step": self.step, "loader": self.loader.state_dict(), "rollout": self.rollout.state_dict()},
+        )
+
+    # -- workflows -----------------------------------------------------------------------------------------------------
+
+    def _arguments(self, workflow: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        defaults = {
+            "reward_fn": self.config.reward_fn,
+            "gconfig": self.config.gconfig.new(n_samples=1),
+            "tokenizer": self.tokenizer,
+        }
+        return with_defaults(workflow, kwargs, defaults)
+
+    def _evaluation_workflow(
+        self, workflow: Any, kwargs: dict[str, Any], eval_workflow: Any, eval_kwargs: dict[str, Any] | None
+    ) -> tuple[Any, dict[str, Any]]:
+        config = self.config
+        chosen = eval_workflow or config.eval_workflow or workflow
+        given = eval_kwargs if eval_kwargs is not None else config.eval_workflow_kwargs
+        return chosen, self._arguments(chosen, given) if given is not None else kwargs
