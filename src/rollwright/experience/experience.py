@@ -1,0 +1,303 @@
+"""``Experience``: one token sequence that a sample produced, with its masks, log-probabilities, versions and reward."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+
+from rollwright.errors import TrajectoryError
+from rollwright.experience.contract import Trajectory
+from rollwright.experience.serialisation import pack_bytes, unpack_bytes
+
+#: Fields that hold one entry for each token of the response.
+RESPONSE_FIELDS = {
+    "logprobs": torch.float32,
+    "versions": torch.int32,
+    "action_mask": torch.bool,
+    "token_rewards": torch.float32,
+    "advantages": torch.float32,
+    "returns": torch.float32,
+}
+#: Fields that hold one entry for each token.
+TOKEN_FIELDS = {"position_ids": torch.int64, "branch_ids": torch.int64}
+
+
+@dataclass
+class ExperienceId:
+    """Where an experience comes from: which batch, task, run of the task and step of the run."""
+
+    batch: int | str = ""
+    task: int | str = ""
+    run: int = 0
+    step: int = 0
+    suffix: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+
+    @property
+    def group(self) -> str:
+        """Name of the group: all experiences of one task in one batch."""
+        return f"{self.batch}/{self.task}"
+
+    @property
+    def sample(self) -> str:
+        """Name of the sample: one run of the task."""
+        return f"{self.batch}/{self.task}/{self.run}"
+
+    def __str__(self) -> str:
+        return f"{self.batch}/{self.task}/{self.run}/{self.step}/{self.suffix}"
+
+
+@dataclass(eq=False)
+class Experience:
+    """One token sequence. Sequences may be given as lists, arrays or tensors; they are kept as 1-D tensors.
+
+    ``logprobs``, ``versions``, ``action_mask`` and ``token_rewards`` cover the response: the ``len(tokens) -
+    prompt_length`` tokens after the prompt. Each may also be given for all tokens; the prompt's part is then cut off.
+
+    Raises:
+        TrajectoryError: on construction, where lengths disagree or a value has the wrong type.
+    """
+
+    tokens: Any = None  # [L] int64: prompt and response
+    prompt_length: int | None = None  # tokens of the prompt; None: the action mask's first action, else 1
+    reward: float | None = None
+    logprobs: Any = None  # [L - prompt_length] float32, natural, at sampling
+    action_mask: Any = None  # [L - prompt_length] bool: true where the policy sampled; None: everywhere
+    versions: Any = None  # [L - prompt_length] int32
+    token_rewards: Any = None  # [L - prompt_length] float32
+    advantages: Any = None  # [L - prompt_length] float32
+    returns: Any = None  # [L - prompt_length] float32
+    temperature: float | None = None
+    truncated: bool | None = None
+    info: dict[str, Any] = field(default_factory=dict)  # anything JSON can hold
+    metrics: dict[str, float] = field(default_factory=dict)  # numbers that are averaged into the run's metrics
+    eid: ExperienceId = field(default_factory=ExperienceId)
+    prompt_text: str | None = None
+    response_text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chosen: Any = None  # [N] int64: the preferred response to ``tokens``, which is then a prompt
+    rejected: Any = None  # [N] int64
+    chosen_messages: list[dict[str, Any]] | None = None
+    rejected_messages: list[dict[str, Any]] | None = None
+    multi_modal_inputs: dict[str, torch.Tensor] | None = None
+    position_ids: Any = None  # [L] int64
+    branch_ids: Any = None  # [L] int64
+
+    def __post_init__(self) -> None:
+        if isinstance(self.eid, Mapping):
+            self.eid = ExperienceId(**self.eid)
+        if self.tokens is None:
+            raise self._error("tokens", "there are none", "give the ids of prompt and response")
+        self.tokens = self._sequence("tokens", torch.int64)
+        length = len(self.tokens)
+        if not length:
+            raise self._error("tokens", "there are none", "give the ids of prompt and response")
+        for name in ("chosen", "rejected"):
+            setattr(self, name, self._sequence(name, torch.int64))
+        if (self.chosen is None) != (self.rejected is None):
+            raise self._error("chosen", "only one of chosen and rejected is given", "a preference needs both")
+        if self.prompt_length is None:
+            self.prompt_length = self._infer_prompt_length(length)
+        if isinstance(self.prompt_length, bool) or not 0 < int(self.prompt_length) <= length:
+            raise self._error(
+                "prompt_length", f"{self.prompt_length} of {length} tokens", "it is between 1 and the number of tokens"
+            )
+        self.prompt_length = int(self.prompt_length)
+        for name, dtype in RESPONSE_FIELDS.items():
+            values = self._sequence(name, dtype)
+            if values is not None and len(values) == length:
+                if name == "action_mask" and values[: self.prompt_length].any():
+                    raise self._error(name, "it marks prompt tokens as sampled", "actions come after prompt_length")
+                values = values[self.prompt_length :]
+            if values is not None and len(values) != self.response_length:
+                raise self._error(
+                    name,
+                    f"{len(values)} entries for {self.response_length} response tokens ({length} tokens, prompt_length {self.prompt_length})",
+                    "give one for each response token",
+                )
+            setattr(self, name, values)
+        for name, dtype in TOKEN_FIELDS.items():
+            values = self._sequence(name, dtype)
+            if values is not None and len(values) != length:
+                raise self._error(name, f"{len(values)} entries for {length} tokens", "give one for each token")
+            setattr(self, name, values)
+        for name in ("reward", "temperature"):
+            setattr(self, name, self._number(name))
+        if self.truncated is not None:
+            self.truncated = bool(self.truncated)
+
+    @property
+    def response_length(self) -> int:
+        """Tokens after the prompt."""
+        return len(self.tokens) - int(self.prompt_length or 0)
+
+    @property
+    def response_tokens(self) -> torch.Tensor:
+        """``[L - prompt_length]`` ids after the prompt."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def prompt_tokens(self) -> torch.Tensor:
+        """``[prompt_length]`` ids of the prompt."""
+        return self.tokens[: self.prompt_length]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Experience):
+            return NotImplemented
+        return all(_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _infer_prompt_length(self, length: int) -> int:
+        mask = self.action_mask
+        if mask is not None and len(mask) == length:
+            actions = torch.as_tensor(mask).nonzero()
+            return int(actions[0]) if len(actions) else length
+        for name in ("logprobs", "action_mask", "versions"):
+            values = getattr(self, name)
+            if values is not None and 0 < len(values) < length:
+                return length - len(values)
+        return length if self.chosen is not None else 1
+
+    def _error(self, key: str, wrong: str, remedy: str) -> TrajectoryError:
+        return TrajectoryError(f"Experience {self.eid}, field {key!r}: {wrong}; {remedy}.")
+
+    def _sequence(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        value = getattr(self, name)
+        if value is None:
+            return None
+        try:
+            tensor = torch.as_tensor(value).detach().cpu()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise self._error(name, f"it is no sequence of numbers ({error})", "give a list, an array or a tensor") from error
+        if tensor.dim() == 2 and tensor.shape[0] == 1:
+            tensor = tensor[0]
+        if tensor.dim() != 1:
+            raise self._error(name, f"its shape is {list(tensor.shape)}", "it has one dimension")
+        if tensor.numel() and tensor.is_floating_point() and not dtype.is_floating_point and dtype != torch.bool:
+            raise self._error(name, f"its type is {tensor.dtype}", "it holds integers")
+        return tensor.to(dtype)
+
+    def _number(self, name: str) -> float | None:
+        value = getattr(self, name)
+        if value is None:
+            return None
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise self._error(name, f"{value!r} is no number", "give a float") from error
+
+    def to_trajectory(self) -> Trajectory:
+        """One row ``[1, L]``. Left out: log-probabilities, versions, temperature and truncation that are not known here.
+
+        Raises:
+            TrajectoryError: there is no reward.
+        """
+        if self.reward is None:
+            raise self._error("reward", "there is none", "set it before the workflow returns")
+        prompt, length = int(self.prompt_length or 0), len(self.tokens)
+        loss_mask = torch.zeros(1, length, dtype=torch.int32)
+        loss_mask[0, prompt:] = 1 if self.action_mask is None else self.action_mask.to(torch.int32)
+        out: Trajectory = {
+            "input_ids": self.tokens.unsqueeze(0).clone(),
+            "attention_mask": torch.ones(1, length, dtype=torch.bool),
+            "loss_mask": loss_mask,
+            "rewards": torch.tensor([self.reward], dtype=torch.float32),
+        }
+        sampled = loss_mask.bool()
+        for name, fill in (("logprobs", 0.0), ("versions", -1), ("token_rewards", 0.0)):
+            values = getattr(self, name)
+            if values is not None:
+                full = torch.full((1, length), fill, dtype=RESPONSE_FIELDS[name])
+                full[0, prompt:] = values
+                out[name] = full if name == "token_rewards" else torch.where(sampled, full, torch.full_like(full, fill))
+        for name in TOKEN_FIELDS:
+            if getattr(self, name) is not None:
+                out[name] = getattr(self, name).unsqueeze(0).clone()
+        if self.temperature is not None:
+            out["temperature"] = torch.tensor([self.temperature], dtype=torch.float32)
+        if self.truncated is not None:
+            out["truncated"] = torch.tensor([self.truncated])
+        if self.multi_modal_inputs is not None:
+            out["multi_modal_inputs"] = [self.multi_modal_inputs]
+        return out
+
+    @classmethod
+    def from_trajectory(cls, trajectory: Mapping[str, Any]) -> list[Experience]:
+        """One experience for each row; the prompt ends where the first sampled token stands."""
+        out = []
+        lengths = trajectory["attention_mask"].sum(dim=1).tolist()
+        for row, length in enumerate(lengths):
+            mask = trajectory["loss_mask"][row, :length].bool()
+            prompt = int(mask.to(torch.int32).argmax()) if mask.any() else length
+            response = {
+                name: trajectory[name][row, prompt:length].clone()
+                for name in ("logprobs", "versions", "token_rewards", "advantages", "returns")
+                if name in trajectory
+            }
+            scalars = {name: trajectory[name][row].item() for name in ("temperature", "truncated") if name in trajectory}
+            whole = {name: trajectory[name][row, :length].clone() for name in TOKEN_FIELDS if name in trajectory}
+            out.append(
+                cls(
+                    tokens=trajectory["input_ids"][row, :length].clone(),
+                    prompt_length=prompt,
+                    reward=trajectory["rewards"][row].item(),
+                    action_mask=mask[prompt:].clone(),
+                    multi_modal_inputs=trajectory.get("multi_modal_inputs", [None] * len(lengths))[row],
+                    **response,
+                    **scalars,
+                    **whole,
+                )
+            )
+        return out
+
+    def serialize(self) -> bytes:
+        """Safetensors bytes whose metadata hold the rest as JSON; no pickle.
+
+        Raises:
+            TrajectoryError: ``info``, messages or tools hold what JSON cannot; the message says where.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        rest: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is None:
+                continue
+            if isinstance(value, torch.Tensor):
+                tensors[f.name] = value
+            elif f.name == "multi_modal_inputs":
+                tensors.update({f"multi_modal_inputs.{key}": torch.as_tensor(part) for key, part in value.items()})
+            else:
+                rest[f.name] = asdict(value) if isinstance(value, ExperienceId) else value
+        return pack_bytes(tensors, rest)
+
+    @classmethod
+    def deserialize(cls, data: bytes) -> Experience:
+        """The experience that ``serialize`` wrote.
+
+        Raises:
+            TrajectoryError: the bytes are damaged or of a later format.
+        """
+        tensors, rest = unpack_bytes(data)
+        if unknown := (set(rest) | {name.split(".")[0] for name in tensors}) - {f.name for f in fields(cls)}:
+            raise TrajectoryError(
+                f"serialised Experience has unknown fields {sorted(unknown)}; it was written by another version."
+            )
+        images = {name.split(".", 1)[1]: part for name, part in tensors.items() if name.startswith("multi_modal_inputs.")}
+        plain = {name: part for name, part in tensors.items() if "." not in name}
+        return cls(**plain, **rest, **({"multi_modal_inputs": images} if images else {}))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    return one == other
