@@ -1,0 +1,196 @@
+"""Runs task-style workflows as episodes: the bridge from ``run()`` to the one executor.
+
+What a time limit can do: model calls of a timed-out sample raise, so code that asks the model again ends; code that never
+does cannot be killed, because a Python thread cannot be. Its thread is abandoned and replaced, and too many abandoned
+threads stop the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.tasksets import TasksetConfig
+from rollwright.errors import RolloutError, WorkflowError
+from rollwright.experience.experience import Experience
+from rollwright.inference.engine import InferenceEngine
+from rollwright.tracking.logging import getLogger
+from rollwright.workflows.base import RolloutWorkflow
+from rollwright.workflows.model_wrapper import ModelWrapper
+from rollwright.workflows.task import Task
+from rollwright.workflows.task_workflow import Workflow, class_trait, trait
+
+logger = getLogger("tasks")
+
+
+class TaskRunner(RolloutWorkflow):
+    """Turns each row into a task, builds or resets its workflow, and runs it.
+
+    Args:
+        tasksets: the tasksets that rows come from; a row's ``"taskset"`` names its own, the first is the default.
+        tokenizer: the policy's tokenizer.
+        gconfig: generation arguments in place of the tasksets' own (evaluation); None: the tasksets'.
+        n_samples: samples of a task whose taskset sets no ``repeat_times``; None: the tasksets' ``rollout_args.n``.
+        is_eval: tasks are evaluation.
+        auxiliary_models: OpenAI clients of models that are not trained.
+        openai_clients: given a sample's engine, makes its recorded ``(sync, async)`` OpenAI clients; None: no OpenAI front.
+        max_abandoned_threads: threads that may hang before the run is stopped.
+        model_path: where the policy's weights came from.
+    """
+
+    def __init__(
+        self,
+        tasksets: Sequence[TasksetConfig],
+        tokenizer: Any,
+        *,
+        gconfig: GenerationHyperparameters | None = None,
+        n_samples: int | None = None,
+        is_eval: bool = False,
+        auxiliary_models: Sequence[Any] = (),
+        openai_clients: Callable[[InferenceEngine], tuple[Any, Any]] | None = None,
+        max_abandoned_threads: int = 16,
+        model_path: str = "",
+    ) -> None:
+        self.tasksets = {taskset.name: taskset for taskset in tasksets}
+        self.default_taskset = tasksets[0]
+        self.tokenizer = tokenizer
+        self.gconfig = gconfig
+        self.n_samples = n_samples
+        self.is_eval = is_eval
+        self.auxiliary_models = list(auxiliary_models)
+        self.openai_clients = openai_clients
+        self.model_path = model_path
+        self.threads = AbandonableThreads(max_abandoned_threads)
+        self._idle: dict[type, list[Workflow]] = defaultdict(list)
+
+    def task_of(self, data: dict[str, Any]) -> Task:
+        """The task of a row."""
+        taskset = self.tasksets.get(data.get("taskset", ""), self.default_taskset)
+        task = Task.from_row({key: value for key, value in data.items() if key != "taskset"}, taskset, is_eval=self.is_eval)
+        if self.gconfig is not None:
+            task.rollout_args = self.gconfig.new()
+        return task
+
+    def group_size(self, data: dict[str, Any]) -> int:
+        """How often the executor repeats this row: once where its workflow makes the group itself."""
+        task = self.task_of(data)
+        return self._samples(task) if class_trait(task.workflow_class(), "repeatable", task) else 1
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Experience] | None:
+        """Run the row's workflow once."""
+        task = self.task_of(data)
+        repeatable = class_trait(task.workflow_class(), "repeatable", task)
+        task.rollout_args = task.rollout_args.new(n_samples=1 if repeatable else self._samples(task))
+        model = ModelWrapper(
+            engine,
+            self.tokenizer,
+            gconfig=task.rollout_args,
+            recorder=getattr(engine, "recorder", None),
+            loop=asyncio.get_running_loop(),
+            openai_clients=None if self.openai_clients is None else lambda: self.openai_clients(engine),
+            model_path=self.model_path,
+            template_kwargs=_template_arguments(task),
+        )
+        workflow = self._take(task, model)
+        if trait(workflow, "asynchronous"):
+            experiences = await workflow.run_async()
+        else:
+            experiences = await self.threads.run(workflow.run, name=f"{type(workflow).__name__} of task {task.task_id}")
+        if trait(workflow, "resettable"):
+            self._idle[type(workflow)].append(workflow)
+        return self._complete(workflow, experiences)
+
+    def _samples(self, task: Task) -> int:
+        return task.repeat_times or self.n_samples or task.rollout_args.n_samples
+
+    def _take(self, task: Task, model: ModelWrapper) -> Workflow:
+        idle = self._idle[task.workflow_class()]
+        if not idle:
+            return task.to_workflow(model, self.auxiliary_models)
+        workflow = idle.pop()
+        workflow.task, workflow.model = task, model
+        workflow.rollout_args = task.rollout_args  # evaluation and training use their own, also after reset
+        workflow.reset(task)
+        return workflow
+
+    def _complete(self, workflow: Workflow, experiences: Any) -> list[Experience] | None:
+        if experiences is None:
+            return None
+        if isinstance(experiences, Experience):
+            experiences = [experiences]
+        wrong = [e for e in experiences if not isinstance(e, Experience)]
+        if wrong:
+            raise WorkflowError(
+                f"{type(workflow).__name__} returned {type(wrong[0]).__name__} among its experiences; run() returns a list of "
+                "Experience, or None to reject the sample."
+            )
+        return list(experiences) or None
+
+
+class AbandonableThreads:
+    """Runs synchronous code in threads that can be left behind when the code does not end."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.abandoned = 0
+
+    async def run(self, function: Callable[[], Any], name: str) -> Any:
+        """Await ``function()`` in a daemon thread of its own.
+
+        Raises:
+            RolloutError: more threads hang than the limit allows.
+        """
+        if self.abandoned >= self.limit:
+            raise RolloutError(
+                f"{self.abandoned} workflow threads do not end after their time limit (the last: {name}). A Python thread cannot "
+                "be killed: give the code a limit of its own, or run the workflow with isolation: process."
+            )
+        future: Future[Any] = Future()
+
+        def call() -> None:
+            try:
+                result = function()
+            except BaseException as error:  # handed over whole: the awaiting sample reports it
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        threading.Thread(target=call, name=name, daemon=True).start()
+        try:
+            return await asyncio.wrap_future(_uncancellable(future))
+        except asyncio.CancelledError:
+            if not future.done():
+                self.abandoned += 1
+                future.add_done_callback(self._returned)
+                logger.warning("%s did not end in time: its thread is left behind (%d such)", name, self.abandoned)
+            raise
+
+    def _returned(self, _: Future[Any]) -> None:
+        self.abandoned -= 1
+
+
+def _uncancellable(future: Future[Any]) -> Future[Any]:
+    """A future that follows ``future`` but whose cancellation leaves it alone, so that its thread can still report."""
+    follower: Future[Any] = Future()
+    follower.set_running_or_notify_cancel()
+
+    def copy(done: Future[Any]) -> None:
+        error = done.exception()
+        if error is not None:
+            follower.set_exception(error)
+        else:
+            follower.set_result(done.result())
+
+    future.add_done_callback(copy)
+    return follower
+
+
+def _template_arguments(task: Task) -> dict[str, Any]:
+    layout = task.format_args
+    arguments = {"enable_thinking": layout.enable_thinking, "chat_template": layout.chat_template}
+    return {name: value for name, value in arguments.items() if value is not None}
