@@ -269,6 +269,13 @@ class RolloutConfig:
     )
     request_timeout: float = field(default=3600.0, metadata=_help("Seconds that one request to a server may take.", gt=0.0))
     request_retries: int = field(default=3, metadata=_help("Tries again for a connection reset before a response began.", ge=0))
+    accept_shifted_logprobs: bool = field(
+        default=False,
+        metadata=_help(
+            "Ask servers for top-p, top-k or penalties although they then give log-probabilities after them; responses are "
+            "flagged and the trainer has to recompute (actor.recompute_logprob)."
+        ),
+    )
     setup_timeout: float = field(default=300.0, metadata=_help("Seconds that initialize waits for a server's health.", gt=0.0))
     logprob_tolerance: float | None = field(
         default=None,

@@ -22,7 +22,9 @@ def token_ids(ids: Any, what: str = "input_ids") -> list[int]:
             "apply_chat_template(tokenize=True). Take its ['input_ids'], or load the tokenizer with rollwright.load_tokenizer."
         )
     if isinstance(ids, str):
-        raise EngineError(f"{what} is text, not token ids: encode it first with tokenizer.encode(text, add_special_tokens=False).")
+        raise EngineError(
+            f"{what} is text, not token ids: encode it first with tokenizer.encode(text, add_special_tokens=False)."
+        )
     if hasattr(ids, "tolist"):
         ids = ids.tolist()
     ids = list(ids)
@@ -69,9 +71,17 @@ class ModelRequest:
     def copy(self) -> ModelRequest:
         """A copy whose ids and generation arguments are its own."""
         return ModelRequest(
-            input_ids=self.input_ids, gconfig=self.gconfig.new(), rid=self.rid, metadata=dict(self.metadata),
-            tokenizer=self.tokenizer, seed=self.seed, position_ids=self.position_ids, branch_ids=self.branch_ids,
-            multi_modal=self.multi_modal, image_data=self.image_data, lora_name=self.lora_name,
+            input_ids=self.input_ids,
+            gconfig=self.gconfig.new(),
+            rid=self.rid,
+            metadata=dict(self.metadata),
+            tokenizer=self.tokenizer,
+            seed=self.seed,
+            position_ids=self.position_ids,
+            branch_ids=self.branch_ids,
+            multi_modal=self.multi_modal,
+            image_data=self.image_data,
+            lora_name=self.lora_name,
         )
 
 
@@ -95,6 +105,7 @@ class ModelResponse:
     temperature: float = 1.0  # that the log-probabilities are at (1.0 where greedy)
     rid: str = ""
     seed: int | None = None
+    logprobs_shifted: bool = False  # taken after top-p, top-k or penalties: the trainer has to recompute them
 
     @property
     def input_len(self) -> int:

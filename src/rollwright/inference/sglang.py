@@ -1,0 +1,249 @@
+"""A client of servers that speak SGLang's native protocol: SGLang itself, and ``rollwright serve-model``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from rollwright.config.sections import RolloutConfig
+from rollwright.errors import EngineError, WeightUpdateError
+from rollwright.inference.connections import ServerRefused
+from rollwright.inference.parameters import check_parameters, sglang_sampling_params
+from rollwright.inference.remote import RemoteClient, versions_of_spans
+from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.router import Server
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("SGLangClient")
+
+#: What happens to requests that run while weights change, in SGLang's words. With "wait" none runs: the client holds new
+#: requests back and waits for its own to end before it pauses.
+PAUSE_MODES = {"recompute": "retract", "keep": "in_place", "wait": "in_place"}
+
+
+class SGLangClient(RemoteClient):
+    """Tokens in and out over ``/generate``."""
+
+    kind = "sglang"
+    generate_path = "/generate"
+
+    def __init__(self, config: RolloutConfig | None = None, *, addresses: Iterable[str] | None = None) -> None:
+        super().__init__(config, addresses=addresses)
+        self._is_builtin = False  # every server is rollwright serve-model, which does more than SGLang
+        self._deterministic = False  # every server honours seeds
+        self._facts: dict[str, tuple[bool, bool]] = {}
+
+    def _on_connected(self, server: Server) -> None:
+        info = self.connections.request("GET", f"{server.url}/server_info", timeout=30.0)
+        is_builtin = info.get("server") == "rollwright"
+        self._facts[server.address] = (is_builtin, is_builtin or bool(info.get("enable_deterministic_inference")))
+        self._is_builtin = all(builtin for builtin, _ in self._facts.values())
+        self._deterministic = all(deterministic for _, deterministic in self._facts.values())
+
+    def _check(self, request: ModelRequest, server: str) -> bool:
+        if not self._is_builtin:
+            for name in ("position_ids", "branch_ids", "multi_modal"):
+                if getattr(request, name) is not None:
+                    raise EngineError(
+                        f"The SGLang server at {server} has no {name}; use the built-in engine or rollwright serve-model, or for "
+                        "images give image_data."
+                    )
+            if request.gconfig.seed is not None and not self._deterministic:
+                raise EngineError(
+                    f"gconfig.seed={request.gconfig.seed} cannot be honoured: the SGLang server at {server} draws from its own "
+                    "generator. Start it with enable_deterministic_inference in sglang.extra_args, or leave the seed out."
+                )
+        elif request.multi_modal is not None:
+            raise EngineError(f"multi_modal inputs cannot travel to the server at {server}; use the built-in engine in this process.")
+        return check_parameters(
+            request.gconfig,
+            "sglang",
+            where=server,
+            gives_contract_logprobs=self._is_builtin,
+            accept_shifted=self.config.accept_shifted_logprobs,
+        )
+
+    def _payload(self, request: ModelRequest, wire_id: str) -> dict[str, Any]:
+        seed = request.seed if request.gconfig.seed is None else request.gconfig.seed
+        payload: dict[str, Any] = {
+            "rid": wire_id,
+            "input_ids": request.input_ids,
+            "sampling_params": sglang_sampling_params(request.gconfig, seed),
+            "return_logprob": True,
+            "stream": False,
+        }
+        if request.image_data is not None:
+            payload["image_data"] = request.image_data
+        if request.lora_name is not None:
+            payload["lora_path"] = request.lora_name
+        for name in ("position_ids", "branch_ids"):  # extensions of rollwright serve-model
+            if getattr(request, name) is not None:
+                payload[name] = getattr(request, name)
+        return payload
+
+    def _response(self, request: ModelRequest, data: dict[str, Any], version_when_sent: int) -> ModelResponse:
+        meta = data.get("meta_info") or {}
+        reason = meta.get("finish_reason") or {}
+        if reason.get("type") == "abort" and "status_code" in reason and int(reason["status_code"] or 0) >= 400:
+            raise EngineError(f"The SGLang server refused the request: {reason.get('message')}")
+        pairs = meta.get("output_token_logprobs") or []
+        output_ids = [int(pair[1]) for pair in pairs]
+        logprobs = [float(pair[0]) if pair[0] is not None else math.nan for pair in pairs]
+        given = data.get("output_ids")
+        if given is not None and list(given) != output_ids:
+            raise EngineError(
+                f"The SGLang server returned {len(given)} output_ids and log-probabilities for {len(output_ids)} other tokens; a "
+                "request needs both from one sampling. Check the server's version (0.5.23 is known to agree)."
+            )
+        if any(not math.isfinite(value) for value in logprobs):
+            raise EngineError(f"The SGLang server returned log-probabilities that are not finite: {logprobs[:8]}.")
+        return ModelResponse(
+            input_tokens=list(request.input_ids),
+            output_tokens=output_ids,
+            output_logprobs=logprobs,
+            output_versions=self._versions(meta, len(output_ids), version_when_sent),
+            stop_reason=reason.get("type") or "stop",
+            stop_match=reason.get("matched"),
+            ttft=float(meta.get("ttft") or 0.0),
+            temperature=request.gconfig.effective_temperature,
+            rid=request.rid,
+            seed=request.seed if request.gconfig.seed is None else request.gconfig.seed,
+        )
+
+    def _versions(self, meta: dict[str, Any], count: int, version_when_sent: int) -> list[int]:
+        if meta.get("weight_versions"):
+            return versions_of_spans(meta["weight_versions"], count, self.version_number)
+        version = self.version_number(meta.get("weight_version"))
+        if count and version != version_when_sent:
+            raise EngineError(
+                f"Weights changed from version {version_when_sent} to {version} during a request, and this SGLang server gives no "
+                "weight_versions spans, so the versions of its tokens are unknown. Use SGLang 0.5.23 or newer, or "
+                "rollout.on_weight_update=wait."
+            )
+        return [version] * count
+
+    # -- control -------------------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Stop sampling on every server; with ``on_weight_update: wait``, after the requests of this client have ended."""
+        if self.config.on_weight_update == "wait":
+            self.drain()
+        super().pause()
+
+    def _pause_server(self, server: Server) -> None:
+        mode = PAUSE_MODES[self.config.on_weight_update]
+        self.connections.request("POST", f"{server.url}/pause_generation", {"mode": mode})
+
+    def _resume_server(self, server: Server) -> None:
+        self.connections.request("POST", f"{server.url}/continue_generation", {})
+
+    def _abort_on_server(self, server: Server, wire_ids: list[str] | None) -> None:
+        bodies = [{"abort_all": True}] if wire_ids is None else [{"rid": wire_id} for wire_id in wire_ids]
+        for body in bodies:
+            self.connections.request("POST", f"{server.url}/abort_request", body)
+
+    def _read_version(self, server: Server) -> str | None:
+        return self.connections.request("GET", f"{server.url}/model_info", timeout=30.0).get("weight_version")
+
+    def _label_version(self, server: Server, version: int) -> None:
+        body = {"new_version": str(version), "abort_all_requests": False}
+        self.connections.request("POST", f"{server.url}/update_weight_version", body)
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def update_weights_from_disk(self, directory: str, version: int, digest: str | None = None) -> list[str]:
+        """Have every server load safetensors from a directory that it can read.
+
+        Args:
+            directory: holds ``*.safetensors``.
+            version: of these weights.
+            digest: of their content (``weight_files.content_digest``). ``rollwright serve-model`` computes its own over
+                what it loaded and refuses another; SGLang does not know it, and the audit compares log-probabilities.
+
+        Returns:
+            Addresses of the servers that confirmed.
+
+        Raises:
+            WeightUpdateError: no server took the weights.
+        """
+
+        def update(server: Server) -> None:
+            self._load_from_disk(server, directory, version, digest)
+
+        return self.apply_update(version, update, restore=update)
+
+    def _load_from_disk(self, server: Server, directory: str, version: int, digest: str | None) -> None:
+        is_builtin = self._facts[server.address][0]
+        body: dict[str, Any] = {
+            "model_path": str(directory),
+            "weight_version": str(version),
+            "flush_cache": self.config.on_weight_update == "recompute",
+            "abort_all_requests": False,
+            "keep_pause": True,
+        }
+        if digest is not None and is_builtin:
+            body["content_digest"] = digest
+        self._confirm(server, "update_weights_from_disk", body, version)
+
+    def _confirm(self, server: Server, path: str, body: dict[str, Any], version: int) -> None:
+        try:
+            answer = self.connections.request("POST", f"{server.url}/{path}", body)
+        except ServerRefused as error:
+            raise WeightUpdateError(f"The server at {server.address} refused version {version}: {error}") from error
+        if not answer.get("success", False):
+            raise WeightUpdateError(f"The server at {server.address} did not load version {version}: {answer.get('message')}")
+        held = self._read_version(server)
+        if str(held) != str(version):
+            raise WeightUpdateError(f"The server at {server.address} says it holds version {held!r} after an update to {version}.")
+
+    def init_weights_update_group(
+        self, server: Server, *, master_address: str, master_port: int, rank_offset: int, world_size: int, group: str, backend: str
+    ) -> None:
+        """Have one server join a distributed group; returns when the group is complete.
+
+        Raises:
+            WeightUpdateError: the server could not join.
+        """
+        answer = self.connections.request(
+            "POST",
+            f"{server.url}/init_weights_update_group",
+            {
+                "master_address": master_address,
+                "master_port": master_port,
+                "rank_offset": rank_offset,
+                "world_size": world_size,
+                "group_name": group,
+                "backend": backend,
+            },
+        )
+        if not answer.get("success", False):
+            raise WeightUpdateError(f"The server at {server.address} did not join the group: {answer.get('message')}")
+
+    def update_weights_from_distributed(
+        self, server: Server, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group: str, version: int | None
+    ) -> None:
+        """Have one server receive one bucket of tensors that rank 0 broadcasts in this order.
+
+        Args:
+            version: given with the last bucket.
+
+        Raises:
+            WeightUpdateError: the server could not receive or load the bucket.
+        """
+        body: dict[str, Any] = {
+            "names": names,
+            "dtypes": dtypes,
+            "shapes": shapes,
+            "group_name": group,
+            "flush_cache": version is not None and self.config.on_weight_update == "recompute",
+            "abort_all_requests": False,
+        }
+        if version is not None:
+            body["weight_version"] = str(version)
+        try:
+            answer = self.connections.request("POST", f"{server.url}/update_weights_from_distributed", body)
+        except ServerRefused as error:
+            raise WeightUpdateError(f"The server at {server.address} refused a bucket: {error}") from error
+        if not answer.get("success", False):
+            raise WeightUpdateError(f"The server at {server.address} did not load a bucket: {answer.get('message')}")
