@@ -1,0 +1,165 @@
+"""A client of vLLM servers: tokens in and out over ``/inference/v1/generate``, which also says each token's version.
+
+The server has to be started with ``--enable-scale-out``, ``--logprobs-mode processed_logprobs`` and
+``VLLM_SERVER_DEV_MODE=1``; ``VLLMConfig.build_cmd`` does so.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rollwright.errors import EngineError, WeightUpdateError
+from rollwright.inference.connections import ServerRefused
+from rollwright.inference.parameters import check_parameters, vllm_sampling_params
+from rollwright.inference.remote import RemoteClient, versions_of_spans
+from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.router import Server
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("VLLMClient")
+
+#: vLLM's names of what happens to requests that run while weights change. Whether they keep their old cache is decided by
+#: the reset of the prefix cache after the update.
+PAUSE_MODES = {"recompute": "keep", "keep": "keep", "wait": "wait"}
+#: vLLM puts this before the request id that a client gives.
+_ENGINE_ID_PREFIX = "generate-tokens-"
+
+
+class VLLMClient(RemoteClient):
+    """Tokens in and out over ``/inference/v1/generate``."""
+
+    kind = "vllm"
+    generate_path = "/inference/v1/generate"
+
+    def _on_connected(self, server: Server) -> None:
+        try:
+            self.connections.request("GET", f"{server.url}/weight_info", timeout=30.0)
+        except ServerRefused as error:
+            raise EngineError(
+                f"The vLLM server at {server.address} does not say the version of its weights ({error}). Start it with "
+                "VLLM_SERVER_DEV_MODE=1 and --enable-scale-out, as VLLMConfig.build_cmd does."
+            ) from error
+        config = self.connections.request("GET", f"{server.url}/server_info?config_format=json", timeout=120.0).get("vllm_config")
+        model_config = config.get("model_config") if isinstance(config, dict) else None
+        mode = model_config.get("logprobs_mode") if isinstance(model_config, dict) else None
+        if mode is not None and mode != "processed_logprobs":
+            raise EngineError(
+                f"The vLLM server at {server.address} gives {mode}, which are not those of the temperature that tokens are sampled "
+                "at. Start it with --logprobs-mode processed_logprobs, as VLLMConfig.build_cmd does."
+            )
+
+    def _check(self, request: ModelRequest, server: str) -> bool:
+        for name, remedy in {
+            "position_ids": "use the built-in engine or rollwright serve-model",
+            "branch_ids": "use the built-in engine or rollwright serve-model",
+            "multi_modal": "use the built-in engine in this process",
+            "image_data": "use the built-in engine or an SGLang server",
+        }.items():
+            if getattr(request, name) is not None:
+                raise EngineError(f"{name} cannot travel to the vLLM server at {server}; {remedy}.")
+        return check_parameters(
+            request.gconfig, "vllm", where=server, accept_shifted=self.config.accept_shifted_logprobs
+        )
+
+    def _payload(self, request: ModelRequest, wire_id: str) -> dict[str, Any]:
+        seed = request.seed if request.gconfig.seed is None else request.gconfig.seed
+        payload: dict[str, Any] = {
+            "request_id": wire_id,
+            "token_ids": request.input_ids,
+            "sampling_params": {
+                key: value for key, value in vllm_sampling_params(request.gconfig, seed).items() if value is not None
+            },
+        }
+        if request.lora_name is not None:
+            payload["model"] = request.lora_name
+        return payload
+
+    def _response(self, request: ModelRequest, data: dict[str, Any], version_when_sent: int) -> ModelResponse:
+        (choice,) = data["choices"]
+        output_ids = [int(token) for token in choice.get("token_ids") or []]
+        content = (choice.get("logprobs") or {}).get("content") or []
+        if [entry["token_id"] for entry in content] != output_ids:
+            raise EngineError(
+                f"The vLLM server returned {len(output_ids)} tokens and log-probabilities for {len(content)} other tokens; a request "
+                "needs both from one sampling."
+            )
+        logprobs = [float(entry["logprob"]) for entry in content]
+        if any(not math.isfinite(value) or value <= -9999.0 for value in logprobs):
+            raise EngineError(f"The vLLM server returned log-probabilities that are not finite: {logprobs[:8]}.")
+        spans = choice.get("weight_versions")
+        if not spans and output_ids:
+            raise EngineError(
+                "The vLLM server gives no weight_versions, so the versions of its tokens are unknown. Use a version whose "
+                "/inference/v1/generate returns them (0.32 does)."
+            )
+        reason = choice.get("finish_reason") or "stop"
+        return ModelResponse(
+            input_tokens=list(request.input_ids),
+            output_tokens=output_ids,
+            output_logprobs=logprobs,
+            output_versions=versions_of_spans(spans or [], len(output_ids), self.version_number),
+            stop_reason=reason if reason in ("stop", "length", "abort") else "stop",
+            stop_match=choice.get("stop_reason"),
+            temperature=request.gconfig.effective_temperature,
+            rid=request.rid,
+            seed=request.seed if request.gconfig.seed is None else request.gconfig.seed,
+        )
+
+    # -- control -------------------------------------------------------------------------------------------------------
+
+    def _pause_server(self, server: Server) -> None:
+        mode = PAUSE_MODES[self.config.on_weight_update]
+        self.connections.request("POST", f"{server.url}/pause?mode={mode}")
+
+    def _resume_server(self, server: Server) -> None:
+        self.connections.request("POST", f"{server.url}/resume")
+
+    def _abort_on_server(self, server: Server, wire_ids: list[str] | None) -> None:
+        ids = [] if wire_ids is None else [_ENGINE_ID_PREFIX + wire_id for wire_id in wire_ids]
+        self.connections.request("POST", f"{server.url}/abort_requests", {"request_ids": ids})
+
+    def _read_version(self, server: Server) -> str | None:
+        return self.connections.request("GET", f"{server.url}/weight_info", timeout=30.0).get("weight_version")
+
+    def _label_version(self, server: Server, version: int) -> None:
+        self.connections.request("POST", f"{server.url}/update_weight_version", {"new_version": str(version)})
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def update_weights_from_disk(self, directory: str, version: int, digest: str | None = None) -> list[str]:
+        """Have every server reload its weights from a directory that it can read.
+
+        vLLM does not know the content's digest, and a server that keeps a packed copy of a tied output head answers 200 and
+        computes with old weights: the audit that follows every publication compares log-probabilities for that reason.
+
+        Args:
+            directory: a model directory with ``*.safetensors``.
+            version: of these weights.
+            digest: not used by vLLM.
+
+        Returns:
+            Addresses of the servers that confirmed.
+
+        Raises:
+            WeightUpdateError: no server took the weights.
+        """
+
+        def update(server: Server) -> None:
+            self._load_from_disk(server, directory, version)
+
+        return self.apply_update(version, update, restore=update)
+
+    def _load_from_disk(self, server: Server, directory: str, version: int) -> None:
+        url = server.url
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+        try:
+            self.connections.request("POST", f"{url}/collective_rpc", body)
+            self._label_version(server, version)
+            recompute = "true" if self.config.on_weight_update == "recompute" else "false"
+            self.connections.request("POST", f"{url}/reset_prefix_cache?reset_running_requests={recompute}")
+        except ServerRefused as error:
+            raise WeightUpdateError(f"The vLLM server at {server.address} did not load version {version}: {error}") from error
+        held = self._read_version(server)
+        if str(held) != str(version):
+            raise WeightUpdateError(f"The vLLM server at {server.address} says it holds {held!r} after an update to {version}.")
