@@ -227,7 +227,7 @@ class Builder:
             if isinstance(value, str):
                 return value
             raw = self.origins.raw(path)
-            if raw is not None and not isinstance(value, (dict, list)) and value is not None:
+            if raw is not None and not isinstance(value, (dict, list)) and (value is not None or not raw):
                 return raw
             hint = "; put it in quotes" if isinstance(value, (int, float)) else ""
         elif annotation is Path:
@@ -295,6 +295,11 @@ _LIMITS = {
     "le": (lambda value, limit: value <= limit, "at most"),
     "lt": (lambda value, limit: value < limit, "less than"),
 }
+
+
+def names_besides(cls: type) -> dict[str, str]:
+    """Second and legacy names of a dataclass's keys, and the field each means."""
+    return {**_table_of(cls, LEGACY_KEYS), **_table_of(cls, SECOND_NAMES)}
 
 
 def _default_of(field: dataclasses.Field) -> Any:

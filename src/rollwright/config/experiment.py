@@ -98,6 +98,7 @@ class GRPOConfig(PPOConfig):
 class SFTConfig(BaseExperimentConfig):
     """Supervised training on worked completions."""
 
+    train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(type="sft"))
     model: TrainEngineConfig = field(default_factory=TrainEngineConfig)
     stop_accuracy: float | None = field(
         default=None,

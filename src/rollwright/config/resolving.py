@@ -61,13 +61,16 @@ def _position(node: list[Any], part: str | int, override: Override) -> int:
     return part
 
 
-def resolve(data: dict[str, Any], defaults: Sequence[type], origins: Origins) -> dict[str, Any]:
+def resolve(
+    data: dict[str, Any], defaults: Sequence[type], origins: Origins, around: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Resolve interpolations: ``${other.key}``, ``${oc.env:VAR,default}``, ``${run_dir}``.
 
     Args:
         data: the keys as written.
         defaults: dataclasses whose defaults an interpolation may name where the file does not give the key.
         origins: for messages.
+        around: further keys that interpolations may name.
 
     Returns:
         The keys of ``data``, and no others, with values in place of interpolations.
@@ -79,9 +82,7 @@ def resolve(data: dict[str, Any], defaults: Sequence[type], origins: Origins) ->
     for cls in defaults:
         context = merge(context, default_values(cls))
     try:
-        config = OmegaConf.create(merge(context, data), flags={"allow_objects": True})
-        if "stages" in origins.document.data and "stages" not in data:
-            config["stages"] = copy.deepcopy(origins.document.data["stages"])
+        config = OmegaConf.create(merge(merge(context, around or {}), data), flags={"allow_objects": True})
         resolved = {}
         for key, value in data.items():
             node = config._get_node(key)

@@ -1,0 +1,145 @@
+"""How devices are shared out between generation and training, as one expression."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rollwright.errors import ConfigError
+
+GRAMMAR = (
+    "write ENGINE:SIZES+SIZES, such as 'sglang:d1p1t1+d1p1t1': before the + the engine (sglang, vllm, builtin) and its sizes, "
+    "after it the trainer's; one side may be left out. SIZES are d (data), p (pipeline) and t (tensor) parallel with a number "
+    "each, in any order; what is left out is 1."
+)
+GENERATION_BACKENDS = ("sglang", "vllm", "builtin")
+TRAINING_BACKENDS = ("fsdp",)
+_AXES = {"d": "data", "p": "pipeline", "t": "tensor"}
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """Parallelism along each axis; the product is the number of devices."""
+
+    data: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Devices in all."""
+        return self.data * self.pipeline * self.tensor
+
+    @property
+    def instance_size(self) -> int:
+        """Devices of one copy of the model."""
+        return self.pipeline * self.tensor
+
+    def __str__(self) -> str:
+        return f"d{self.data}p{self.pipeline}t{self.tensor}"
+
+
+@dataclass(frozen=True)
+class AllocationMode:
+    """A parsed allocation: the sizes of generation and of training, where given.
+
+    Attributes:
+        gen_backend: sglang, vllm or builtin; None where only training is given.
+        generation: sizes of the engine, or None.
+        train_backend: fsdp; None where only generation is given.
+        training: sizes of the trainer, or None.
+    """
+
+    gen_backend: str | None = None
+    generation: ParallelSizes | None = None
+    train_backend: str | None = None
+    training: ParallelSizes | None = None
+
+    @classmethod
+    def from_str(cls, text: str) -> AllocationMode:
+        """Parse ``"sglang:d1p1t1+d1p1t1"``, ``"sglang:d1p1t1"`` or ``"fsdp:d2"`` (``"d2"``).
+
+        Raises:
+            ConfigError: the expression does not follow the grammar, which the message shows.
+        """
+        sides = text.replace(" ", "").split("+")
+        if not all(sides) or len(sides) > 2:
+            raise ConfigError(
+                f"allocation {text!r} has {len(sides)} sides around '+', some of them empty or too many; {GRAMMAR}"
+            )
+        parsed = [_side(side, text) for side in sides]
+        generating = [side for side in parsed if side[0] in GENERATION_BACKENDS]
+        training = [side for side in parsed if side[0] not in GENERATION_BACKENDS]
+        if len(generating) > 1 or len(training) > 1:
+            raise ConfigError(f"allocation {text!r} names two sides of one kind; one generates and one trains; {GRAMMAR}")
+        if len(parsed) == 2 and parsed[0] not in generating:
+            raise ConfigError(f"allocation {text!r}: the engine stands before the '+'; {GRAMMAR}")
+        gen_backend, generation = generating[0] if generating else (None, None)
+        train_backend, train_sizes = training[0] if training else (None, None)
+        return cls(gen_backend, generation, (train_backend or "fsdp") if train_sizes else None, train_sizes)
+
+    @property
+    def gen_dp_size(self) -> int:
+        """Copies of the model that generate; 0 where none is given."""
+        return self.generation.data if self.generation else 0
+
+    @property
+    def gen_pp_size(self) -> int:
+        """Pipeline stages of a generating copy; 0 where none is given."""
+        return self.generation.pipeline if self.generation else 0
+
+    @property
+    def gen_tp_size(self) -> int:
+        """Tensor-parallel devices of a generating copy's stage; 0 where none is given."""
+        return self.generation.tensor if self.generation else 0
+
+    @property
+    def gen_world_size(self) -> int:
+        """Devices that generate."""
+        return self.generation.world_size if self.generation else 0
+
+    @property
+    def gen_instance_size(self) -> int:
+        """Devices of one generating copy."""
+        return self.generation.instance_size if self.generation else 0
+
+    @property
+    def train_dp_size(self) -> int:
+        """Data-parallel ranks of the trainer; 0 where none is given."""
+        return self.training.data if self.training else 0
+
+    @property
+    def train_pp_size(self) -> int:
+        """Pipeline stages of the trainer; 0 where none is given."""
+        return self.training.pipeline if self.training else 0
+
+    @property
+    def train_tp_size(self) -> int:
+        """Tensor-parallel ranks of the trainer; 0 where none is given."""
+        return self.training.tensor if self.training else 0
+
+    @property
+    def train_world_size(self) -> int:
+        """Devices that train."""
+        return self.training.world_size if self.training else 0
+
+    def __str__(self) -> str:
+        sides = []
+        if self.generation:
+            sides.append(f"{self.gen_backend}:{self.generation}")
+        if self.training:
+            sides.append(str(self.training) if self.generation else f"{self.train_backend}:{self.training}")
+        return "+".join(sides)
+
+
+def _side(side: str, text: str) -> tuple[str | None, ParallelSizes]:
+    backend, colon, sizes = side.rpartition(":")
+    if colon and backend not in (*GENERATION_BACKENDS, *TRAINING_BACKENDS):
+        raise ConfigError(f"allocation {text!r}: there is no engine {backend!r}; {GRAMMAR}")
+    if not re.fullmatch(r"([dpt]\d+)+", sizes):
+        raise ConfigError(f"allocation {text!r}: {sizes!r} are no sizes; {GRAMMAR}")
+    found = re.findall(r"([dpt])(\d+)", sizes)
+    axes = [axis for axis, _ in found]
+    if len(set(axes)) < len(axes) or any(int(number) < 1 for _, number in found):
+        raise ConfigError(f"allocation {text!r}: in {sizes!r} each axis may stand once, with a number of at least 1; {GRAMMAR}")
+    return backend or None, ParallelSizes(**{_AXES[axis]: int(number) for axis, number in found})

@@ -1,0 +1,257 @@
+"""A run of several stages in one file: make a model, warm it up, train it, evaluate it.
+
+A file has shared keys at its top level and a list ``stages:``. Each stage has a ``kind``, a ``name`` and keys of its own, which
+are merged over the shared ones. A shared key reaches the stages whose config has it; one that reaches none is refused, as
+is an unknown key of a stage. A file without ``stages`` is one stage of the ``kind`` it names (``rl`` unless it does).
+
+What the command line says wins over the file: ``key=value`` in every stage that has the key, ``stages.NAME.key=value`` in
+that stage alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollwright.config.building import Builder, names_besides, nearest
+from rollwright.config.checks import faults_of
+from rollwright.config.experiment import BaseExperimentConfig, GRPOConfig, SFTConfig
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.loading import config_to_dict, merge_overrides
+from rollwright.config.resolving import merge, resolve
+from rollwright.config.sections import ClusterConfig, DatasetConfig, RolloutConfig, StatsLoggerConfig
+from rollwright.config.source import Document, KeyPath, Origins, Override, parse_override, read_yaml
+from rollwright.errors import ConfigError
+
+
+@dataclass
+class NewModelConfig:
+    """A model with random weights and a tokenizer, written in Hugging Face form."""
+
+    path: str = field(default="", metadata={"help": "Directory to write it to."})
+    architecture: str = field(default="qwen3", metadata={"help": "Transformer family.", "choices": ["qwen3", "qwen2", "llama"]})
+    hidden_size: int = field(default=128, metadata={"help": "Width of the residual stream.", "ge": 8})
+    layers: int = field(default=4, metadata={"help": "Transformer blocks.", "ge": 1})
+    heads: int = field(default=4, metadata={"help": "Attention heads.", "ge": 1})
+    kv_heads: int | None = field(default=None, metadata={"help": "Key-value heads; null: as many as heads.", "ge": 1})
+    head_dim: int | None = field(default=None, metadata={"help": "Size of a head; null: hidden_size / heads.", "ge": 2})
+    intermediate_size: int | None = field(
+        default=None, metadata={"help": "Width of the feed-forward; null: 4 times hidden_size.", "ge": 8}
+    )
+    tie_embeddings: bool = field(default=True, metadata={"help": "Input and output embeddings are one matrix."})
+    max_position_embeddings: int = field(default=512, metadata={"help": "Longest sequence, in tokens.", "ge": 8})
+    vocabulary_from: str = field(
+        default="", metadata={"help": "Tokenizer directory or name that is taken over; empty: a character tokenizer is made."}
+    )
+    characters: str = field(default="", metadata={"help": "Characters of the tokenizer; empty: printable ASCII and newline."})
+    pieces: list[str] = field(
+        default_factory=list, metadata={"help": "Strings that are one token each, such as '<answer>' or syllables."}
+    )
+    seed: int = field(default=1, metadata={"help": "Seed of the weights."})
+
+
+@dataclass
+class EvalConfig:
+    """Scores of a model on a split: greedy, and the mean of several samples beside it."""
+
+    experiment_name: str = field(default="experiment", metadata={"help": "Name of the experiment; paths derive from it."})
+    trial_name: str = field(default="trial", metadata={"help": "Name of this trial of the experiment."})
+    seed: int = field(default=1, metadata={"help": "Seed of everything that is random."})
+    deterministic: bool = field(default=False, metadata={"help": "The evaluation repeats bit for bit on one machine."})
+    path: str = field(default="", metadata={"help": "Model directory or Hugging Face name."})
+    label: str = field(default="", metadata={"help": "Name of the result in tables and summary.json; empty: the stage's."})
+    tokenizer_path: str = field(default="", metadata={"help": "Tokenizer directory or name; empty: the model's path."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with a model. Off unless asked for."})
+    dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(split="test", shuffle=False, drop_last=False))
+    workflow: str | None = field(default=None, metadata={"help": "Import path or registered name of the workflow."})
+    workflow_kwargs: dict[str, Any] = field(default_factory=dict, metadata={"help": "Arguments of the workflow's constructor."})
+    reward_fn: str | None = field(default=None, metadata={"help": "Import path or registered name of the reward function."})
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    greedy: bool = field(default=True, metadata={"help": "One greedy completion of each task."})
+    samples: int = field(
+        default=0, metadata={"help": "Completions of each task at gconfig.temperature, whose mean is reported.", "ge": 0}
+    )
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+#: What a stage of each kind is told.
+STAGE_CLASSES: dict[str, type] = {"model": NewModelConfig, "sft": SFTConfig, "rl": GRPOConfig, "eval": EvalConfig}
+
+#: Keys of a stage, and of a file, that are no settings of the stage's config.
+_STAGE_KEYS = ("kind", "name")
+_FILE_KEYS = ("stages", "kind", "name", "run_dir")
+
+
+@dataclass
+class Stage:
+    """One stage of a run, ready to be carried out."""
+
+    name: str
+    kind: str
+    config: Any
+    index: int = 0
+    source: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Kind, name and every setting, as plain containers."""
+        return {"kind": self.kind, "name": self.name, **config_to_dict(self.config)}
+
+
+def load_stages(file: str | Path, overrides: Sequence[str] = ()) -> list[Stage]:
+    """Load a config file as its stages.
+
+    Args:
+        file: the YAML file.
+        overrides: ``key=value`` for every stage that has the key, ``stages.NAME.key=value`` (or by position) for one.
+
+    Returns:
+        The stages in their order; one for a file without ``stages``.
+
+    Raises:
+        ConfigError: naming every fault of every stage with its key and file:line (or override).
+    """
+    return build_stages(read_yaml(file), [parse_override(text) for text in overrides])
+
+
+def build_stages(document: Document, overrides: Sequence[Override]) -> list[Stage]:
+    """Build the stages of a document; see ``load_stages``."""
+    faults: list[str] = []
+    own = [override for override in overrides if override.path[0] == "stages"]
+    shared = [override for override in overrides if override.path[0] != "stages"]
+    written = merge_overrides(document.data, own)
+    listed = _listed(written, document)
+    stages = [_build(document, written, keys, index, shared, own, faults) for index, keys in enumerate(listed)]
+    _refuse_repeated_names(stages, document, faults)
+    _refuse_unused_keys(document, overrides, shared, listed, faults)
+    if faults:
+        faults = list(dict.fromkeys(faults))
+        raise ConfigError(faults[0] if len(faults) == 1 else f"{len(faults)} faults:\n" + "\n".join(f"  {f}" for f in faults))
+    return [stage for stage in stages if stage is not None]
+
+
+def _listed(data: dict[str, Any], document: Document) -> list[dict[str, Any] | None]:
+    """The stages' own keys; ``None`` stands for the one stage of a file that lists none."""
+    if "stages" not in data:
+        return [None]
+    stages = data["stages"]
+    where = f"{document.file}:{document.lines.get(('stages',), 1)}"
+    if not isinstance(stages, list) or not stages:
+        raise ConfigError(f"{where}: stages: expected a list of stages, each with a kind: {', '.join(STAGE_CLASSES)}.")
+    for index, stage in enumerate(stages):
+        if not isinstance(stage, dict):
+            where = f"{document.file}:{document.lines.get(('stages', index), 1)}"
+            raise ConfigError(f"{where}: stages.{index}: expected a mapping with kind and the stage's keys, got {stage!r}.")
+    return stages
+
+
+def _build(
+    document: Document,
+    written: dict[str, Any],
+    own_keys: dict[str, Any] | None,
+    index: int,
+    shared: Sequence[Override],
+    own: Sequence[Override],
+    faults: list[str],
+) -> Stage | None:
+    common = {key: value for key, value in written.items() if key not in _FILE_KEYS}
+    place: KeyPath = () if own_keys is None else ("stages", index)
+    head = written if own_keys is None else own_keys
+    name = head.get("name", head.get("kind", "rl"))
+    mine = [_relative(override, place, name) for override in own]
+    origins = Origins(document, [*shared, *(override for override in mine if override)], (place, ()) if place else ((),))
+    kind = head.get("kind", "rl") if own_keys is None else head.get("kind")
+    if kind not in STAGE_CLASSES:
+        label = "has no kind" if kind is None else f"kind: there is no kind {kind!r}"
+        faults.append(f"{origins.of(('kind',))}: stages.{index}: {label}; {nearest(kind or '', STAGE_CLASSES)}")
+        return None
+    cls = STAGE_CLASSES[kind]
+    builder = Builder(origins)
+    known = {field.name for field in dataclasses.fields(cls)} | set(names_besides(cls))
+    keys = {key: value for key, value in (own_keys or {}).items() if key not in _STAGE_KEYS}
+    data = merge({key: value for key, value in common.items() if key in known or own_keys is None}, keys)
+    data = merge_overrides(data, [override for override in shared if override.path[0] in known or own_keys is None])
+    data = merge_overrides(data, [override for override in mine if override and override.path[0] not in _STAGE_KEYS])
+    try:
+        around = merge_overrides({**written, **common}, shared)
+        config = builder.build(cls, resolve(data, [BaseExperimentConfig, cls], origins, around))
+    except ConfigError as error:
+        faults.append(str(error))
+        return None
+    if not builder.faults:
+        for path, message in [*faults_of(config), *_missing(kind, config)]:
+            builder.fault(path, message)
+    faults.extend(builder.faults)
+    return Stage(name=str(name), kind=kind, config=config, index=index, source=document.file)
+
+
+def _relative(override: Override, place: KeyPath, name: Any) -> Override | None:
+    """An override of this stage with its path inside the stage; None where it is another stage's."""
+    if len(override.path) < 3 or not place or override.path[1] not in (place[1], name):
+        return None
+    return dataclasses.replace(override, path=override.path[2:])
+
+
+def _missing(kind: str, config: Any) -> list[tuple[KeyPath, str]]:
+    """What a stage cannot run without."""
+    needed: dict[str, list[tuple[KeyPath, Any, str]]] = {
+        "model": [(("path",), config, "the directory to write the model to")],
+        "sft": [(("model", "path"), config, "the model to train"), (("train_dataset", "path"), config, "the rows to train on")],
+        "rl": [
+            (("actor", "path"), config, "the model to train"),
+            (("train_dataset", "path"), config, "the tasks to train on"),
+            (("workflow",), config, "the code of an episode, such as rollwright.workflows.rlvr.RLVRWorkflow"),
+        ],
+        "eval": [
+            (("path",), config, "the model to evaluate"),
+            (("dataset", "path"), config, "the tasks to evaluate on"),
+            (("workflow",), config, "the code of an episode, such as rollwright.workflows.rlvr.RLVRWorkflow"),
+        ],
+    }
+    faults = []
+    for path, section, what in needed[kind]:
+        value = section
+        for part in path:
+            value = getattr(value, str(part))
+        if not value:
+            faults.append((path, f"is not set: {what}"))
+    return faults
+
+
+def _refuse_repeated_names(stages: Sequence[Stage | None], document: Document, faults: list[str]) -> None:
+    first: dict[str, int] = {}
+    for stage in stages:
+        if stage is None:
+            continue
+        if stage.name in first:
+            line = document.lines.get(("stages", stage.index), 1)
+            faults.append(
+                f"{document.file}:{line}: stages.{stage.index}: the name {stage.name!r} is taken by stage {first[stage.name]}; "
+                "give each stage a name of its own."
+            )
+        first.setdefault(stage.name, stage.index)
+
+
+def _refuse_unused_keys(
+    document: Document,
+    overrides: Sequence[Override],
+    shared: Sequence[Override],
+    listed: Sequence[dict[str, Any] | None],
+    faults: list[str],
+) -> None:
+    """A shared key that no stage has would be decoration."""
+    if listed == [None]:
+        return
+    classes = [STAGE_CLASSES[stage["kind"]] for stage in listed if stage and stage.get("kind") in STAGE_CLASSES]
+    if len(classes) < len(listed):
+        return  # a stage of unknown kind is told already, and might have the key
+    known = {name for cls in classes for name in [*(field.name for field in dataclasses.fields(cls)), *names_besides(cls)]}
+    origins = Origins(document, list(overrides))
+    given = [*(key for key in document.data if key not in _FILE_KEYS), *(str(override.path[0]) for override in shared)]
+    for key in dict.fromkeys(given):
+        if key not in known and key not in _FILE_KEYS:
+            faults.append(f"{origins.of((key,))}: {key}: no stage of this file has such a key; {nearest(key, known)}")
