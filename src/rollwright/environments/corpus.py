@@ -143,7 +143,10 @@ class Corpus:
     @classmethod
     def with_layout(cls, path: Path, folder: Path) -> Corpus:
         """Map ``path`` by a layout that ``save_layout`` wrote for the same content."""
-        arrays = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("spans", "titled", "url_keys", "url_rows")]
+        arrays = [
+            np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray)
+            for name in ("spans", "titled", "url_keys", "url_rows")
+        ]
         return cls(_map_file(path), *arrays, name=str(path))
 
     def __len__(self) -> int:

@@ -270,7 +270,7 @@ def serve(app: FastAPI, sockets: list[socket.socket], log_level: str = "warning"
     """Serve until a signal ends the process."""
     import uvicorn
 
-    server = uvicorn.Server(uvicorn.Config(app, log_level=log_level, access_log=False, lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(app, log_level=log_level, access_log=False, lifespan="off", proxy_headers=False))
     try:
         server.run(sockets=sockets)
     finally:
