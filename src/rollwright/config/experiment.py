@@ -19,6 +19,8 @@ from rollwright.config.sections import (
     TrainEngineConfig,
     VLLMConfig,
 )
+from rollwright.config.store import StoreConfig
+from rollwright.config.tasksets import TasksetConfig
 
 
 @dataclass
@@ -73,6 +75,23 @@ class BaseExperimentConfig:
 class PPOConfig(BaseExperimentConfig):
     """Reinforcement learning of a policy with a workflow."""
 
+    mode: str = field(
+        default="both",
+        metadata={
+            "help": "both: sample and train in one process; explore: sample into the store; train: train from the store; "
+            "bench: evaluate checkpoints; serve: record an agent in use.",
+            "choices": ["both", "explore", "train", "bench", "serve"],
+        },
+    )
+    tasksets: list[TasksetConfig] = field(
+        default_factory=list, metadata={"help": "Tasks of task-style workflows, in place of train_dataset and workflow."}
+    )
+    eval_tasksets: list[TasksetConfig] = field(
+        default_factory=list, metadata={"help": "Held-out tasks of task-style workflows, in place of valid_dataset."}
+    )
+    store: StoreConfig | None = field(
+        default=None, metadata={"help": "Experience store between explorer and trainer; modes explore, train and serve need it."}
+    )
     workflow: str | None = field(default=None, metadata={"help": "Import path or registered name of the workflow."})
     workflow_kwargs: dict[str, Any] = field(default_factory=dict, metadata={"help": "Arguments of the workflow's constructor."})
     eval_workflow: str | None = field(default=None, metadata={"help": "Workflow of evaluation; None: the same."})
