@@ -1,0 +1,298 @@
+"""Files in Trinity-RFT's shape, translated key by key into the project's own config.
+
+Every key that such a file may hold stands in one of the tables below: what it becomes here, or the one value at which it
+asks for what happens here anyway. A key in no table is refused by name: nothing is dropped in silence.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+from rollwright.config.generation import ALIASES
+from rollwright.config.source import Document, KeyPath, dotted
+from rollwright.errors import ConfigError
+
+Pairs = list[tuple[str, Any]]
+
+
+@dataclass
+class Translation:
+    """The project's config, and a line on each key for the user to read."""
+
+    document: Document
+    notes: list[str] = field(default_factory=list)
+
+
+def is_trinity_shaped(data: dict[str, Any]) -> bool:
+    """True where the top level has sections that only Trinity-RFT's files have."""
+    return bool({"buffer", "algorithm", "explorer", "synchronizer"} & set(data)) or "model_path" in (data.get("model") or {})
+
+
+#: Key there -> key here.
+RENAMED: dict[str, str] = {
+    "project": "experiment_name",
+    "name": "trial_name",
+    "mode": "mode",
+    "checkpoint_root_dir": "cluster.fileroot",
+    "model.model_path": "actor.path",
+    "model.max_model_len": "rollout.context_length",
+    "model.trust_remote_code": "actor.trust_remote_code",
+    "algorithm.repeat_times": "gconfig.n_samples",
+    "algorithm.algorithm_type": "actor.recipe",
+    "algorithm.optimizer.lr": "actor.optimizer.lr",
+    "algorithm.optimizer.weight_decay": "actor.optimizer.weight_decay",
+    "algorithm.optimizer.lr_warmup_steps_ratio": "actor.optimizer.warmup_steps_proportion",
+    "algorithm.optimizer.lr_scheduler_type": "actor.optimizer.lr_scheduler_type",
+    "algorithm.policy_loss_fn_args.clip_range": "actor.eps_clip",
+    "algorithm.policy_loss_fn_args.clip_range_low": "actor.eps_clip",
+    "algorithm.policy_loss_fn_args.clip_range_high": "actor.eps_clip_higher",
+    "algorithm.kl_loss_fn_args.kl_coef": "actor.kl_ctl",
+    "algorithm.entropy_loss_fn_args.entropy_coef": "actor.entropy_coef",
+    "buffer.batch_size": "train_dataset.batch_size",
+    "buffer.total_epochs": "total_train_epochs",
+    "buffer.total_steps": "total_train_steps",
+    "buffer.trainer_input.experience_buffer.path": "store.url",
+    "explorer.max_timeout": "rollout.sample_timeout",
+    "explorer.max_retry_times": "rollout.max_sample_retries",
+    "explorer.eval_interval": "evaluator.every_steps",
+    "explorer.eval_on_startup": "evaluator.at_start",
+    "explorer.rollout_model.max_model_len": "rollout.context_length",
+    "explorer.rollout_model.enable_openai_api": "rollout.openai_front",
+    "trainer.save_interval": "saver.every_steps",
+    "trainer.total_steps": "total_train_steps",
+    "trainer.grad_clip": "actor.optimizer.gradient_clipping",
+    "trainer.max_token_len_per_gpu": "actor.mb_spec.max_tokens_per_mb",
+    "synchronizer.sync_offset": "rollout.max_head_offpolicyness",
+    "synchronizer.sync_timeout": "rollout.setup_timeout",
+}
+
+#: Key there -> what its value becomes: pairs of a key here and a value.
+CONVERTED: dict[str, Callable[[Any], Pairs]] = {
+    "continue_from_checkpoint": lambda on: [("recover.mode", "auto" if on else "off")],
+    "model.max_response_tokens": lambda n: [("gconfig.max_new_tokens", n)],
+    "model.max_prompt_tokens": lambda n: [("train_dataset.max_length", n)],
+    "algorithm.kl_loss_fn": lambda name: (
+        [] if name == "none" else [("actor.kl_estimator", _choice("algorithm.kl_loss_fn", name, "k1", "k2", "k3"))]
+    ),
+    "explorer.over_rollout.ratio": lambda ratio: [("rollout.over_sampling", ratio)],
+    "monitor.monitor_type": lambda name: [
+        ("stats_logger.sinks", [_choice("monitor.monitor_type", name, "tensorboard", "wandb")])
+    ],
+    "buffer.trainer_input.experience_buffer.replay_buffer.enable": lambda on: [("store.order", "priority")] if on else [],
+    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args.decay": lambda decay: [
+        ("store.priority_decay", decay)
+    ],
+    "explorer.auxiliary_models": lambda models: [("auxiliary_models", [{"model_path": m["model_path"]} for m in models])],
+}
+
+#: Key there -> the values at which it asks for what happens here anyway.
+ALREADY_SO: dict[str, tuple[Any, ...]] = {
+    "algorithm.advantage_fn": ("grpo", "grpo_advantage"),
+    "algorithm.policy_loss_fn": ("ppo", "ppo_policy_loss"),
+    "algorithm.entropy_loss_fn": ("default", "none"),
+    "algorithm.kl_penalty_fn": ("none",),
+    "buffer.trainer_input.experience_buffer.name": (Any,),
+    "buffer.trainer_input.experience_buffer.storage_type": ("queue", "sql"),
+    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn": ("linear_decay",),
+    "explorer.runner_per_model": (Any,),
+    "explorer.rollout_model.engine_num": (1,),
+    "explorer.rollout_model.tensor_parallel_size": (1,),
+    "explorer.rollout_model.enable_history": (True, False),
+    "explorer.rollout_model.enforce_eager": (True, False),
+    "trainer.use_dynamic_bsz": (True,),
+    "synchronizer.sync_method": ("memory", "nccl", "checkpoint"),
+    "synchronizer.sync_interval": (1,),
+    "synchronizer.sync_style": ("fixed", "dynamic_by_explorer", "explorer_driven", "trainer_driven", "fully_async"),
+    "cluster.node_num": (1,),
+    "cluster.gpu_per_node": (Any,),
+    "monitor.enable_ray_timeline": (False,),
+    "log.level": ("INFO",),
+}
+
+TASKSET_RENAMED: dict[str, str] = {
+    "name": "name",
+    "path": "path",
+    "split": "split",
+    "subset_name": "subset_name",
+    "workflow_args": "workflow_args",
+    "reward_fn_args": "reward_fn_args",
+    "default_workflow_type": "default_workflow_type",
+    "default_workflow": "default_workflow_type",
+    "default_reward_fn_type": "default_reward_fn_type",
+    "default_reward_fn": "default_reward_fn_type",
+    "repeat_times": "repeat_times",
+    "ratio": "ratio",
+}
+SELECTORS = {
+    "sequential": "sequential",
+    "shuffle": "shuffle",
+    "random": "random",
+    "difficulty_based": "difficulty",
+    "offline_easy2hard": None,
+}
+
+
+def translate(data: dict[str, Any], document: Document) -> Translation:
+    """Translate a resolved Trinity-shaped file.
+
+    Args:
+        data: its keys, overrides applied and interpolations resolved.
+        document: where they were written, for messages.
+
+    Returns:
+        The same experiment as a document of the project's own shape; its lines are those of the user's file.
+
+    Raises:
+        ConfigError: naming every key that cannot be honoured, with file and line.
+    """
+    work = _Work(document)
+    for path, value in _leaves(data):
+        work.take(path, value)
+    work.finish()
+    return Translation(Document(work.data, work.lines, document.file), work.notes)
+
+
+class _Work:
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.data: dict[str, Any] = {}
+        self.lines: dict[KeyPath, int] = {}
+        self.notes: list[str] = []
+        self.faults: list[str] = []
+
+    def take(self, path: KeyPath, value: Any) -> None:
+        key = dotted(path)
+        try:
+            if taskset := _taskset_place(path):
+                self._taskset(path, taskset, value)
+            elif value is None:
+                self.notes.append(f"{key}: not set")
+            elif key in RENAMED:
+                self.put(path, [(RENAMED[key], value)])
+            elif key in CONVERTED:
+                self.put(path, CONVERTED[key](value))
+            elif key in ALREADY_SO:
+                if Any not in ALREADY_SO[key] and value not in ALREADY_SO[key]:
+                    raise ConfigError(f"is {value!r}; here it can only be {' or '.join(map(str, ALREADY_SO[key]))}")
+                self.notes.append(f"{key}: {value} (as here)")
+            elif key in ("group", "stages"):
+                raise ConfigError(
+                    "has no counterpart here; experiment_name and trial_name name a run, stages are written in our own form"
+                )
+            else:
+                known = [*RENAMED, *CONVERTED, *ALREADY_SO]
+                near = get_close_matches(key, known, n=1)
+                raise ConfigError("cannot be honoured here" + (f"; did you mean {near[0]}?" if near else "; remove it"))
+        except ConfigError as error:
+            self.faults.append(f"{document_place(self.document, path)}: {key} {error}")
+
+    def put(self, path: KeyPath, pairs: Pairs) -> None:
+        line = self.document.lines.get(path)
+        for target, value in pairs:
+            parts = tuple(int(part) if part.isdigit() else part for part in target.split("."))
+            node: Any = self.data
+            for part, following in itertools.pairwise(parts):
+                if isinstance(node, list):
+                    while len(node) <= part:
+                        node.append({})
+                    node = node[part]
+                else:
+                    node = node.setdefault(part, [] if isinstance(following, int) else {})
+            node[parts[-1]] = value
+            if line is not None:
+                self.lines[parts] = line
+            self.notes.append(f"{dotted(path)} -> {target}: {value}")
+        if not pairs:
+            self.notes.append(f"{dotted(path)}: nothing to set")
+
+    def _taskset(self, path: KeyPath, place: tuple[str, KeyPath], value: Any) -> None:
+        target, inner = place
+        key = dotted(inner)
+        head = inner[0]
+        if value is None:
+            return
+        if head in ("storage_type",):
+            if value != "file":
+                raise ConfigError(f"is {value!r}; tasks are read from files, directories and datasets: file")
+        elif head in TASKSET_RENAMED:
+            if head in ("default_workflow", "default_reward_fn"):
+                self.notes.append(f"{dotted(path)}: the name is {TASKSET_RENAMED[head]}; it is read all the same")
+            rest = dotted(inner[1:])
+            self.put(path, [(f"{target}.{TASKSET_RENAMED[head]}" + (f".{rest}" if rest else ""), value)])
+        elif head == "format":
+            self.put(path, [(f"{target}.{key}", value)])
+        elif head == "rollout_args":
+            name = str(inner[1])
+            if name == "logprobs":
+                self.notes.append(f"{dotted(path)}: log-probabilities are always recorded")
+            else:
+                self.put(path, [(f"{target}.rollout_args.{ALIASES.get(name, name)}", value)])
+        elif head in ("data_selector", "task_selector"):
+            if inner[1:] == ("selector_type",):
+                chosen = SELECTORS.get(value)
+                if chosen is None:
+                    raise ConfigError(f"is {value!r}; here there are {', '.join(n for n, c in SELECTORS.items() if c)}")
+                self.put(path, [(f"{target}.selector", chosen)])
+            else:
+                self.put(path, [(f"{target}.selector_args.{inner[-1]}", value)])
+        else:
+            raise ConfigError("cannot be honoured here; remove it")
+
+    def finish(self) -> None:
+        if self.faults:
+            count = f"{len(self.faults)} keys" if len(self.faults) > 1 else "a key"
+            raise ConfigError(
+                f"{count} of this Trinity-shaped file cannot be taken:\n" + "\n".join(f"  {f}" for f in self.faults)
+            )
+        if not self.data.get("tasksets") and self.data.get("mode", "both") in ("both", "explore"):
+            raise ConfigError(f"{self.document.file}: no buffer.explorer_input.taskset: there is nothing to explore.")
+        for index, taskset in enumerate([*self.data.get("tasksets", []), *self.data.get("eval_tasksets", [])]):
+            taskset.setdefault("name", f"taskset{index}")
+            response = self.data.get("gconfig", {}).get("max_new_tokens")
+            if response is not None:
+                taskset.setdefault("rollout_args", {}).setdefault("max_new_tokens", response)
+        self.data.setdefault("experiment_name", "trinity")
+        self.data.setdefault("trial_name", "trial")
+        # these two describe train_dataset here, which tasksets take the place of: only its batch size and limit remain
+        if self.data.get("mode") in ("explore", "train"):
+            self.data.setdefault("store", {})
+
+
+def document_place(document: Document, path: KeyPath) -> str:
+    """``file:line`` of a key, or of the nearest key above it that was written."""
+    for length in range(len(path), 0, -1):
+        if line := document.lines.get(path[:length]):
+            return f"{document.file}:{line}"
+    return document.file
+
+
+def _taskset_place(path: KeyPath) -> tuple[str, KeyPath] | None:
+    """Where a key of a taskset goes, and the key inside of it; None where the key is not of a taskset."""
+    if path[:2] != ("buffer", "explorer_input") or len(path) < 4:
+        return None
+    if path[2] in ("taskset", "task_set"):
+        return "tasksets.0", path[3:]
+    if path[2] == "tasksets" and len(path) > 4:
+        return f"tasksets.{path[3]}", path[4:]
+    if path[2] == "eval_tasksets" and len(path) > 4:
+        return f"eval_tasksets.{path[3]}", path[4:]
+    return None
+
+
+def _leaves(value: Any, path: KeyPath = ()) -> list[tuple[KeyPath, Any]]:
+    inside = path[-1:] in (("workflow_args",), ("reward_fn_args",), ("stop",), ("auxiliary_models",))
+    if isinstance(value, dict) and value and not inside:
+        return [leaf for key, child in value.items() for leaf in _leaves(child, (*path, key))]
+    if isinstance(value, list) and path[-1:] in (("tasksets",), ("eval_tasksets",)):
+        return [leaf for index, child in enumerate(value) for leaf in _leaves(child, (*path, index))]
+    return [(path, value)]
+
+
+def _choice(key: str, value: Any, *choices: str) -> Any:
+    if value not in choices:
+        raise ConfigError(f"is {value!r}; here there are {', '.join(choices)}")
+    return value
