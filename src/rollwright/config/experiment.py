@@ -90,7 +90,8 @@ class PPOConfig(BaseExperimentConfig):
         default_factory=list, metadata={"help": "Held-out tasks of task-style workflows, in place of valid_dataset."}
     )
     store: StoreConfig | None = field(
-        default=None, metadata={"help": "Experience store between explorer and trainer; modes explore, train and serve need it."}
+        default=None,
+        metadata={"help": "Experience store between explorer and trainer; modes explore, train and serve need it."},
     )
     workflow: str | None = field(default=None, metadata={"help": "Import path or registered name of the workflow."})
     workflow_kwargs: dict[str, Any] = field(default_factory=dict, metadata={"help": "Arguments of the workflow's constructor."})

@@ -20,7 +20,9 @@ class StoreConfig:
 
     url: str = field(
         default="",
-        metadata={"help": "SQLAlchemy URL, such as sqlite:///path.db or postgresql://…; empty: experiences.db in the run directory."},
+        metadata={
+            "help": "SQLAlchemy URL, such as sqlite:///path.db or postgresql://…; empty: experiences.db in the run directory."
+        },
     )
     order: str = field(
         default="fifo",

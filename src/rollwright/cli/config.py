@@ -1,0 +1,60 @@
+"""``rollwright config``: show, check and describe configs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True)
+
+Arguments = Annotated[
+    list[str], typer.Argument(metavar="CONFIG [key=value]...", help="A YAML file, then keys that win over it.")
+]
+
+
+@app.command()
+def show(arguments: Arguments) -> None:
+    """Print a config with every key and the value it has after overrides and interpolation."""
+    from rollwright.cli.plan import resolved_yaml
+    from rollwright.config.loading import split_arguments
+    from rollwright.config.stages import load_stages
+
+    typer.echo(resolved_yaml(load_stages(*split_arguments(arguments))))
+
+
+@app.command()
+def check(arguments: Arguments) -> None:
+    """Check a config: exit with 0 where it can run, else name every fault with its key, file and line."""
+    from rollwright.cli.plan import describe
+    from rollwright.config.loading import split_arguments
+    from rollwright.config.stages import load_stages
+
+    file, overrides = split_arguments(arguments)
+    stages = load_stages(file, overrides)
+    typer.echo(f"{file}: nothing is wrong.{describe(stages)}")
+
+
+@app.command()
+def schema(
+    class_name: Annotated[
+        str | None,
+        typer.Option("--class", help="Import path of a config dataclass, such as rollwright.GRPOConfig or my.module.MyConfig."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write to; else it is printed.")] = None,
+) -> None:
+    """Write the JSON Schema of config files, with which editors complete keys and show their help.
+
+    In VS Code with the YAML extension, begin a file with: # yaml-language-server: $schema=rollwright.schema.json
+    """
+    import json
+
+    from rollwright.config.schema import class_at, schema_of_class, schema_of_files
+
+    text = json.dumps(schema_of_class(class_at(class_name)) if class_name else schema_of_files(), indent=2)
+    if output:
+        output.write_text(text + "\n", encoding="utf-8")
+        typer.echo(f"wrote {output}")
+    else:
+        typer.echo(text)

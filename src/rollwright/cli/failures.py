@@ -1,0 +1,56 @@
+"""What a failed command leaves behind: one line for the user, the traceback in a file."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from rollwright.errors import ConfigError, RollwrightError
+
+_directory: Path | None = None
+
+
+def keep_tracebacks_in(directory: Path) -> None:
+    """From now on tracebacks of this process go to ``directory`` (a run's logs), where it exists when they come."""
+    global _directory
+    _directory = directory
+
+
+def report(error: Exception) -> Path | None:
+    """Print the cause of a failure to stderr, and write the traceback to a file.
+
+    Returns:
+        The file; None where the cause is a config that the user can mend, which needs no traceback.
+    """
+    message = str(error).strip() or "no message"
+    kind = type(error).__name__
+    if isinstance(error, ConfigError):
+        print(f"error: {message}", file=sys.stderr)
+        return None
+    if not isinstance(error, RollwrightError):
+        message = message.splitlines()[0]
+    file = _write_traceback(error)
+    where = f" [traceback: {file}]" if file else ""
+    print(f"error: {kind}: {message}{where}", file=sys.stderr)
+    return file
+
+
+def _write_traceback(error: Exception) -> Path | None:
+    text = "".join(traceback.format_exception(error))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollwright"
+    for directory in (_directory if _directory and _directory.is_dir() else None, cache):
+        if directory is None:
+            continue
+        file = directory / "failure.log"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with file.open("a", encoding="utf-8") as log:
+                log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}\n{text}\n")
+            return file
+        except OSError:
+            continue
+    print(text, file=sys.stderr)
+    return None

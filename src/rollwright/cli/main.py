@@ -1,0 +1,107 @@
+"""The command ``rollwright``: a table of commands, each imported only when it is called, and one place for failures.
+
+A failed command exits with 1 (2 for wrong arguments, 130 for Ctrl-C), says the cause in one line on stderr, and leaves the
+traceback in a log file that the line names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+from rollwright.cli.failures import report
+
+
+@dataclass(frozen=True)
+class Command:
+    """Where a command is: ``target`` is ``module:attribute``, a function or a ``typer.Typer`` of several commands."""
+
+    target: str
+    help: str
+
+    def load(self) -> Callable[..., Any] | typer.Typer:
+        """Import the command."""
+        module, _, attribute = self.target.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+
+COMMANDS: dict[str, Command] = {
+    "run": Command("rollwright.cli.run:run", "Carry out a config: train, warm up, evaluate, whatever its stages say."),
+    "eval": Command("rollwright.cli.evaluate:evaluate", "Score a model on a dataset, greedy and sampled."),
+    "config": Command("rollwright.cli.config:app", "Show, check and describe configs."),
+    "model": Command("rollwright.cli.model:app", "Make models."),
+    "retrieve": Command("rollwright.cli.retrieve:retrieve", "Serve a corpus to search agents."),
+}
+
+
+def build_app(chosen: str | None) -> typer.Typer:
+    """The application with every command listed; only ``chosen`` is imported (None: only listed, ``"*"``: all)."""
+    app = typer.Typer(
+        help="Reinforcement learning for language-model agents. The unit is the workflow: the code of one episode.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback()
+    def options(
+        version: bool = typer.Option(
+            False, "--version", help="Print the version and end.", is_eager=True, callback=_print_version
+        ),
+    ) -> None:
+        pass
+
+    for name, command in COMMANDS.items():
+        loaded = command.load() if chosen in (name, "*") else _placeholder
+        if isinstance(loaded, typer.Typer):
+            app.add_typer(loaded, name=name, help=command.help)
+        else:
+            described = {"help": command.help} if loaded is _placeholder else {"short_help": command.help}
+            app.command(name, **described)(loaded)
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line.
+
+    Args:
+        argv: the arguments; None: those of the process.
+
+    Returns:
+        The exit status.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    completing = "_ROLLWRIGHT_COMPLETE" in os.environ
+    try:
+        build_app("*" if completing else chosen)(args=arguments, prog_name="rollwright")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(bool(end.code))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        report(error)
+        return 1
+    return 0
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from rollwright import __version__
+
+        typer.echo(f"rollwright {__version__}")
+        raise typer.Exit
+
+
+def _placeholder() -> None:
+    """Stands for a command that this command line does not call."""

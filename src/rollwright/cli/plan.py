@@ -1,0 +1,86 @@
+"""What a run would do, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rollwright.config.experiment import PPOConfig, SFTConfig
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.loading import dump_yaml
+from rollwright.config.sections import DatasetConfig
+from rollwright.config.stages import EvalConfig, NewModelConfig, Stage
+
+
+def resolved_yaml(stages: Sequence[Stage]) -> str:
+    """The stages with every key and its value, as YAML that loads to the same stages."""
+    return dump_yaml({"stages": [stage.to_dict() for stage in stages]}).rstrip()
+
+
+def run_directory_of(stages: Sequence[Stage]) -> Path:
+    """``<fileroot>/<experiment>/<trial>`` of the first stage that has them."""
+    for stage in stages:
+        config = stage.config
+        if hasattr(config, "experiment_name"):
+            return Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
+    return Path(stages[0].config.path).parent
+
+
+def describe(stages: Sequence[Stage]) -> str:
+    """A numbered line for each stage, and where the run writes."""
+    lines = [f"\nThis would run {len(stages)} stage{'s' if len(stages) > 1 else ''} in {run_directory_of(stages)}:"]
+    for number, stage in enumerate(stages, 1):
+        lines.append(f"  {number}. {stage.name}: {_WORDS[stage.kind](stage.config)}")
+    return "\n".join(lines)
+
+
+def _new_model(config: NewModelConfig) -> str:
+    tokenizer = f"the tokenizer of {config.vocabulary_from}" if config.vocabulary_from else "a character tokenizer"
+    return (
+        f"make a {config.architecture} model with random weights ({config.layers} layers of width {config.hidden_size}) and "
+        f"{tokenizer}; write both to {config.path}"
+    )
+
+
+def _sft(config: SFTConfig) -> str:
+    until = (
+        ""
+        if config.stop_accuracy is None
+        else f", until accuracy on {_rows(config.valid_dataset)} reaches {config.stop_accuracy:g}"
+    )
+    return f"train {config.model.path} on the completions of {_rows(config.train_dataset)}, {_length(config)}{until}"
+
+
+def _rl(config: PPOConfig) -> str:
+    gconfig, dataset = config.gconfig, config.train_dataset
+    evaluation = f"; evaluate on {_rows(config.valid_dataset)}" if config.valid_dataset else ""
+    return (
+        f"train {config.actor.path} with {config.workflow} on {_rows(dataset)}, {dataset.batch_size} tasks × {gconfig.n_samples} "
+        f"samples a step ({_sampling(gconfig)}) from the {config.rollout.backend} engine, {_length(config)}{evaluation}"
+    )
+
+
+def _eval(config: EvalConfig) -> str:
+    ways = ["greedily"] if config.greedy else []
+    ways += [f"{config.samples} times a task ({_sampling(config.gconfig)})"] if config.samples else []
+    return f"evaluate {config.path} with {config.workflow} on {_rows(config.dataset)}, {' and '.join(ways) or 'not at all'}"
+
+
+def _rows(dataset: DatasetConfig | None) -> str:
+    if dataset is None:
+        return "no dataset"
+    return f"{dataset.path} ({dataset.split}{f', first {dataset.limit} rows' if dataset.limit else ''})"
+
+
+def _length(config: Any) -> str:
+    if config.total_train_steps is not None:
+        return f"{config.total_train_steps} steps"
+    return f"{config.total_train_epochs} epoch{'s' if config.total_train_epochs > 1 else ''}"
+
+
+def _sampling(gconfig: GenerationHyperparameters) -> str:
+    return f"temperature {gconfig.effective_temperature:g}, at most {gconfig.max_new_tokens} tokens"
+
+
+_WORDS = {"model": _new_model, "sft": _sft, "rl": _rl, "eval": _eval}
