@@ -36,6 +36,7 @@ _EXPORTS: dict[str, str] = {
     "AsyncRewardWrapper": "rollwright.rewards.wrapper",
     # inference
     "InferenceEngine": "rollwright.inference.engine",
+    "BuiltinEngine": "rollwright.inference.builtin.engine",
     "ModelRequest": "rollwright.inference.request",
     "ModelResponse": "rollwright.inference.request",
     # workflows

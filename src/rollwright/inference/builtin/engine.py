@@ -1,0 +1,415 @@
+"""The built-in engine: requests in from any thread or event loop, one thread that steps, weights that change between steps.
+
+Invariants:
+
+* weights, versions and queues change only between steps, so a token's version is the one whose weights sampled it;
+* after ``pause`` returns no step runs until ``resume``;
+* every submitted request ends: with a response, with the exception that broke its step, or with ``RequestAborted``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rollwright.errors import ConfigError, EngineError, PromptTooLongError, RequestAborted, WeightUpdateError
+from rollwright.inference.builtin.model_loading import cache_bytes_by_default, load_model_for_inference
+from rollwright.inference.builtin.model_runner import ModelRunner
+from rollwright.inference.builtin.sequence import Sequence
+from rollwright.inference.builtin.step import Finished, Stepper
+from rollwright.inference.builtin.stop import StopStrings
+from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger(__name__)
+
+OnWeightUpdate = Literal["recompute", "keep", "wait"]
+
+
+class BuiltinEngine(InferenceEngine):
+    """Continuous batching of a Hugging Face causal language model in this process.
+
+    Args:
+        model_or_path: a model, whose weights are then shared (not copied) with whoever trains it, or a directory or name.
+        tokenizer: decodes for stop strings and names the end token; a tokenizer, a path, or None: that of the path.
+        max_running_requests: most sequences decoded at once; others wait.
+        context_length: most tokens of prompt and output together; None: the model's own limit.
+        kv_cache_bytes: most memory for keys and values, running and kept together; None: a quarter of the memory that is
+            free, at most 4 GiB on CPU; half of the free memory on a GPU.
+        prefix_cache: keep finished sequences' keys and values, so that a conversation's next turn begins from them.
+        device, dtype: of a model that is loaded from a path; a live model keeps its own.
+        on_weight_update: what happens to running requests when weights change: ``recompute`` their cache and go on, ``keep``
+            the old cache and go on, or ``wait`` until they end (new ones are held) before the change.
+        max_waiting: most requests in the queue; one more is refused with ``EngineError``. None: no bound.
+        prefill_tokens: most prompt tokens computed between two decode steps: long prompts do not stall what runs.
+        seed: of requests that bring no seed, in order of submission.
+        version: of the weights at the start.
+        trust_remote_code: run code that a model directory brings.
+    """
+
+    def __init__(
+        self,
+        model_or_path: Any,
+        tokenizer: Any = None,
+        *,
+        max_running_requests: int = 64,
+        context_length: int | None = None,
+        kv_cache_bytes: int | None = None,
+        prefix_cache: bool = True,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        on_weight_update: OnWeightUpdate = "recompute",
+        max_waiting: int | None = None,
+        prefill_tokens: int = 2048,
+        seed: int = 0,
+        version: int = 0,
+        trust_remote_code: bool = False,
+    ) -> None:
+        if on_weight_update not in ("recompute", "keep", "wait"):
+            raise ConfigError(f"on_weight_update is {on_weight_update!r}; use 'recompute', 'keep' or 'wait'.")
+        if max_running_requests < 1 or prefill_tokens < 1:
+            raise ConfigError("max_running_requests and prefill_tokens must be at least 1.")
+        self.model, self.tokenizer = load_model_for_inference(model_or_path, tokenizer, device, dtype, trust_remote_code)
+        if kv_cache_bytes is None:
+            kv_cache_bytes = cache_bytes_by_default(next(self.model.parameters()).device)
+        kept_bytes = kv_cache_bytes // 4 if prefix_cache else 0
+        self._runner = ModelRunner(self.model, max_running_requests, context_length, kv_cache_bytes - kept_bytes)
+        self._stepper = Stepper(self._runner, max_running_requests, kept_bytes, prefill_tokens, version)
+        self._max_waiting = max_waiting
+        self._on_weight_update = on_weight_update
+        self._end_ids = _end_token_ids(self.model, self.tokenizer)
+        self._random = random.Random(seed)
+
+        # ``_state`` guards the fields below. ``_control`` is held by the one caller that changes weights or queues.
+        self._state = threading.Condition()
+        self._control = threading.RLock()
+        self._inbox: deque[Sequence] = deque()
+        self._cancelled: deque[Sequence] = deque()
+        self._controllers = 0
+        self._is_stepping = False
+        self._is_paused = False
+        self._is_closed = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="rollwright-engine", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ requests
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a prompt and its output together."""
+        return self._runner.context_length
+
+    def _sequence(self, request: ModelRequest) -> Sequence:
+        """Check a request and make it a sequence.
+
+        Raises:
+            PromptTooLongError: no room for a new token.
+            EngineError: the request cannot be served as asked.
+        """
+        gconfig, length = request.gconfig, len(request.input_ids)
+        room = self.context_length - length
+        if room < 1:
+            raise PromptTooLongError(
+                f"The prompt has {length} tokens and the engine's context is {self.context_length} (rid {request.rid}): shorten "
+                "the prompt or start the engine with a larger context_length."
+            )
+        if (largest := max(request.input_ids)) >= self._runner.vocabulary:
+            raise EngineError(
+                f"input_ids hold {largest}, and the model's vocabulary ends at {self._runner.vocabulary - 1} (rid {request.rid}): "
+                "the prompt was encoded by another model's tokenizer."
+            )
+        for name in ("position_ids", "branch_ids"):
+            ids = getattr(request, name)
+            if ids is not None and len(ids) != length:
+                raise EngineError(f"{name} has {len(ids)} entries for {length} tokens (rid {request.rid}); give one for each.")
+        if request.lora_name is not None:
+            raise EngineError(
+                "The built-in engine serves one set of weights and no named LoRA adapters: leave lora_name unset."
+            )
+        if request.image_data and not request.multi_modal:
+            raise EngineError("The built-in engine takes images as processor outputs in multi_modal, not as image_data.")
+        tokenizer = request.tokenizer or self.tokenizer
+        if gconfig.stop and tokenizer is None:
+            raise EngineError("Stop strings need a tokenizer: give one to the engine or set request.tokenizer.")
+        stop_ids = {i for i in gconfig.stop_token_ids if not (gconfig.ignore_eos and i in self._end_ids)}
+        if not gconfig.ignore_eos:
+            stop_ids |= self._end_ids
+        seed = gconfig.seed if gconfig.seed is not None else request.seed
+        sequence = Sequence(
+            request=request,
+            tokens=list(request.input_ids),
+            prompt_length=length,
+            max_new_tokens=min(gconfig.max_new_tokens, room),
+            stop_ids=tuple(sorted(stop_ids)),
+            seed=self._random.getrandbits(63) if seed is None else seed,
+            stop_strings=StopStrings(tokenizer, gconfig.stop) if gconfig.stop else None,
+        )
+        self._stepper.prepare(sequence)
+        return sequence
+
+    def submit(self, requests: Iterable[ModelRequest]) -> list[Future[ModelResponse]]:
+        """Queue requests together, in this order: no step runs between them.
+
+        Raises:
+            RequestAborted: the engine is closed.
+            EngineError: a request cannot be served as asked, or the queue is full; then none is queued.
+        """
+        with self._state:
+            self._raise_if_closed()
+            sequences = [self._sequence(request) for request in requests]
+            queued = len(self._inbox) + len(self._stepper.scheduler.waiting)
+            if self._max_waiting is not None and queued + len(sequences) > self._max_waiting:
+                raise EngineError(
+                    f"The engine's queue is full: {queued} requests wait and max_waiting is {self._max_waiting}. Send later, "
+                    "send fewer at once, or raise max_waiting."
+                )
+            for sequence in sequences:
+                sequence.future.add_done_callback(lambda future, sequence=sequence: self._note_cancel(future, sequence))
+            self._inbox.extend(sequences)
+            self._state.notify_all()
+        return [sequence.future for sequence in sequences]
+
+    def _note_cancel(self, future: Future, sequence: Sequence) -> None:
+        if future.cancelled():
+            self._cancelled.append(sequence)
+            # Not under ``_state``: the callback may run in a thread that holds it. A paused engine drops it on resume.
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """Sample one completion. Cancelling the awaiting task frees the request's row."""
+        return (await self.agenerate_batch([request]))[0]
+
+    async def agenerate_batch(self, requests: list[ModelRequest]) -> list[ModelResponse]:
+        """Sample one completion for each request, queued together; responses in the order of the requests."""
+        futures = [asyncio.wrap_future(future) for future in self.submit(requests)]
+        try:
+            return [await future for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def generate(self, requests: list[ModelRequest]) -> list[ModelResponse]:
+        """Like ``agenerate_batch``, for synchronous code; also works while an event loop runs in this thread."""
+        futures = self.submit(requests)
+        try:
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+
+    # ------------------------------------------------------------------ the thread
+
+    def _has_work(self) -> bool:
+        return bool(self._inbox or self._cancelled or self._stepper.has_work)
+
+    def _run(self) -> None:
+        while True:
+            with self._state:
+                self._state.wait_for(
+                    lambda: self._is_closed or (not self._is_paused and self._controllers == 0 and self._has_work()),
+                    timeout=None,
+                )
+                if self._is_closed:
+                    return
+                self._is_stepping = True
+                self._take_inbox()
+            try:
+                finished = self._stepper.step()
+            except BaseException as error:
+                logger.exception("A step of the engine failed; its requests fail with it.")
+                finished = self._fail_all(error)
+            with self._state:
+                self._is_stepping = False
+                self._state.notify_all()
+            _resolve(finished)
+
+    def _take_inbox(self) -> None:
+        """Hand new requests to the scheduler and take cancelled ones from it (under ``_state``)."""
+        while self._inbox:
+            self._stepper.scheduler.waiting.append(self._inbox.popleft())
+        while self._cancelled:
+            self._stepper.scheduler.remove(self._cancelled.popleft())
+
+    def _fail_all(self, error: BaseException) -> list[Finished]:
+        failed = self._stepper.scheduler.remove_all()
+        message = f"The engine's step failed: {type(error).__name__}: {error}"
+        return [(sequence, EngineError(message)) for sequence in failed]
+
+    @contextlib.contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """Hold the engine between two steps."""
+        if threading.current_thread() is self._thread:
+            raise EngineError("The engine cannot be controlled from a callback of its own thread.")
+        with self._control:
+            with self._state:
+                self._controllers += 1
+                self._state.wait_for(lambda: not self._is_stepping)
+                self._take_inbox()
+            try:
+                yield
+            finally:
+                with self._state:
+                    self._controllers -= 1
+                    self._state.notify_all()
+
+    def _raise_if_closed(self) -> None:
+        if self._is_closed:
+            raise RequestAborted("The engine is closed; start another.")
+
+    # ------------------------------------------------------------------ control
+
+    def pause(self) -> None:
+        """Stop sampling; returns when no step runs any more. With ``on_weight_update="wait"`` running requests end first."""
+        if self._on_weight_update == "wait":
+            self._drain()
+        with self._state:
+            self._is_paused = True
+            self._state.wait_for(lambda: not self._is_stepping)
+
+    def resume(self) -> None:
+        """Go on after ``pause``."""
+        with self._state:
+            self._is_paused = False
+            self._stepper.scheduler.holding = False
+            self._state.notify_all()
+
+    def _drain(self) -> None:
+        """Hold new requests until those that run have ended."""
+        scheduler = self._stepper.scheduler
+        with self._state:
+            if self._is_paused:
+                return
+            scheduler.holding = True
+            self._state.wait_for(lambda: self._is_closed or (not self._is_stepping and not scheduler.active()))
+
+    def abort(self, rid: str | None = None) -> None:
+        """End the requests of one conversation, or all; they return what they have, with stop_reason "abort"."""
+        with self._between_steps():
+            finished = self._stepper.abort(rid)
+        _resolve(finished)
+
+    def flush_cache(self) -> None:
+        """Forget the keys and values of finished sequences."""
+        with self._between_steps():
+            self._stepper.scheduler.forget_kept()
+
+    def destroy(self) -> None:
+        """End the thread; requests that run or wait raise ``RequestAborted``."""
+        with self._state:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._state.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        with self._state:
+            self._take_inbox()
+        closed = RequestAborted("The engine was closed while the request ran.")
+        _resolve([(sequence, closed) for sequence in self._stepper.scheduler.remove_all()])
+
+    def __enter__(self) -> BuiltinEngine:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.destroy()
+
+    # ------------------------------------------------------------------ weights
+
+    def get_version(self) -> int:
+        """Version of the weights that the next token is sampled with."""
+        return self._stepper.version
+
+    def set_version(self, version: int) -> None:
+        """Confirm a published version: the current one is a no-op, another is a ``WeightUpdateError``."""
+        if version != self.get_version():
+            raise WeightUpdateError(
+                f"The engine's weights are version {self.get_version()}, not {version}: publish weights with publish(version) "
+                "or load_weights(named, version)."
+            )
+
+    def publish(self, version: int) -> None:
+        """The shared weights were changed in place and are ``version`` now.
+
+        Between the first change and this call the engine must not step: call ``pause`` before.
+
+        Raises:
+            WeightUpdateError: the version goes back, or requests run that ``on_weight_update="wait"`` should have waited for.
+        """
+        self._update(version, lambda: None)
+
+    def load_weights(self, named: Iterable[tuple[str, Tensor]] | dict[str, Tensor], version: int) -> None:
+        """Copy weights into the model and publish them as ``version``.
+
+        Args:
+            named: parameters by their names in the model's ``state_dict``; tied weights may be left out.
+
+        Raises:
+            WeightUpdateError: a name or shape is not the model's; then no weight has changed.
+        """
+        pairs = list(named.items() if isinstance(named, dict) else named)
+        state = self.model.state_dict(keep_vars=True)
+        for name, tensor in pairs:
+            if name not in state or state[name].shape != tensor.shape:
+                there = f"has shape {tuple(state[name].shape)}" if name in state else "is not in the model"
+                raise WeightUpdateError(f"Weight {name} of shape {tuple(tensor.shape)} {there}: it belongs to another model.")
+        self._update(version, lambda: _copy_weights(state, pairs))
+
+    def _update(self, version: int, change: Any) -> None:
+        scheduler = self._stepper.scheduler
+        if version < self.get_version():
+            raise WeightUpdateError(f"Version {version} cannot follow {self.get_version()}: versions only grow.")
+        was_paused = self._is_paused
+        if self._on_weight_update == "wait":
+            self._drain()
+        try:
+            with self._between_steps():
+                if self._on_weight_update == "wait" and scheduler.active():
+                    raise WeightUpdateError(
+                        f"{len(scheduler.active())} requests were running when the engine was paused, and on_weight_update is "
+                        "'wait': resume, let them end, and publish again."
+                    )
+                change()
+                self._stepper.publish(version, recompute=self._on_weight_update == "recompute")
+        finally:
+            if not was_paused:
+                scheduler.holding = False
+                with self._state:
+                    self._state.notify_all()
+
+    def stats(self) -> dict[str, float]:
+        """Counts since the start, and what runs and waits now."""
+        return {**self._stepper.stats(), "queued": len(self._inbox)}
+
+
+def _copy_weights(state: dict[str, Tensor], pairs: list[tuple[str, Tensor]]) -> None:
+    with torch.no_grad():
+        for name, tensor in pairs:
+            state[name].copy_(tensor)
+
+
+def _end_token_ids(model: Any, tokenizer: Any) -> set[int]:
+    """End tokens by the model's generation config and the tokenizer."""
+    generation = getattr(model, "generation_config", None)
+    ends = [getattr(generation, "eos_token_id", None), getattr(model.config.get_text_config(), "eos_token_id", None)]
+    ends.append(getattr(tokenizer, "eos_token_id", None))
+    return {i for end in ends for i in (end if isinstance(end, list) else [end]) if i is not None}
+
+
+def _resolve(finished: list[Finished]) -> None:
+    for sequence, outcome in finished:
+        # A future may be cancelled at any moment by the loop that awaits it.
+        with contextlib.suppress(InvalidStateError):
+            if isinstance(outcome, BaseException):
+                sequence.future.set_exception(outcome)
+            else:
+                sequence.future.set_result(outcome)

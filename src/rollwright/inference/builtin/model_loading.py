@@ -1,0 +1,45 @@
+"""A model and its tokenizer for inference, from a live model or a path, and how much memory its cache may take."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from rollwright.data.tokenizer import load_tokenizer
+
+_MOST_ON_CPU = 4 << 30
+
+
+def load_model_for_inference(
+    model_or_path: Any, tokenizer: Any, device: str | torch.device, dtype: str | torch.dtype, trust_remote_code: bool
+) -> tuple[Any, Any]:
+    """The model, on its device, and the tokenizer, or None where none is given or found beside a live model."""
+    if isinstance(tokenizer, (str, os.PathLike)):
+        tokenizer = load_tokenizer(os.fspath(tokenizer), trust_remote_code=trust_remote_code)
+    if not isinstance(model_or_path, (str, os.PathLike)):
+        return model_or_path, tokenizer
+    path = os.fspath(model_or_path)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    loader = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model: PreTrainedModel = loader.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
+    return model.to(default_device(device)).eval(), tokenizer
+
+
+def default_device(device: str | torch.device) -> torch.device:
+    """``auto``: a GPU where there is one, else the CPU."""
+    if device != "auto":
+        return torch.device(device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def cache_bytes_by_default(device: torch.device) -> int:
+    """Half of a GPU's free memory; a quarter of the CPU's, at most 4 GiB."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 2
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(_MOST_ON_CPU, free // 4)
