@@ -41,6 +41,11 @@ _EXPORTS: dict[str, str] = {
     "ModelResponse": "rollwright.inference.request",
     # workflows
     "RolloutWorkflow": "rollwright.workflows.base",
+    # training
+    "FSDPPPOActor": "rollwright.training.actor",
+    "TrainEngine": "rollwright.training.engine",
+    "load_model": "rollwright.training.model",
+    "new_model": "rollwright.training.model",
 }
 
 __all__ = [*_EXPORTS, "logging"]

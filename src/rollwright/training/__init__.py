@@ -1,1 +1,1 @@
-"""The actor, critic and reference: optimisation, micro-batches, parallelism, publishing weights, checkpoints."""
+"""Turning batches into better weights: models, the scorer, micro-batches, the optimizer, FSDP, checkpoints and publishing."""

@@ -1,0 +1,122 @@
+"""From rewards to advantages, over samples.
+
+A row is one token sequence; a sample (one execution of a workflow) may have several rows. Every mean and deviation here
+weighs a row by one over the number of rows of its sample, so that a sample of four rows does not count four times.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollwright.errors import ConfigError
+
+#: A deviation below this share of the largest reward is rounding, not variance.
+_NO_VARIANCE = 1e-6
+
+
+def _segments(ids_B: Tensor) -> tuple[Tensor, int]:
+    """Consecutive numbers for arbitrary ids, and how many there are."""
+    unique, index_B = torch.unique(ids_B, return_inverse=True)
+    return index_B, int(unique.numel())
+
+
+def _sum_by(values_B: Tensor, index_B: Tensor, count: int) -> Tensor:
+    return values_B.new_zeros(count).index_add_(0, index_B, values_B)
+
+
+def sample_weights(sample_ids_B: Tensor) -> Tensor:
+    """One over the number of rows of each row's sample, ``[B]`` float64."""
+    index_B, count = _segments(sample_ids_B)
+    rows = _sum_by(torch.ones_like(index_B, dtype=torch.float64), index_B, count)
+    return 1.0 / rows[index_B]
+
+
+def baseline_and_scale(
+    rewards_B: Tensor,
+    group_ids_B: Tensor,
+    sample_ids_B: Tensor,
+    *,
+    mean_level: str | None = "group",
+    std_level: str | None = "group",
+    leave_one_out: bool = False,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """What is subtracted from each row's reward, and what the difference is multiplied by.
+
+    Group mean and deviation are GRPO's (arXiv 2402.03300, section 4.1.2); the group mean alone is Dr. GRPO's (arXiv
+    2503.20783); leave-one-out is RLOO's (arXiv 2402.14740); the batch's deviation after the group's mean is
+    REINFORCE++-baseline's (arXiv 2501.03262). Deviations are those of the population (no Bessel correction).
+
+    A sample that has nothing to be compared with (a group of one, a group or batch without variance where the level asks
+    for a deviation) gets scale 0, so that its advantage is 0 and never its raw reward.
+
+    Args:
+        rewards_B: reward of each row.
+        group_ids_B: rows with the same id are compared with each other.
+        sample_ids_B: rows with the same id belong to one sample.
+        mean_level: ``group``, ``batch``, or ``none`` (not centred).
+        std_level: ``group``, ``batch``, or ``none`` (not scaled). Deviations are taken around the mean of the same level.
+        leave_one_out: the mean that a sample is compared with leaves the sample itself out.
+        eps: added to the deviation.
+
+    Returns:
+        Baseline and scale, both ``[B]`` float64.
+
+    Raises:
+        ConfigError: a level is unknown.
+    """
+    for name, level in (("mean_level", mean_level), ("std_level", std_level)):
+        if level not in ("group", "batch", "none", None):
+            raise ConfigError(f"adv_norm.{name} is {level!r}: choose one of group, batch, none.")
+    rewards = rewards_B.double()
+    weights = sample_weights(sample_ids_B)
+    sample_index_B, sample_count = _segments(sample_ids_B)
+    whole_batch_B = torch.zeros_like(group_ids_B)
+
+    def moments(level: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean, deviation and number of samples of each row's group (or of the batch), all ``[B]``."""
+        index_B, count = _segments(group_ids_B if level == "group" else whole_batch_B)
+        samples = _sum_by(weights, index_B, count)
+        mean_B = (_sum_by(weights * rewards, index_B, count) / samples)[index_B]
+        variance = _sum_by(weights * (rewards - mean_B).square(), index_B, count) / samples
+        return mean_B, variance.sqrt()[index_B], samples[index_B].round()
+
+    baseline_B, scale_B = torch.zeros_like(rewards), torch.ones_like(rewards)
+    if mean_level in ("group", "batch"):
+        baseline_B, _, samples_B = moments(mean_level)
+        if leave_one_out:
+            own_B = _sum_by(weights * rewards, sample_index_B, sample_count)[sample_index_B]
+            baseline_B = (baseline_B * samples_B - own_B) / (samples_B - 1).clamp(min=1)
+        scale_B = (samples_B > 1).double()
+    if std_level in ("group", "batch"):
+        _, deviation_B, _ = moments(std_level)
+        scale_B = torch.where(deviation_B > _variance_floor(rewards), scale_B / (deviation_B + eps), torch.zeros_like(scale_B))
+    return baseline_B, scale_B
+
+
+def normalised_rewards(rewards_B: Tensor, group_ids_B: Tensor, sample_ids_B: Tensor, **levels: Any) -> Tensor:
+    """Rewards less their baseline, times their scale: see ``baseline_and_scale``. ``[B]`` in the dtype of ``rewards_B``."""
+    baseline_B, scale_B = baseline_and_scale(rewards_B, group_ids_B, sample_ids_B, **levels)
+    return ((rewards_B.double() - baseline_B) * scale_B).to(rewards_B.dtype)
+
+
+def returns_to_go(token_rewards_BL: Tensor, mask_BL: Tensor) -> Tensor:
+    """The sum of each row's token rewards from a token to the end of the row, ``[B, L]``; no discount."""
+    masked_BL = token_rewards_BL * mask_BL
+    return masked_BL.flip(-1).cumsum(-1).flip(-1)
+
+
+def groups_without_variance(rewards_B: Tensor, group_ids_B: Tensor) -> tuple[Tensor, Tensor]:
+    """How many groups have rewards that are all equal (they train nothing under a group baseline), and how many there are."""
+    index_B, count = _segments(group_ids_B)
+    rewards = rewards_B.double()
+    low = rewards.new_full((count,), torch.inf).scatter_reduce_(0, index_B, rewards, "amin")
+    high = rewards.new_full((count,), -torch.inf).scatter_reduce_(0, index_B, rewards, "amax")
+    return ((high - low) <= _variance_floor(rewards)).double().sum(), rewards.new_tensor(float(count))
+
+
+def _variance_floor(rewards_B: Tensor) -> Tensor:
+    return _NO_VARIANCE * rewards_B.abs().max().clamp(min=1e-12) if rewards_B.numel() else rewards_B.new_zeros(())

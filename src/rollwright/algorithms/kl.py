@@ -1,0 +1,50 @@
+"""Estimators of the KL divergence from samples of the first distribution (Schulman, "Approximating KL Divergence", 2020).
+
+With ``x`` sampled from ``p`` and ``r = q(x) / p(x)``, KL(p || q) is estimated by ``k1 = -log r`` (unbiased, noisy),
+``k2 = (log r)² / 2`` (low variance, small bias) or ``k3 = (r - 1) - log r`` (unbiased, never negative).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rollwright.errors import ConfigError
+
+#: Differences of log-probabilities are cut here before the exponential of k3; e^20 is far outside any useful update.
+LOG_RATIO_LIMIT = 20.0
+
+
+def kl_estimate(logp_BL: Tensor, ref_logp_BL: Tensor, estimator: str) -> Tensor:
+    """KL(policy || reference) for each token, sampled from the policy.
+
+    Args:
+        logp_BL: log-probabilities of the tokens under the policy.
+        ref_logp_BL: the same under the reference.
+        estimator: ``k1``, ``k2`` or ``k3``.
+
+    Returns:
+        ``[B, L]``, in nats.
+    """
+    log_ratio_BL = ref_logp_BL - logp_BL
+    if estimator == "k1":
+        return -log_ratio_BL
+    if estimator == "k2":
+        return 0.5 * log_ratio_BL.square()
+    if estimator == "k3":
+        return torch.expm1(log_ratio_BL.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) - log_ratio_BL
+    raise ConfigError(f"kl_estimator is {estimator!r}: choose one of k1, k2, k3.")
+
+
+def kl_loss(logp_BL: Tensor, ref_logp_BL: Tensor, estimator: str) -> Tensor:
+    """The KL term of a loss: the estimate as its value, and a gradient that lowers the KL.
+
+    The derivative of k1 itself is the score function, whose mean is zero: as a loss it would be pure noise. Its value is
+    therefore kept and its gradient taken by the score function, ``k1 · ∇ log p``, which is that of k2 and an unbiased
+    estimate of the gradient of KL(policy || reference) on on-policy samples.
+    """
+    estimate_BL = kl_estimate(logp_BL, ref_logp_BL, estimator)
+    if estimator != "k1":
+        return estimate_BL
+    estimate_BL = estimate_BL.detach()
+    return estimate_BL + estimate_BL * (logp_BL - logp_BL.detach())

@@ -1,0 +1,110 @@
+"""Importance ratios at token, turn and sequence level, and the behaviour weight of decoupled PPO."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rollwright.errors import ConfigError
+
+#: Log-ratios are cut here before the exponential: e^20 is beyond every clip and every cap, and stays finite.
+LOG_RATIO_LIMIT = 20.0
+
+
+def turn_index(mask_BL: Tensor) -> Tensor:
+    """The turn that each trained token belongs to: 1, 2, … for the runs of consecutive 1s of a row, 0 outside them."""
+    mask_BL = mask_BL > 0
+    starts_BL = mask_BL.clone()
+    starts_BL[:, 1:] &= ~mask_BL[:, :-1]
+    return starts_BL.long().cumsum(-1) * mask_BL
+
+
+def pooled_log_ratio(log_ratio_BL: Tensor, mask_BL: Tensor, level: str) -> Tensor:
+    """Log-ratios at the level where importance is taken.
+
+    Args:
+        log_ratio_BL: log-probabilities under the new policy minus those under the old.
+        mask_BL: 1 where a token trains.
+        level: ``token``: as they are. ``sequence``: the mean over the row, so that its exponential is GSPO's
+            length-normalised sequence ratio (arXiv 2507.18071, eq. 7). ``turn``: the mean over each run of trained tokens.
+
+    Returns:
+        ``[B, L]``; every token of a turn or row carries the same value, 0 where ``mask_BL`` is 0.
+    """
+    mask_BL = mask_BL.to(log_ratio_BL.dtype)
+    log_ratio_BL = log_ratio_BL * mask_BL
+    if level == "token":
+        return log_ratio_BL
+    if level == "sequence":
+        mean_B = log_ratio_BL.sum(-1) / mask_BL.sum(-1).clamp(min=1)
+        return mean_B[:, None] * mask_BL
+    if level == "turn":
+        index_BL = turn_index(mask_BL)
+        turns = int(index_BL.max()) + 1 if index_BL.numel() else 1
+        empty_BT = log_ratio_BL.new_zeros(log_ratio_BL.shape[0], turns)
+        total_BT = empty_BT.scatter_add(1, index_BL, log_ratio_BL)
+        count_BT = empty_BT.scatter_add(1, index_BL, mask_BL)
+        return (total_BT / count_BT.clamp(min=1)).gather(1, index_BL) * mask_BL
+    raise ConfigError(f"importance_level is {level!r}: choose one of token, turn, sequence.")
+
+
+def importance_ratio(logp_BL: Tensor, old_logp_BL: Tensor, mask_BL: Tensor, level: str = "token") -> Tensor:
+    """The ratio of two policies' probabilities, ``[B, L]``; 1 where ``mask_BL`` is 0."""
+    log_ratio_BL = pooled_log_ratio(logp_BL - old_logp_BL, mask_BL, level)
+    return log_ratio_BL.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def behaviour_weight(
+    prox_logp_BL: Tensor, behaviour_logp_BL: Tensor, mask_BL: Tensor, *, cap: float | None, mode: str, level: str = "token"
+) -> tuple[Tensor, Tensor]:
+    """The weight that corrects for who sampled: the proximal policy over the behaviour policy.
+
+    It is the factor outside the clip of decoupled PPO (AReaL, arXiv 2505.24298, eq. 5), and, where the two policies
+    differ only because an engine computes other numbers than the trainer, truncated (``clamp``) or masked (``mask``)
+    importance sampling of that mismatch. No gradient flows through it.
+
+    Args:
+        prox_logp_BL: log-probabilities under the policy before this batch's first step.
+        behaviour_logp_BL: log-probabilities at sampling.
+        mask_BL: 1 where a token trains.
+        cap: largest weight; None: no cap.
+        mode: over the cap, ``mask`` gives the token no weight, ``clamp`` gives it the cap.
+        level: ``token``, ``turn`` or ``sequence``.
+
+    Returns:
+        The weight ``[B, L]``, 0 where ``mask_BL`` is 0, and a bool ``[B, L]`` that is true where the cap took effect.
+    """
+    with torch.no_grad():
+        weight_BL = importance_ratio(prox_logp_BL, behaviour_logp_BL, mask_BL, level) * mask_BL
+        if cap is None:
+            return weight_BL, torch.zeros_like(weight_BL, dtype=torch.bool)
+        capped_BL = weight_BL > cap
+        if mode == "mask":
+            return weight_BL.masked_fill(capped_BL, 0.0), capped_BL
+        if mode == "clamp":
+            return weight_BL.clamp(max=cap), capped_BL
+    raise ConfigError(f"behav_imp_weight_mode is {mode!r}: choose mask or clamp.")
+
+
+def interpolated_prox_logp(logp_BL: Tensor, behaviour_logp_BL: Tensor, versions_BL: Tensor, current_version: int) -> Tensor:
+    """The proximal policy's log-probabilities without a forward pass of its own.
+
+    The policy before this batch's update has ``current_version``, the one under optimisation is taken as one version on,
+    and the behaviour policy of a token has the version that sampled it; log-probabilities are interpolated linearly in
+    the version between behaviour and current. A token of the current version keeps its behaviour log-probability.
+
+    Args:
+        logp_BL: log-probabilities under the policy being optimised (detached here).
+        behaviour_logp_BL: log-probabilities at sampling.
+        versions_BL: version that sampled each token; -1 where none did.
+        current_version: version of the trainer's weights before this update.
+    """
+    age_BL = (current_version - versions_BL).clamp(min=0).to(logp_BL.dtype)
+    share_BL = age_BL / (age_BL + 1)
+    return behaviour_logp_BL + share_BL * (logp_BL.detach() - behaviour_logp_BL)
+
+
+def effective_sample_size(weight_BL: Tensor, mask_BL: Tensor) -> Tensor:
+    """Kish's effective sample size as a share of the tokens: ``(Σw)² / (n Σw²)``, 1 where all weights are equal."""
+    weight_BL = weight_BL * mask_BL
+    return weight_BL.sum().square() / (mask_BL.sum() * weight_BL.square().sum()).clamp(min=1e-12)

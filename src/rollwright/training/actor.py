@@ -1,0 +1,260 @@
+"""The policy that is trained: log-probabilities, advantages, PPO's update and publication.
+
+``FSDPPPOActor`` runs the algorithms of ``rollwright.algorithms`` over a ``TrainEngine``; which of them, the config says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollwright.algorithms.advantages import baseline_and_scale, returns_to_go
+from rollwright.algorithms.aggregation import aggregation_weights
+from rollwright.algorithms.losses import check_policy_loss
+from rollwright.algorithms.recipes import find_recipe
+from rollwright.config.sections import PPOActorConfig
+from rollwright.errors import TrainingError, WeightUpdateError
+from rollwright.experience.trajectory import Trajectory, tensor_container_to
+from rollwright.training import parallel
+from rollwright.training.engine import TrainEngine, trained_tokens
+from rollwright.training.microbatch import split_minibatches, take_rows
+from rollwright.training.policy_update import PolicyUpdate, batch_diagnostics, with_effective_sample_size
+from rollwright.training.publish import Publisher, publisher_for
+from rollwright.training.statistics import TokenStatistics
+
+
+class FSDPPPOActor(TrainEngine):
+    """The policy, trained by policy gradients with samples as their own baseline.
+
+    The calls of one step, in order: ``compute_logp`` (optional), ``compute_advantages``, ``ppo_update``,
+    ``step_lr_scheduler``, ``update_weights``.
+    """
+
+    config: PPOActorConfig
+
+    def __init__(self, config: PPOActorConfig, model: nn.Module | None = None) -> None:
+        """
+        Args:
+            config: the ``actor`` section.
+            model: a model that is already loaded; None: ``initialize`` loads ``config.path``.
+
+        Raises:
+            ConfigError: the recipe or the loss is unknown, or needs what is not built.
+        """
+        find_recipe(config.recipe)
+        check_policy_loss(config.policy_loss, config.policy_loss_kwargs)
+        super().__init__(config, model)
+        self.reference: TrainEngine | None = None
+        self._engine: Any = None
+        self._meta: Any = None
+        self._publisher: Publisher | None = None
+
+    def _before_sharding(self) -> None:
+        if self.config.kl_ctl > 0 and self.reference is None:
+            self.reference = self.frozen_copy()
+
+    # One step's calls
+
+    def compute_logp(self, batch: Trajectory, *, loss_tokens_only: bool = False) -> Tensor:
+        """Log-probabilities under the present weights, temperature-scaled: see ``TrainEngine.score``."""
+        return self.score(batch, loss_tokens_only=loss_tokens_only)
+
+    def compute_ref_logp(self, batch: Trajectory) -> Tensor:
+        """Log-probabilities of trained tokens under the reference policy, ``[B, L]``.
+
+        Raises:
+            TrainingError: there is no reference (``kl_ctl`` is 0).
+        """
+        if self.reference is None:
+            raise TrainingError("There is no reference policy: actor.kl_ctl is 0. Set it above 0 before initialize().")
+        return self.reference.score(batch, loss_tokens_only=True)
+
+    def compute_advantages(self, batch: Trajectory) -> Trajectory:
+        """Write ``advantages [B, L]`` into the batch: what each trained token is reinforced by.
+
+        Rewards are shifted, scaled and clipped, then normalised over samples as ``adv_norm`` says. Where the batch has
+        ``token_rewards [B, L]``, a token's advantage is what its row still collects from there on, against the same
+        baseline of whole rows. With ``kl_ctl > 0`` the batch also receives ``ref_logp``.
+
+        Args:
+            batch: with ``rewards [B]``; ``group_ids`` where a level of ``adv_norm`` is ``group``; ``sample_ids`` where
+                samples have several rows.
+
+        Returns:
+            The same dict.
+
+        Raises:
+            TrainingError: a key that is needed is missing.
+        """
+        config = self.config
+        mask_BL = self._update_mask(batch).float()
+        outcome_B = self._shaped(_require(batch, "rewards", "compute_advantages").float().to(mask_BL.device))
+        outcome_B = outcome_B.clamp(-config.reward_clip, config.reward_clip)
+        later_BL = torch.zeros_like(mask_BL)
+        if batch.get("token_rewards") is not None:
+            token_rewards_BL = batch["token_rewards"].float().to(mask_BL.device) * config.reward_scaling
+            later_BL = returns_to_go(token_rewards_BL, torch.ones_like(mask_BL))
+        baseline_B, scale_B = self._baseline_and_scale(batch, outcome_B + later_BL[:, 0])
+        gains_BL = outcome_B[:, None] + later_BL - baseline_B[:, None]
+        batch["advantages"] = gains_BL * scale_B[:, None] * mask_BL
+        if config.kl_ctl > 0 and "ref_logp" not in batch:
+            batch["ref_logp"] = self.compute_ref_logp(batch)
+        return batch
+
+    def _shaped(self, rewards_B: Tensor) -> Tensor:
+        return (rewards_B + self.config.reward_bias) * self.config.reward_scaling
+
+    def _baseline_and_scale(self, batch: Trajectory, returns_B: Tensor) -> tuple[Tensor, Tensor]:
+        norm = self.config.adv_norm
+        if norm is None:
+            return torch.zeros_like(returns_B), torch.ones_like(returns_B)
+        if "group" in (norm.mean_level, norm.std_level) and batch.get("group_ids") is None:
+            raise TrainingError(
+                "compute_advantages: the batch has no group_ids, so which rows are compared with each other is unknown. The "
+                "executor fills them; give them by hand, or set actor.adv_norm.mean_level and std_level to batch."
+            )
+        rows = torch.arange(returns_B.shape[0], device=returns_B.device)
+        returns_all, own = parallel.gathered_rows(returns_B)
+        groups_all, _ = parallel.gathered_rows(_numbers_of_this_rank(batch.get("group_ids"), rows))
+        samples_all, _ = parallel.gathered_rows(_numbers_of_this_rank(batch.get("sample_ids"), rows))
+        baseline_all, scale_all = baseline_and_scale(
+            returns_all,
+            groups_all,
+            samples_all,
+            mean_level=norm.mean_level,
+            std_level=norm.std_level,
+            leave_one_out=norm.leave_one_out,
+            eps=norm.eps,
+        )
+        return baseline_all[own].to(returns_B.dtype), scale_all[own].to(returns_B.dtype)
+
+    def ppo_update(self, batch: Trajectory) -> dict[str, float]:
+        """Optimise the policy on a batch, in ``ppo_n_minibatches`` steps.
+
+        Args:
+            batch: a trajectory after ``compute_advantages``. ``prox_logp`` (the trainer's own log-probabilities before
+                the first step) is used where it is there, and computed where the configuration needs it.
+
+        Returns:
+            Metrics of the update; ``docs/training.md`` lists them.
+
+        Raises:
+            TrainingError: the batch lacks a key, or steps were not finite too often.
+        """
+        config = self.config
+        _require(batch, "advantages", "ppo_update", "call compute_advantages(batch) first")
+        _require(batch, "logprobs", "ppo_update")
+        batch = tensor_container_to(dict(batch), self.device)
+        batch["update_mask"] = self._update_mask(batch).float()
+        needs_prox = config.recompute_logprob or (config.use_decoupled_loss and config.prox_logp_method == "recompute")
+        if needs_prox and "prox_logp" not in batch and config.ppo_n_minibatches > 1:
+            batch["prox_logp"] = self.score(batch, loss_tokens_only=True)
+        if config.kl_ctl > 0 and "ref_logp" not in batch:
+            batch["ref_logp"] = self.compute_ref_logp(batch)
+
+        statistics = TokenStatistics(self.device)
+        batch_diagnostics(batch, self.version, statistics)
+        steps = []
+        for number, rows in enumerate(split_minibatches(batch, config.ppo_n_minibatches)):
+            minibatch = take_rows(batch, rows)
+            if float(parallel.summed(minibatch["update_mask"].sum())) == 0:
+                continue  # every token is masked: a step would only decay weights
+            minibatch["loss_weights"] = aggregation_weights(
+                minibatch["update_mask"], config.loss_aggregation, constant=config.loss_constant, reduce=parallel.summed
+            )
+            if self._publisher is not None:
+                self._publisher.before_first_step()
+            update = PolicyUpdate(config, self.version, before_first_step=number == 0)
+            steps.append(self.optimise(minibatch, update.loss, statistics, with_entropy=True))
+        statistics.add("policy_loss", torch.zeros((), device=self.device), torch.tensor(len(steps) / parallel.world_size()))
+        return {**_summary(steps), "lr": self.learning_rate, **with_effective_sample_size(statistics.export())}
+
+    def _update_mask(self, batch: Trajectory) -> Tensor:
+        mask_BL = trained_tokens(batch)
+        if self.config.mask_truncated:
+            truncated_B = _require(batch, "truncated", "mask_truncated").bool().to(mask_BL.device)
+            mask_BL = mask_BL & ~truncated_B[:, None]
+        return mask_BL
+
+    # Publication
+
+    def connect_engine(self, engine: Any, meta: Any = None) -> None:
+        """Name the inference engine that samples with this policy.
+
+        Args:
+            engine: an engine in this process, or a client of servers.
+            meta: how weights reach it; None: as fits the engine.
+        """
+        self._engine, self._meta = engine, meta
+        self._publisher = publisher_for(self, engine, meta)
+
+    def update_weights(self, meta: Any = None) -> None:
+        """Publish the present weights as ``version + 1``; on return the engines sample with them.
+
+        Args:
+            meta: a ``WeightUpdateMeta``; None: the one given to ``connect_engine``.
+
+        Raises:
+            WeightUpdateError: there is no engine, or it did not confirm the version.
+        """
+        if self._publisher is None or (meta is not None and meta is not self._meta):
+            self._meta = meta if meta is not None else self._meta
+            self._publisher = publisher_for(self, self._engine, self._meta)
+        self._publisher.publish(self, self.version + 1)
+        self.version += 1
+
+    def republish(self) -> None:
+        """Publish the present weights as the present version, after a state was loaded."""
+        if self._publisher is None:
+            self._publisher = publisher_for(self, self._engine, self._meta)
+        self._publisher.before_first_step()
+        self._publisher.publish(self, self.version)
+
+    def get_version(self) -> int:
+        """Number of publications that these weights have seen."""
+        return self.version
+
+    def set_version(self, version: int) -> None:
+        """Confirm the version that ``update_weights`` published.
+
+        Raises:
+            WeightUpdateError: it is another version.
+        """
+        if version != self.version:
+            raise WeightUpdateError(
+                f"set_version({version}), but update_weights has published version {self.version}: publication counts "
+                "versions by itself, so call update_weights once for each step and set_version with that number, or not at all."
+            )
+
+    def destroy(self) -> None:
+        """Give back the model's, the reference's and the optimizer's memory."""
+        if self.reference is not None:
+            self.reference.destroy()
+            self.reference = None
+        super().destroy()
+
+
+def _require(batch: Trajectory, key: str, where: str, remedy: str = "the data contract has it; see docs/training.md") -> Tensor:
+    if batch.get(key) is None:
+        raise TrainingError(f"{where}: the batch has no {key!r} (it has {', '.join(sorted(batch))}); {remedy}.")
+    return batch[key]
+
+
+def _numbers_of_this_rank(ids: Tensor | None, rows: Tensor) -> Tensor:
+    """Ids as numbers that no other rank uses; a row without an id is on its own."""
+    numbers = rows if ids is None else torch.unique(ids.to(rows.device), return_inverse=True)[1]
+    return numbers + parallel.rank() * (1 << 32)
+
+
+def _summary(steps: list[dict[str, float]]) -> dict[str, float]:
+    if not steps:
+        return {"optimizer_steps": 0.0, "skipped_steps": 0.0}
+    skipped = sum(step["skipped_steps"] for step in steps)
+    made = [step for step in steps if not step["skipped_steps"]]
+    result = {"optimizer_steps": float(len(made)), "skipped_steps": skipped}
+    for name in ("loss", "grad_norm"):
+        if made:
+            result[name] = sum(step[name] for step in made) / len(made)
+    return result

@@ -1,0 +1,234 @@
+"""Recover checkpoints: everything that a run goes on from, written whole or not at all, and read without pickle.
+
+A state is a nested dict whose leaves are tensors or JSON values. Tensors go to ``state.safetensors``, the rest to
+``state.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rollwright.errors import CheckpointError
+from rollwright.training import parallel
+from rollwright.training.saving import replaced_directory
+
+if TYPE_CHECKING:
+    from rollwright.training.engine import TrainEngine
+
+_TENSOR = "__tensor__"
+_FORMAT = 1
+
+
+def write_state(directory: str | Path, state: dict[str, Any]) -> None:
+    """Write a nested dict of tensors and JSON values; the directory appears whole or not at all."""
+    tensors: dict[str, Tensor] = {}
+    plain = _separate(state, "", tensors)
+    with replaced_directory(directory) as draft:
+        save_file(tensors, draft / "state.safetensors")
+        (draft / "state.json").write_text(json.dumps({"format": _FORMAT, "state": plain}), encoding="utf-8")
+
+
+def read_state(directory: str | Path) -> dict[str, Any]:
+    """Read what ``write_state`` wrote; tensors are on the CPU.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is of another format.
+    """
+    directory = Path(directory)
+    try:
+        plain = json.loads((directory / "state.json").read_text(encoding="utf-8"))
+        tensors = load_file(directory / "state.safetensors")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{directory} holds no readable checkpoint ({error}); resume from another, or start anew."
+        ) from error
+    if plain.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{directory} is a checkpoint of format {plain.get('format')}, not {_FORMAT}; use the version that wrote it."
+        )
+    return _reunite(plain["state"], tensors)
+
+
+def _separate(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors[path] = value.detach().cpu().clone().contiguous()
+        return {_TENSOR: path}
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise CheckpointError(
+                f"The checkpoint state has keys at {path or 'its root'} that are not text: {list(value)[:3]}."
+            )
+        return {key: _separate(entry, f"{path}/{key}", tensors) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_separate(entry, f"{path}/{index}", tensors) for index, entry in enumerate(value)]
+    return value
+
+
+def _reunite(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_TENSOR}:
+            return tensors[value[_TENSOR]]
+        return {key: _reunite(entry, tensors) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_reunite(entry, tensors) for entry in value]
+    return value
+
+
+class RecoverCheckpoints:
+    """The recover checkpoints of a run: ``step_00000012`` and so on in one directory, the newest few kept."""
+
+    _NAME = re.compile(r"step_(\d{8,})")
+
+    def __init__(self, directory: str | Path, keep: int = 2) -> None:
+        """
+        Args:
+            directory: where they are kept; made when the first is written.
+            keep: how many of the newest stay.
+        """
+        self.directory = Path(directory)
+        self.keep = keep
+
+    def steps(self) -> list[int]:
+        """Steps that have a whole checkpoint, ascending."""
+        if not self.directory.is_dir():
+            return []
+        found = (self._NAME.fullmatch(path.name) for path in self.directory.iterdir() if path.is_dir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is."""
+        return self.directory / f"step_{step:08d}"
+
+    def save(self, step: int, state: dict[str, Any]) -> Path:
+        """Write the checkpoint of a step, then remove the oldest above ``keep``. Only rank 0 writes."""
+        if parallel.rank() == 0:
+            write_state(self.path(step), state)
+            for old in self.steps()[: -self.keep]:
+                shutil.rmtree(self.path(old))
+        return self.path(step)
+
+    def load(self, step: int | None = None) -> tuple[int, dict[str, Any]]:
+        """The state of a step (None: the newest), and the step.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        steps = self.steps()
+        if not steps or (step is not None and step not in steps):
+            raise CheckpointError(
+                f"{self.directory} has no checkpoint{'' if step is None else f' of step {step}'} (it has steps {steps}); "
+                "set recover.mode=auto to start anew where there is none."
+            )
+        step = steps[-1] if step is None else step
+        return step, read_state(self.path(step))
+
+
+# The state of an engine
+
+
+def random_states() -> dict[str, Any]:
+    """The states of Python's, NumPy's and torch's global generators."""
+    kind, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = numpy.random.get_state()
+    states: dict[str, Any] = {
+        "python": {"kind": kind, "internal": list(internal), "gauss": gauss},
+        "numpy": {
+            "name": name,
+            "keys": torch.from_numpy(keys.astype(numpy.int64)),
+            "position": position,
+            "has_gauss": has_gauss,
+            "cached": cached,
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Set the global generators to what ``random_states`` gave."""
+    python, numpy_state = states["python"], states["numpy"]
+    random.setstate((python["kind"], tuple(python["internal"]), python["gauss"]))
+    keys = numpy_state["keys"].numpy().astype(numpy.uint32)
+    numpy.random.set_state(
+        (numpy_state["name"], keys, numpy_state["position"], numpy_state["has_gauss"], numpy_state["cached"])
+    )
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def engine_state(engine: TrainEngine) -> dict[str, Any]:
+    """Weights, optimizer moments by parameter name, schedule, version and random states, whole on every rank."""
+    weights = {name: tensor.clone() for name, tensor in engine.full_weights().items()}
+    state: dict[str, Any] = {"version": engine.version, "weights": weights, "random": random_states()}
+    if engine.optimizer is not None and engine.scheduler is not None:
+        moments: dict[str, Any] = {}
+        for name, parameter in engine.model.named_parameters():
+            entry = engine.optimizer.state.get(parameter)
+            if entry:
+                moments[name] = {key: parallel.full_tensor(value).detach().cpu().clone() for key, value in entry.items()}
+        state["optimizer"] = moments
+        state["scheduler"] = {
+            key: value
+            for key, value in engine.scheduler.state_dict().items()
+            if isinstance(value, int | float | list) or value is None
+        }
+        state["scheduler"].pop("lr_lambdas", None)
+        state["learning_rates"] = [float(group["lr"]) for group in engine.optimizer.param_groups]
+        state["bad_steps"] = engine._bad_steps
+    return state
+
+
+@torch.no_grad()
+def load_engine_state(engine: TrainEngine, state: dict[str, Any]) -> None:
+    """Set an engine to a state, in place: parameters keep their storage, which an inference engine may share.
+
+    Raises:
+        CheckpointError: the state is that of another model.
+    """
+    own = engine.model.state_dict()
+    if own.keys() != state["weights"].keys():
+        difference = sorted(own.keys() ^ state["weights"].keys())[:3]
+        raise CheckpointError(f"The checkpoint is of another model: tensors {difference} are in only one of the two.")
+    for name, tensor in own.items():
+        saved = state["weights"][name]
+        if saved.shape != tensor.shape:
+            raise CheckpointError(
+                f"The checkpoint is of another model: {name} is {list(saved.shape)} there, {list(tensor.shape)} here."
+            )
+        tensor.copy_(_like(saved, tensor))
+    engine.version = int(state["version"])
+    if engine.optimizer is not None and engine.scheduler is not None and "optimizer" in state:
+        for name, parameter in engine.model.named_parameters():
+            entry = state["optimizer"].get(name)
+            if entry is not None:
+                engine.optimizer.state[parameter] = {
+                    key: value.clone() if value.dim() == 0 else _like(value, parameter).clone() for key, value in entry.items()
+                }
+        engine.scheduler.load_state_dict({**engine.scheduler.state_dict(), **state["scheduler"]})
+        for group, rate in zip(engine.optimizer.param_groups, state["learning_rates"], strict=True):
+            group["lr"] = rate
+        engine._bad_steps = int(state["bad_steps"])
+    restore_random_states(state["random"])
+
+
+def _like(whole: Tensor, target: Tensor) -> Tensor:
+    """A whole CPU tensor on the device of ``target``, sharded as it is."""
+    whole = whole.to(target.device)
+    if hasattr(target, "device_mesh"):
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(whole, target.device_mesh, target.placements)  # type: ignore[attr-defined]
+    return whole

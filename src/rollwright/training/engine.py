@@ -1,0 +1,277 @@
+"""A model with its optimizer: scoring tokens, and optimizer steps whose gradient does not depend on micro-batches or ranks.
+
+Invariants:
+
+* a loss arrives here as a sum of weighted tokens whose weights already carry the denominator of the whole (mini)batch;
+* a step whose loss or gradient is not finite changes nothing and is counted; too many in a row stop the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollwright.algorithms.aggregation import aggregation_weights
+from rollwright.algorithms.losses import sft_loss
+from rollwright.config.experiment import FinetuneSpec
+from rollwright.config.sections import TrainEngineConfig
+from rollwright.errors import ConfigError, TrainingError
+from rollwright.experience.trajectory import Trajectory, tensor_container_to
+from rollwright.tracking.logging import getLogger
+from rollwright.training import parallel
+from rollwright.training.checkpoint import engine_state, load_engine_state
+from rollwright.training.logprobs import TokenScorer
+from rollwright.training.microbatch import micro_batches
+from rollwright.training.model import load_model, resolve_device, resolve_dtype
+from rollwright.training.optimizer import make_optimizer, make_scheduler
+from rollwright.training.saving import owned_state, save_model
+from rollwright.training.statistics import TokenStatistics
+
+logger = getLogger("training")
+
+#: The weighted sum of a micro-batch's token losses: (rows of it, scores, entropies, statistics) -> 0-d loss.
+MicroBatchLoss = Callable[[Trajectory, Tensor, Tensor, TokenStatistics], Tensor]
+
+
+class TrainEngine:
+    """A model that is trained or scored, in one process or sharded over several."""
+
+    def __init__(self, config: TrainEngineConfig, model: nn.Module | None = None) -> None:
+        """
+        Args:
+            config: the model's section.
+            model: a model that is already loaded; None: ``initialize`` loads ``config.path``.
+        """
+        self.config = config
+        self.model: Any = model
+        self.device = torch.device("cpu")
+        self.compute_dtype = torch.float32
+        self.version = 0
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.scheduler: torch.optim.lr_scheduler.LambdaLR | None = None
+        self._scorer: Any = None
+        self._bad_steps = 0
+
+    def initialize(self, addr: Any = None, ft_spec: FinetuneSpec | None = None) -> None:
+        """Load the model and make ready to train.
+
+        Args:
+            addr: kept for callers that pass one; processes find each other by torchrun's environment.
+            ft_spec: length of the run, from which schedules are computed.
+
+        Raises:
+            ConfigError: the model cannot be loaded, or the configuration cannot be trained with.
+        """
+        del addr
+        self.device = parallel.join_processes(resolve_device(self.config.device))
+        self.compute_dtype = resolve_dtype(self.config.dtype, self.device)
+        if self.compute_dtype == torch.float16 and self.config.optimizer is not None:
+            raise ConfigError("dtype=float16 cannot be trained with (its gradients underflow): use bfloat16 or float32.")
+        if self.model is None:
+            self.model = load_model(self.config, device=self.device)
+        self._before_sharding()
+        self._scorer = TokenScorer(self.model, chunk_tokens=self.config.logits_chunk_tokens)
+        self._scorer = parallel.shard(self._scorer, parallel.transformer_layers(self.model), self.compute_dtype)
+        if self.config.optimizer is not None:
+            self.optimizer = make_optimizer(self.model, self.config.optimizer, sharded=parallel.world_size() > 1)
+            self.scheduler = make_scheduler(self.optimizer, self.config.optimizer, ft_spec)
+
+    def _before_sharding(self) -> None:
+        """What needs the whole model in one piece."""
+
+    def frozen_copy(self) -> TrainEngine:
+        """An engine over a copy of this one's present weights that is only scored."""
+        config = copy.copy(self.config)
+        config.optimizer = None
+        model = copy.deepcopy(self.model).requires_grad_(False)
+        if self.compute_dtype == torch.bfloat16:
+            model = model.to(self.compute_dtype)
+        engine = TrainEngine(config, model)
+        engine.initialize()
+        return engine
+
+    # Scoring
+
+    @torch.no_grad()
+    def score(self, batch: Trajectory, *, loss_tokens_only: bool = False) -> Tensor:
+        """Log-probabilities of a batch's tokens under the present weights.
+
+        Args:
+            batch: a trajectory; logits are divided by ``temperature`` where it has one.
+            loss_tokens_only: only where ``loss_mask`` is 1, which is cheaper; else for every token but the first.
+
+        Returns:
+            ``[B, L]`` float32 on ``device``, aligned like ``logprobs``; 0.0 at index 0, at padding, and where not asked.
+        """
+        batch = tensor_container_to(dict(batch), self.device)
+        wanted_BL = trained_tokens(batch) if loss_tokens_only else attended_tokens(batch)
+        scores_BL = torch.zeros(wanted_BL.shape, dtype=torch.float32, device=self.device)
+        self._run_mode(training=False)
+        for index, part in self._micro_batches({**batch, "_wanted": wanted_BL}):
+            with self._autocast():
+                part_scores, _ = self._scorer(part, part["_wanted"])
+            if len(index):
+                scores_BL[index, : part_scores.shape[1]] = part_scores.float()
+        return scores_BL
+
+    # Optimisation
+
+    def optimise(
+        self, batch: Trajectory, loss: MicroBatchLoss, statistics: TokenStatistics, *, with_entropy: bool = False
+    ) -> dict[str, float]:
+        """One optimizer step over a (mini)batch that is on ``device``.
+
+        Args:
+            batch: with ``loss_weights [B, L]``: each token's weight, 0 where it does not train.
+            loss: makes the weighted sum of a micro-batch.
+            statistics: passed to ``loss``.
+            with_entropy: entropies are computed and passed to ``loss``.
+
+        Returns:
+            ``loss``, ``grad_norm`` (before clipping) and ``skipped_steps`` (0 or 1).
+
+        Raises:
+            TrainingError: too many steps in a row were not finite, or the engine has no optimizer.
+        """
+        if self.optimizer is None:
+            raise TrainingError("This engine only scores (its optimizer is None): it cannot be trained.")
+        self._run_mode(training=True)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index, part in self._micro_batches(batch):
+            if not len(index):
+                part["loss_weights"] = torch.zeros_like(part["loss_weights"])
+            with self._autocast():
+                logprobs_BL, entropy_BL = self._scorer(part, part["loss_weights"] != 0, with_entropy=with_entropy)
+            value = loss(part, logprobs_BL, entropy_BL, statistics)
+            # FSDP averages gradients over ranks; the weights' denominator is already that of all of them.
+            (value * parallel.world_size()).backward()
+            total += value.detach().double()
+        return self._step(float(parallel.summed(total)))
+
+    def _step(self, loss: float) -> dict[str, float]:
+        assert self.optimizer is not None
+        assert self.config.optimizer is not None
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm_tensor = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        norm = float(parallel.full_tensor(norm_tensor))
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if finite:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.optimizer.gradient_clipping, norm_tensor)
+            self.optimizer.step()
+            self._bad_steps = 0
+        self.optimizer.zero_grad(set_to_none=True)
+        if not finite:
+            self._bad_steps += 1
+            logger.warning(
+                "Skipped an optimizer step at version %d: loss %s, gradient norm %s (%d in a row).",
+                self.version,
+                loss,
+                norm,
+                self._bad_steps,
+            )
+            if self._bad_steps >= self.config.max_bad_steps:
+                raise TrainingError(
+                    f"{self._bad_steps} optimizer steps in a row had a loss ({loss}) or gradient norm ({norm}) that is not "
+                    f"finite, at version {self.version}; lower optimizer.lr, or look for rewards or log-probabilities that "
+                    "are not finite. Weights are those before the first of them."
+                )
+        return {"loss": loss, "grad_norm": norm, "skipped_steps": float(not finite)}
+
+    def sft_update(self, batch: Trajectory) -> dict[str, float]:
+        """One optimizer step of supervised training: the mean negative log-likelihood of the tokens in ``loss_mask``.
+
+        Args:
+            batch: ``input_ids``, ``attention_mask`` and ``loss_mask``, all ``[B, L]``.
+
+        Returns:
+            ``loss`` (nats a token), ``grad_norm``, ``skipped_steps``, ``tokens`` and ``lr``.
+        """
+        batch = tensor_container_to(dict(batch), self.device)
+        batch.pop("temperature", None)
+        mask_BL = trained_tokens(batch).float()
+        batch["loss_weights"] = aggregation_weights(mask_BL, "token", reduce=parallel.summed)
+        tokens = float(parallel.summed(mask_BL.sum()))
+        if tokens == 0:
+            raise TrainingError("A supervised batch has no token with loss_mask 1: nothing in it would train.")
+
+        def loss(part: Trajectory, logprobs_BL: Tensor, entropy_BL: Tensor, statistics: TokenStatistics) -> Tensor:
+            return (part["loss_weights"] * sft_loss(logprobs_BL)).sum()
+
+        lr = self.learning_rate
+        return {**self.optimise(batch, loss, TokenStatistics(self.device)), "tokens": tokens, "lr": lr}
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next optimizer step."""
+        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else 0.0
+
+    def step_lr_scheduler(self) -> None:
+        """Move the schedule on by one step of the run."""
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    # Saving
+
+    def save(self, path: str | Path, tokenizer: Any = None) -> None:
+        """Write the model in Hugging Face form; the directory appears whole or not at all."""
+        state = self.full_weights()
+        if parallel.rank() == 0:
+            save_model(self.model, path, tokenizer=tokenizer, state=state)
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """The model's tensors by name, whole, as copies on the CPU; tied tensors are one object."""
+        if parallel.world_size() == 1:
+            return owned_state(self.model)
+        whole = {name: parallel.full_tensor(tensor).cpu() for name, tensor in self.model.state_dict().items()}
+        return whole
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that training goes on from: weights, optimizer, schedule, random states, version."""
+        return engine_state(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave."""
+        load_engine_state(self, state)
+
+    def destroy(self) -> None:
+        """Give back the model's and the optimizer's memory."""
+        self.model = self._scorer = self.optimizer = self.scheduler = None
+
+    # Parts
+
+    def _micro_batches(self, batch: Trajectory) -> list[tuple[Tensor, Trajectory]]:
+        parts = micro_batches(batch, self.config.mb_spec)
+        most = parallel.largest(len(parts), self.device)
+        return parts if most == len(parts) else micro_batches(batch, self.config.mb_spec, at_least=most)
+
+    def _autocast(self) -> Any:
+        parameter_dtype = next(self.model.parameters()).dtype
+        if self.compute_dtype != torch.bfloat16 or parameter_dtype == self.compute_dtype:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.compute_dtype)
+
+    def _run_mode(self, *, training: bool) -> None:
+        # Dropout is off either way; gradient checkpointing of transformers acts in training mode only.
+        self.model.train(training and self.config.gradient_checkpointing)
+
+
+def attended_tokens(batch: Trajectory) -> Tensor:
+    """Every token that has a log-probability: all but padding and each row's first. ``[B, L]`` bool."""
+    mask = batch.get("attention_mask")
+    wanted_BL = torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask.bool().clone()
+    wanted_BL[:, 0] = False
+    return wanted_BL
+
+
+def trained_tokens(batch: Trajectory) -> Tensor:
+    """The tokens that the policy sampled, ``[B, L]`` bool."""
+    if "loss_mask" not in batch:
+        raise TrainingError("The batch has no loss_mask: nothing says which tokens the policy sampled.")
+    return attended_tokens(batch) & (batch["loss_mask"] > 0)

@@ -1,0 +1,210 @@
+"""Log-probabilities of given tokens under a model, without ever holding ``[B, L, V]`` logits in float32.
+
+Only hidden states of tokens that are asked for go through the output layer, ``logits_chunk_tokens`` at a time; in the
+backward pass each chunk's logits are computed again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rollwright.errors import TrainingError
+from rollwright.experience.trajectory import MULTI_MODAL, Trajectory
+
+#: Logits of one chunk that are kept for the backward pass instead of computed again, in entries (64 MiB of float32).
+_KEPT_LOGITS = 1 << 24
+
+
+class _SelectedLogprobs(torch.autograd.Function):
+    """``log softmax(logits / temperature)[label]`` and the entropy, with one ``[T, V]`` buffer in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TV: Tensor, labels_T: Tensor, temperature_T: Tensor, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(logits_TV.dtype, torch.float32)
+        scaled_TV = logits_TV.to(wide) / temperature_T[:, None]
+        normaliser_T = scaled_TV.logsumexp(-1)
+        logprobs_T = scaled_TV.gather(-1, labels_T[:, None]).squeeze(-1) - normaliser_T
+        if with_entropy:
+            probabilities_TV = torch.exp(scaled_TV - normaliser_T[:, None])
+            entropy_T = normaliser_T - (probabilities_TV * scaled_TV).sum(-1)
+        else:
+            entropy_T = torch.zeros_like(normaliser_T)
+        ctx.save_for_backward(logits_TV, labels_T, temperature_T, normaliser_T, entropy_T)
+        ctx.with_entropy = with_entropy
+        return logprobs_T, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        logits_TV, labels_T, temperature_T, normaliser_T, entropy_T = ctx.saved_tensors
+        # d logp / d z = onehot - p;  d H / d z = -p (log p + H)
+        log_p_TV = logits_TV.to(normaliser_T.dtype) / temperature_T[:, None]
+        log_p_TV -= normaliser_T[:, None]
+        grad_TV = torch.exp(log_p_TV)
+        if ctx.with_entropy:
+            log_p_TV += entropy_T[:, None]
+            log_p_TV *= grad_entropy_T[:, None]
+            log_p_TV += grad_logprobs_T[:, None]
+            grad_TV *= log_p_TV.neg_()
+        else:
+            grad_TV *= -grad_logprobs_T[:, None]
+        grad_TV.scatter_add_(1, labels_T[:, None], grad_logprobs_T[:, None])
+        grad_TV /= temperature_T[:, None]
+        return grad_TV.to(logits_TV.dtype), None, None, None
+
+
+def selected_logprobs(
+    logits_TV: Tensor, labels_T: Tensor, temperature_T: Tensor, *, with_entropy: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of a label for each row of logits, and the entropy of the distribution.
+
+    Args:
+        logits_TV: unscaled logits, of any float type; the softmax is computed in float32 at least.
+        labels_T: token ids.
+        temperature_T: what the logits are divided by.
+        with_entropy: compute the entropy too (with its gradient); else it is 0.
+
+    Returns:
+        ``logprobs_T`` and ``entropy_T``, in nats.
+    """
+    return _SelectedLogprobs.apply(logits_TV, labels_T, temperature_T, with_entropy)  # type: ignore[no-any-return]
+
+
+class TokenScorer(nn.Module):
+    """A Hugging Face causal model seen as a function from tokens to their log-probabilities.
+
+    It is a module so that FSDP can wrap it: the output layer is called inside its forward pass.
+    """
+
+    def __init__(self, model: nn.Module, *, chunk_tokens: int = 4096) -> None:
+        super().__init__()
+        self.model = model
+        self.chunk_tokens = chunk_tokens
+        self._head_is_linear: bool | None = None
+
+    def forward(self, batch: Trajectory, wanted_BL: Tensor, *, with_entropy: bool = False) -> tuple[Tensor, Tensor]:
+        """Score tokens.
+
+        Args:
+            batch: ``input_ids [B, L]``, and, where there are, ``attention_mask``, ``position_ids``, ``branch_ids``,
+                ``temperature [B]`` and multi-modal inputs. Rows are right-padded.
+            wanted_BL: bool, the tokens whose log-probability is wanted; column 0 has none and must be false.
+            with_entropy: compute entropies too.
+
+        Returns:
+            ``logprobs_BL`` and ``entropy_BL``, float32, 0 where not wanted. The entropy at a token is that of the
+            distribution that it was drawn from.
+        """
+        ids_BL = batch["input_ids"]
+        inputs = model_inputs(batch, self.model)
+        predicts_BL = wanted_BL[:, 1:]
+        labels_T = ids_BL[:, 1:][predicts_BL]
+        temperature_B = batch.get("temperature")
+        if temperature_B is None:
+            temperature_B = torch.ones(ids_BL.shape[0], device=ids_BL.device)
+        temperature_T = temperature_B.float()[:, None].expand_as(predicts_BL)[predicts_BL]
+        if self._head_applies(inputs):
+            hidden_BLH = self.model.base_model(**inputs, use_cache=False).last_hidden_state  # type: ignore[operator]
+            hidden_TH = hidden_BLH[:, :-1][predicts_BL]
+            logprobs_T, entropy_T = self._score_hidden(hidden_TH, labels_T, temperature_T, with_entropy)
+        else:
+            logits_BLV = self.model(**inputs, use_cache=False).logits
+            logprobs_T, entropy_T = selected_logprobs(
+                logits_BLV[:, :-1][predicts_BL], labels_T, temperature_T, with_entropy=with_entropy
+            )
+        return _place(logprobs_T, wanted_BL), _place(entropy_T, wanted_BL)
+
+    def _score_hidden(
+        self, hidden_TH: Tensor, labels_T: Tensor, temperature_T: Tensor, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        head = self.model.get_output_embeddings()  # type: ignore[operator]
+
+        def score(hidden: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+            return selected_logprobs(head(hidden), labels, temperature, with_entropy=with_entropy)
+
+        tokens, vocabulary = int(hidden_TH.shape[0]), int(head.weight.shape[0])
+        keep_logits = not torch.is_grad_enabled() or tokens * vocabulary <= _KEPT_LOGITS
+        if tokens <= self.chunk_tokens and keep_logits:
+            return score(hidden_TH, labels_T, temperature_T)
+        pieces = []
+        for chunk in zip(
+            hidden_TH.split(self.chunk_tokens),
+            labels_T.split(self.chunk_tokens),
+            temperature_T.split(self.chunk_tokens),
+            strict=True,
+        ):
+            pieces.append(score(*chunk) if keep_logits else checkpoint(score, *chunk, use_reentrant=False))
+        return torch.cat([piece[0] for piece in pieces]), torch.cat([piece[1] for piece in pieces])
+
+    @torch.no_grad()
+    def _head_applies(self, inputs: dict[str, Any]) -> bool:
+        """True where logits are the output layer over the base model's last hidden state, and nothing else.
+
+        Some models scale or cap their logits after the output layer. The first batch decides by computing both.
+        """
+        if self._head_is_linear is None:
+            head = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None  # type: ignore[operator]
+            if head is None or not hasattr(head, "weight") or getattr(self.model, "base_model", self.model) is self.model:
+                self._head_is_linear = False
+            else:
+                ids = inputs["input_ids"][:1, :8]
+                expected = self.model(input_ids=ids, use_cache=False).logits
+                hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[operator]
+                self._head_is_linear = bool(torch.allclose(head(hidden).float(), expected.float(), rtol=1e-3, atol=1e-4))
+        return self._head_is_linear
+
+
+def _place(values_T: Tensor, wanted_BL: Tensor) -> Tensor:
+    return torch.zeros(wanted_BL.shape, dtype=values_T.dtype, device=values_T.device).masked_scatter(wanted_BL, values_T)
+
+
+def model_inputs(batch: Trajectory, model: nn.Module) -> dict[str, Any]:
+    """Arguments of a Hugging Face model for a micro-batch.
+
+    Right-padded rows need no mask under causal attention: what is right of a token cannot reach it. Leaving the mask out
+    lets the attention kernel take its causal path.
+
+    Raises:
+        TrainingError: a row is padded on the left or has gaps.
+    """
+    ids_BL = batch["input_ids"]
+    mask_BL = batch.get("attention_mask")
+    inputs: dict[str, Any] = {"input_ids": ids_BL}
+    if mask_BL is not None and bool((mask_BL[:, 1:].int() > mask_BL[:, :-1].int()).any()):
+        raise TrainingError("A row's attention_mask has a 0 before a 1: rows must be right-padded without gaps.")
+    if batch.get("position_ids") is not None:
+        inputs["position_ids"] = batch["position_ids"]
+    if batch.get("branch_ids") is not None:
+        allowed_BLL = branch_attention(batch["branch_ids"])
+        dtype = _compute_dtype(model, ids_BL.device)
+        bias_BLL = torch.zeros(allowed_BLL.shape, dtype=dtype, device=ids_BL.device)
+        inputs["attention_mask"] = bias_BLL.masked_fill_(~allowed_BLL, torch.finfo(dtype).min)[:, None]
+    pictures = [entry for entry in batch.get(MULTI_MODAL) or [] if entry]
+    if pictures:
+        if mask_BL is not None:
+            inputs["attention_mask"] = mask_BL.to(torch.long)
+        for name in dict.fromkeys(key for entry in pictures for key in entry):
+            inputs[name] = torch.cat([entry[name] for entry in pictures if name in entry]).to(ids_BL.device)
+    return inputs
+
+
+def branch_attention(branch_ids_BL: Tensor) -> Tensor:
+    """Which token may attend to which, ``[B, L, L]`` bool: causal, and blind to other branches.
+
+    Token ``i`` attends to ``j <= i`` where ``j`` or ``i`` is on the trunk (branch 0) or both are on one branch.
+    """
+    query_BL1, key_B1L = branch_ids_BL[:, :, None], branch_ids_BL[:, None, :]
+    length = branch_ids_BL.shape[1]
+    causal_LL = torch.ones(length, length, dtype=torch.bool, device=branch_ids_BL.device).tril()
+    return ((key_B1L == 0) | (query_BL1 == 0) | (query_BL1 == key_B1L)) & causal_LL
+
+
+def _compute_dtype(model: nn.Module, device: torch.device) -> torch.dtype:
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return next(model.parameters()).dtype

@@ -1,0 +1,182 @@
+"""Models in Hugging Face form: loading them for training or scoring, and making small new ones."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollwright.config.sections import TrainEngineConfig
+from rollwright.errors import ConfigError
+from rollwright.training.saving import save_model, without_progress_bars
+
+#: Architectures that ``new_model`` makes: name -> configuration class of transformers.
+ARCHITECTURES = {"qwen3": "Qwen3Config", "qwen2": "Qwen2Config", "llama": "LlamaConfig"}
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of a config: ``auto`` is the (local rank's) GPU where there is one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The compute type of a config: ``auto`` is bfloat16 on a GPU that has it, float32 elsewhere."""
+    if name == "auto":
+        has_bfloat16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return torch.bfloat16 if has_bfloat16 else torch.float32
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype is {name!r}: choose one of auto, {', '.join(_DTYPES)}.")
+    return _DTYPES[name]
+
+
+def load_model(config: TrainEngineConfig, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> nn.Module:
+    """Load a causal language model (or, where the architecture is one, an image-and-text model).
+
+    Args:
+        config: where the model is and how it is run.
+        dtype: type of the parameters; None: float32 where ``config`` has an optimizer (the master weights), else the
+            compute type.
+        device: where it goes; None: as ``config`` says.
+
+    Returns:
+        The model in evaluation mode, with dropout off: the log-probabilities of training are those of scoring.
+
+    Raises:
+        ConfigError: there is no model at ``config.path``, or it needs code that ``trust_remote_code`` does not allow.
+    """
+    import transformers
+
+    if not config.path:
+        raise ConfigError("The model's path is empty: set it to a model directory or a Hugging Face name.")
+    device = device or resolve_device(config.device)
+    dtype = dtype or (torch.float32 if config.optimizer is not None else resolve_dtype(config.dtype, device))
+    arguments = {"trust_remote_code": config.trust_remote_code}
+    try:
+        model_config = transformers.AutoConfig.from_pretrained(config.path, **arguments)
+        builder = _auto_class(model_config)
+        arguments |= {"dtype": dtype, "attn_implementation": config.attn_implementation}
+        with without_progress_bars():
+            if config.init_from_scratch:
+                model = builder.from_config(model_config, **arguments)
+            else:
+                model = builder.from_pretrained(config.path, config=model_config, **arguments)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"No model could be loaded from {config.path!r}: {error}") from error
+    _switch_off_dropout(model)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.to(device).eval()
+
+
+def _auto_class(model_config: Any) -> Any:
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    has_remote_code = "AutoModelForCausalLM" in (getattr(model_config, "auto_map", None) or {})
+    if type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING or has_remote_code:
+        return transformers.AutoModelForCausalLM
+    if type(model_config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return transformers.AutoModelForImageTextToText
+    raise ConfigError(
+        f"A model of type {model_config.model_type!r} is neither a causal language model nor one of images and text."
+    )
+
+
+def _switch_off_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+def new_model(
+    directory: str | Path,
+    architecture: str = "qwen3",
+    *,
+    tokenizer: Any = None,
+    vocab_size: int | None = None,
+    hidden_size: int = 128,
+    intermediate_size: int | None = None,
+    num_hidden_layers: int = 4,
+    num_attention_heads: int = 4,
+    num_key_value_heads: int | None = None,
+    head_dim: int | None = None,
+    max_position_embeddings: int = 512,
+    tie_word_embeddings: bool = True,
+    seed: int = 1,
+    **config_overrides: Any,
+) -> nn.Module:
+    """Make a model with random weights and write it in ordinary Hugging Face form.
+
+    Args:
+        directory: receives ``config.json``, ``generation_config.json``, ``model.safetensors`` and, where one is given, the
+            tokenizer's files.
+        architecture: ``qwen3``, ``qwen2`` or ``llama``.
+        tokenizer: gives the vocabulary's size and the ids of begin, end and padding.
+        vocab_size: where there is no tokenizer, or to leave room in the vocabulary.
+        hidden_size: width.
+        intermediate_size: width of the feed-forward layers; None: three times ``hidden_size``, rounded up to 32.
+        num_hidden_layers: depth.
+        num_attention_heads: query heads.
+        num_key_value_heads: key and value heads; None: as many as query heads.
+        head_dim: size of a head; None: ``hidden_size / num_attention_heads``.
+        max_position_embeddings: longest sequence.
+        tie_word_embeddings: one matrix for input and output.
+        seed: of the random weights; nothing else is disturbed.
+        **config_overrides: further keys of the architecture's configuration.
+
+    Returns:
+        The model, float32 on the CPU.
+
+    Raises:
+        ConfigError: the architecture is unknown, or sizes do not fit.
+    """
+    import transformers
+
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(f"architecture is {architecture!r}: choose one of {', '.join(ARCHITECTURES)}.")
+    if vocab_size is None:
+        if tokenizer is None:
+            raise ConfigError("new_model needs a tokenizer or a vocab_size.")
+        vocab_size = len(tokenizer)
+    elif tokenizer is not None and vocab_size < len(tokenizer):
+        raise ConfigError(f"vocab_size is {vocab_size}, but the tokenizer has {len(tokenizer)} tokens.")
+    if head_dim is None:
+        if hidden_size % num_attention_heads:
+            raise ConfigError(
+                f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_attention_heads}; give head_dim."
+            )
+        head_dim = hidden_size // num_attention_heads
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
+    model_config = getattr(transformers, ARCHITECTURES[architecture])(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size or 32 * math.ceil(3 * hidden_size / 32),
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads or num_attention_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=tie_word_embeddings,
+        **ids,
+        **config_overrides,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+    model.eval()
+    save_model(model, directory, tokenizer=tokenizer)
+    return model
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Number of parameters, tied ones counted once."""
+    return sum(parameter.numel() for parameter in model.parameters())

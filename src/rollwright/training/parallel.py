@@ -1,0 +1,109 @@
+"""Several processes as plain functions: joining them, sharding a model over them, summing numbers across them.
+
+One process is the ordinary case and needs none of this: every function is then the identity.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rollwright.errors import TrainingError
+
+
+def join_processes(device: torch.device) -> torch.device:
+    """Join the process group that torchrun's environment describes (``WORLD_SIZE``, ``RANK``, ``MASTER_ADDR``, …).
+
+    Returns:
+        The device of this rank: on CUDA, that of ``LOCAL_RANK``.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+        return device
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise TrainingError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set: start with torchrun."
+            )
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+def world_size() -> int:
+    """Number of ranks that train together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process among them."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def summed(value: Tensor) -> Tensor:
+    """The sum of a tensor over ranks."""
+    if world_size() > 1:
+        value = value.clone()
+        dist.all_reduce(value)
+    return value
+
+
+def largest(value: int, device: torch.device) -> int:
+    """The largest of a number over ranks."""
+    if world_size() == 1:
+        return value
+    box = torch.tensor(value, device=device)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return int(box)
+
+
+def gathered_rows(value_B: Tensor) -> tuple[Tensor, slice]:
+    """The rows of all ranks in rank order, and where this rank's are among them. Ranks may have different numbers of rows."""
+    if world_size() == 1:
+        return value_B, slice(0, value_B.shape[0])
+    sizes = torch.zeros(world_size(), dtype=torch.long, device=value_B.device)
+    sizes[rank()] = value_B.shape[0]
+    dist.all_reduce(sizes)
+    padded = value_B.new_zeros(int(sizes.max()))
+    padded[: value_B.shape[0]] = value_B
+    parts = [torch.zeros_like(padded) for _ in range(world_size())]
+    dist.all_gather(parts, padded)
+    start = int(sizes[: rank()].sum())
+    joined = torch.cat([part[: int(size)] for part, size in zip(parts, sizes, strict=True)])
+    return joined, slice(start, start + value_B.shape[0])
+
+
+def shard(module: nn.Module, layers: list[nn.Module], compute_dtype: torch.dtype) -> nn.Module:
+    """Shard a model's parameters, gradients and optimizer state over all ranks (FSDP2), one unit for each layer.
+
+    Args:
+        module: the outermost module whose forward pass is called.
+        layers: the blocks that are gathered one at a time.
+        compute_dtype: type that parameters are gathered in; gradients are summed in float32.
+    """
+    if world_size() == 1:
+        return module
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if compute_dtype in (torch.bfloat16, torch.float16):
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for layer in layers:
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(module, mp_policy=policy)
+
+
+def full_tensor(value: Tensor) -> Tensor:
+    """A sharded tensor put together (on every rank); an ordinary one as it is."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def transformer_layers(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a Hugging Face model, by its own list of classes that are not to be split."""
+    names = set(getattr(model, "_no_split_modules", None) or [])
+    return [module for module in model.modules() if type(module).__name__ in names]
