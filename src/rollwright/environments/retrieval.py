@@ -142,7 +142,7 @@ def _reason(response: Any) -> str:
         return response.text[:300]
 
 
-def search_tool(spec: Any) -> SearchTool:
+def make_search_tool(spec: Any) -> SearchTool:
     """The tool that a config names.
 
     Args:

@@ -1,0 +1,271 @@
+"""An agent that thinks, searches, reads and answers, over as many turns as it needs."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.environments.retrieval import DEFAULT_TOPK, make_search_tool
+from rollwright.errors import ConfigError, WorkflowError
+from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
+from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.rewards.f1 import best_f1
+from rollwright.rewards.wrapper import AsyncRewardWrapper
+from rollwright.tracking import logging
+from rollwright.tracking.metrics import get_tracker
+from rollwright.workflows.base import RolloutWorkflow
+from rollwright.workflows.search_tools import (
+    DOCUMENT_TEMPLATE,
+    INFORMATION_TEMPLATE,
+    PROMPT_TEMPLATE,
+    PROMPT_TEMPLATE_WITH_ACCESS,
+    fill,
+    parse_action,
+    run_tool,
+)
+
+logger = logging.getLogger("search_agent")
+
+
+@dataclass
+class _Sequence:
+    """The tokens of an episode so far, each list as long as the others."""
+
+    input_ids: list[int]
+    logprobs: list[float] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        prompt = self.input_ids
+        self.input_ids = []
+        self.append_context(prompt)
+
+    def append_context(self, ids: list[int]) -> None:
+        """Tokens that the policy did not sample: the prompt, what tools returned."""
+        self.input_ids += ids
+        self.logprobs += [0.0] * len(ids)
+        self.loss_mask += [0] * len(ids)
+        self.versions += [-1] * len(ids)
+
+    def append_response(self, response: ModelResponse) -> None:
+        """Tokens as they were sampled."""
+        self.input_ids += response.output_tokens
+        self.logprobs += response.output_logprobs
+        self.loss_mask += [1] * response.output_len
+        self.versions += response.output_versions or [-1] * response.output_len
+
+    def trajectory(self, reward: float, truncated: bool, temperature: float) -> Trajectory:
+        """One row ``[1, L]``."""
+        return {
+            "input_ids": torch.tensor([self.input_ids], dtype=torch.int64),
+            "logprobs": torch.tensor([self.logprobs], dtype=torch.float32),
+            "loss_mask": torch.tensor([self.loss_mask], dtype=torch.int64),
+            "versions": torch.tensor([self.versions], dtype=torch.int32),
+            "attention_mask": torch.ones(1, len(self.input_ids), dtype=torch.bool),
+            "rewards": torch.tensor([reward], dtype=torch.float32),
+            "temperature": torch.tensor([temperature], dtype=torch.float32),
+            "truncated": torch.tensor([truncated]),
+        }
+
+
+class SearchAgentWorkflow(RolloutWorkflow):
+    """Think, search, read, answer: one row for one episode.
+
+    A turn ends at ``</search>``, ``</access>`` or ``</answer>``. What a tool returned is put between ``<information>`` tags and
+    is not trained on. The episode ends with an answer, an end token, ``max_turns`` turns or ``max_tokens`` tokens.
+
+    Args:
+        gconfig: generation arguments of one turn; the stop strings of the actions are added to its own.
+        tokenizer: tokenizer of the policy.
+        max_tokens: tokens of prompt, turns and tool text together. Tool text that does not fit is cut.
+        max_turns: turns at most.
+        verbose: log turns and length of each episode.
+        search_tool: ``host:port`` of a retrieval service, ``{corpus: FILE}``, ``{encyclopedia: {...}}`` or an object with
+            ``async search(query, topk)``; None: no tool is there and every call says so.
+        prompt_template: text before the first turn, with ``{question}``; None: the template of ``search_tools``.
+        document_template, information_template: how tool results are shown, with ``{title}``, ``{contents}``, ``{url}`` and
+            ``{documents}``.
+        topk: documents of a search.
+        tool_timeout: seconds that one tool call may take.
+        enable_access: offer ``<access> url </access>``.
+        reward_fn: called with the prompt, everything after it, their token ids and the row; None: the best F1 of the answer
+            with one of ``data["answer"]``, 0 without an answer.
+        rollout_stat_scope: scope of the metrics.
+
+    A row needs ``question`` and, for the default reward, ``answer``: text or a list of accepted texts.
+    """
+
+    def __init__(
+        self,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        max_tokens: int = 4096,
+        max_turns: int = 32,
+        verbose: bool = False,
+        *,
+        search_tool: Any = "localhost:5001",
+        prompt_template: str | None = None,
+        document_template: str = DOCUMENT_TEMPLATE,
+        information_template: str = INFORMATION_TEMPLATE,
+        topk: int = DEFAULT_TOPK,
+        tool_timeout: float = 30.0,
+        enable_access: bool = False,
+        reward_fn: Callable[..., Any] | str | None = None,
+        rollout_stat_scope: str = "rollout",
+    ) -> None:
+        if prompt_template is None:
+            prompt_template = PROMPT_TEMPLATE_WITH_ACCESS if enable_access else PROMPT_TEMPLATE
+        for name, template, places in (
+            ("prompt_template", prompt_template, ["{question}"]),
+            ("information_template", information_template, ["{documents}"]),
+        ):
+            if missing := [place for place in places if place not in template]:
+                raise ConfigError(
+                    f"{type(self).__name__}: {name} has no {missing[0]}: {template[:80]!r}. Put it where the text goes."
+                )
+        if max_tokens < 1 or max_turns < 1 or topk < 1 or tool_timeout <= 0:
+            raise ConfigError(f"{type(self).__name__}: max_tokens, max_turns, topk and tool_timeout must be above 0.")
+        self.kinds = ("search", "access", "answer") if enable_access else ("search", "answer")
+        stops = [*(gconfig.stop or []), *(f"</{kind}>" for kind in self.kinds)]
+        self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer).new(n_samples=1, stop=list(dict.fromkeys(stops)))
+        self.tokenizer = tokenizer
+        self.max_tokens = max_tokens
+        self.max_turns = max_turns
+        self.verbose = verbose
+        self.tool = None if search_tool is None else make_search_tool(search_tool)
+        self.prompt_template = prompt_template
+        self.document_template = document_template
+        self.information_template = information_template
+        self.topk = topk
+        self.tool_timeout = tool_timeout
+        self.reward = None if reward_fn is None else AsyncRewardWrapper(reward_fn)
+        self.tracker = get_tracker(rollout_stat_scope)
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory:
+        """See ``RolloutWorkflow``; the trajectory has one row."""
+        prompt_ids = self.tokenizer.encode(fill(self.prompt_template, question=_question(data)), add_special_tokens=False)
+        sequence = _Sequence(list(prompt_ids))
+        rid = uuid.uuid4().hex  # one conversation: every turn goes to the server that holds its cache
+        answer, truncated = None, False
+        turns = tool_calls = tool_failures = 0
+
+        while turns < self.max_turns and answer is None:
+            room = self.max_tokens - len(sequence.input_ids)
+            if room <= 0:
+                truncated = True
+                break
+            turns += 1
+            gconfig = self.gconfig.new(max_new_tokens=min(self.gconfig.max_new_tokens, room))
+            response = await engine.agenerate(
+                ModelRequest(rid=rid, input_ids=sequence.input_ids, gconfig=gconfig, tokenizer=self.tokenizer)
+            )
+            sequence.append_response(response)
+            if response.stop_reason != "stop":
+                truncated = True
+                break
+            action = parse_action(self.tokenizer.decode(response.output_tokens), self.kinds)
+            if action is None:
+                break  # an end token without an action
+            if action.kind == "answer":
+                answer = action.argument
+                break
+            tool_calls += 1
+            information, failed = await self._information(action)
+            tool_failures += failed
+            sequence.append_context(self._cut(information, self.max_tokens - len(sequence.input_ids)))
+
+        reward = await self._reward(prompt_ids, sequence.input_ids[len(prompt_ids) :], answer, data)
+        self.tracker.scalar(
+            turns=turns, tool_calls=tool_calls, tool_failures=tool_failures, answered=answer is not None, episode_reward=reward
+        )
+        if self.verbose:
+            logger.info("turns=%d tools=%d length=%d reward=%.3f", turns, tool_calls, len(sequence.input_ids), reward)
+        return sequence.trajectory(reward, truncated, self.gconfig.effective_temperature)
+
+    async def _information(self, action: Any) -> tuple[str, bool]:
+        """Tool text before and after its contents, and whether the call failed."""
+        if self.tool is None:
+            return "No search engine is connected.", True
+        result = await run_tool(
+            self.tool, action, topk=self.topk, timeout=self.tool_timeout, document_template=self.document_template
+        )
+        return result.text, result.failed
+
+    def _cut(self, information: str, room: int) -> list[int]:
+        """Tokens of the information between its tags; its contents are shortened so that a token of room remains."""
+        whole = self._encode(fill(self.information_template, documents=information))
+        if len(whole) < room:
+            return whole
+        before, after = (self._encode(part) for part in self.information_template.split("{documents}", 1))
+        kept = max(0, room - 1 - len(before) - len(after))
+        return [*before, *self._encode(information)[:kept], *after][: max(0, room)]
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    async def _reward(
+        self, prompt_ids: list[int], completion_ids: list[int], answer: str | None, data: dict[str, Any]
+    ) -> float:
+        if self.reward is not None:
+            prompt, completion = self.tokenizer.decode(prompt_ids), self.tokenizer.decode(completion_ids)
+            return await self.reward(prompt, completion, prompt_ids, completion_ids, **data)
+        accepted = data.get("answer")
+        if accepted is None:
+            raise WorkflowError(
+                f"{type(self).__name__}: the task has no 'answer' (it has {', '.join(sorted(data))}); give one, or a reward_fn."
+            )
+        accepted = [accepted] if isinstance(accepted, str) else list(accepted)
+        return best_f1(answer, accepted) if answer else 0.0
+
+
+class GroupedSearchAgentWorkflow(SearchAgentWorkflow):
+    """A whole GRPO group in one sample: ``group_size`` episodes of the same task side by side, one row each.
+
+    Run it with ``n_samples: 1``: the group is made here. The other arguments are those of ``SearchAgentWorkflow``.
+    """
+
+    def __init__(
+        self,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        max_tokens: int = 4096,
+        max_turns: int = 32,
+        group_size: int = 4,
+        verbose: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(gconfig, tokenizer, max_tokens, max_turns, verbose, **options)
+        if group_size < 1:
+            raise ConfigError(f"GroupedSearchAgentWorkflow: group_size is {group_size}; it is at least 1.")
+        self.group_size = group_size
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory:
+        """See ``RolloutWorkflow``; the trajectory has ``group_size`` rows. Where one episode raises, the others are ended."""
+        tasks = [
+            asyncio.create_task(super(GroupedSearchAgentWorkflow, self).arun_episode(engine, data))
+            for _ in range(self.group_size)
+        ]
+        try:
+            return concat_padded_tensors(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+def _question(data: dict[str, Any]) -> str:
+    if isinstance(data.get("question"), str):
+        return data["question"]
+    messages = data.get("messages")
+    if messages:
+        return messages[-1]["content"]
+    raise WorkflowError(
+        f"SearchAgentWorkflow: the task has no 'question' (it has {', '.join(sorted(data))}); name the column so."
+    )
