@@ -45,6 +45,10 @@ class RolloutError(RollwrightError):
     """Too many samples failed, or rollout cannot go on; the message names the first cause."""
 
 
+class DatasetEnded(RolloutError):  # noqa: N818 (an end, not a fault)
+    """The tasks have come to their end and no group is left to train."""
+
+
 class TrainingError(RollwrightError):
     """The optimisation cannot go on: non-finite losses, a broken batch, a lost rank."""
 

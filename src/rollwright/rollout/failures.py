@@ -1,0 +1,96 @@
+"""Failures of samples: kept, reported with task and traceback, and counted against a budget.
+
+A failed sample is data, not a crash; too many failed samples are a broken run.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from rollwright.errors import RolloutError
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("rollout")
+
+WINDOW = 64  # samples that the failure budget looks back on
+KEPT = 32  # failures whose tracebacks are kept
+LOGGED_IN_FULL = 3  # tracebacks of one cause that the log shows
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One attempt of one sample that raised, timed out or broke the data contract."""
+
+    sample: str
+    task: str
+    workflow: str
+    cause: str  # the last line of the traceback
+    traceback: str
+    is_final: bool  # no attempt is left
+
+
+class FailureLog:
+    """Failures so far, and whether they are too many.
+
+    Args:
+        max_share: share of the last 64 samples that may fail after their retries.
+    """
+
+    def __init__(self, max_share: float) -> None:
+        self.max_share = max_share
+        self.recent: deque[Failure] = deque(maxlen=KEPT)
+        self.first: Failure | None = None
+        self._outcomes: deque[bool] = deque(maxlen=WINDOW)
+        self._logged: Counter[tuple[str, str]] = Counter()
+
+    def record(self, error: BaseException, *, sample: str, task: str, workflow: str, is_final: bool) -> Failure:
+        """Keep and report a failed attempt."""
+        failure = Failure(
+            sample=sample,
+            task=task,
+            workflow=workflow,
+            cause=_last_line(error),
+            traceback="".join(traceback.format_exception(error)),
+            is_final=is_final,
+        )
+        self.recent.append(failure)
+        self.first = self.first or failure
+        key = (type(error).__name__, workflow)
+        self._logged[key] += 1
+        then = "given up" if is_final else "run again"
+        report = logger.error if is_final else logger.warning
+        if self._logged[key] <= LOGGED_IN_FULL:
+            report("%s failed in %s and is %s: %s\n%s", sample, workflow, then, task, failure.traceback)
+        else:
+            report("%s failed in %s and is %s: %s: %s", sample, workflow, then, task, failure.cause)
+        return failure
+
+    def count(self, failed: bool) -> None:
+        """Note how a sample ended, after its retries."""
+        self._outcomes.append(failed)
+
+    @property
+    def too_many(self) -> bool:
+        """True where more of the last 64 samples failed than may."""
+        return sum(self._outcomes) > self.max_share * WINDOW
+
+    def error(self) -> RolloutError:
+        """The error that stops the run; it names the first cause."""
+        failed = sum(self._outcomes)
+        return RolloutError(
+            f"{failed} of the last {len(self._outcomes)} samples failed after their retries; "
+            f"rollout.max_failed_share={self.max_share} allows {int(self.max_share * WINDOW)} of {WINDOW}. {self.describe_first()}"
+        )
+
+    def describe_first(self) -> str:
+        """The first failure in words, with its traceback; empty where nothing failed."""
+        if self.first is None:
+            return ""
+        first = self.first
+        return f"First cause: {first.cause} in {first.workflow}, {first.sample}, {first.task}.\n{first.traceback}"
+
+
+def _last_line(error: BaseException) -> str:
+    return traceback.format_exception_only(error)[-1].strip()

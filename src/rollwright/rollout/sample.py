@@ -1,0 +1,170 @@
+"""The engine bound to a sample: what a workflow is given instead of the engine itself.
+
+Invariants:
+
+* every request that the engine serves stands in the sample's record, once;
+* a request's seed depends on the run's seed, the task, the sample and the request's place in it, and on nothing else: not
+  on the attempt, the other samples or the clock;
+* after ``close`` no model call of the sample succeeds, from whatever thread it comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import hashlib
+import time
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rollwright.errors import EngineError, RequestAborted
+from rollwright.experience.recorder import Recorder
+from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.request import ModelRequest, ModelResponse
+
+if TYPE_CHECKING:
+    from rollwright.rollout.waves import WaveGate
+
+#: The sample that the running asyncio task belongs to; inherited by the tasks that it starts.
+CURRENT_SAMPLE: contextvars.ContextVar[SampleEngine | None] = contextvars.ContextVar("current_sample", default=None)
+
+
+class SampleName(NamedTuple):
+    """Which execution of which task: the draw's ordinal, the sample within the group, the attempt."""
+
+    ordinal: int
+    index: int
+    attempt: int = 0
+    is_eval: bool = False
+
+    def __str__(self) -> str:
+        kind = "evaluation task" if self.is_eval else "task"
+        again = f", attempt {self.attempt + 1}" if self.attempt else ""
+        return f"{kind} {self.ordinal}, sample {self.index}{again}"
+
+
+def request_seed(run_seed: int, sample: SampleName, conversation: int, turn: int, index: int = 0) -> int:
+    """A request's seed: 63 bits of BLAKE2b over its place in the run; the same in every process and version of Python.
+
+    Args:
+        run_seed: the run's seed.
+        sample: the sample; its attempt does not count, so that a sample that is run again draws the same tokens.
+        conversation: the conversation's number, in order of first appearance in the sample.
+        turn: the request's number in its conversation.
+        index: which of several completions of one prompt.
+    """
+    place = f"{run_seed}/{int(sample.is_eval)}/{sample.ordinal}/{sample.index}/{conversation}/{turn}/{index}"
+    return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little") >> 1
+
+
+class SampleEngine(InferenceEngine):
+    """Forwards requests to the run's engine, with a seed each, and records what comes back.
+
+    Args:
+        engine: the engine of the run.
+        name: which sample this is.
+        run_seed: the run's seed.
+        loop: the executor's event loop; calls from other loops are carried over to it.
+        gate: holds requests back so that they go out in waves (deterministic mode); None: they go out at once.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        name: SampleName,
+        *,
+        run_seed: int,
+        loop: asyncio.AbstractEventLoop,
+        gate: WaveGate | None = None,
+        workflow: str = "",
+    ) -> None:
+        self.engine = engine
+        self.name = name
+        self.workflow = workflow
+        self.loop = loop
+        self.recorder = Recorder()
+        self.closed_because: str | None = None
+        self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()  # filled in deterministic mode only
+        self._run_seed = run_seed
+        self._gate = gate
+        self._conversations: set[str] = set()
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """Sample one completion; see :meth:`InferenceEngine.agenerate`. May be awaited on any event loop."""
+        if asyncio.get_running_loop() is not self.loop:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.agenerate(request), self.loop))
+        self._refuse_if_closed()
+        if request.gconfig.n_samples != 1:
+            raise EngineError(
+                f"a request asks for n_samples={request.gconfig.n_samples}: one request is one completion. "
+                "Pass gconfig.new(n_samples=1) and ask several times."
+            )
+        self._conversations.add(request.rid)
+        place = self.recorder.open_turn(request.rid)
+        sent = self._seeded(request, *place)
+        started = time.time()
+        if self._gate is None:
+            response = await self.engine.agenerate(sent)
+        else:
+            response = await self._gate.agenerate(self, sent, place)
+        self._refuse_if_closed()
+        self.recorder.record(sent, response, place=place, started=started)
+        return response
+
+    def close(self, because: str) -> None:
+        """Refuse every further model call of this sample."""
+        self.closed_because = self.closed_because or because
+
+    @property
+    def head_version(self) -> int | None:
+        """Version of the oldest token that the sample holds; None before the first token."""
+        versions = [min(record.versions) for record in self.recorder.records if len(record.versions)]
+        return min(versions, default=None)
+
+    def _seeded(self, request: ModelRequest, conversation: int, turn: int) -> ModelRequest:
+        seed = request.seed
+        if seed is None:
+            seed = request.gconfig.seed
+        if seed is None:
+            seed = request_seed(self._run_seed, self.name, conversation, turn, request.metadata.get("index", 0))
+        sent = ModelRequest.__new__(ModelRequest)  # the ids were checked when the request was made
+        sent.__dict__.update(request.__dict__)
+        sent.input_ids = list(request.input_ids)
+        sent.seed = seed
+        return sent
+
+    def _refuse_if_closed(self) -> None:
+        if self.closed_because is not None:
+            raise RequestAborted(
+                f"model call of {self.name} refused: the sample {self.closed_because}. What it returns is not used; let it end."
+            )
+
+    # -- the rest of the protocol: a workflow may look, but the engine belongs to the run ------------------------------
+
+    def get_version(self) -> int:
+        """Version of the weights that the next token is sampled with."""
+        return self.engine.get_version()
+
+    def set_version(self, version: int) -> None:
+        """Refused: versions are published by the trainer."""
+        self._not_for_workflows("set_version")
+
+    def pause(self) -> None:
+        """Refused: one sample must not stop the others."""
+        self._not_for_workflows("pause")
+
+    def resume(self) -> None:
+        """Refused: see :meth:`pause`."""
+        self._not_for_workflows("resume")
+
+    def abort(self, rid: str | None = None) -> None:
+        """End this sample's conversation ``rid``, or all of its conversations."""
+        for own in [rid] if rid is not None else list(self._conversations):
+            if own in self._conversations:
+                self.engine.abort(own)
+
+    def _not_for_workflows(self, method: str) -> None:
+        raise EngineError(
+            f"a workflow called engine.{method}() in {self.name}: the engine it was given is bound to its sample. "
+            f"Call {method} on the rollout engine, outside of the workflow."
+        )

@@ -1,0 +1,164 @@
+"""How far sampling may run ahead of training, counted in groups; evaluation is not counted.
+
+A group is admitted while
+
+    running + ready + in_training < (max_head_offpolicyness + 1) * batch        (and the extra groups of over-sampling)
+
+and a group in training gives its place back when the next version is published. Nothing here counts over the life of the
+run, so a rejection, a drop or a resume can neither starve nor flood it.
+
+A group that was admitted at version ``s`` must be trained at version ``s + max_head_offpolicyness`` at the latest. Batches
+take the oldest ready groups first, and where ``on_stale`` is "wait" a batch leaves only if the groups that stay behind can
+still all meet their deadline in batches to come: earliest deadline first, which meets all deadlines whenever that is
+possible. The admission rule makes it possible, so under "wait" nothing ever has to be dropped for its age.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+
+class Staleness:
+    """Counts groups by state, and decides on admission and on departure.
+
+    Args:
+        max_head_offpolicyness: most versions between a group's admission and its training.
+        batch: groups in a training batch; None: not known yet, and admission is not limited.
+        over_sampling: share of extra groups that are started and cut when their batch is complete.
+    """
+
+    def __init__(self, max_head_offpolicyness: int, batch: int | None = None, over_sampling: float = 0.0) -> None:
+        self.limit = max_head_offpolicyness
+        self.batch = batch
+        self.over_sampling = over_sampling
+        self.version = 0
+        self.running = 0
+        self.ready = 0
+        self.in_training = 0
+        self._living: Counter[int] = Counter()  # version of admission -> groups that run or are ready
+
+    @property
+    def places(self) -> float:
+        """Groups that may live at once; infinite while the batch is not known."""
+        if self.batch is None:
+            return math.inf
+        return (self.limit + 1) * self.batch + math.ceil(self.over_sampling * self.batch)
+
+    @property
+    def capacity(self) -> float:
+        """Groups that may be admitted now; 0 or less: none."""
+        return self.places - self.running - self.ready - self.in_training
+
+    @property
+    def surplus(self) -> int:
+        """Living groups beyond the rule without over-sampling's extras: what is cut when a batch leaves."""
+        if self.batch is None:
+            return 0
+        return max(0, self.running + self.ready + self.in_training - (self.limit + 1) * self.batch)
+
+    def admit(self) -> int:
+        """A group begins to run; returns the version that it is admitted at."""
+        self.running += 1
+        self._living[self.version] += 1
+        return self.version
+
+    def finish(self) -> None:
+        """A running group is complete and accepted."""
+        self.running -= 1
+        self.ready += 1
+
+    def restore(self, admitted: int) -> None:
+        """A complete group came with a checkpoint."""
+        self.ready += 1
+        self._living[admitted] += 1
+
+    def drop_running(self, admitted: int) -> None:
+        """A running group was rejected, failed, filtered or cut."""
+        self.running -= 1
+        self._leave(admitted)
+
+    def drop_ready(self, admitted: int) -> None:
+        """A complete group was found stale or cut."""
+        self.ready -= 1
+        self._leave(admitted)
+
+    def train(self, admitted: Iterable[int]) -> None:
+        """Complete groups, named by the versions they were admitted at, leave for training."""
+        for version in admitted:
+            self.ready -= 1
+            self.in_training += 1
+            self._leave(version)
+
+    def release(self) -> None:
+        """The groups in training give their places back, without a new version."""
+        self.in_training = 0
+
+    def publish(self, version: int) -> None:
+        """A version was published: what was in training is trained."""
+        self.version = version
+        self.release()
+
+    def is_stale(self, head_version: int) -> bool:
+        """True where a group with this oldest version must not be trained any more."""
+        return self.version - head_version > self.limit
+
+    def must_wait(self, leaving: Iterable[int], batch: int) -> bool:
+        """True where a batch would leave groups behind that can no longer all be trained in time.
+
+        Args:
+            leaving: versions at which the groups were admitted that are in the batch, or are cut when it leaves.
+            batch: groups in a batch.
+
+        With ``n`` groups left behind whose deadline is ``d`` or earlier, and the batches of the versions
+        ``version + 1 … d`` to come, all are in time if ``n <= batch * (d - version)`` for every ``d``.
+        """
+        left = self._living.copy()
+        left.subtract(leaving)
+        behind = 0
+        for admitted in sorted(left):
+            behind += left[admitted]
+            rounds = max(0, admitted + self.limit - self.version)
+            if behind > batch * rounds:
+                return True
+        return False
+
+    def _leave(self, admitted: int) -> None:
+        self._living[admitted] -= 1
+        if not self._living[admitted]:
+            del self._living[admitted]
+
+
+class Frontier:
+    """Which ordinals are done, as a frontier and the few that lie beyond it: what a checkpoint needs to train each task once.
+
+    An ordinal is done when its group was trained, rejected, dropped or given up.
+    """
+
+    def __init__(self, frontier: int = 0, beyond: Sequence[int] = ()) -> None:
+        self.frontier = frontier  # every ordinal below it is done
+        self._beyond: list[int] = sorted(beyond)
+
+    @property
+    def beyond(self) -> list[int]:
+        """Ordinals at or above the frontier that are done, ascending."""
+        return list(self._beyond)
+
+    def done(self, ordinal: int) -> None:
+        """Mark an ordinal as done; once more is the same as once."""
+        if ordinal < self.frontier or ordinal in self:
+            return
+        insort(self._beyond, ordinal)
+        passed = 0
+        while passed < len(self._beyond) and self._beyond[passed] == self.frontier:
+            self.frontier += 1
+            passed += 1
+        del self._beyond[:passed]
+
+    def __contains__(self, ordinal: int) -> bool:
+        if ordinal < self.frontier:
+            return True
+        position = bisect_left(self._beyond, ordinal)
+        return position < len(self._beyond) and self._beyond[position] == ordinal

@@ -1,0 +1,112 @@
+"""The watch over the event loop: who holds it up, and on which line.
+
+All samples share one loop. A workflow that computes, sleeps or reads a file without awaiting stops all the others; the watch
+sees that the loop's heart does not beat, looks where the loop's thread stands, and says so in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import linecache
+import sys
+import threading
+import time
+from collections import Counter
+from types import FrameType
+
+from rollwright.rollout.sample import SampleEngine
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("rollout")
+
+BEAT = 0.1  # seconds between two beats of the loop's heart
+SLOW = 0.5  # seconds without a beat that are reported
+REPORTS_OF_A_LINE = 3
+
+_OWN = ("rollwright/rollout/", "rollwright/experience/", "/asyncio/", "/threading.py")
+
+
+class LoopWatch:
+    """Watches one event loop from a thread of its own.
+
+    Args:
+        loop: the loop; ``start`` and ``stop`` are called in its thread.
+        slow: seconds without a beat that are reported.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, slow: float = SLOW) -> None:
+        self._loop = loop
+        self._slow = slow
+        self._beat = time.monotonic()
+        self._thread_id: int | None = None
+        self._ended = threading.Event()
+        self._reported: Counter[str] = Counter()
+        self.reports = 0
+        self.latest = ""
+
+    def start(self) -> None:
+        """Begin to watch the calling thread."""
+        self._thread_id = threading.get_ident()
+        self._beat = time.monotonic()
+        self._loop.call_soon(self._pulse)
+        threading.Thread(target=self._watch, name="rollwright-loop-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the watch."""
+        self._ended.set()
+
+    def where(self) -> str | None:
+        """File, line and source of what the loop's thread is doing, with the workflow where it is known."""
+        frame = sys._current_frames().get(self._thread_id) if self._thread_id is not None else None
+        return None if frame is None else _describe(frame)
+
+    def _pulse(self) -> None:
+        self._beat = time.monotonic()
+        if not self._ended.is_set():
+            self._loop.call_later(BEAT, self._pulse)
+
+    def _watch(self) -> None:
+        seen = 0.0
+        while not self._ended.wait(BEAT):
+            beat = self._beat
+            late = time.monotonic() - beat - BEAT
+            if late < self._slow or beat == seen:
+                continue
+            place = self.where()
+            if place is None:
+                continue
+            seen = beat
+            self.reports += 1
+            self.latest = place
+            self._reported[place] += 1
+            if self._reported[place] <= REPORTS_OF_A_LINE:
+                logger.warning(
+                    "the event loop of all samples has stood still for %.1f s: %s. Await instead of blocking: asyncio.sleep for "
+                    "time.sleep, an async client for requests, asyncio.to_thread for work.",
+                    late,
+                    place,
+                )
+
+
+def _describe(frame: FrameType) -> str | None:
+    """The innermost line of user code that is on the stack, and the workflow whose episode it belongs to."""
+    workflow, users, innermost = None, None, frame
+    current: FrameType | None = frame
+    while current is not None:
+        code = current.f_code
+        file = code.co_filename.replace("\\", "/")
+        if code.co_name == "arun_episode" and "self" in current.f_locals and workflow is None:
+            workflow = type(current.f_locals["self"]).__qualname__
+        sample = current.f_locals.get("sample")
+        if isinstance(sample, SampleEngine) and workflow is None:
+            workflow = sample.workflow
+        is_own = any(part in file for part in _OWN) or file.startswith(sys.base_prefix) or "site-packages" in file
+        if users is None and not is_own:
+            users = current
+        current = current.f_back
+    if workflow is None and users is None:
+        return None  # the loop itself, between two steps
+    spot = users or innermost
+    file, line = spot.f_code.co_filename, spot.f_lineno
+    source = linecache.getline(file, line).strip()
+    return f"{workflow or 'a task of a workflow'} at {file}:{line} in {spot.f_code.co_name}: {source}"

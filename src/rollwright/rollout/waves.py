@@ -1,0 +1,198 @@
+"""Deterministic mode: model requests go out in waves, so that what is batched together does not depend on the clock.
+
+Requests of running samples are held until no running sample can go on without an answer. Then all held requests are handed
+to the engine at once, in the order of (evaluation, ordinal, sample, conversation, turn), and the next wave is not begun
+before the last one is answered. A sample that awaits a tool holds the wave up until the tool has answered: there is no limit
+by the clock here, since a limit would let the clock decide what stands in a wave.
+
+When is a sample blocked? All of its asyncio tasks are followed to what they wait for. A held request, another task of the
+sample, or a lock, queue, event or task group (whose holder is some other task that is looked at too) is a wait that only a
+wave can end; a timer, a socket or a thread is a wait that ends by itself. A sample whose own thread makes model calls is
+blocked as soon as one of those is held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import asyncio.locks
+import asyncio.queues
+import asyncio.taskgroups
+import asyncio.tasks
+import contextvars
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.rollout.sample import CURRENT_SAMPLE, SampleEngine
+
+#: Seconds between two looks at samples that gave no sign (one passed from a tool to a lock, say). It delays a wave, and
+#: never changes what is in it.
+LOOK_AGAIN = 0.02
+
+_STRUCTURAL_FILES = {asyncio.locks.__file__, asyncio.queues.__file__, asyncio.taskgroups.__file__}
+_STRUCTURAL_CODE = {asyncio.tasks._wait.__code__, asyncio.tasks.wait_for.__code__}  # type: ignore[attr-defined]
+
+
+@dataclass(slots=True)
+class _Held:
+    order: tuple[Any, ...]
+    sample: SampleEngine
+    request: ModelRequest
+    answer: asyncio.Future[ModelResponse]
+    from_thread: bool
+
+
+class WaveGate:
+    """Holds the requests of a loop's samples and lets them go wave by wave.
+
+    Args:
+        engine: has ``agenerate_batch`` (requests are taken over atomically); otherwise they are started in order.
+        loop: the executor's loop; its task factory is set so that a sample's tasks are known.
+        is_open: a wave may begin only while this says so (somebody waits for a batch that is not complete).
+    """
+
+    def __init__(self, engine: InferenceEngine, loop: asyncio.AbstractEventLoop, is_open: Callable[[], bool]) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._is_open = is_open
+        self._held: list[_Held] = []
+        self._samples: set[SampleEngine] = set()
+        self._in_flight = False
+        self._look: asyncio.Handle | None = None
+        self._later: asyncio.TimerHandle | None = None
+        self._from_threads: set[int] = set()
+        self.waves = 0
+        loop.set_task_factory(self._make_task)
+
+    def enter(self, sample: SampleEngine, task: asyncio.Task[Any]) -> None:
+        """A sample begins to run in ``task``: no wave goes out until it is blocked too."""
+        self._samples.add(sample)
+        self._from_threads.discard(id(task))
+        sample.tasks.add(task)
+
+    def leave(self, sample: SampleEngine) -> None:
+        """A sample has ended; what it still asked for is forgotten."""
+        self._samples.discard(sample)
+        for held in [held for held in self._held if held.sample is sample]:
+            self._held.remove(held)
+            held.answer.cancel()
+        self.look()
+
+    def look(self) -> None:
+        """Look, when the loop comes to it, whether a wave can go out."""
+        if self._look is None and self._held and not self._in_flight:
+            self._look = self._loop.call_soon(self._try, context=contextvars.Context())  # the wave is nobody's task
+
+    async def agenerate(self, sample: SampleEngine, request: ModelRequest, place: tuple[int, int]) -> ModelResponse:
+        """Hold a request until its wave, and return its response."""
+        current = asyncio.current_task()
+        name = sample.name
+        held = _Held(
+            (name.is_eval, name.ordinal, name.index, *place),
+            sample,
+            request,
+            self._loop.create_future(),
+            from_thread=current is not None and id(current) in self._from_threads,
+        )
+        self._held.append(held)
+        self.look()
+        try:
+            return await held.answer
+        finally:
+            if held in self._held:
+                self._held.remove(held)
+
+    # -- on the loop ---------------------------------------------------------------------------------------------------
+
+    def _try(self) -> None:
+        self._look = None
+        if self._in_flight or not self._held or not self._is_open():
+            return
+        held_by: dict[SampleEngine, list[_Held]] = {}
+        for held in self._held:
+            held_by.setdefault(held.sample, []).append(held)
+        busy = next((sample for sample in self._samples if not self._is_blocked(sample, held_by.get(sample, ()))), None)
+        if busy is None:
+            self._in_flight = True
+            wave, self._held = sorted(self._held, key=lambda held: held.order), []
+            self._wave = self._loop.create_task(self._run(wave), name=f"wave {self.waves}")
+        elif self._later is None:
+            self._later = self._loop.call_later(LOOK_AGAIN, self._try_later)
+
+    def _try_later(self) -> None:
+        self._later = None
+        self._try()
+
+    async def _run(self, wave: list[_Held]) -> None:
+        self.waves += 1
+        requests = [held.request for held in wave]
+        try:
+            answers = await self._generate(requests)
+        except BaseException as error:
+            answers = [error] * len(wave)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        finally:
+            self._in_flight = False
+        for held, answer in zip(wave, answers, strict=True):
+            if held.answer.done():
+                continue
+            if isinstance(answer, BaseException):
+                held.answer.set_exception(answer)
+            else:
+                held.answer.set_result(answer)
+        self.look()
+
+    async def _generate(self, requests: list[ModelRequest]) -> list[ModelResponse | BaseException]:
+        batch = getattr(self._engine, "agenerate_batch", None)
+        if batch is None:
+            return await asyncio.gather(*(self._engine.agenerate(r) for r in requests), return_exceptions=True)
+        return list(await batch(requests))
+
+    def _make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(coroutine, loop=loop, **kwargs)
+        sample = CURRENT_SAMPLE.get()
+        if asyncio.current_task(loop) is None:  # begun by a callback: a call from another thread
+            key = id(task)
+            self._from_threads.add(key)
+            task.add_done_callback(lambda _: self._from_threads.discard(key))
+        elif sample is not None:
+            sample.tasks.add(task)
+        return task
+
+    def _is_blocked(self, sample: SampleEngine, held_requests: Iterable[_Held]) -> bool:
+        held = {id(held.answer) for held in held_requests}
+        in_thread = any(held.from_thread for held in held_requests)
+        pending = [task for task in sample.tasks if not task.done()]
+        own = {id(task) for task in pending}
+        return all(self._waits_for_wave(task, held, own, in_thread) for task in pending)
+
+    @staticmethod
+    def _waits_for_wave(task: asyncio.Task[Any], held: set[int], own: set[int], in_thread: bool) -> bool:
+        waiter = getattr(task, "_fut_waiter", None)
+        if waiter is None:
+            return False  # ready to run
+        parts = getattr(waiter, "_children", None) or [waiter]
+        if all(part.done() or id(part) in held or id(part) in own for part in parts) and not waiter.done():
+            return True
+        if waiter.done():
+            return False
+        code = _innermost_code(task)
+        structural = code is not None and (code.co_filename in _STRUCTURAL_FILES or code in _STRUCTURAL_CODE)
+        return structural or in_thread
+
+
+def _innermost_code(task: asyncio.Task[Any]) -> Any:
+    """The code in which a task's chain of awaits ends."""
+    current: Any = task.get_coro()
+    code = None
+    while current is not None:
+        code = (
+            getattr(current, "cr_code", None) or getattr(current, "gi_code", None) or getattr(current, "ag_code", None) or code
+        )
+        current = (
+            getattr(current, "cr_await", None) or getattr(current, "gi_yieldfrom", None) or getattr(current, "ag_await", None)
+        )
+    return code

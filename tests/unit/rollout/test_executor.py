@@ -1,0 +1,385 @@
+"""The executor: groups, ends of samples, batches, and calls that must not wait for ever."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+import torch
+from echo import EchoEngine
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.sections import RolloutConfig
+from rollwright.errors import ConfigError, DatasetEnded, RequestAborted, RolloutError, WorkflowError
+from rollwright.inference.request import ModelRequest
+from rollwright.rollout.executor import RolloutExecutor
+from rollwright.rollout.sample import SampleName, request_seed
+
+GCONFIG = GenerationHyperparameters(max_new_tokens=3)
+
+
+class OneTurn:
+    """One request; the row's ``does`` says how it ends."""
+
+    def __init__(self, reward=None):
+        self.reward = reward
+        self.started = 0
+
+    async def arun_episode(self, engine, data):
+        self.started += 1
+        does = data.get("does", "answer")
+        if does == "raise":
+            raise ValueError("a bug in the workflow")
+        if does == "reject":
+            return None
+        if does == "hang":
+            await asyncio.sleep(3600)
+        if does == "raise once" and engine.name.attempt == 0:
+            raise ValueError("a passing fault")
+        response = await engine.agenerate(ModelRequest(input_ids=[1, 2, data.get("id", 0) + 1], gconfig=GCONFIG))
+        reward = engine.name.index if self.reward is None else self.reward
+        if does == "equal":
+            reward = 1.0
+        return {"input_ids": response.input_tokens, "output_ids": response.output_tokens, "reward": float(reward)}
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def build(engine=None, **options):
+        config = {name: options.pop(name) for name in list(options) if name in RolloutConfig.__dataclass_fields__}
+        executor = RolloutExecutor(engine or EchoEngine(), RolloutConfig(**config), **options)
+        made.append(executor)
+        return executor
+
+    yield build
+    for executor in made:
+        executor.destroy()
+
+
+def tasks(count, **more):
+    return [{"id": index, **more} for index in range(count)]
+
+
+def test_a_group_is_the_task_repeated_and_ids_say_so(make):
+    batch = make().rollout_batch(tasks(3), OneTurn, group_size=4)
+    assert batch["input_ids"].shape == (12, 6)
+    assert batch["group_ids"].unique().numel() == 3
+    assert batch["sample_ids"].unique().numel() == 12
+    assert batch["rewards"].tolist() == [0, 1, 2, 3] * 3
+    assert batch["input_ids"][:, 2].tolist() == [1] * 4 + [2] * 4 + [3] * 4  # the order of the list
+    assert (batch["versions"][:, 3:] == 0).all() and (batch["versions"][:, :3] == -1).all()
+
+
+def test_a_workflow_that_returns_several_rows_makes_its_own_group(make):
+    class Grouped:
+        async def arun_episode(self, engine, data):
+            rows = await asyncio.gather(*(OneTurn().arun_episode(engine, data) for _ in range(4)))
+            return [
+                {
+                    "input_ids": torch.tensor([row["input_ids"] + row["output_ids"]]),
+                    "loss_mask": torch.tensor([[0] * 3 + [1] * 3]),
+                    "rewards": torch.tensor([row["reward"]]),
+                    "attention_mask": torch.ones(1, 6, dtype=torch.bool),
+                }
+                for row in rows
+            ]
+
+    batch = make().rollout_batch(tasks(2), Grouped())
+    assert batch["group_ids"].bincount().tolist() == [4, 4]
+    assert batch["sample_ids"].unique().numel() == 8
+
+
+def test_seeds_depend_on_the_place_in_the_run_and_on_nothing_else(make):
+    first, second = EchoEngine(), EchoEngine(latency=lambda request: (request.seed % 7) / 1000)
+    for engine in (first, second):
+        make(engine, seed=5).rollout_batch(tasks(6), OneTurn, group_size=2)
+    seeds = [sorted(request.seed for request in engine.requests) for engine in (first, second)]
+    assert seeds[0] == seeds[1] and len(set(seeds[0])) == 12
+    assert seeds[0] == sorted(request_seed(5, SampleName(task, index), 0, 0) for task in range(6) for index in range(2))
+    third = EchoEngine()
+    make(third, seed=6).rollout_batch(tasks(6), OneTurn, group_size=2)
+    assert not set(seeds[0]) & {request.seed for request in third.requests}
+
+
+def test_the_seed_is_the_same_in_every_process_and_version():
+    assert request_seed(1, SampleName(0, 0), 0, 0) == 7109760395788653183
+    assert request_seed(1, SampleName(0, 0, attempt=3), 0, 0) == request_seed(1, SampleName(0, 0), 0, 0)
+    assert request_seed(1, SampleName(0, 0, is_eval=True), 0, 0) != request_seed(1, SampleName(0, 0), 0, 0)
+
+
+def test_rejected_failed_and_accepted_are_counted_apart(make):
+    executor = make(max_failed_share=1.0)
+    rows = [*tasks(2), {"id": 2, "does": "reject"}, {"id": 3, "does": "raise"}, {"id": 4, "does": "raise once"}]
+    batch = executor.rollout_batch(rows, OneTurn)
+    assert batch["input_ids"][:, 2].tolist() == [1, 2, 5]
+    counters = executor.counters()
+    assert [counters[f"groups/{name}"] for name in ("accepted", "rejected", "failed")] == [3, 1, 1]
+    assert [counters[f"samples/{name}"] for name in ("accepted", "rejected", "failed", "retried")] == [3, 1, 1, 2]
+    failure = executor.failures[0]
+    assert (
+        "'does': 'raise'" in failure.task
+        and "a bug in the workflow" in failure.traceback
+        and "arun_episode" in failure.traceback
+    )
+
+
+def test_a_group_trains_whole_or_not_at_all(make):
+    class LastMemberFails(OneTurn):
+        async def arun_episode(self, engine, data):
+            if engine.name.index == 3 and data["id"] == 0:
+                raise ValueError("one member of four")
+            return await super().arun_episode(engine, data)
+
+    batch = make().rollout_batch(tasks(2), LastMemberFails(), group_size=4)
+    assert batch["input_ids"].shape[0] == 4 and set(batch["input_ids"][:, 2].tolist()) == {2}
+
+
+def test_nothing_accepted_is_an_error_that_names_the_first_cause(make):
+    with pytest.raises(RolloutError, match=r"none of 2 tasks.*ValueError: a bug in the workflow"):
+        make(max_failed_share=1.0).rollout_batch(tasks(2, does="raise"), OneTurn)
+    with pytest.raises(RolloutError, match="rejected by its workflow"):
+        make().rollout_batch(tasks(2, does="reject"), OneTurn)
+
+
+def test_too_many_failures_stop_the_run(make):
+    executor = make(max_failed_share=0.1, max_sample_retries=0)
+    with pytest.raises(RolloutError, match=r"max_failed_share=0.1 allows 6 of 64.*a bug in the workflow(.|\n)*Traceback"):
+        executor.rollout_batch([*tasks(20), *tasks(20, does="raise")], OneTurn)
+    with pytest.raises(RolloutError, match="a bug in the workflow"):
+        executor.submit({"id": 0}, OneTurn)
+
+
+def test_a_time_limit_ends_the_sample_and_its_later_model_calls(make):
+    late = {}
+
+    class Stubborn:
+        async def arun_episode(self, engine, data):
+            try:
+                await asyncio.sleep(30)
+            except asyncio.CancelledError:
+                try:
+                    await engine.agenerate(ModelRequest(input_ids=[1], gconfig=GCONFIG))
+                except RequestAborted as error:
+                    late["error"] = str(error)
+                raise
+
+    executor = make(sample_timeout=0.05, max_sample_retries=0)
+    with pytest.raises(RolloutError, match=r"sample_timeout=0.05 s \(it had made 0 model calls\)"):
+        executor.rollout_batch(tasks(1), Stubborn())
+
+    async def slow_call(engine):
+        await asyncio.sleep(0.1)
+        await engine.agenerate(ModelRequest(input_ids=[1], gconfig=GCONFIG))
+
+    class LeavesATaskBehind:
+        async def arun_episode(self, engine, data):
+            late["task"] = asyncio.create_task(slow_call(engine))
+            await asyncio.sleep(30)
+
+    with pytest.raises(RolloutError):
+        executor.rollout_batch(tasks(1), LeavesATaskBehind())
+    time.sleep(0.2)
+    assert isinstance(late["task"].exception(), RequestAborted)
+
+
+def test_submit_wait_and_wait_for_task(make):
+    executor = make()
+    ids = [executor.submit(row, OneTurn, group_size=2) for row in tasks(4)]
+    assert executor.wait_for_task(ids[2])["input_ids"][:, 2].tolist() == [3, 3]
+    assert executor.wait(3, timeout=5)["input_ids"].shape[0] == 6
+    with pytest.raises(RolloutError, match="delivered already"):
+        executor.wait_for_task(ids[2])
+    with pytest.raises(RolloutError, match="only 0 groups are ready, and no task is queued or running"):
+        executor.wait(1)
+    rejected = executor.submit({"id": 0, "does": "reject"}, OneTurn)
+    with pytest.raises(RolloutError, match="rejected by its workflow"):
+        executor.wait_for_task(rejected, timeout=5)
+    executor.submit({"id": 0, "does": "hang"}, OneTurn)
+    with pytest.raises(TimeoutError, match="1 running"):
+        executor.wait(1, timeout=0.05)
+
+
+def test_evaluation_is_apart_from_training(make):
+    executor = make(dynamic_filter="no_variance", batch_size=1)
+    executor.submit({"id": 0}, OneTurn, is_eval=True)
+    executor.submit({"id": 1}, OneTurn)
+    executor.submit({"id": 2}, OneTurn, is_eval=True)  # no place is free for training, and none is needed
+    assert sorted(executor.wait(2, is_eval=True)["input_ids"][:, 2].tolist()) == [1, 3]
+    assert executor.wait(1)["input_ids"][:, 2].tolist() == [2]
+    with pytest.raises(RolloutError, match="no task is queued or running"):
+        executor.wait(1, is_eval=True)
+    batch = executor.rollout_batch(tasks(2, does="equal"), OneTurn, group_size=2, is_eval=True)
+    assert batch["rewards"].tolist() == [1.0] * 4  # not filtered
+
+
+def test_should_accept_fn_and_filters_are_counted_by_name(make):
+    executor = make(dynamic_filter="no_variance")
+    rows = [{"id": 0, "does": "equal"}, {"id": 1}, {"id": 2}]
+    batch = executor.rollout_batch(
+        rows, OneTurn, group_size=2, should_accept_fn=lambda trajectory: int(trajectory["input_ids"][0, 2]) != 2
+    )
+    assert set(batch["input_ids"][:, 2].tolist()) == {3}
+    counters = executor.counters()
+    assert counters["groups/dropped/no_variance"] == 1 and counters["groups/dropped/should_accept_fn"] == 1
+    with pytest.raises(WorkflowError, match="there is no module 'accepting'"):
+        executor.rollout_batch(rows, OneTurn, group_size=2, should_accept_fn="accepting.nothing")
+
+
+def test_synchronous_calls_work_while_the_callers_loop_runs(make):
+    executor = make()
+
+    async def notebook_cell():
+        return executor.rollout_batch(tasks(2), OneTurn)
+
+    assert asyncio.run(notebook_cell())["input_ids"].shape[0] == 2
+
+
+def test_several_threads_share_an_executor(make):
+    executor = make(EchoEngine(latency=0.005))
+    batches = {}
+
+    def work(name):
+        batches[name] = executor.rollout_batch(tasks(5), OneTurn, group_size=name)
+
+    threads = [threading.Thread(target=work, args=(size,)) for size in (1, 2, 3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert {name: batch["input_ids"].shape[0] for name, batch in batches.items()} == {1: 5, 2: 10, 3: 15, 4: 20}
+
+
+def test_a_synchronous_call_from_inside_a_workflow_is_refused(make):
+    executor = make(max_sample_retries=0)
+
+    class Inside:
+        async def arun_episode(self, engine, data):
+            return executor.rollout_batch(tasks(1), OneTurn)
+
+    with pytest.raises(RolloutError, match="from inside a workflow"):
+        executor.rollout_batch(tasks(1), Inside())
+
+
+def test_prepare_batch_refills_for_what_is_filtered(make):
+    executor = make(dynamic_filter="no_variance")
+    loader = Loader([{"id": index, "does": "equal" if index % 3 == 0 else "answer"} for index in range(12)], 4)
+    seen = []
+    for version in range(1, 4):
+        batch = executor.prepare_batch(loader, OneTurn, group_size=2)
+        assert batch["group_ids"].unique().numel() == 4
+        seen += batch["input_ids"][::2, 2].tolist()
+        executor.set_version(version)
+    assert executor.counters()["groups/dropped/no_variance"] >= 4
+    assert not {1, 4, 7, 10} & set(seen)
+
+
+class Loader:
+    """Lists of rows, epoch after epoch."""
+
+    def __init__(self, rows, batch_size):
+        self.rows, self.batch_size = rows, batch_size
+
+    def __iter__(self):
+        for start in range(0, len(self.rows), self.batch_size):
+            yield self.rows[start : start + self.batch_size]
+
+
+def test_an_iterator_ends_with_a_smaller_batch_and_then_says_so(make):
+    executor = make()
+    rows = iter(Loader(tasks(5), 5))
+    sizes = []
+    for version in range(1, 4):
+        sizes.append(executor.prepare_batch(rows, OneTurn, batch_size=2)["input_ids"].shape[0])
+        executor.set_version(version)
+    assert sizes == [2, 2, 1]
+    with pytest.raises(DatasetEnded):
+        executor.prepare_batch(rows, OneTurn, batch_size=2)
+
+
+def test_a_dataset_that_is_rejected_as_a_whole_is_an_error_not_a_wait(make):
+    with pytest.raises(RolloutError, match=r"no group was accepted in 2 whole epochs.*rejected"):
+        make().prepare_batch(Loader(tasks(4, does="reject"), 2), OneTurn)
+
+
+def test_a_second_batch_without_a_publication_is_refused_not_waited_for(make):
+    executor = make()
+    loader = Loader(tasks(8), 4)
+    executor.prepare_batch(loader, OneTurn)
+    with pytest.raises(RolloutError, match="4 are still in training.*update_weights"):
+        executor.prepare_batch(loader, OneTurn)
+    executor.release_batch()
+    executor.prepare_batch(loader, OneTurn)
+
+
+def test_pause_starts_no_more_samples(make):
+    executor = make()
+    executor.pause()
+    workflow = OneTurn()
+    executor.submit({"id": 0}, workflow)
+    with pytest.raises(TimeoutError):
+        executor.wait(1, timeout=0.05)
+    assert workflow.started == 0
+    executor.resume()
+    assert executor.wait(1, timeout=5)["input_ids"].shape[0] == 1
+
+
+def test_over_sampling_cuts_the_stragglers(make):
+    engine = EchoEngine(latency=lambda request: 10.0 if request.input_ids[2] % 5 == 0 else 0.0)
+    executor = make(engine, over_sampling=0.5)
+    loader = Loader(tasks(40), 4)
+    started = time.monotonic()
+    for version in range(1, 4):
+        batch = executor.prepare_batch(loader, OneTurn)
+        assert batch["input_ids"].shape[0] == 4 and (batch["versions"].max(dim=1).values == version - 1).all()
+        assert executor.counters()["running"] == 0 and executor.counters()["ready"] == 0
+        engine.set_version(version)
+        executor.set_version(version)
+    assert executor.counters()["groups/dropped/over_sampling"] >= 2
+    assert time.monotonic() - started < 5
+    with pytest.raises(ConfigError, match="over_sampling"):
+        make(over_sampling=0.5, deterministic=True)
+
+
+def test_destroy_with_work_in_flight(make):
+    executor = make(EchoEngine(latency=30.0))
+    for row in tasks(50):
+        executor.submit(row, OneTurn)
+    errors = []
+
+    def wait():
+        try:
+            executor.wait(1)
+        except RolloutError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.05)
+    executor.destroy()
+    thread.join(5)
+    assert errors and "destroyed" in errors[0]
+    with pytest.raises(RolloutError, match="destroyed"):
+        executor.submit({"id": 0}, OneTurn)
+
+
+def test_a_resumed_executor_trains_each_task_once(make):
+    rows = [{"id": index, "ordinal": index} for index in range(24)]
+    trained = []
+    loader = iter(Loader(rows, 4))
+    engine = EchoEngine(latency=lambda request: 0.001 * (request.input_ids[2] % 3))
+    executor = make(engine, max_head_offpolicyness=2)
+    for version in range(1, 3):
+        trained += (executor.prepare_batch(loader, OneTurn, batch_size=4)["input_ids"][:, 2] - 1).tolist()
+        executor.set_version(version)
+    state = executor.state_dict()
+    executor.destroy()
+    resumed = make(EchoEngine(), max_head_offpolicyness=2)
+    resumed.engine.set_version(2)
+    resumed.load_state_dict(state)
+    for version in range(3, 7):
+        trained += (resumed.prepare_batch(loader, OneTurn, batch_size=4)["input_ids"][:, 2] - 1).tolist()
+        resumed.set_version(version)
+    assert sorted(trained) == list(range(24))
+    assert resumed.state_dict()["frontier"] == 24
