@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.tasksets import FormatConfig
 
 
 def _help(text: str, **limits: Any) -> dict[str, Any]:
@@ -25,6 +26,9 @@ class DatasetConfig:
     type: str = field(
         default="rl",
         metadata=_help("rl: tasks with messages and an answer; sft: rows with a worked completion.", choices=["rl", "sft"]),
+    )
+    format: FormatConfig | None = field(
+        default=None, metadata=_help("Which columns hold what; null: known by their names (docs/datasets.md).")
     )
     batch_size: int = field(default=8, metadata=_help("Tasks in a batch.", ge=1))
     shuffle: bool = field(default=True, metadata=_help("Draw in a new seeded order every epoch."))
