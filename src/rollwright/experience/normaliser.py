@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rollwright.errors import TrajectoryError
-from rollwright.experience.contract import Place, Trajectory
+from rollwright.experience.contract import COLUMNS, Place, Trajectory
 from rollwright.experience.experience import Experience
 from rollwright.experience.forms import tensor_form
 from rollwright.experience.matching import Placement, RowMatcher
@@ -73,13 +73,19 @@ def normalise(
             )
         trajectories.append((trajectory, at))
     matcher = None if recorder is None else RowMatcher(recorder.records)
-    filled = [_fill(trajectory, matcher, at, tokenizer) for trajectory, at in trajectories]
+    filled = [_in_order(_fill(trajectory, matcher, at, tokenizer)) for trajectory, at in trajectories]
     if len(filled) == 1:
         return filled[0]
     try:
         return concat_padded_tensors(_with_common_keys(filled))
     except TrajectoryError as error:
         raise place.error("result", str(error), "return rows with the same keys") from error
+
+
+def _in_order(trajectory: Trajectory) -> Trajectory:
+    """The contract's columns first, in its order, then the workflow's own."""
+    known = {key: trajectory[key] for key in COLUMNS if key in trajectory}
+    return {**known, **{key: value for key, value in trajectory.items() if key not in known}}
 
 
 def _with_common_keys(trajectories: list[Trajectory]) -> list[Trajectory]:

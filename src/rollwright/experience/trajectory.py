@@ -107,8 +107,9 @@ def _join(key: str, values: list[Any], sizes: list[tuple[int, int]], width: int,
         for index, (value, size) in enumerate(zip(values, sizes, strict=True)):
             if tuple(value.shape[:2]) != size:
                 raise TrajectoryError(
-                    f"concat_padded_tensors: {key!r} of item {index} is {list(value.shape)}, but input_ids is {list(size)}; "
-                    "every token needs one entry."
+                    f"concat_padded_tensors: {key!r} of item {index} is {list(value.shape)}, but input_ids is {list(size)}; every "
+                    "token needs one entry in each key. Where input_ids is the longer one, look for resp.output_tokens appended "
+                    "to it twice."
                 )
         fill = COLUMNS[key].pad if key in COLUMNS else pad_value
         values = [_pad(value, width, fill) for value in values]

@@ -38,6 +38,13 @@ def task_name(prompt: Any, data: dict[str, Any]) -> str:
     return f"with prompt {str(prompt)[:80]!r}"
 
 
+def runs_inline(function: Any) -> bool:
+    """True where the function promises to be pure, quick and bounded, so that it needs no worker."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "runs_inline", False) is True
+
+
 def is_async(function: Any) -> bool:
     """True for coroutine functions, partials of them and objects whose ``__call__`` is one."""
     while isinstance(function, functools.partial):

@@ -29,15 +29,15 @@ from rollwright.rewards import worker as protocol
 START_SECONDS = 120.0
 
 
-class WorkerTimeout(RewardError):
+class WorkerTimeoutError(RewardError):
     """The function did not return within its limit; its worker was killed."""
 
 
-class WorkerCrash(RewardError):
+class WorkerCrashError(RewardError):
     """The worker died under the function."""
 
 
-class FunctionFailed(RewardError):
+class FunctionFailedError(RewardError):
     """The function raised, or returned something that is not a number; the message is the worker's traceback."""
 
 
@@ -54,6 +54,7 @@ class _Worker:
     """One process and its pipes. Used by one thread."""
 
     def __init__(self) -> None:
+        self._running = False
         environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
         self.process = subprocess.Popen(
             [sys.executable, "-P", protocol.__file__],
@@ -73,7 +74,7 @@ class _Worker:
         self._poll_input = select.poll()
         self._poll_input.register(self._input, select.POLLOUT)
         deadline = time.monotonic() + START_SECONDS
-        self._send(protocol.START, pickle.dumps((os.getpid(), [path for path in sys.path])), deadline)
+        self._send(protocol.START, pickle.dumps((os.getpid(), list(sys.path))), deadline)
         self._receive(deadline)
 
     def run(self, call: _Call) -> float:
@@ -84,10 +85,12 @@ class _Worker:
             self._send(protocol.LOAD, call.function, deadline)
             kind, body = self._receive(deadline)
         if kind == protocol.READY:
+            self._running = True
             kind, body = self._receive(time.monotonic() + call.seconds)
+            self._running = False
         if kind == protocol.VALUE:
             return protocol.FLOAT.unpack(body)[0]
-        raise FunctionFailed(body.decode("utf-8", "replace").rstrip())
+        raise FunctionFailedError(body.decode("utf-8", "replace").rstrip())
 
     def kill(self) -> None:
         """End the process and everything in its session."""
@@ -128,14 +131,16 @@ class _Worker:
 
     def _wait(self, poll: select.poll, deadline: float) -> None:
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise WorkerTimeout("no answer within the limit")
+            if self._running:
+                raise WorkerTimeoutError("no answer within the limit")
+            raise WorkerCrashError(f"the worker process was not ready to run the function after {START_SECONDS:g} s")
 
-    def _crash(self) -> WorkerCrash:
+    def _crash(self) -> WorkerCrashError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5.0)
         code = self.process.returncode
         cause = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        return WorkerCrash(f"the worker process died ({cause})")
+        return WorkerCrashError(f"the worker process died ({cause})")
 
 
 class WorkerPool:
@@ -197,7 +202,7 @@ class WorkerPool:
                     with self._lock:
                         self._workers.add(worker)
                 value = worker.run(call)
-            except FunctionFailed as error:
+            except FunctionFailedError as error:
                 call.future.set_exception(error)
             except BaseException as error:
                 worker = self._discard(worker)

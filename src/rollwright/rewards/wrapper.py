@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rollwright.errors import RewardError
-from rollwright.rewards.calling import CallShape, is_async, task_name
-from rollwright.rewards.pool import FunctionFailed, WorkerCrash, WorkerTimeout, shared_pool
+from rollwright.rewards.calling import CallShape, is_async, runs_inline, task_name
+from rollwright.rewards.pool import FunctionFailedError, WorkerCrashError, WorkerTimeoutError, shared_pool
+from rollwright.rewards.registry import REWARD_FUNCTIONS
 from rollwright.rewards.worker import as_float
 
 _keys = itertools.count(1)
@@ -58,9 +59,9 @@ class AsyncRewardWrapper:
                 "the limit is above 0, workers are at least 1 and retries at least 0."
             )
         if isinstance(reward_fn, str):
-            from rollwright.rewards.registry import REWARD_FUNCTIONS
-
             reward_fn = REWARD_FUNCTIONS.get(reward_fn)
+        if isinstance(reward_fn, type):
+            reward_fn = reward_fn()
         if isinstance(reward_fn, AsyncRewardWrapper):
             reward_fn = reward_fn.reward_fn
         if not callable(reward_fn):
@@ -71,7 +72,7 @@ class AsyncRewardWrapper:
         self.max_retries = max_retries
         self._shape = CallShape(reward_fn)
         self._is_async = is_async(reward_fn)
-        self._inline = bool(getattr(reward_fn, "runs_inline", False)) and not self._is_async
+        self._inline = runs_inline(reward_fn) and not self._is_async
         self._key = next(_keys).to_bytes(8, "little")
         self._pickled: bytes | None = None
 
@@ -101,11 +102,11 @@ class AsyncRewardWrapper:
         for tries in itertools.count(1):
             try:
                 return await attempt(arguments, keywords)
-            except (WorkerTimeout, TimeoutError) as error:
+            except WorkerTimeoutError as error:
                 remedy = "make it faster or raise timeout_seconds"
                 raise self._error(prompt, data, f"did not return within {self.timeout_seconds:g} s; {remedy}") from error
             except Exception as error:
-                if tries <= self.max_retries and not isinstance(error, _NotSendable):
+                if tries <= self.max_retries and not isinstance(error, _NotSendableError):
                     if self._is_async:
                         await asyncio.sleep(FIRST_PAUSE * 2 ** (tries - 1))
                     continue
@@ -113,8 +114,13 @@ class AsyncRewardWrapper:
         raise AssertionError("unreachable")
 
     async def _awaited(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> float:
-        async with asyncio.timeout(self.timeout_seconds):
-            return as_float(await self.reward_fn(*arguments, **keywords))
+        try:
+            async with asyncio.timeout(self.timeout_seconds) as limit:
+                return as_float(await self.reward_fn(*arguments, **keywords))
+        except TimeoutError as error:
+            if limit.expired():
+                raise WorkerTimeoutError("no answer within the limit") from error
+            raise  # the function's own, of a connection perhaps; worth another try
 
     async def _apart(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> float:
         function = self._pickled or self._pickle_function()
@@ -146,7 +152,7 @@ class AsyncRewardWrapper:
         try:
             return cloudpickle.dumps(value)
         except Exception as error:
-            raise _NotSendable(
+            raise _NotSendableError(
                 f"{what} cannot be sent to a worker process ({type(error).__name__}: {error}); keep clients, locks and open "
                 "files out of it, or make the function async"
             ) from error
@@ -157,16 +163,16 @@ class AsyncRewardWrapper:
     @staticmethod
     def _cause(error: Exception, tries: int) -> str:
         times = f" in each of {tries} attempts" if tries > 1 else ""
-        if isinstance(error, _NotSendable):
+        if isinstance(error, _NotSendableError):
             return str(error)
-        if isinstance(error, WorkerCrash):
+        if isinstance(error, WorkerCrashError):
             return f"{error}{times}; the function ended its process: look for native crashes, memory and exit calls"
-        if isinstance(error, FunctionFailed):
+        if isinstance(error, FunctionFailedError):
             return f"failed{times}:\n{error}"
         return f"failed{times}: {type(error).__name__}: {error}"
 
 
-class _NotSendable(RewardError):
+class _NotSendableError(RewardError):
     """Function or arguments cannot be pickled; trying again cannot help."""
 
 

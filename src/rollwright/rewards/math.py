@@ -1,0 +1,170 @@
+"""Rewards for mathematics, by ``math-verify``. Symbolic comparison may run for ever, so these run in killable workers."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+from rollwright.rewards.registry import REWARD_FUNCTIONS
+from rollwright.rewards.text import format_reward, gsm8k_answer, has_think_answer_format, last_tagged, references, to_number
+
+_LONGEST_ANSWER = 2000  # characters that are parsed; an answer stands at the end
+_DAPO_ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What stands in the last ``\boxed{…}``, braces balanced; None where there is none."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth = 0
+    for index in range(start + len("\\boxed"), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[index], 0)
+        if depth == 0:
+            return text[start + len("\\boxed{") : index].strip()
+    return None
+
+
+def equivalent(found: str, wanted: str) -> bool:
+    """True where two answers are mathematically the same.
+
+    No limit is set here: math-verify's own works only in a main thread. Call it where it can be killed.
+    """
+    number = to_number(found)
+    if number is not None and number == to_number(wanted):
+        return True
+    import math_verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call that has no limit
+    gold, guess = (math_verify.parse(part, parsing_timeout=None) for part in (_delimited(wanted), _delimited(found)))
+    return bool(gold) and bool(guess) and math_verify.verify(gold, guess, timeout_seconds=None)
+
+
+def _delimited(text: str) -> str:
+    """math-verify takes LaTeX only between dollars or in a box."""
+    text = text[-_LONGEST_ANSWER:]
+    return text if "$" in text or "\\boxed" in text or "\\(" in text or "\\[" in text else f"${text}$"
+
+
+def accuracy(completion: str, answer: Any) -> float:
+    r"""1 where the completion's answer is one of the references: what it tags, boxes or puts after ``####``, else its end."""
+    part = last_tagged(completion, "answer")
+    if part is None:
+        part = last_boxed(completion)
+    if part is None and "####" in completion:
+        part = gsm8k_answer(completion)
+    wanted = [gsm8k_answer(one) for one in references(answer)]
+    if part is not None:
+        boxed = last_boxed(part)
+        return float(any(equivalent(part if boxed is None else boxed, one) for one in wanted))
+    return float(any(_ends_with(completion, one) for one in wanted))
+
+
+def _ends_with(completion: str, wanted: str) -> bool:
+    """math-verify's own extraction from free text, for completions that mark no answer."""
+    import math_verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    gold = math_verify.parse(_delimited(wanted), parsing_timeout=None)
+    guess = math_verify.parse(completion[-_LONGEST_ANSWER:], parsing_timeout=None)
+    return bool(gold) and bool(guess) and math_verify.verify(gold, guess, timeout_seconds=None)
+
+
+@REWARD_FUNCTIONS.register_module("accuracy_reward")
+def accuracy_reward(
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any = None, **_: Any
+) -> float:
+    """1 where the completion's answer equals a reference by math-verify, else 0."""
+    return accuracy(completion, answer)
+
+
+@REWARD_FUNCTIONS.register_module("math_reward")
+def math_reward(
+    prompt: str,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    answer: Any = None,
+    format_weight: float = 0.1,
+    **_: Any,
+) -> float:
+    """Accuracy (1 or 0) plus format (``format_weight`` or minus it) of ``<think>…</think> <answer>…</answer>``."""
+    shape = format_reward(prompt, completion, prompt_ids, completion_ids, format_weight=format_weight)
+    return accuracy(completion, answer) + shape
+
+
+@REWARD_FUNCTIONS.register_module("math_boxed_reward")
+def math_boxed_reward(
+    prompt: str,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    answer: Any = None,
+    with_think: bool = False,
+    format_weight: float = 0.1,
+    **_: Any,
+) -> float:
+    r"""1 where the last ``\boxed{…}`` equals a reference, else 0; no box is no answer.
+
+    Args:
+        with_think: subtract ``format_weight`` where the thought does not end with exactly one ``</think>`` before the box.
+    """
+    boxed = last_boxed(completion)
+    score = float(boxed is not None and any(equivalent(boxed, gsm8k_answer(one)) for one in references(answer)))
+    if with_think:
+        thought, _, rest = completion.partition("</think>")
+        if not rest or "</think>" in rest or "\\boxed" not in rest or thought.count("<think>") > 1:
+            score -= format_weight
+    return score
+
+
+@REWARD_FUNCTIONS.register_module("math_dapo_reward")
+def math_dapo_reward(
+    prompt: str,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    answer: Any = None,
+    max_response_length: int | None = None,
+    cache_length: int = 0,
+    penalty_factor: float = 1.0,
+    **_: Any,
+) -> float:
+    """1 where the last line ``Answer: …`` equals a reference, else -1, less DAPO's soft punishment of overlong responses.
+
+    The punishment is 0 up to ``max_response_length - cache_length`` tokens, falls linearly to ``-penalty_factor`` at
+    ``max_response_length`` and stays there (Yu et al., arXiv 2503.14476, equation 13). None: no punishment.
+    """
+    found = _DAPO_ANSWER.findall(completion)
+    part = found[-1].strip() if found else last_boxed(completion)
+    if part is not None and (boxed := last_boxed(part)) is not None:
+        part = boxed
+    right = part is not None and any(equivalent(part, gsm8k_answer(one)) for one in references(answer))
+    return (1.0 if right else -1.0) + overlong_penalty(len(completion_ids), max_response_length, cache_length, penalty_factor)
+
+
+def overlong_penalty(length: int, max_response_length: int | None, cache_length: int, penalty_factor: float) -> float:
+    """DAPO's punishment for a response of ``length`` tokens, at most 0."""
+    if max_response_length is None:
+        return 0.0
+    free = max_response_length - cache_length
+    if length <= free:
+        return 0.0
+    if length >= max_response_length or cache_length <= 0:
+        return -penalty_factor
+    return penalty_factor * (free - length) / cache_length
+
+
+__all__ = [
+    "accuracy_reward",
+    "has_think_answer_format",
+    "last_boxed",
+    "math_boxed_reward",
+    "math_dapo_reward",
+    "math_reward",
+    "overlong_penalty",
+]

@@ -1,0 +1,155 @@
+"""Rewards that compare text: numbers, exact match, F1 and format. Pure and linear in the completion's length."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import Any
+
+from rollwright.errors import RewardError
+from rollwright.rewards.registry import REWARD_FUNCTIONS
+
+#: A whole number, decimal or fraction; a minus after a word, digit or bracket is an operator.
+_NUMBER = re.compile(r"(?:(?<![\w.)\]])[-−+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:(?<=\d)(?:\.\d+)?(?:/\d+)?|\.\d+)")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = frozenset(("a", "an", "the"))
+_LONGEST_NUMBER = 400  # digits; longer ones are no answers, and exact arithmetic on them would take time
+
+
+def last_tagged(text: str, tag: str) -> str | None:
+    """What stands between the last ``<tag>`` and the ``</tag>`` after it, stripped; None where there is no such pair."""
+    end = text.rfind(f"</{tag}>")
+    start = text.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
+    return text[start + len(tag) + 2 : end].strip() if start >= 0 else None
+
+
+def to_number(text: str) -> Fraction | None:
+    """The number that ``text`` is, with thousands' commas, a fraction bar or a decimal point; None where it is none."""
+    text = text.strip().replace("−", "-").replace(",", "").lstrip("$€£").rstrip("%.").strip()
+    if not text or len(text) > _LONGEST_NUMBER:
+        return None
+    try:
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number in a text; ``5-3`` ends with 3, ``= -3`` with minus 3."""
+    found = None
+    for match in _NUMBER.finditer(text):
+        if match.group():
+            found = match.group()
+    return None if found is None else to_number(found)
+
+
+def gsm8k_answer(text: str) -> str:
+    """The final answer of a GSM8K solution: what follows its last ``####``; the whole text where there is no such mark."""
+    return text.rsplit("####", 1)[-1].strip()
+
+
+def references(answer: Any) -> list[str]:
+    """Reference answers as a list of texts, from a text, a number or a list of them.
+
+    Raises:
+        RewardError: there is none.
+    """
+    if isinstance(answer, str) or not isinstance(answer, Iterable):
+        answer = [answer]
+    out = [str(one) for one in answer if one is not None]
+    if not out:
+        raise RewardError("the task has no reference answer: its column 'answer' is missing or empty; rename the right column.")
+    return out
+
+
+def _same_number(found: Fraction | None, answer: Any) -> float:
+    return float(found is not None and any(found == to_number(gsm8k_answer(one)) for one in references(answer)))
+
+
+@REWARD_FUNCTIONS.register_module("numeric_reward", runs_inline=True)
+def numeric_reward(
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any = None, **_: Any
+) -> float:
+    """1 where the last number of the completion is the answer, else 0."""
+    return _same_number(last_number(completion), answer)
+
+
+@REWARD_FUNCTIONS.register_module("gsm8k_reward", runs_inline=True)
+def gsm8k_reward(
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any = None, **_: Any
+) -> float:
+    """1 where the number after the completion's last ``####``, or else its last number, is that of the GSM8K solution."""
+    part = gsm8k_answer(completion)
+    first = next((match.group() for match in _NUMBER.finditer(part) if match.group()), None)
+    found = (None if first is None else to_number(first)) if "####" in completion else last_number(completion)
+    return _same_number(found, answer)
+
+
+@REWARD_FUNCTIONS.register_module("arithmetic_reward", runs_inline=True)
+def arithmetic_reward(
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any = None, **_: Any
+) -> float:
+    """1 where the number in the last ``<answer>…</answer>``, or without one the last number, is the answer, else 0."""
+    tagged = last_tagged(completion, "answer")
+    return _same_number(last_number(completion) if tagged is None else to_number(tagged), answer)
+
+
+@REWARD_FUNCTIONS.register_module("exact_match_reward", runs_inline=True)
+def exact_match_reward(
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any = None, **_: Any
+) -> float:
+    """1 where the completion, or what stands in its last ``<answer>…</answer>``, is one of the references, else 0."""
+    tagged = last_tagged(completion, "answer")
+    found = completion.strip() if tagged is None else tagged
+    return float(any(found == one.strip() for one in references(answer)))
+
+
+def normalise_answer(text: str) -> list[str]:
+    """Words of an answer as SQuAD's evaluation compares them: lower case, no punctuation, no articles."""
+    return [word for word in text.lower().translate(_PUNCTUATION).split() if word not in _ARTICLES]
+
+
+def f1_score(prediction: str, reference: str) -> float:
+    """Harmonic mean of precision and recall over words, with multiplicity (Rajpurkar et al., arXiv 1606.05250, section 6.1).
+
+    Two answers without words are equal (1); one of them makes it 0.
+    """
+    found, wanted = normalise_answer(prediction), normalise_answer(reference)
+    if not found or not wanted:
+        return float(found == wanted)
+    shared = sum((Counter(found) & Counter(wanted)).values())
+    return 2 * shared / (len(found) + len(wanted))
+
+
+@REWARD_FUNCTIONS.register_module("f1_reward", runs_inline=True)
+def f1_reward(
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any = None, **_: Any
+) -> float:
+    """Best F1 of the completion, or of its last ``<answer>…</answer>``, with the references."""
+    tagged = last_tagged(completion, "answer")
+    return max(f1_score(completion if tagged is None else tagged, one) for one in references(answer))
+
+
+def has_think_answer_format(completion: str) -> bool:
+    """True for ``<think>…</think> <answer>…</answer>`` and nothing else, each tag once.
+
+    The opening ``<think>`` may be missing, for templates that end the prompt with it.
+    """
+    text = completion.strip()
+    if any(text.count(tag) != 1 for tag in ("</think>", "<answer>", "</answer>")) or text.count("<think>") > 1:
+        return False
+    if "<think>" in text and not text.startswith("<think>"):
+        return False
+    thought, rest = text.split("</think>")
+    return "<answer>" not in thought and rest.strip().startswith("<answer>") and rest.endswith("</answer>")
+
+
+@REWARD_FUNCTIONS.register_module("format_reward", runs_inline=True)
+def format_reward(
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, format_weight: float = 0.1, **_: Any
+) -> float:
+    """``format_weight`` where the completion thinks and answers in the right tags, else minus ``format_weight``."""
+    return format_weight if has_think_answer_format(completion) else -format_weight
