@@ -125,7 +125,16 @@ class RunDirectory:
     @property
     def has_recover_checkpoint(self) -> bool:
         """True where a complete recover checkpoint exists."""
-        return self.recover.is_dir() and any(not child.name.startswith(".") for child in self.recover.iterdir())
+        return any(self.path.glob("recover/[!.]*")) or any(self.path.glob("*/recover/[!.]*"))
+
+    def stage(self, name: str) -> RunDirectory:
+        """The directory of one stage of a run, inside of this one and of the same form; it is claimed with the run."""
+        part = RunDirectory(self.path.parent.parent, self.experiment, self.trial)
+        part.path = self.path / name
+        part.resumed = self.resumed
+        for directory in (part.rollouts, part.checkpoints, part.recover, part.logs):
+            directory.mkdir(parents=True, exist_ok=True)
+        return part
 
     def marker(self) -> dict[str, Any] | None:
         """What ``run.json`` says, or None where there is none.

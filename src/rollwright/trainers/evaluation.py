@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.stages import EvalConfig
 from rollwright.errors import RolloutError
 from rollwright.experience.trajectory import Trajectory
 from rollwright.rollout.engines import RolloutEngine
@@ -70,3 +71,53 @@ def sample_means(trajectory: Trajectory, values_B: torch.Tensor) -> torch.Tensor
     count = int(index_B.max()) + 1
     totals = torch.zeros(count, dtype=torch.float64).index_add_(0, index_B, values_B.double())
     return totals / torch.bincount(index_B, minlength=count)
+
+
+def evaluate_model(config: EvalConfig) -> dict[str, Any]:
+    """Scores of a model on a split, with the built-in engine.
+
+    Returns:
+        ``greedy`` and ``mean@<samples>`` mean rewards (where asked for), ``tasks``, and a few ``completions``
+        (``prompt``, ``completion``, ``reward``, ``answer``).
+    """
+    from rollwright.data.examples import get_dataset
+    from rollwright.data.tokenizer import load_tokenizer
+    from rollwright.trainers.rollout_backend import make_engine_alone
+    from rollwright.trainers.workflow_arguments import with_defaults
+
+    tokenizer = load_tokenizer(config.tokenizer_path or config.path, config.trust_remote_code)
+    tasks = get_dataset(config.dataset)
+    runs = {"greedy": config.gconfig.new(greedy=True, n_samples=1)} if config.greedy else {}
+    if config.samples:
+        runs[f"mean@{config.samples}"] = config.gconfig.new(n_samples=config.samples)
+    scores: dict[str, Any] = {"tasks": len(tasks)}
+    rollout = make_engine_alone(config, tokenizer)
+    rollout.initialize()
+    try:
+        for name, gconfig in runs.items():
+            defaults = {"reward_fn": config.reward_fn, "gconfig": gconfig, "tokenizer": tokenizer}
+            kwargs = with_defaults(config.workflow, config.workflow_kwargs, defaults)
+            result = evaluate(rollout, tasks, config.workflow, kwargs, gconfig)
+            scores[name] = result.reward
+            scores.setdefault("completions", _completions(result.trajectory, tasks, tokenizer))
+    finally:
+        rollout.destroy()
+    return scores
+
+
+def _completions(
+    trajectory: Trajectory, tasks: Sequence[dict[str, Any]], tokenizer: Any, limit: int = 4
+) -> list[dict[str, Any]]:
+    shown = []
+    for row in range(min(limit, len(trajectory["input_ids"]))):
+        ids = trajectory["input_ids"][row][trajectory["attention_mask"][row].bool()]
+        start = int(trajectory["loss_mask"][row].argmax())
+        shown.append(
+            {
+                "prompt": tokenizer.decode(ids[:start], skip_special_tokens=True),
+                "completion": tokenizer.decode(ids[start:], skip_special_tokens=True),
+                "reward": float(trajectory["rewards"][row]),
+                "answer": str(tasks[row].get("answer", "")) if len(tasks) > row else "",
+            }
+        )
+    return shown

@@ -21,9 +21,10 @@ from rollwright.trainers.rollout_backend import make_rollout_engine
 from rollwright.trainers.schedule import Schedule
 from rollwright.trainers.stage_run import StageRun
 from rollwright.trainers.stop_signal import StopSignal
+from rollwright.trainers.workflow_arguments import with_defaults
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.checkpoint import RecoverCheckpoints
-from rollwright.workflows.registry import makes_own_group, resolve_workflow
+from rollwright.workflows.registry import resolve_workflow
 
 logger = getLogger("trainer")
 
@@ -62,9 +63,7 @@ class PPOTrainer:
         self.loader = TaskLoader(
             train_dataset, dataset.batch_size, shuffle=dataset.shuffle, drop_last=dataset.drop_last, seed=config.seed
         )
-        self.spec = FinetuneSpec(
-            config.total_train_epochs, len(train_dataset), dataset.batch_size, config.total_train_steps
-        )
+        self.spec = FinetuneSpec(config.total_train_epochs, len(train_dataset), dataset.batch_size, config.total_train_steps)
         self._owns_directory = directory is None
         self.directory = directory or RunDirectory(config.cluster.fileroot, config.experiment_name, config.trial_name)
         self.step = 0
@@ -84,12 +83,8 @@ class PPOTrainer:
         self.rollout.initialize()
         self.actor.connect_engine(self.rollout)
         self.recover = RecoverCheckpoints(self.directory.recover, keep=config.recover.keep)
-        if self.directory.resumed and (state := self.recover.load_latest(self.actor)):
-            self.step = state["step"]
-            self.loader.load_state_dict(state["loader"])
-            self.rollout.load_state_dict(state["rollout"])
-            self.actor.publish_loaded_weights()
-            logger.info("resumed %s after step %d", self.directory.path, self.step)
+        if self.directory.resumed and self.recover.steps():
+            self._resume()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -99,6 +94,14 @@ class PPOTrainer:
             if kind is None:
                 self.directory.finish()
             self.directory.release()
+
+    def _resume(self) -> None:
+        self.step, state = self.recover.load()
+        self.actor.load_state_dict(state["actor"])
+        self.loader.load_state_dict(state["loader"])
+        self.rollout.load_state_dict(state["rollout"])
+        self.actor.republish()
+        logger.info("resumed %s after step %d", self.directory.path, self.step)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -128,7 +131,6 @@ class PPOTrainer:
         kwargs = self._arguments(workflow, workflow_kwargs if workflow_kwargs is not None else config.workflow_kwargs)
         trained = resolve_workflow(workflow, kwargs)
         evaluated, evaluated_kwargs = self._evaluation_workflow(workflow, kwargs, eval_workflow, eval_workflow_kwargs)
-        group_size = 1 if makes_own_group(trained) else config.gconfig.n_samples
 
         total = self.spec.total_steps
         saving, recovering, evaluating = (
@@ -136,14 +138,15 @@ class PPOTrainer:
         )
         evaluations: dict[int, float] = {}
         reward = float("nan")
-        with StopSignal() as stop, StageRun(
-            config, self.directory, total_steps=total, resume_step=self.step or None, tokenizer=self.tokenizer
-        ) as run:
+        with (
+            StopSignal() as stop,
+            StageRun(config, self.directory, total_steps=total, resume_step=self.step or None, tokenizer=self.tokenizer) as run,
+        ):
             if config.evaluator.at_start and self.step == 0:
                 evaluations[0] = self._evaluate(run, evaluated, evaluated_kwargs)
             while self.step < total and stop.received is None:
                 with run.timer.phase("generate"):
-                    batch = self.rollout.prepare_batch(self.loader, workflow=trained, group_size=group_size)
+                    batch = self.rollout.prepare_batch(self.loader, workflow=trained, group_size=config.gconfig.n_samples)
                     batch = tensor_container_to(batch, self.actor.device)
                 with run.timer.phase("train"):
                     self.actor.compute_advantages(batch)
@@ -185,9 +188,7 @@ class PPOTrainer:
 
     def evaluate(self, workflow: Any, workflow_kwargs: dict[str, Any], gconfig: Any = None) -> EvaluationResult:
         """Average reward on the held-out tasks."""
-        return evaluate(
-            self.rollout, self.valid_dataset, workflow, workflow_kwargs, gconfig or self.config.evaluator.gconfig
-        )
+        return evaluate(self.rollout, self.valid_dataset, workflow, workflow_kwargs, gconfig or self.config.evaluator.gconfig)
 
     def _evaluate(self, run: StageRun, workflow: Any, kwargs: dict[str, Any]) -> float:
         with run.timer.phase("eval"):
@@ -249,8 +250,11 @@ class PPOTrainer:
     def _save_recover(self) -> None:
         self.recover.save(
             self.step,
-            self.actor,
-            {"step": self.step, "loader": self.loader.state_dict(), "rollout": self.rollout.state_dict()},
+            {
+                "actor": self.actor.state_dict(),
+                "loader": self.loader.state_dict(),
+                "rollout": self.rollout.state_dict(),
+            },
         )
 
     # -- workflows -----------------------------------------------------------------------------------------------------

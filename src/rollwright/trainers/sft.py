@@ -20,7 +20,8 @@ from rollwright.trainers.schedule import Schedule
 from rollwright.trainers.stage_run import StageRun
 from rollwright.trainers.stop_signal import StopSignal
 from rollwright.trainers.workflow_arguments import with_defaults
-from rollwright.training.actor import FSDPPPOActor
+from rollwright.training.engine import TrainEngine
+from rollwright.training.publish import SharedWeights
 
 
 class SFTTrainer:
@@ -58,12 +59,12 @@ class SFTTrainer:
 
     def __enter__(self) -> SFTTrainer:
         torch.manual_seed(self.config.seed)
-        self.model = FSDPPPOActor(self.config.model)
+        self.model = TrainEngine(self.config.model)
         self.model.initialize(None, self.spec)
         self.rollout = make_local_engine(self.config, self.model, self.tokenizer) if self.config.workflow else None
         if self.rollout is not None:
             self.rollout.initialize()
-            self.model.connect_engine(self.rollout)
+            self.weights = SharedWeights(self.rollout)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -84,12 +85,17 @@ class SFTTrainer:
         evaluations: dict[int, float] = {}
         loss = float("nan")
         step = 0
-        with StopSignal() as stop, StageRun(
-            config, self.directory, total_steps=total, resume_step=None, tokenizer=self.tokenizer, value_name="loss"
-        ) as run:
+        with (
+            StopSignal() as stop,
+            StageRun(
+                config, self.directory, total_steps=total, resume_step=None, tokenizer=self.tokenizer, value_name="loss"
+            ) as run,
+        ):
             while step < total and stop.received is None:
                 with run.timer.phase("train"):
                     batch = supervised_batch(next(batches), self.tokenizer)
+                    if self.rollout is not None:
+                        self.weights.before_first_step()
                     stats = self.model.sft_update(tensor_container_to(batch, self.model.device))
                     self.model.step_lr_scheduler()
                 step += 1
@@ -119,7 +125,8 @@ class SFTTrainer:
 
     def _accuracy(self) -> float:
         assert self.rollout is not None
-        self.model.update_weights()
+        self.model.version += 1
+        self.weights.publish(self.model, self.model.version)
         gconfig = self.config.evaluator.gconfig
         defaults = {"reward_fn": self.config.reward_fn, "gconfig": gconfig, "tokenizer": self.tokenizer}
         kwargs = with_defaults(self.config.workflow, self.config.workflow_kwargs, defaults)

@@ -49,7 +49,7 @@ class StageRun:
         self._exit = ExitStack()
         logger_config = config.stats_logger
         name = f"{config.experiment_name}/{config.trial_name}"
-        self._exit.callback(logging.detach_file(logging.attach_file(directory.logs / "run.log")))
+        self._exit.callback(logging.detach_file, logging.attach_file(directory.logs / "run.log"))
         self.metrics = self._exit.enter_context(
             MetricsLogger(
                 directory.metrics_file,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from rollwright.workflows.registry import find_workflow
+from rollwright.workflows.registry import WORKFLOWS
 
 
 def with_defaults(workflow: Any, kwargs: dict[str, Any] | None, defaults: dict[str, Any]) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def with_defaults(workflow: Any, kwargs: dict[str, Any] | None, defaults: dict[s
         defaults: values by parameter name.
     """
     given = dict(kwargs or {})
-    target = find_workflow(workflow) if isinstance(workflow, str) else workflow
+    target = WORKFLOWS.get(workflow) if isinstance(workflow, str) else workflow
     if not inspect.isclass(target):
         return given
     parameters = inspect.signature(target).parameters

@@ -1,0 +1,202 @@
+"""Carrying out the stages of a run, one after the other, in one run directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from rollwright.config.stages import EvalConfig, NewModelConfig, Stage
+from rollwright.errors import ConfigError
+from rollwright.tracking import logging
+from rollwright.tracking.logging import getLogger
+from rollwright.tracking.run_directory import RunDirectory
+from rollwright.tracking.summary import before_after_table, sample_completions, write_summary
+
+logger = getLogger("run")
+
+
+def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> int:
+    """Carry out the stages of one run and write ``summary.json``.
+
+    A stage that an earlier, interrupted attempt finished is not repeated.
+
+    Args:
+        stages: from ``rollwright.config.stages.load_stages``.
+        source_path: the file they came from; a copy of it is kept in the run directory.
+
+    Returns:
+        0. The summary is in ``summary.json``:
+        ``{"eval": {label: {...}}, "seconds": {stage: s}, "stages": {name: results}, "run_directory": path}``.
+    """
+    directory = RunDirectory(*_place(stages))
+    mode = next((stage.config.recover.mode for stage in stages if hasattr(stage.config, "recover")), "off")
+    directory.claim({"stages": [stage.to_dict() for stage in stages]}, mode)
+    if source_path is not None:
+        shutil.copyfile(source_path, directory.path / "source.yaml")
+    console = logging.console()
+    done = _finished_stages(directory)
+    with directory:
+        for stage in stages:
+            if stage.name in done:
+                logger.info("stage %s was finished before; going on", stage.name)
+                continue
+            if len(stages) > 1:
+                console.rule(f"[bold]{stage.name}[/bold]", align="left", style="dim")
+            _set_threads(stage.config)
+            started = time.monotonic()
+            results = _CARRY_OUT[stage.kind](stage, directory if len(stages) == 1 else directory.stage(stage.name))
+            results["total_seconds"] = time.monotonic() - started
+            done[stage.name] = {"kind": stage.kind, **results}
+            _write_json(directory.path / "stages.json", done)
+        summary = _summarise(done, directory)
+        write_summary(directory.summary_file, summary)
+        directory.finish()
+    _show(summary, directory)
+    return 0
+
+
+def _place(stages: Sequence[Stage]) -> tuple[str, str, str]:
+    configs = [stage.config for stage in stages if hasattr(stage.config, "experiment_name")]
+    if not configs:
+        raise ConfigError(
+            "no stage has an experiment_name, so there is nowhere to write; a run of 'model' stages alone is `rollwright model new`."
+        )
+    places = {(config.cluster.fileroot, config.experiment_name, config.trial_name) for config in configs}
+    if len(places) > 1:
+        raise ConfigError(
+            f"the stages of a run share one run directory, but they name {len(places)}; set names at the top level."
+        )
+    return places.pop()
+
+
+def _set_threads(config: Any) -> None:
+    threads = getattr(getattr(config, "cluster", None), "threads", None)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if getattr(config, "deterministic", False):
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def _finished_stages(directory: RunDirectory) -> dict[str, Any]:
+    file = directory.path / "stages.json"
+    return json.loads(file.read_text(encoding="utf-8")) if directory.resumed and file.exists() else {}
+
+
+# -- kinds of stages ---------------------------------------------------------------------------------------------------
+
+
+def _make_model(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
+    from rollwright.data.tokenizer import ASCII, build_character_tokenizer, load_tokenizer
+    from rollwright.training.model import new_model, parameter_count
+
+    config: NewModelConfig = stage.config
+    if config.vocabulary_from:
+        tokenizer = load_tokenizer(config.vocabulary_from)
+    else:
+        tokenizer = build_character_tokenizer(config.characters or ASCII, pieces=config.pieces)
+    model = new_model(
+        config.path,
+        config.architecture,
+        tokenizer=tokenizer,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=config.tie_embeddings,
+        seed=config.seed,
+    )
+    count = parameter_count(model)
+    logging.console().print(
+        f"a {config.architecture} model of {count / 1e6:.2f} M parameters, {len(tokenizer)} tokens: {config.path}"
+    )
+    return {"path": config.path, "parameters": count}
+
+
+def _train_supervised(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
+    from rollwright.data.examples import get_dataset
+    from rollwright.trainers.sft import SFTTrainer
+
+    config = stage.config
+    valid = get_dataset(config.valid_dataset) if config.valid_dataset else None
+    with SFTTrainer(config, get_dataset(config.train_dataset), valid, directory=directory) as trainer:
+        return trainer.train()
+
+
+def _train_policy(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
+    from rollwright.data.examples import get_dataset
+    from rollwright.trainers.rl import PPOTrainer
+
+    config = stage.config
+    valid = get_dataset(config.valid_dataset) if config.valid_dataset else None
+    with PPOTrainer(config, get_dataset(config.train_dataset), valid, directory=directory) as trainer:
+        return trainer.train()
+
+
+def _evaluate(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
+    from rollwright.trainers.evaluation import evaluate_model
+
+    config: EvalConfig = stage.config
+    with logging.console().status(f"evaluating {config.path}"):
+        return {"label": config.label or stage.name, **evaluate_model(config)}
+
+
+_CARRY_OUT = {"model": _make_model, "sft": _train_supervised, "rl": _train_policy, "eval": _evaluate}
+
+
+# -- what the user sees at the end ------------------------------------------------------------------------------------
+
+
+def _summarise(done: dict[str, Any], directory: RunDirectory) -> dict[str, Any]:
+    evaluations = {result["label"]: result for result in done.values() if result["kind"] == "eval"}
+    return {
+        "run_directory": str(directory.path),
+        "eval": {label: {k: v for k, v in r.items() if isinstance(v, int | float)} for label, r in evaluations.items()},
+        "seconds": {name: result["total_seconds"] for name, result in done.items()},
+        "stages": {
+            name: {k: v for k, v in result.items() if k not in ("completions", "total_seconds")}
+            for name, result in done.items()
+        },
+        "completions": next((r["completions"] for r in reversed(evaluations.values()) if r.get("completions")), []),
+    }
+
+
+def _show(summary: dict[str, Any], directory: RunDirectory) -> None:
+    console = logging.console()
+    measures = {
+        label: {name: value for name, value in scores.items() if name == "greedy" or name.startswith("mean@")}
+        for label, scores in summary["eval"].items()
+    }
+    if summary["completions"]:
+        console.print(sample_completions(summary["completions"]))
+    if {"before", "after"} <= set(measures):
+        console.print(before_after_table(measures["before"], measures["after"], title="tasks never seen in training"))
+    elif measures:
+        table = Table("model", *next(iter(measures.values())), title="evaluation")
+        for label, scores in measures.items():
+            table.add_row(label, *(f"{value:.3f}" for value in scores.values()))
+        console.print(table)
+    places = Table.grid(padding=(0, 2))
+    places.add_row("run directory", str(directory.path))
+    for picture in sorted(directory.path.glob("**/reward.png")):
+        places.add_row("reward curve", str(picture))
+    for result in summary["stages"].values():
+        if result["kind"] == "rl":
+            places.add_row("checkpoint", f"{result['checkpoint']}  (transformers.AutoModelForCausalLM.from_pretrained)")
+    places.add_row("summary", str(directory.summary_file))
+    console.print(places)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_text(json.dumps(value, indent=2, default=str), encoding="utf-8")
+    fresh.replace(path)
