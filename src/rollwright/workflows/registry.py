@@ -30,6 +30,8 @@ Registered = TypeVar("Registered")
 BUILT_IN = {
     "rlvr": "rollwright.workflows.rlvr.RLVRWorkflow",
     "multi_turn": "rollwright.workflows.multi_turn.MultiTurnWorkflow",
+    "search_agent": "rollwright.workflows.search_agent.SearchAgentWorkflow",
+    "grouped_search_agent": "rollwright.workflows.search_agent.GroupedSearchAgentWorkflow",
 }
 
 

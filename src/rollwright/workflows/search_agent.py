@@ -16,7 +16,7 @@ from rollwright.errors import ConfigError, WorkflowError
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.rewards.f1 import best_f1
+from rollwright.rewards.text import f1_score
 from rollwright.rewards.wrapper import AsyncRewardWrapper
 from rollwright.tracking import logging
 from rollwright.tracking.metrics import get_tracker
@@ -223,7 +223,7 @@ class SearchAgentWorkflow(RolloutWorkflow):
                 f"{type(self).__name__}: the task has no 'answer' (it has {', '.join(sorted(data))}); give one, or a reward_fn."
             )
         accepted = [accepted] if isinstance(accepted, str) else list(accepted)
-        return best_f1(answer, accepted) if answer else 0.0
+        return max((f1_score(answer, truth) for truth in accepted), default=0.0) if answer else 0.0
 
 
 class GroupedSearchAgentWorkflow(SearchAgentWorkflow):

@@ -9,7 +9,7 @@ from rollwright.errors import ConfigError, WorkflowError
 from rollwright.experience.trajectory import check_trajectory, row_lengths
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelResponse
-from rollwright.rewards.f1 import f1_score
+from rollwright.rewards.text import f1_score
 from rollwright.workflows.search_agent import GroupedSearchAgentWorkflow, SearchAgentWorkflow
 from rollwright.workflows.search_tools import fill, parse_action, parse_answer, parse_search_query
 
@@ -102,8 +102,10 @@ def test_search_then_answer():
     assert trajectory["rewards"].tolist() == [1.0]
     assert not trajectory["truncated"].item()
     mask = trajectory["loss_mask"].bool()
-    assert (trajectory["logprobs"][mask] == -0.5).all() and (trajectory["logprobs"][~mask] == 0).all()
-    assert (trajectory["versions"][mask] == 3).all() and (trajectory["versions"][~mask] == -1).all()
+    assert (trajectory["logprobs"][mask] == -0.5).all()
+    assert (trajectory["logprobs"][~mask] == 0).all()
+    assert (trajectory["versions"][mask] == 3).all()
+    assert (trajectory["versions"][~mask] == -1).all()
 
 
 def test_every_turn_continues_the_same_conversation_token_for_token():
@@ -145,7 +147,8 @@ def test_without_a_tool_the_agent_is_told():
 def test_access_only_where_it_is_offered():
     turns = ["<access>u</access>", "<access>v</access>", "<answer>red king</answer>"]
     offered = run(ScriptedEngine(*turns), workflow(enable_access=True))
-    assert "page text" in text(offered) and "There is no page at this address." in text(offered)
+    assert "page text" in text(offered)
+    assert "There is no page at this address." in text(offered)
     engine = ScriptedEngine(*turns)
     refused = run(engine)
     assert "page text" not in text(refused)
@@ -156,9 +159,11 @@ def test_access_only_where_it_is_offered():
 
 def test_an_episode_ends_without_an_answer_at_each_of_its_limits():
     ended = run(ScriptedEngine("no idea"))
-    assert ended["rewards"].item() == 0.0 and not ended["truncated"].item()
+    assert ended["rewards"].item() == 0.0
+    assert not ended["truncated"].item()
     cut = run(ScriptedEngine("x" * 100))
-    assert cut["truncated"].item() and int(cut["loss_mask"].sum()) == 60
+    assert cut["truncated"].item()
+    assert int(cut["loss_mask"].sum()) == 60
     out_of_turns = run(ScriptedEngine(*["<search>a</search>"] * 4))
     assert out_of_turns["rewards"].item() == 0.0
 
@@ -169,7 +174,8 @@ def test_the_token_budget_holds_and_tool_text_is_cut_to_leave_room():
     engine = ScriptedEngine("<search>a</search>", "<answer>red king</answer>")
     trajectory = run(engine, flow)
     assert trajectory["input_ids"].shape[1] == 80
-    assert len(engine.requests) == 2 and engine.requests[1].gconfig.max_new_tokens == 1
+    assert len(engine.requests) == 2
+    assert engine.requests[1].gconfig.max_new_tokens == 1
     assert trajectory["truncated"].item()
 
 
@@ -213,7 +219,9 @@ def test_a_reward_function_of_ones_own_sees_prompt_completion_and_row():
 
     trajectory = run(ScriptedEngine("<search>a</search>", "<answer>x</answer>"), workflow(reward_fn=reward), hops=2)
     assert trajectory["rewards"].item() == 0.25
-    assert seen["prompt"] == "Q who?\n" and seen["completion"].endswith("<answer>x</answer>") and seen["hops"] == 2
+    assert seen["prompt"] == "Q who?\n"
+    assert seen["completion"].endswith("<answer>x</answer>")
+    assert seen["hops"] == 2
 
 
 def test_settings_that_cannot_work_are_refused():
@@ -234,7 +242,7 @@ def test_parsing():
 
 @pytest.mark.parametrize(
     ("prediction", "truth", "score"),
-    [("James Bond", "james bond", 1.0), ("The Red-King!", "red king", 1.0), ("James Smith", "James Bond", 0.5), ("", "x", 0.0),
+    [("James Bond", "james bond", 1.0), ("The Red King!", "red king", 1.0), ("James Smith", "James Bond", 0.5), ("", "x", 0.0),
      ("b b c", "b c c", 2 / 3), ("b c", "b b c", 0.8)],
 )  # fmt: skip
 def test_f1(prediction, truth, score):
