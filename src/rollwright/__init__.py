@@ -41,6 +41,8 @@ _EXPORTS: dict[str, str] = {
     "ModelResponse": "rollwright.inference.request",
     # workflows
     "RolloutWorkflow": "rollwright.workflows.base",
+    "SearchAgentWorkflow": "rollwright.workflows.search_agent",
+    "GroupedSearchAgentWorkflow": "rollwright.workflows.search_agent",
     # training
     "FSDPPPOActor": "rollwright.training.actor",
     "TrainEngine": "rollwright.training.engine",
