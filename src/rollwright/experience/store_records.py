@@ -1,0 +1,106 @@
+"""What goes into an experience store and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollwright.experience.experience import Experience
+
+
+@dataclass(frozen=True)
+class TaskClaim:
+    """The right of one explorer to run one task, for as long as its lease lasts.
+
+    ``attempt`` counts the claims of the task from 0. What an older attempt brings after the task was claimed again is
+    refused, so that a task is stored once.
+    """
+
+    ordinal: int
+    attempt: int
+    owner: str
+
+
+@dataclass(frozen=True)
+class StoredGroup:
+    """All experiences of one task, as they are stored."""
+
+    id: int
+    name: str
+    ordinal: int | None
+    attempt: int
+    version: int  # of the oldest sampled token; -1 where it is not known
+    uses: int  # including the one at hand
+    complete: bool
+    experiences: list[Experience]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one call of ``sample`` drew."""
+
+    number: int
+    groups: list[StoredGroup]
+
+    @property
+    def experiences(self) -> list[Experience]:
+        """The experiences of all groups, group by group."""
+        return [experience for group in self.groups for experience in group.experiences]
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __iter__(self) -> Iterator[StoredGroup]:
+        return iter(self.groups)
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """Weights that explorers are to load.
+
+    ``epoch`` counts the trainer's restarts: after a restart from an earlier checkpoint the same version number may name
+    other weights, so an explorer reloads when ``(epoch, version)`` is not what it has.
+    """
+
+    version: int
+    path: str
+    epoch: int
+
+
+@dataclass(frozen=True)
+class StoreStatus:
+    """Counts, all from one state of the store."""
+
+    declared_tasks: int | None  # None: no end was declared
+    drawn_tasks: int  # ordinals handed out so far
+    claimed_tasks: int
+    released_tasks: int  # given back, to be claimed again
+    finished_tasks: int
+    open_groups: int  # samples are missing
+    unused_groups: int  # complete, never trained on
+    used_groups: int  # trained on at least once
+    training_groups: int  # trained on, the next version not yet published
+    experiences: int
+    uncommitted_uses: int  # since the trainer's last checkpoint
+    drops: dict[str, int] = field(default_factory=dict)  # rows, by what dropped them
+
+    @property
+    def production_ended(self) -> bool:
+        """True where the tasks have a declared end and every one of them is finished."""
+        return self.declared_tasks is not None and self.finished_tasks >= self.declared_tasks
+
+
+def experience_row(experience: Experience, version: int | None) -> dict[str, Any]:
+    """The columns of an experience: its id, the version of its oldest sampled token, its reward and its bytes."""
+    if version is None:
+        version = _oldest_version(experience)
+    return {"eid": str(experience.eid), "version": version, "reward": experience.reward, "data": experience.serialize()}
+
+
+def _oldest_version(experience: Experience) -> int:
+    if experience.versions is not None:
+        sampled = [value for value in experience.versions.tolist() if value >= 0]
+        if sampled:
+            return min(sampled)
+    return int(experience.info.get("model_version", -1))

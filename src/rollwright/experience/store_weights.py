@@ -1,0 +1,35 @@
+"""Announcements of weights, from the trainer to the explorers."""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection, insert, select, update
+
+from rollwright.errors import StoreError
+from rollwright.experience.store_database import Database
+from rollwright.experience.store_records import Announcement
+from rollwright.experience.store_schema import uses, versions
+
+
+def publish_version(database: Database, connection: Connection, path: str, version: int) -> None:
+    """Announces weights; groups in training release their places.
+
+    Raises:
+        StoreError: a version as new was announced with other weights.
+    """
+    newest = latest_version(connection)
+    if newest is not None and (newest.version, newest.path) == (version, path):
+        return
+    if newest is not None and newest.version >= version:
+        raise StoreError(
+            f"{database.name}: version {version} was announced from {path}, but version {newest.version} from {newest.path} was "
+            "announced before: versions only grow; after a restart call recover(checkpoint) first."
+        )
+    epoch = database.counter(connection, "epoch")
+    connection.execute(insert(versions).values(version=version, path=path, epoch=epoch))
+    connection.execute(update(uses).where(uses.c.published.is_(False)).values(published=True))
+
+
+def latest_version(connection: Connection) -> Announcement | None:
+    """The newest announced weights, or None where none were announced."""
+    row = connection.execute(select(versions).order_by(versions.c.version.desc()).limit(1)).one_or_none()
+    return None if row is None else Announcement(row.version, row.path, row.epoch)
