@@ -41,6 +41,15 @@ _EXPORTS: dict[str, str] = {
     "ModelResponse": "rollwright.inference.request",
     # workflows
     "RolloutWorkflow": "rollwright.workflows.base",
+    "WORKFLOWS": "rollwright.workflows.registry",
+    "RLVRWorkflow": "rollwright.workflows.rlvr",
+    "MultiTurnWorkflow": "rollwright.workflows.multi_turn",
+    # rollout
+    "RolloutEngine": "rollwright.rollout.engines",
+    "RolloutExecutor": "rollwright.rollout.executor",
+    "LocalRolloutEngine": "rollwright.rollout.engines",
+    "RemoteSGLangEngine": "rollwright.rollout.engines",
+    "RemoteVLLMEngine": "rollwright.rollout.engines",
     "SearchAgentWorkflow": "rollwright.workflows.search_agent",
     "GroupedSearchAgentWorkflow": "rollwright.workflows.search_agent",
     # training

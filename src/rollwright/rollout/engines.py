@@ -1,0 +1,308 @@
+"""The engines that users hold: an inference engine and an executor behind one face.
+
+``rollout.rollout_batch(tasks, workflow=…)`` runs workflows; ``await rollout.agenerate(request)`` asks the engine directly.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rollwright.config.sections import RolloutConfig
+from rollwright.errors import ConfigError, RolloutError
+from rollwright.experience.trajectory import Trajectory
+from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.rollout.executor import RolloutExecutor
+from rollwright.rollout.group import AcceptFunction
+
+
+class RolloutEngine(InferenceEngine):
+    """The inference engine seen from the trainer.
+
+    Args:
+        config: the engine's and the executor's settings.
+        client: the inference engine, where it exists already; it is destroyed with the rollout engine.
+        seed: the run's seed.
+        deterministic: see docs/determinism.md.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig | None = None,
+        *,
+        client: InferenceEngine | None = None,
+        seed: int = 1,
+        deterministic: bool = False,
+    ) -> None:
+        self.config = config or RolloutConfig()
+        self.seed = seed
+        self.deterministic = deterministic
+        self._client = client
+        self._executor: RolloutExecutor | None = None
+        self._pauses = 0
+        self._pause_lock = threading.Lock()
+
+    # -- from start to end ---------------------------------------------------------------------------------------------
+
+    def make_client(self) -> InferenceEngine:
+        """The inference engine behind this one; called once, by ``initialize``."""
+        raise ConfigError(
+            f"{type(self).__name__} was given no inference engine: pass client=…, or use a subclass that makes one."
+        )
+
+    def initialize(self, *args: Any, **kwargs: Any) -> None:
+        """Load or connect, and wait until requests are answered. Once more is a no-op.
+
+        Args:
+            args, kwargs: handed on to the inference engine.
+        """
+        if self._executor is not None:
+            return
+        if self._client is None:
+            self._client = self.make_client()
+        self._client.initialize(*args, **kwargs)
+        self._executor = RolloutExecutor(self._client, self.config, seed=self.seed, deterministic=self.deterministic)
+
+    def destroy(self) -> None:
+        """Cancel what runs, and give back the thread and the inference engine. Without ``initialize`` there is nothing to do."""
+        executor, self._executor = self._executor, None
+        client, self._client = self._client, None
+        if executor is not None:
+            executor.destroy()
+        if client is not None:
+            client.destroy()
+
+    def __enter__(self) -> RolloutEngine:
+        self.initialize()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.destroy()
+
+    @property
+    def client(self) -> InferenceEngine:
+        """The inference engine."""
+        if self._client is None:
+            raise RolloutError(f"{type(self).__name__} is not running: call initialize() first.")
+        return self._client
+
+    @property
+    def executor(self) -> RolloutExecutor:
+        """The executor."""
+        if self._executor is None:
+            raise RolloutError(f"{type(self).__name__} is not running: call initialize() first.")
+        return self._executor
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """Sample one completion, outside of any sample: nothing is recorded."""
+        return await self.client.agenerate(request)
+
+    def abort(self, rid: str | None = None) -> None:
+        """End the requests of one conversation, or all."""
+        self.client.abort(rid)
+
+    # -- samples -------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        data: dict[str, Any],
+        workflow: Any,
+        workflow_kwargs: dict[str, Any] | None = None,
+        should_accept_fn: AcceptFunction | str | None = None,
+        group_size: int = 1,
+        is_eval: bool = False,
+    ) -> int:
+        """Queue a task; see :meth:`RolloutExecutor.submit`."""
+        return self.executor.submit(data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
+
+    def wait(self, count: int, timeout: float | None = None, is_eval: bool = False) -> Trajectory:
+        """Take complete groups; see :meth:`RolloutExecutor.wait`."""
+        return self.executor.wait(count, timeout, is_eval)
+
+    def wait_for_task(self, task_id: int, timeout: float | None = None) -> Trajectory:
+        """Take the group of one task; see :meth:`RolloutExecutor.wait_for_task`."""
+        return self.executor.wait_for_task(task_id, timeout)
+
+    def rollout_batch(
+        self,
+        data_list: Sequence[dict[str, Any]],
+        workflow: Any,
+        workflow_kwargs: dict[str, Any] | None = None,
+        should_accept_fn: AcceptFunction | str | None = None,
+        group_size: int = 1,
+        is_eval: bool = False,
+    ) -> Trajectory:
+        """Run these tasks to their end; see :meth:`RolloutExecutor.rollout_batch`."""
+        return self.executor.rollout_batch(data_list, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
+
+    def prepare_batch(
+        self,
+        dataloader: Iterable[Any],
+        workflow: Any,
+        workflow_kwargs: dict[str, Any] | None = None,
+        should_accept_fn: AcceptFunction | str | None = None,
+        group_size: int = 1,
+        batch_size: int | None = None,
+    ) -> Trajectory:
+        """The next training batch; see :meth:`RolloutExecutor.prepare_batch`."""
+        return self.executor.prepare_batch(dataloader, workflow, workflow_kwargs, should_accept_fn, group_size, batch_size)
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Start no more samples and sample no more tokens. Calls nest: as many calls of ``resume`` go on again."""
+        executor = self.executor
+        with self._pause_lock:
+            self._pauses += 1
+            if self._pauses > 1:
+                return
+            executor.pause()
+            try:
+                self.client.pause()
+            except BaseException:
+                self._pauses -= 1
+                executor.resume()
+                raise
+
+    def resume(self) -> None:
+        """Go on after ``pause``; without one it is a no-op."""
+        executor = self.executor
+        with self._pause_lock:
+            if self._pauses == 0:
+                return
+            if self._pauses == 1:
+                self.client.resume()
+                executor.resume()
+            self._pauses -= 1
+
+    def get_version(self) -> int:
+        """Version of the weights that the next token is sampled with."""
+        return self.client.get_version()
+
+    def set_version(self, version: int) -> None:
+        """Confirm a published version; the batches that were taken give their places back.
+
+        Raises:
+            WeightUpdateError: the engine holds another version.
+        """
+        self.client.set_version(version)
+        self.executor.set_version(version)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The executor's state; see :meth:`RolloutExecutor.state_dict`."""
+        return self.executor.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another rollout engine stood."""
+        self.executor.load_state_dict(state)
+
+    def counters(self) -> dict[str, float]:
+        """How samples and groups ended, and how many there are in each state."""
+        return self.executor.counters()
+
+
+class LocalRolloutEngine(RolloutEngine):
+    """The built-in engine in this process.
+
+    Args:
+        config: settings; ``config.path`` names the model where none is given.
+        model: a live model, whose weights are shared with whoever trains it; or a directory or name.
+        tokenizer: the model's tokenizer, or where to load it from.
+        seed: the run's seed.
+        deterministic: see docs/determinism.md.
+        trust_remote_code: run code that a model directory brings.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig | None = None,
+        model: Any = None,
+        tokenizer: Any = None,
+        *,
+        seed: int = 1,
+        deterministic: bool = False,
+        trust_remote_code: bool = False,
+    ) -> None:
+        super().__init__(config, seed=seed, deterministic=deterministic)
+        self.model = model
+        self.tokenizer = tokenizer
+        self._trust_remote_code = trust_remote_code
+
+    def make_client(self) -> InferenceEngine:
+        """Load the model, or share the one that was given."""
+        from rollwright.inference.builtin.engine import BuiltinEngine
+
+        config = self.config
+        model = self.model if self.model is not None else config.path
+        if isinstance(model, str) and not model:
+            raise ConfigError("LocalRolloutEngine has no model: pass model=…, or set rollout.path to a directory or name.")
+        return BuiltinEngine(
+            model,
+            self.tokenizer,
+            max_running_requests=config.max_running_requests,
+            context_length=config.context_length,
+            kv_cache_bytes=config.kv_cache_bytes,
+            prefix_cache=config.prefix_cache,
+            device=config.device,
+            dtype=config.dtype,
+            on_weight_update=config.on_weight_update,  # type: ignore[arg-type]
+            seed=self.seed,
+            trust_remote_code=self._trust_remote_code,
+        )
+
+    def publish(self, version: int) -> None:
+        """The shared weights were changed in place and are ``version`` now; the engine was paused before the first change."""
+        self.client.publish(version)  # type: ignore[attr-defined]
+        self.executor.set_version(version)
+
+    def load_weights(self, named: Any, version: int) -> None:
+        """Copy weights into the engine's model and publish them as ``version``."""
+        self.client.load_weights(named, version)  # type: ignore[attr-defined]
+        self.executor.set_version(version)
+
+    def stats(self) -> dict[str, float]:
+        """Counts of the engine and, under ``rollout/``, of the executor."""
+        return {**self.client.stats(), **{f"rollout/{name}": value for name, value in self.counters().items()}}  # type: ignore[attr-defined]
+
+
+class _ServerRolloutEngine(RolloutEngine):
+    """Servers, found by ``config.addresses`` or by the addresses in the environment."""
+
+    def update_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """Give the servers new weights; the batches that were taken give their places back.
+
+        Args:
+            args, kwargs: as the client takes them.
+        """
+        result = self.client.update_weights(*args, **kwargs)  # type: ignore[attr-defined]
+        self.executor.set_version(self.client.get_version())
+        return result
+
+    @property
+    def addresses(self) -> list[str]:
+        """``host:port`` of the servers."""
+        return list(self.client.addresses)  # type: ignore[attr-defined]
+
+
+class RemoteSGLangEngine(_ServerRolloutEngine):
+    """Servers that speak SGLang's protocol: SGLang, or ``rollwright serve-model``."""
+
+    def make_client(self) -> InferenceEngine:
+        """A client of the servers; connected by ``initialize``."""
+        from rollwright.inference.sglang import SGLangClient
+
+        return SGLangClient(self.config)
+
+
+class RemoteVLLMEngine(_ServerRolloutEngine):
+    """vLLM servers."""
+
+    def make_client(self) -> InferenceEngine:
+        """A client of the servers; connected by ``initialize``."""
+        from rollwright.inference.vllm import VLLMClient
+
+        return VLLMClient(self.config)
