@@ -54,9 +54,14 @@ def _sft(config: SFTConfig) -> str:
 
 def _rl(config: PPOConfig) -> str:
     gconfig, dataset = config.gconfig, config.train_dataset
+    if config.mode != "both":
+        return f"run in mode {config.mode} with {config.actor.path}"
+    work = f"{config.workflow} on {_rows(dataset)}"
+    if config.tasksets:
+        work = "the workflows of " + ", ".join(taskset.path or taskset.name for taskset in config.tasksets)
     evaluation = f"; evaluate on {_rows(config.valid_dataset)}" if config.valid_dataset else ""
     return (
-        f"train {config.actor.path} with {config.workflow} on {_rows(dataset)}, {dataset.batch_size} tasks × {gconfig.n_samples} "
+        f"train {config.actor.path} with {work}, {dataset.batch_size} tasks × {gconfig.n_samples} "
         f"samples a step ({_sampling(gconfig)}) from the {config.rollout.backend} engine, {_length(config)}{evaluation}"
     )
 

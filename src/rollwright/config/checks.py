@@ -85,6 +85,15 @@ def _has_interval(section: IntervalConfig) -> bool:
 
 def _policy(config: PPOConfig) -> Iterator[Fault]:
     actor, rollout = config.actor, config.rollout
+    if config.store is None and config.mode in ("explore", "train"):
+        yield (
+            ("mode",),
+            f"{config.mode} needs a store between explorer and trainer; give a store section (store: {{}} is enough)",
+        )
+    if config.tasksets and config.train_dataset.path:
+        yield ("train_dataset", "path"), "is given beside tasksets, which take its place; keep one"
+    if config.tasksets and config.workflow:
+        yield ("workflow",), "is given beside tasksets, which name their workflows; keep one"
     if config.critic is not None:
         yield ("critic",), "a value model is not built yet; take the section out (GRPO compares the samples of a group)"
     if actor.optimizer is None:

@@ -11,6 +11,8 @@ that stage alone.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +26,10 @@ from rollwright.config.loading import config_to_dict, merge_overrides
 from rollwright.config.resolving import merge, resolve
 from rollwright.config.sections import ClusterConfig, DatasetConfig, RolloutConfig, StatsLoggerConfig
 from rollwright.config.source import Document, KeyPath, Origins, Override, parse_override, read_yaml
+from rollwright.config.trinity import is_trinity_shaped, translate
 from rollwright.errors import ConfigError
+
+logger = logging.getLogger("rollwright.config")
 
 
 @dataclass
@@ -39,7 +44,7 @@ class NewModelConfig:
     kv_heads: int | None = field(default=None, metadata={"help": "Key-value heads; null: as many as heads.", "ge": 1})
     head_dim: int | None = field(default=None, metadata={"help": "Size of a head; null: hidden_size / heads.", "ge": 2})
     intermediate_size: int | None = field(
-        default=None, metadata={"help": "Width of the feed-forward; null: 4 times hidden_size.", "ge": 8}
+        default=None, metadata={"help": "Width of the feed-forward; null: three times hidden_size.", "ge": 8}
     )
     tie_embeddings: bool = field(default=True, metadata={"help": "Input and output embeddings are one matrix."})
     max_position_embeddings: int = field(default=512, metadata={"help": "Longest sequence, in tokens.", "ge": 8})
@@ -87,6 +92,10 @@ _STAGE_KEYS = ("kind", "name")
 _FILE_KEYS = ("stages", "kind", "name", "run_dir")
 
 
+#: What an evaluation from the command line alone starts from.
+_EVALUATION = {"experiment_name": "eval", "workflow": "rollwright.workflows.rlvr.RLVRWorkflow"}
+
+
 @dataclass
 class Stage:
     """One stage of a run, ready to be carried out."""
@@ -115,19 +124,56 @@ def load_stages(file: str | Path, overrides: Sequence[str] = ()) -> list[Stage]:
     Raises:
         ConfigError: naming every fault of every stage with its key and file:line (or override).
     """
-    return build_stages(read_yaml(file), [parse_override(text) for text in overrides])
+    document, parsed = read_yaml(file), [parse_override(text) for text in overrides]
+    if is_trinity_shaped(document.data):
+        document, parsed = _translated(document, parsed)
+    return build_stages(document, parsed)
 
 
-def build_stages(document: Document, overrides: Sequence[Override]) -> list[Stage]:
-    """Build the stages of a document; see ``load_stages``."""
+def _translated(document: Document, overrides: Sequence[Override]) -> tuple[Document, list[Override]]:
+    """A Trinity-shaped file in the project's own shape; overrides may be written in either."""
+    ours = {field.name for field in dataclasses.fields(GRPOConfig)} - set(document.data) - {"mode", "cluster"}
+    theirs = [override for override in overrides if override.path[0] not in ours]
+    origins = Origins(document, theirs)
+    translation = translate(resolve(merge_overrides(document.data, theirs), [], origins), document)
+    logger.info("%s has Trinity-RFT's shape; it is read as this project's config:", document.file)
+    for note in translation.notes:
+        logger.info("  %s", note)
+    return translation.document, [override for override in overrides if override not in theirs]
+
+
+def load_eval_stages(file: str | Path | None, overrides: Sequence[str] = ()) -> list[Stage]:
+    """The evaluations of a config file: its eval stages, or one made of the keys that an evaluation has.
+
+    Args:
+        file: any config file; None: everything is in ``overrides``.
+        overrides: as for ``load_stages``.
+
+    Raises:
+        ConfigError: as ``load_stages``; keys of other kinds of stages are left aside.
+    """
+    document = read_yaml(file) if file is not None else Document(dict(_EVALUATION), file="command line")
+    listed = document.data.get("stages") or []
+    if not any(isinstance(stage, dict) and stage.get("kind") == "eval" for stage in listed):
+        stage = {"kind": "eval", "name": "eval"}
+        if isinstance(valid := document.data.get("valid_dataset"), dict):
+            stage["dataset"] = {"split": "valid", **valid}
+        document = dataclasses.replace(document, data={**document.data, "stages": [stage]})
+    return build_stages(document, [parse_override(text) for text in overrides], only="eval")
+
+
+def build_stages(document: Document, overrides: Sequence[Override], only: str | None = None) -> list[Stage]:
+    """Build the stages of a document, all or ``only`` those of one kind; see ``load_stages``."""
     faults: list[str] = []
     own = [override for override in overrides if override.path[0] == "stages"]
     shared = [override for override in overrides if override.path[0] != "stages"]
     written = merge_overrides(document.data, own)
     listed = _listed(written, document)
-    stages = [_build(document, written, keys, index, shared, own, faults) for index, keys in enumerate(listed)]
+    chosen = [(index, keys) for index, keys in enumerate(listed) if only is None or (keys or {}).get("kind") == only]
+    stages = [_build(document, written, keys, index, shared, own, faults) for index, keys in chosen]
     _refuse_repeated_names(stages, document, faults)
-    _refuse_unused_keys(document, overrides, shared, listed, faults)
+    if only is None:
+        _refuse_unused_keys(document, overrides, shared, listed, faults)
     if faults:
         faults = list(dict.fromkeys(faults))
         raise ConfigError(faults[0] if len(faults) == 1 else f"{len(faults)} faults:\n" + "\n".join(f"  {f}" for f in faults))
@@ -196,30 +242,33 @@ def _relative(override: Override, place: KeyPath, name: Any) -> Override | None:
     return dataclasses.replace(override, path=override.path[2:])
 
 
+#: What a stage of each kind cannot run without, and what it is.
+_NEEDED: dict[str, dict[str, str]] = {
+    "model": {"path": "the directory to write the model to"},
+    "sft": {"model.path": "the model to train", "train_dataset.path": "the rows to train on"},
+    "rl": {
+        "actor.path": "the model to train",
+        "train_dataset.path": "the tasks to train on",
+        "workflow": "the code of an episode, such as rollwright.workflows.rlvr.RLVRWorkflow",
+    },
+    "eval": {
+        "path": "the model to evaluate",
+        "dataset.path": "the tasks to evaluate on",
+        "workflow": "the code of an episode, such as rollwright.workflows.rlvr.RLVRWorkflow",
+    },
+}
+
+
 def _missing(kind: str, config: Any) -> list[tuple[KeyPath, str]]:
-    """What a stage cannot run without."""
-    needed: dict[str, list[tuple[KeyPath, Any, str]]] = {
-        "model": [(("path",), config, "the directory to write the model to")],
-        "sft": [(("model", "path"), config, "the model to train"), (("train_dataset", "path"), config, "the rows to train on")],
-        "rl": [
-            (("actor", "path"), config, "the model to train"),
-            (("train_dataset", "path"), config, "the tasks to train on"),
-            (("workflow",), config, "the code of an episode, such as rollwright.workflows.rlvr.RLVRWorkflow"),
-        ],
-        "eval": [
-            (("path",), config, "the model to evaluate"),
-            (("dataset", "path"), config, "the tasks to evaluate on"),
-            (("workflow",), config, "the code of an episode, such as rollwright.workflows.rlvr.RLVRWorkflow"),
-        ],
-    }
-    faults = []
-    for path, section, what in needed[kind]:
-        value = section
-        for part in path:
-            value = getattr(value, str(part))
-        if not value:
-            faults.append((path, f"is not set: {what}"))
-    return faults
+    """Keys that the stage cannot run without, and that are empty."""
+    needed = dict(_NEEDED[kind])
+    if kind == "rl" and (config.tasksets or config.mode != "both"):
+        del needed["train_dataset.path"], needed["workflow"]  # tasksets bring both; other modes say what they need
+    paths = [tuple(key.split(".")) for key in needed]
+    values = [functools.reduce(getattr, path, config) for path in paths]
+    return [
+        (path, f"is not set: {what}") for path, what, value in zip(paths, needed.values(), values, strict=True) if not value
+    ]
 
 
 def _refuse_repeated_names(stages: Sequence[Stage | None], document: Document, faults: list[str]) -> None:

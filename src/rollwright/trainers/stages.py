@@ -92,11 +92,11 @@ def _finished_stages(directory: RunDirectory) -> dict[str, Any]:
 # -- kinds of stages ---------------------------------------------------------------------------------------------------
 
 
-def _make_model(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
+def make_model(config: NewModelConfig) -> dict[str, Any]:
+    """Write a model with random weights and its tokenizer; returns its ``path`` and the number of ``parameters``."""
     from rollwright.data.tokenizer import ASCII, build_character_tokenizer, load_tokenizer
     from rollwright.training.model import new_model, parameter_count
 
-    config: NewModelConfig = stage.config
     if config.vocabulary_from:
         tokenizer = load_tokenizer(config.vocabulary_from)
     else:
@@ -120,6 +120,10 @@ def _make_model(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
         f"a {config.architecture} model of {count / 1e6:.2f} M parameters, {len(tokenizer)} tokens: {config.path}"
     )
     return {"path": config.path, "parameters": count}
+
+
+def _make_model(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
+    return make_model(stage.config)
 
 
 def _train_supervised(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
