@@ -36,6 +36,9 @@ COMMANDS: dict[str, Command] = {
     "eval": Command("rollwright.cli.evaluate:evaluate", "Score a model on a dataset, greedy and sampled."),
     "config": Command("rollwright.cli.config:app", "Show, check and describe configs."),
     "model": Command("rollwright.cli.model:app", "Make models."),
+    "serve-model": Command(
+        "rollwright.cli.serve_model:serve_model", "Serve a model: the built-in engine over SGLang's and the OpenAI protocol."
+    ),
     "retrieve": Command("rollwright.cli.retrieve:retrieve", "Serve a corpus to search agents."),
 }
 

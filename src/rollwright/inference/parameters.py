@@ -98,7 +98,12 @@ def _is_neutral(gconfig: GenerationHyperparameters, name: str) -> bool:
 
 
 def check_parameters(
-    gconfig: GenerationHyperparameters, engine: str, *, where: str, gives_contract_logprobs: bool = False, accept_shifted: bool = False
+    gconfig: GenerationHyperparameters,
+    engine: str,
+    *,
+    where: str,
+    gives_contract_logprobs: bool = False,
+    accept_shifted: bool = False,
 ) -> bool:
     """Refuse what a server cannot honour.
 

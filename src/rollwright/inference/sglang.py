@@ -55,7 +55,9 @@ class SGLangClient(RemoteClient):
                     "generator. Start it with enable_deterministic_inference in sglang.extra_args, or leave the seed out."
                 )
         elif request.multi_modal is not None:
-            raise EngineError(f"multi_modal inputs cannot travel to the server at {server}; use the built-in engine in this process.")
+            raise EngineError(
+                f"multi_modal inputs cannot travel to the server at {server}; use the built-in engine in this process."
+            )
         return check_parameters(
             request.gconfig,
             "sglang",
@@ -195,10 +197,20 @@ class SGLangClient(RemoteClient):
             raise WeightUpdateError(f"The server at {server.address} did not load version {version}: {answer.get('message')}")
         held = self._read_version(server)
         if str(held) != str(version):
-            raise WeightUpdateError(f"The server at {server.address} says it holds version {held!r} after an update to {version}.")
+            raise WeightUpdateError(
+                f"The server at {server.address} says it holds version {held!r} after an update to {version}."
+            )
 
     def init_weights_update_group(
-        self, server: Server, *, master_address: str, master_port: int, rank_offset: int, world_size: int, group: str, backend: str
+        self,
+        server: Server,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group: str,
+        backend: str,
     ) -> None:
         """Have one server join a distributed group; returns when the group is complete.
 

@@ -40,7 +40,9 @@ class VLLMClient(RemoteClient):
                 f"The vLLM server at {server.address} does not say the version of its weights ({error}). Start it with "
                 "VLLM_SERVER_DEV_MODE=1 and --enable-scale-out, as VLLMConfig.build_cmd does."
             ) from error
-        config = self.connections.request("GET", f"{server.url}/server_info?config_format=json", timeout=120.0).get("vllm_config")
+        config = self.connections.request("GET", f"{server.url}/server_info?config_format=json", timeout=120.0).get(
+            "vllm_config"
+        )
         model_config = config.get("model_config") if isinstance(config, dict) else None
         mode = model_config.get("logprobs_mode") if isinstance(model_config, dict) else None
         if mode is not None and mode != "processed_logprobs":
@@ -58,9 +60,7 @@ class VLLMClient(RemoteClient):
         }.items():
             if getattr(request, name) is not None:
                 raise EngineError(f"{name} cannot travel to the vLLM server at {server}; {remedy}.")
-        return check_parameters(
-            request.gconfig, "vllm", where=server, accept_shifted=self.config.accept_shifted_logprobs
-        )
+        return check_parameters(request.gconfig, "vllm", where=server, accept_shifted=self.config.accept_shifted_logprobs)
 
     def _payload(self, request: ModelRequest, wire_id: str) -> dict[str, Any]:
         seed = request.seed if request.gconfig.seed is None else request.gconfig.seed

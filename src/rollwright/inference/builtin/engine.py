@@ -14,7 +14,7 @@ import contextlib
 import random
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Literal
 
@@ -165,9 +165,12 @@ class BuiltinEngine(InferenceEngine):
             RequestAborted: the engine is closed.
             EngineError: a request cannot be served as asked, or the queue is full; then none is queued.
         """
+        self._raise_if_closed()
+        return self._enqueue([self._sequence(request) for request in requests])
+
+    def _enqueue(self, sequences: list[Sequence]) -> list[Future[ModelResponse]]:
         with self._state:
             self._raise_if_closed()
-            sequences = [self._sequence(request) for request in requests]
             queued = len(self._inbox) + len(self._stepper.scheduler.waiting)
             if self._max_waiting is not None and queued + len(sequences) > self._max_waiting:
                 raise EngineError(
@@ -197,6 +200,30 @@ class BuiltinEngine(InferenceEngine):
         finally:
             for future in futures:
                 future.cancel()
+
+    async def astream(self, request: ModelRequest) -> AsyncIterator[ModelResponse]:
+        """The response as it grows: each holds all tokens of the one before it, and the last is complete.
+
+        Leaving the iteration early frees the request's row.
+        """
+        loop = asyncio.get_running_loop()
+        news = asyncio.Event()
+        sequence = self._sequence(request)
+        sequence.on_token = _token_listener(loop, news, sampled := [])
+        (pending,) = self._enqueue([sequence])
+        future = asyncio.wrap_future(pending)
+        future.add_done_callback(lambda _: news.set())
+        try:
+            given = 0
+            while not future.done():
+                await news.wait()
+                news.clear()
+                if len(sampled) > given and not future.done():
+                    given = len(sampled)
+                    yield sequence.partial_response(sampled[:given])
+            yield future.result()
+        finally:
+            future.cancel()
 
     def generate(self, requests: list[ModelRequest]) -> list[ModelResponse]:
         """Like ``agenerate_batch``, for synchronous code; also works while an event loop runs in this thread."""
@@ -298,6 +325,17 @@ class BuiltinEngine(InferenceEngine):
             finished = self._stepper.abort(rid)
         _resolve(finished)
 
+    @property
+    def on_weight_update(self) -> OnWeightUpdate:
+        """What happens to running requests at the next change of weights."""
+        return self._on_weight_update
+
+    @on_weight_update.setter
+    def on_weight_update(self, value: OnWeightUpdate) -> None:
+        if value not in ("recompute", "keep", "wait"):
+            raise ConfigError(f"on_weight_update is {value!r}; use 'recompute', 'keep' or 'wait'.")
+        self._on_weight_update = value
+
     def flush_cache(self) -> None:
         """Forget the keys and values of finished sequences."""
         with self._between_steps():
@@ -389,6 +427,17 @@ class BuiltinEngine(InferenceEngine):
     def stats(self) -> dict[str, float]:
         """Counts since the start, and what runs and waits now."""
         return {**self._stepper.stats(), "queued": len(self._inbox)}
+
+
+def _token_listener(loop: asyncio.AbstractEventLoop, news: asyncio.Event, sampled: list) -> Any:
+    """A callback of the engine's thread that keeps each ``(token, logprob, version)`` and wakes ``loop``."""
+
+    def listen(token: int, logprob: float, version: int) -> None:
+        sampled.append((token, logprob, version))
+        with contextlib.suppress(RuntimeError):  # the loop was closed; nobody listens any more
+            loop.call_soon_threadsafe(news.set)
+
+    return listen
 
 
 def _copy_weights(state: dict[str, Tensor], pairs: list[tuple[str, Tensor]]) -> None:

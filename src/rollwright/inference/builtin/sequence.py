@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,7 @@ class Sequence:
     prefix_source: object = None  # where a computed prefix is to be copied from
     is_current: bool = True  # False: some keys and values were computed by older weights
     hidden: Any = None  # columns that new tokens must not see, see forward_batch.hidden_columns
+    on_token: Callable[[int, float, int], None] | None = None  # told each sampled token, its log-probability and version
     submitted_at: float = field(default_factory=time.monotonic)
     first_token_at: float | None = None
 
@@ -117,6 +119,22 @@ class Sequence:
             output_versions=versions,
             stop_reason=stop_reason,
             stop_match=stop_match,
+            latency=now - self.submitted_at,
+            ttft=(self.first_token_at or now) - self.submitted_at,
+            temperature=self.gconfig.effective_temperature,
+            rid=self.request.rid,
+            seed=self.seed,
+        )
+
+    def partial_response(self, sampled: list[tuple[int, float, int]]) -> ModelResponse:
+        """The response so far, from the tokens, log-probabilities and versions that a listener kept."""
+        tokens, logprobs, versions = (list(column) for column in zip(*sampled, strict=True))
+        now = time.monotonic()
+        return ModelResponse(
+            input_tokens=self.tokens[: self.prompt_length],
+            output_tokens=tokens,
+            output_logprobs=logprobs,
+            output_versions=versions,
             latency=now - self.submitted_at,
             ttft=(self.first_token_at or now) - self.submitted_at,
             temperature=self.gconfig.effective_temperature,

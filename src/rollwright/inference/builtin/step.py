@@ -111,6 +111,8 @@ class Stepper:
             if not sequence.version_spans or sequence.version_spans[-1][1] != self.version:
                 sequence.mark_version(int(table.generated[row]), self.version)
         table.append(first, last, tokens, logprobs)
+        for index in table.has_listener[first:last].nonzero()[0].tolist():
+            running[first + index].on_token(int(tokens[index]), float(logprobs[index]), self.version)
         self._counts["generated_tokens"] += last - first
         return self._take_finished(first, last)
 

@@ -1,0 +1,62 @@
+"""``rollwright serve-model``: the built-in engine as an HTTP server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+
+def serve_model(
+    model: str = typer.Argument(..., metavar="DIR", help="Model directory or Hugging Face name."),
+    host: str = typer.Option("127.0.0.1", help="Interface to bind. Another than this machine's own needs --api-key."),
+    port: int = typer.Option(30000, min=0, max=65535, help="Port to listen on; 0: a free one, which the log names."),
+    api_key: str | None = typer.Option(None, envvar="ROLLWRIGHT_API_KEY", help="Bearer token that requests must carry."),
+    model_name: str = typer.Option("", help="Name in the OpenAI protocol; default: DIR."),
+    tokenizer: str | None = typer.Option(None, help="Tokenizer directory; default: DIR."),
+    device: str = typer.Option("auto", help="auto: a GPU where there is one."),
+    dtype: str = typer.Option("auto", help="auto, float32, bfloat16 or float16."),
+    context_length: int | None = typer.Option(None, min=2, help="Prompt and new tokens together; default: the model's."),
+    max_running_requests: int = typer.Option(256, min=1, help="Sequences decoded together."),
+    max_waiting: int = typer.Option(16384, min=1, help="Requests that may wait; more get 429."),
+    kv_cache_bytes: int | None = typer.Option(None, min=1, help="Memory of the cache; default: a quarter of free memory."),
+    prefix_cache: bool = typer.Option(True, help="Keep the cache of finished requests for a conversation's next turn."),
+    max_prompt_tokens: int | None = typer.Option(None, min=1, help="Longest prompt; default: what the context holds."),
+    max_body_bytes: int = typer.Option(64 << 20, min=1024, help="Largest request body."),
+    weights_root: Path | None = typer.Option(
+        None, help="Weights may be loaded from below this directory; default: updates from disk are refused."
+    ),
+    threads: int | None = typer.Option(None, min=1, help="Compute threads; default: one for each core."),
+    random_seed: int = typer.Option(0, help="Seed of requests that bring none."),
+    trust_remote_code: bool = typer.Option(False, help="Run code that comes with the model."),
+    log_level: str = typer.Option("warning", help="Of the HTTP server."),
+) -> None:
+    """Serve a model to clients of SGLang's native protocol and of the OpenAI protocol."""
+    from rollwright.inference.server.serving import EngineSettings, serve
+    from rollwright.inference.server.settings import ServerSettings
+
+    settings = ServerSettings(
+        host=host,
+        port=port,
+        api_key=api_key,
+        model_name=model_name,
+        weights_root=str(weights_root) if weights_root is not None else None,
+        max_body_bytes=max_body_bytes,
+        max_prompt_tokens=max_prompt_tokens,
+        max_pending=max_waiting + max_running_requests,
+    )
+    engine = EngineSettings(
+        model=model,
+        tokenizer=tokenizer,
+        device=device,
+        dtype=dtype,
+        context_length=context_length,
+        max_running_requests=max_running_requests,
+        max_waiting=max_waiting,
+        kv_cache_bytes=kv_cache_bytes,
+        prefix_cache=prefix_cache,
+        random_seed=random_seed,
+        trust_remote_code=trust_remote_code,
+        threads=threads,
+    )
+    serve(engine, settings, log_level=log_level)

@@ -1,0 +1,104 @@
+"""Refusals as HTTP: an error says what is wrong with which parameter."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+
+from rollwright.errors import EngineError, PromptTooLongError, RequestAborted
+
+Result = TypeVar("Result")
+
+
+class RequestError(Exception):
+    """A request that is refused, with an HTTP status."""
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, kind: str = "invalid_request_error"
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.kind = kind
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection; nobody waits for the answer."""
+
+
+def error_body(
+    message: str, *, kind: str = "invalid_request_error", param: str | None = None, status: int = 400
+) -> dict[str, Any]:
+    """The body of an error, in the form that clients of both protocols read."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def as_request_error(error: Exception) -> RequestError:
+    """The refusal that an engine's error becomes."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, PromptTooLongError):
+        return RequestError(str(error), param="prompt")
+    if isinstance(error, RequestAborted):
+        return RequestError(str(error), status=503, kind="server_error")
+    if isinstance(error, EngineError):
+        full = "queue" in str(error).lower() or "max_waiting" in str(error)
+        return RequestError(
+            str(error), status=429 if full else 400, kind="rate_limit_error" if full else "invalid_request_error"
+        )
+    return RequestError(f"{type(error).__name__}: {error}", status=500, kind="server_error")
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """The response that reports ``error``."""
+    refusal = as_request_error(error)
+    headers = {"Retry-After": "1"} if refusal.status in (429, 503) else None
+    body = error_body(str(refusal), kind=refusal.kind, param=refusal.param, status=refusal.status)
+    return JSONResponse(body, status_code=refusal.status, headers=headers)
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The JSON object in a request's body; an empty body is an empty object.
+
+    Raises:
+        RequestError: it is not a JSON object.
+    """
+    body = await request.body()
+    if not body:
+        return {}
+    try:
+        value = await request.json()
+    except ValueError as error:
+        raise RequestError(f"The body is not JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise RequestError(f"The body is a JSON {type(value).__name__}, not an object with named parameters.")
+    return value
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Await ``work``, and cancel it when the client goes away, so that its slot is free at once.
+
+    Raises:
+        ClientGoneError: the client closed the connection first.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnect(request))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        for pending in (task, watcher):
+            if not pending.done():
+                pending.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

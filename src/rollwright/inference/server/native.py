@@ -1,0 +1,224 @@
+"""SGLang's native protocol: ``/generate``."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.server.errors import (
+    ClientGoneError,
+    RequestError,
+    as_request_error,
+    error_body,
+    error_response,
+    read_object,
+    while_connected,
+)
+from rollwright.inference.server.native_fields import check_request, generation_arguments
+from rollwright.inference.server.openai_answer import version_spans
+from rollwright.inference.server.text_stream import completion_text
+from rollwright.inference.stream import generate_all, stream_response
+
+
+@dataclass
+class _Generation:
+    """A parsed ``/generate``."""
+
+    requests: list[ModelRequest]
+    keep_stop: bool
+    return_logprob: bool
+    token_texts: bool
+    as_list: bool
+
+
+class NativeProtocol:
+    """``/generate`` over an engine."""
+
+    def __init__(
+        self, engine: InferenceEngine, tokenizer: Any, *, max_prompt_tokens: int | None = None, max_samples: int = 256
+    ) -> None:
+        """Args:
+        engine: answers the requests.
+        tokenizer: encodes ``text`` and decodes answers; None: ids only.
+        max_prompt_tokens: a longer prompt is refused.
+        max_samples: most completions of one request.
+        """
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self._max_prompt_tokens = max_prompt_tokens
+        self._max_samples = max_samples
+        self.rids: dict[str, int] = {}  # requests in flight by their rid
+
+    @property
+    def router(self) -> APIRouter:
+        """The route."""
+        router = APIRouter()
+        router.add_api_route("/generate", self._generate, methods=["POST", "PUT"], response_model=None)
+        return router
+
+    async def _generate(self, request: Request) -> Response:
+        try:
+            body = await read_object(request)
+            generation = self._parse(body)
+            if body.get("stream"):
+                return await self._stream(generation)
+            responses = await while_connected(request, generate_all(self.engine, generation.requests))
+            answers = [
+                self.answer(generation, asked, response) for asked, response in zip(generation.requests, responses, strict=True)
+            ]
+        except ClientGoneError:
+            return Response(status_code=499)
+        except Exception as error:
+            return error_response(error)
+        return JSONResponse(answers if generation.as_list else answers[0])
+
+    def _parse(self, body: dict[str, Any]) -> _Generation:
+        check_request(body)
+        prompts, is_batch = self._prompts(body)
+        params = body.get("sampling_params")
+        if isinstance(params, list):
+            if len(params) != len(prompts):
+                raise RequestError(f"{len(params)} sampling_params for {len(prompts)} prompts.", param="sampling_params")
+        else:
+            params = [params] * len(prompts)
+        requests: list[ModelRequest] = []
+        keep_stop = False
+        rid = body.get("rid") or uuid.uuid4().hex
+        rids = rid if isinstance(rid, list) else [rid if len(prompts) == 1 else f"{rid}_{i}" for i in range(len(prompts))]
+        if len(rids) != len(prompts):
+            raise RequestError(f"{len(rids)} rids for {len(prompts)} prompts.", param="rid")
+        for prompt, given, name in zip(prompts, params, rids, strict=True):
+            gconfig, keep_stop = generation_arguments(given)
+            for index in range(gconfig.n_samples):
+                seed = None if gconfig.seed is None else gconfig.seed + index
+                requests.append(
+                    ModelRequest(
+                        input_ids=prompt,
+                        gconfig=gconfig.new(n_samples=1, seed=seed),
+                        rid=str(name),
+                        tokenizer=self.tokenizer,
+                        position_ids=body.get("position_ids"),
+                        branch_ids=body.get("branch_ids"),
+                    )
+                )
+        if len(requests) > self._max_samples:
+            raise RequestError(
+                f"{len(requests)} completions are over the limit of {self._max_samples}.", param="sampling_params"
+            )
+        as_list = is_batch or len(requests) > 1
+        if as_list and body.get("stream"):
+            raise RequestError("stream is served for one prompt with n=1.", param="stream")
+        return _Generation(
+            requests, keep_stop, bool(body.get("return_logprob")), bool(body.get("return_text_in_logprobs")), as_list
+        )
+
+    def _prompts(self, body: dict[str, Any]) -> tuple[list[list[int]], bool]:
+        ids, text = body.get("input_ids"), body.get("text")
+        if (ids is None) == (text is None):
+            raise RequestError("Give either input_ids or text.", param="input_ids")
+        if text is not None:
+            if self.tokenizer is None:
+                raise RequestError("This server has no tokenizer; give input_ids.", param="text")
+            if isinstance(text, str):
+                prompts, is_batch = [self.tokenizer.encode(text)], False
+            elif isinstance(text, list) and text and all(isinstance(item, str) for item in text):
+                prompts, is_batch = [self.tokenizer.encode(item) for item in text], True
+            else:
+                raise RequestError("text has to be a text or a list of texts.", param="text")
+        elif isinstance(ids, list) and ids and isinstance(ids[0], list):
+            prompts, is_batch = ids, True
+        else:
+            prompts, is_batch = [ids], False
+        vocabulary = len(self.tokenizer) if self.tokenizer is not None else None
+        for prompt in prompts:
+            self._check_prompt(prompt, vocabulary)
+        return prompts, is_batch
+
+    def _check_prompt(self, prompt: Any, vocabulary: int | None) -> None:
+        if not isinstance(prompt, list) or not prompt or any(type(token) is not int for token in prompt):
+            raise RequestError(
+                "input_ids has to be a list of token ids that is not empty, or a list of such lists.", param="input_ids"
+            )
+        if min(prompt) < 0 or (vocabulary is not None and max(prompt) >= vocabulary):
+            raise RequestError(f"input_ids holds ids outside 0 to {(vocabulary or 0) - 1}.", param="input_ids")
+        if self._max_prompt_tokens and len(prompt) > self._max_prompt_tokens:
+            raise RequestError(
+                f"The prompt has {len(prompt)} tokens, longer than the limit of {self._max_prompt_tokens}.", param="input_ids"
+            )
+
+    def answer(
+        self, generation: _Generation, request: ModelRequest, response: ModelResponse, *, final: bool = True
+    ) -> dict[str, Any]:
+        """One answer in SGLang's form; ``final`` is False for the chunks of a stream before the last."""
+        meta: dict[str, Any] = {
+            "id": request.rid,
+            "finish_reason": _finish_reason(response) if final else None,
+            "prompt_tokens": len(request.input_ids),
+            "completion_tokens": len(response.output_tokens),
+            "weight_versions": version_spans(response.output_versions),
+            "weight_version": str(response.output_versions[-1] if response.output_versions else self.engine.get_version()),
+            "e2e_latency": response.latency,
+            "ttft": response.ttft,
+        }
+        if generation.return_logprob:
+            texts = [
+                self.tokenizer.decode([token]) if generation.token_texts and self.tokenizer else None
+                for token in response.output_tokens
+            ]
+            meta["output_token_logprobs"] = list(zip(response.output_logprobs, response.output_tokens, texts, strict=True))
+        text = ""
+        if self.tokenizer is not None:
+            text = completion_text(
+                self.tokenizer,
+                response.output_tokens,
+                skip_special_tokens=request.gconfig.skip_special_tokens,
+                stop=request.gconfig.stop,
+                keep_stop=generation.keep_stop,
+            )
+        return {"text": text, "output_ids": response.output_tokens, "meta_info": meta}
+
+    async def _stream(self, generation: _Generation) -> StreamingResponse:
+        (request,) = generation.requests
+        partials = stream_response(self.engine, request)
+        first = await anext(partials)
+
+        async def events() -> AsyncIterator[str]:
+            try:
+                latest = first
+                async for partial in partials:
+                    yield _event(self.answer(generation, request, latest, final=False))
+                    latest = partial
+                yield _event(self.answer(generation, request, latest))
+                yield "data: [DONE]\n\n"
+            except Exception as error:
+                refusal = as_request_error(error)
+                yield _event(error_body(str(refusal), kind=refusal.kind, status=refusal.status))
+            finally:
+                await partials.aclose()
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+
+def _event(value: Any) -> str:
+    return "data: " + json.dumps(value, ensure_ascii=False) + "\n\n"
+
+
+def _finish_reason(response: ModelResponse) -> dict[str, Any]:
+    reason: dict[str, Any] = {"type": response.stop_reason}
+    if response.stop_reason == "length":
+        reason["length"] = len(response.output_tokens)
+    elif response.stop_reason == "abort":
+        reason["message"] = "aborted"
+    elif response.stop_match is not None:
+        reason["matched"] = response.stop_match
+    elif response.output_tokens:
+        reason["matched"] = response.output_tokens[-1]
+    return reason

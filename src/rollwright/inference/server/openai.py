@@ -1,0 +1,346 @@
+"""The OpenAI protocol in front of any inference engine: models, completions, chat with tools, streams.
+
+Invariants:
+
+* a prompt is rendered once by the model's own chat template, and what is sampled is never encoded again: ``token_ids`` are
+  the engine's tokens;
+* every finished call is shown to ``on_call`` before its answer is sent, also when it is streamed;
+* a client that goes away cancels its requests.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.server.chat_messages import template_messages
+from rollwright.inference.server.errors import ClientGoneError, RequestError, error_response, read_object, while_connected
+from rollwright.inference.server.openai_answer import answer_choice, chunks_of, usage_of
+from rollwright.inference.server.openai_fields import CHAT, COMPLETION, check_fields
+from rollwright.inference.server.tool_calls import tool_convention
+from rollwright.inference.stream import generate_all
+
+
+@dataclass
+class OpenAICall:
+    """One call of the OpenAI protocol, with everything that was asked and answered.
+
+    Attributes:
+        api_key: the bearer token that the client sent, or None.
+        endpoint: ``"chat"`` or ``"completion"``.
+        body: the request as it came.
+        requests: one for each choice, in the order of the choices.
+        responses: what the engine answered to each; complete when ``on_call`` sees the call.
+        choices: the choices of the answer, in the protocol's form.
+        started: ``time.time()`` at arrival.
+    """
+
+    api_key: str | None
+    endpoint: str
+    body: dict[str, Any]
+    requests: list[ModelRequest]
+    responses: list[ModelResponse] = field(default_factory=list)
+    choices: list[dict[str, Any]] = field(default_factory=list)
+    started: float = field(default_factory=time.time)
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    # How the answer is written.
+    samples: int = 1
+    tools: bool = False
+    logprobs: bool = False
+    return_token_ids: bool = False
+    keep_stop: bool = False
+
+    @property
+    def is_chat(self) -> bool:
+        """True for ``/v1/chat/completions``."""
+        return self.endpoint == CHAT
+
+
+class OpenAIProtocol:
+    """``/v1/models``, ``/v1/completions`` and ``/v1/chat/completions`` over an engine.
+
+    Include ``router`` in a FastAPI application. The engine may be any ``InferenceEngine``: the built-in one, a client of
+    servers, or an engine bound to a sample.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine | None,
+        tokenizer: Any,
+        model_name: str,
+        *,
+        on_call: Callable[[OpenAICall], Any] | None = None,
+        engine_for_key: Callable[[str | None], InferenceEngine] | None = None,
+        defaults: GenerationHyperparameters | None = None,
+        context_length: int | None = None,
+        max_prompt_tokens: int | None = None,
+        max_samples: int = 256,
+    ) -> None:
+        """Args:
+        engine: answers every call; None where ``engine_for_key`` chooses.
+        tokenizer: the model's, with its chat template.
+        model_name: the name that requests give.
+        on_call: sees each finished call (plain or async); an exception of it fails the call.
+        engine_for_key: the engine for a bearer token; raises ``RequestError`` (status 401) for one it does not know.
+        defaults: sampling of parameters that a request leaves out; the protocol's own where None.
+        context_length: prompt and new tokens together; None: the engine's.
+        max_prompt_tokens: a longer prompt is refused.
+        max_samples: the largest ``n``.
+        """
+        if (engine is None) == (engine_for_key is None):
+            raise ValueError("give either engine or engine_for_key")
+        self._engine_for_key = engine_for_key or (lambda _: engine)
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self._on_call = on_call
+        self._defaults = defaults or GenerationHyperparameters()
+        self._context_length = context_length or getattr(engine, "context_length", None)
+        self._max_prompt_tokens = max_prompt_tokens
+        self._max_samples = max_samples
+        self.convention = tool_convention(getattr(tokenizer, "chat_template", None) or "")
+
+    @property
+    def router(self) -> APIRouter:
+        """The routes."""
+        router = APIRouter()
+        router.add_api_route("/v1/models", self._models, methods=["GET"])
+        router.add_api_route("/v1/models/{name:path}", self._model, methods=["GET"])
+        router.add_api_route("/v1/completions", self._completions, methods=["POST"], response_model=None)
+        router.add_api_route("/v1/chat/completions", self._chat, methods=["POST"], response_model=None)
+        return router
+
+    # -- routes --------------------------------------------------------------------------------------------------------
+
+    def _card(self) -> dict[str, Any]:
+        card = {"id": self.model_name, "object": "model", "created": 0, "owned_by": "rollwright"}
+        if self._context_length:
+            card["max_model_len"] = self._context_length
+        return card
+
+    async def _models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [self._card()]}
+
+    async def _model(self, name: str) -> Any:
+        if name != self.model_name:
+            return error_response(self._unknown_model(name))
+        return self._card()
+
+    async def _completions(self, request: Request) -> Response | dict[str, Any]:
+        return await self._serve(request, COMPLETION, self._completion_prompts)
+
+    async def _chat(self, request: Request) -> Response | dict[str, Any]:
+        return await self._serve(request, CHAT, lambda fields: [self.chat_prompt(fields)])
+
+    async def _serve(
+        self, request: Request, endpoint: str, prompts_of: Callable[[dict[str, Any]], list[list[int]]]
+    ) -> Response | dict[str, Any]:
+        try:
+            body = await read_object(request)
+            fields = check_fields(body, endpoint)
+            self._check_model(fields)
+            api_key = bearer_token(request)
+            engine = self._engine_for_key(api_key)
+            call = self._call(api_key, endpoint, body, fields, prompts_of(fields))
+            if fields.get("stream"):
+                include_usage = bool((fields.get("stream_options") or {}).get("include_usage"))
+                return await self._stream(engine, call, include_usage)
+            await while_connected(request, self._run(engine, call))
+        except ClientGoneError:
+            return Response(status_code=499)
+        except Exception as error:  # every failure becomes a response that says what is wrong
+            return error_response(error)
+        return self._answer(call)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def _unknown_model(self, name: str) -> RequestError:
+        return RequestError(f"There is no model {name!r}; this server serves {self.model_name!r}.", status=404, param="model")
+
+    def _check_model(self, fields: dict[str, Any]) -> None:
+        if fields.get("model") not in (None, "", self.model_name):
+            raise self._unknown_model(fields["model"])
+
+    def chat_prompt(self, fields: dict[str, Any]) -> list[int]:
+        """Token ids of a chat request's prompt, by the model's chat template.
+
+        Raises:
+            RequestError: a message is malformed, or the template refuses the conversation.
+        """
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise RequestError("The model has no chat template; use /v1/completions.", param="messages")
+        continues = bool(fields.get("continue_final_message"))
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                template_messages(fields.get("messages")),
+                tools=self._tools(fields),
+                add_generation_prompt=fields.get("add_generation_prompt", not continues),
+                continue_final_message=continues,
+                tokenize=True,
+                return_dict=False,
+                **(fields.get("chat_template_kwargs") or {}),
+            )
+        except RequestError:
+            raise
+        except Exception as error:  # jinja raises its own errors for conversations that a template does not allow
+            raise RequestError(f"The chat template refuses the conversation: {error}", param="messages") from error
+        return list(ids)
+
+    @staticmethod
+    def _tools(fields: dict[str, Any]) -> list[dict[str, Any]] | None:
+        choice = fields.get("tool_choice", "auto")
+        if choice not in ("auto", "none"):
+            raise RequestError(
+                f"tool_choice={choice!r} cannot be honoured: decoding is not constrained. Use auto or none.",
+                param="tool_choice",
+            )
+        tools = fields.get("tools") or []
+        for index, tool in enumerate(tools):
+            function = tool.get("function") if isinstance(tool, dict) else None
+            if not isinstance(function, dict) or not function.get("name"):
+                raise RequestError(f"tools[{index}] has no function with a name.", param="tools")
+        return tools if tools and choice == "auto" else None
+
+    def _completion_prompts(self, fields: dict[str, Any]) -> list[list[int]]:
+        prompt = fields.get("prompt")
+        if isinstance(prompt, str):
+            return [self._encode(prompt)]
+        if not isinstance(prompt, list) or not prompt:
+            raise RequestError("prompt has to be text, token ids, or a list of either.", param="prompt")
+        if all(type(item) is int for item in prompt):
+            return [prompt]
+        prompts = [self._encode(item) if isinstance(item, str) else item for item in prompt]
+        for index, item in enumerate(prompts):
+            if not isinstance(item, list) or not item or any(type(token) is not int for token in item):
+                raise RequestError(f"prompt[{index}] is neither text nor token ids.", param="prompt")
+        return prompts
+
+    def _encode(self, text: str) -> list[int]:
+        ids = self.tokenizer.encode(text, add_special_tokens=True)
+        if not ids:
+            raise RequestError("prompt is empty.", param="prompt")
+        return ids
+
+    def _call(
+        self, api_key: str | None, endpoint: str, body: dict[str, Any], fields: dict[str, Any], prompts: list[list[int]]
+    ) -> OpenAICall:
+        samples = fields.get("n", 1)
+        if samples * len(prompts) > self._max_samples:
+            raise RequestError(
+                f"{samples} samples of {len(prompts)} prompts are over the limit of {self._max_samples}.", param="n"
+            )
+        vocabulary = len(self.tokenizer)
+        requests = []
+        for prompt in prompts:
+            if self._max_prompt_tokens and len(prompt) > self._max_prompt_tokens:
+                raise RequestError(
+                    f"The prompt has {len(prompt)} tokens, longer than the limit of {self._max_prompt_tokens}.", param="prompt"
+                )
+            if max(prompt) >= vocabulary or min(prompt) < 0:
+                raise RequestError(f"The prompt holds token ids outside 0 to {vocabulary - 1}.", param="prompt")
+            gconfig = self._gconfig(fields, endpoint, len(prompt))
+            for index in range(samples):
+                seed = None if "seed" not in fields else fields["seed"] + index
+                rid = fields.get("rid") or uuid.uuid4().hex
+                requests.append(
+                    ModelRequest(input_ids=prompt, gconfig=gconfig.new(seed=seed), rid=rid, tokenizer=self.tokenizer)
+                )
+        return OpenAICall(
+            api_key,
+            endpoint,
+            body,
+            requests,
+            samples=samples,
+            tools=bool(endpoint == CHAT and self._tools(fields)),
+            logprobs=fields.get("logprobs") not in (None, False),
+            return_token_ids=bool(fields.get("return_token_ids")),
+            keep_stop=bool(fields.get("include_stop_str_in_output")),
+        )
+
+    def _gconfig(self, fields: dict[str, Any], endpoint: str, prompt_length: int) -> GenerationHyperparameters:
+        if type(fields.get("logprobs")) is int and fields["logprobs"] > 1:
+            raise RequestError(
+                "logprobs above 1 asks for alternatives, and only the sampled token's is known.", param="logprobs"
+            )
+        stop = fields.get("stop")
+        stop = [stop] if isinstance(stop, str) else stop
+        if stop is not None and any(not isinstance(text, str) or not text for text in stop):
+            raise RequestError("stop has to be texts that are not empty.", param="stop")
+        defaults = self._defaults
+        given = fields.get("max_completion_tokens", fields.get("max_tokens"))
+        if given is None:
+            room = (self._context_length or prompt_length + defaults.max_new_tokens) - prompt_length
+            given = max(1, room if endpoint == CHAT else 16)
+        return defaults.new(
+            n_samples=1,
+            max_new_tokens=given,
+            min_new_tokens=fields.get("min_tokens", 0),
+            temperature=float(fields.get("temperature", defaults.temperature)),
+            top_p=float(fields.get("top_p", defaults.top_p)),
+            top_k=fields.get("top_k", defaults.top_k),
+            frequency_penalty=float(fields.get("frequency_penalty", defaults.frequency_penalty)),
+            stop=stop,
+            stop_token_ids=fields.get("stop_token_ids", []),
+            ignore_eos=bool(fields.get("ignore_eos", False)),
+            skip_special_tokens=bool(fields.get("skip_special_tokens", True)),
+        )
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    async def _run(self, engine: InferenceEngine, call: OpenAICall) -> None:
+        """Answer every request of ``call`` and show it to ``on_call``."""
+        await self.finish(call, await generate_all(engine, call.requests))
+
+    async def finish(self, call: OpenAICall, responses: list[ModelResponse]) -> None:
+        """Write the choices of a call whose responses are complete, and show it to ``on_call``."""
+        call.responses = responses
+        call.choices = [
+            answer_choice(call, index, response, self.tokenizer, self.convention) for index, response in enumerate(responses)
+        ]
+        if self._on_call is not None:
+            result = self._on_call(call)
+            if inspect.isawaitable(result):
+                await result
+
+    def _answer(self, call: OpenAICall) -> dict[str, Any]:
+        answer: dict[str, Any] = {
+            "id": ("chatcmpl-" if call.is_chat else "cmpl-") + call.id,
+            "object": "chat.completion" if call.is_chat else "text_completion",
+            "created": int(call.started),
+            "model": self.model_name,
+            "choices": call.choices,
+            "usage": usage_of(call),
+        }
+        if call.return_token_ids and call.is_chat:
+            answer["prompt_token_ids"] = call.requests[0].input_ids
+        return answer
+
+    async def _stream(self, engine: InferenceEngine, call: OpenAICall, include_usage: bool) -> StreamingResponse:
+        chunks = chunks_of(self, engine, call, include_usage)
+        first = await anext(chunks)  # a request that is refused gets its status, not a stream that breaks off
+
+        async def body() -> Any:
+            try:
+                yield first
+                async for chunk in chunks:
+                    yield chunk
+            finally:
+                await chunks.aclose()
+
+        return StreamingResponse(body(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+def bearer_token(request: Request) -> str | None:
+    """The bearer token of a request, or None."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() or None if scheme.lower() == "bearer" else None

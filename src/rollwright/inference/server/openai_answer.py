@@ -1,0 +1,259 @@
+"""Answers of the OpenAI protocol: choices, log-probabilities, usage, and the chunks of a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.server.errors import as_request_error, error_body
+from rollwright.inference.server.text_stream import TextStream, completion_text, held_back
+from rollwright.inference.server.tool_calls import ToolCall, ToolConvention
+from rollwright.inference.stream import stream_response
+
+if TYPE_CHECKING:
+    from rollwright.inference.server.openai import OpenAICall, OpenAIProtocol
+
+
+def version_spans(versions: list[int]) -> list[dict[str, Any]]:
+    """``weight_versions`` spans over output tokens: each run of one version, labels as text."""
+    spans: list[dict[str, Any]] = []
+    for index, version in enumerate(versions):
+        if spans and spans[-1]["version"] == str(version):
+            spans[-1]["end"] = index + 1
+        else:
+            spans.append({"version": str(version), "start": index, "end": index + 1})
+    return spans
+
+
+def usage_of(call: OpenAICall) -> dict[str, int]:
+    """Tokens of a call; a prompt that is sampled several times counts once."""
+    prompt_tokens = sum(len(request.input_ids) for request in call.requests) // call.samples
+    completion_tokens = sum(len(response.output_tokens) for response in call.responses)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def _token_text(tokenizer: Any, token: int) -> str:
+    return tokenizer.decode([token], skip_special_tokens=False)
+
+
+def logprobs_of(call: OpenAICall, response: ModelResponse, tokenizer: Any, start: int = 0) -> dict[str, Any]:
+    """Log-probabilities of the output tokens from ``start`` on, in the endpoint's form."""
+    tokens = response.output_tokens[start:]
+    texts = [_token_text(tokenizer, token) for token in tokens]
+    values = response.output_logprobs[start:]
+    if not call.is_chat:
+        offsets, position = [], 0
+        for text in texts:
+            offsets.append(position)
+            position += len(text)
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+    return {
+        "content": [
+            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, value in zip(texts, values, strict=True)
+        ]
+    }
+
+
+def _clean(text: str, tokenizer: Any) -> str:
+    for special in sorted(tokenizer.all_special_tokens, key=len, reverse=True):
+        text = text.replace(special, "")
+    return text
+
+
+def split_tool_calls(
+    response: ModelResponse, request: ModelRequest, tokenizer: Any, convention: ToolConvention, keep_stop: bool
+) -> tuple[str, list[ToolCall]]:
+    """The text of a response without its tool calls, and the calls.
+
+    Marks of some conventions are special tokens, so the calls are looked for before special tokens are left out.
+    """
+    raw = completion_text(
+        tokenizer, response.output_tokens, skip_special_tokens=False, stop=request.gconfig.stop, keep_stop=keep_stop
+    )
+    if tokenizer.eos_token and raw.endswith(tokenizer.eos_token):
+        raw = raw.removesuffix(tokenizer.eos_token)
+    content, calls = convention.parse(raw)
+    return (_clean(content, tokenizer) if request.gconfig.skip_special_tokens else content), calls
+
+
+def _extras(call: OpenAICall, request: ModelRequest, response: ModelResponse, start: int = 0) -> dict[str, Any]:
+    if not call.return_token_ids:
+        return {}
+    extras: dict[str, Any] = {
+        "token_ids": response.output_tokens[start:],
+        "weight_versions": version_spans(response.output_versions),
+    }
+    if not call.is_chat:
+        extras["prompt_token_ids"] = request.input_ids
+    return extras
+
+
+def answer_choice(
+    call: OpenAICall, index: int, response: ModelResponse, tokenizer: Any, convention: ToolConvention
+) -> dict[str, Any]:
+    """One choice of an answer that is not streamed."""
+    request = call.requests[index]
+    choice: dict[str, Any] = {"index": index, "finish_reason": response.stop_reason, "stop_reason": response.stop_match}
+    choice["logprobs"] = logprobs_of(call, response, tokenizer) if call.logprobs else None
+    choice |= _extras(call, request, response)
+    calls: list[ToolCall] = []
+    if call.tools:
+        text, calls = split_tool_calls(response, request, tokenizer, convention, call.keep_stop)
+    else:
+        text = completion_text(
+            tokenizer,
+            response.output_tokens,
+            skip_special_tokens=request.gconfig.skip_special_tokens,
+            stop=request.gconfig.stop,
+            keep_stop=call.keep_stop,
+        )
+    if not call.is_chat:
+        return choice | {"text": text}
+    message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
+    if calls:
+        message["tool_calls"] = [tool_call.as_openai() for tool_call in calls]
+        if response.stop_reason == "stop":
+            choice["finish_reason"] = "tool_calls"
+    return choice | {"message": message}
+
+
+class _ChoiceStream:
+    """The chunks of one choice: text as it becomes certain, tool calls when they are whole."""
+
+    def __init__(self, call: OpenAICall, index: int, tokenizer: Any, convention: ToolConvention) -> None:
+        self.call, self.index, self.tokenizer, self.convention = call, index, tokenizer, convention
+        self.request = call.requests[index]
+        gconfig = self.request.gconfig
+        self.text = TextStream(
+            tokenizer, skip_special_tokens=gconfig.skip_special_tokens, stop=gconfig.stop, keep_stop=call.keep_stop
+        )
+        self.sent_tokens = 0
+        self.sent_text = ""
+        self.held = ""
+
+    def advance(self, response: ModelResponse) -> dict[str, Any] | None:
+        """A chunk with what is new in ``response``; None where nothing is certain yet."""
+        piece = self._release(self.text.push(response.output_tokens[self.sent_tokens :]))
+        if not piece and not self.call.return_token_ids and not self.call.logprobs:
+            self.sent_tokens = len(response.output_tokens)
+            return None
+        return self._chunk(response, {"content": piece} if self.call.is_chat else {"text": piece})
+
+    def last(self, response: ModelResponse, complete: dict[str, Any]) -> list[dict[str, Any]]:
+        """The chunks that end the choice; ``complete`` is the choice as it would stand in one answer."""
+        chunks: list[dict[str, Any]] = []
+        if not self.call.is_chat:
+            rest = complete["text"][len(self.sent_text) :]
+            chunks.append(self._chunk(response, {"text": rest}, complete["finish_reason"]))
+        else:
+            message = complete["message"]
+            content = message["content"] or ""
+            rest = content[len(self.sent_text) :] if content.startswith(self.sent_text) else ""
+            delta: dict[str, Any] = {"content": rest} if rest else {}
+            if message.get("tool_calls"):
+                delta["tool_calls"] = [{"index": i, **tool_call} for i, tool_call in enumerate(message["tool_calls"])]
+            if delta or self.sent_tokens < len(response.output_tokens):
+                chunks.append(self._chunk(response, delta))
+            chunks.append(self._chunk(response, {}, complete["finish_reason"]))
+        chunks[-1]["stop_reason"] = response.stop_match
+        if self.call.return_token_ids:
+            chunks[-1]["weight_versions"] = complete["weight_versions"]
+        return chunks
+
+    def _release(self, piece: str) -> str:
+        if not self.call.tools:
+            self.sent_text += piece
+            return piece
+        self.held += piece
+        marks = list(self.convention.marks)
+        found = [position for mark in marks if (position := self.held.find(mark)) >= 0]
+        cut = min(found) if found else len(self.held) - held_back(self.held, marks)
+        released, self.held = self.held[:cut], self.held[cut:]
+        self.sent_text += released
+        return released
+
+    def _chunk(self, response: ModelResponse, content: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+        start, self.sent_tokens = self.sent_tokens, len(response.output_tokens)
+        chunk: dict[str, Any] = {"index": self.index, "finish_reason": finish_reason, "logprobs": None}
+        chunk |= {"delta": content} if self.call.is_chat else content
+        if self.call.logprobs and start < self.sent_tokens:
+            chunk["logprobs"] = logprobs_of(self.call, response, self.tokenizer, start)
+        if self.call.return_token_ids:
+            chunk["token_ids"] = response.output_tokens[start:]
+        return chunk
+
+
+async def chunks_of(protocol: OpenAIProtocol, engine: Any, call: OpenAICall, include_usage: bool) -> AsyncIterator[str]:
+    """The server-sent events of a streamed call. The first is yielded only after the engine took every request."""
+    head = {
+        "id": ("chatcmpl-" if call.is_chat else "cmpl-") + call.id,
+        "object": "chat.completion.chunk" if call.is_chat else "text_completion",
+        "created": int(call.started),
+        "model": protocol.model_name,
+    }
+    tokenizer = protocol.tokenizer
+    streams = [_ChoiceStream(call, index, tokenizer, protocol.convention) for index in range(len(call.requests))]
+    queue: asyncio.Queue[tuple[int, ModelResponse | BaseException | None]] = asyncio.Queue(maxsize=64)
+    latest: dict[int, ModelResponse] = {}
+
+    def event(choices: list[dict[str, Any]], **more: Any) -> str:
+        return "data: " + json.dumps({**head, "choices": choices, **more}, ensure_ascii=False) + "\n\n"
+
+    async def follow(index: int) -> None:
+        try:
+            async for partial in stream_response(engine, call.requests[index]):
+                await queue.put((index, partial))
+        except Exception as error:
+            await queue.put((index, error))
+        await queue.put((index, None))
+
+    tasks = [asyncio.create_task(follow(index)) for index in range(len(call.requests))]
+    opened = False
+    try:
+        running = len(tasks)
+        while running:
+            index, item = await queue.get()
+            if isinstance(item, Exception):
+                if not opened:
+                    raise item
+                refusal = as_request_error(item)
+                yield "data: " + json.dumps(error_body(str(refusal), kind=refusal.kind, status=refusal.status)) + "\n\n"
+                return
+            if not opened:
+                opened = True
+                if call.is_chat:
+                    first = {"prompt_token_ids": call.requests[0].input_ids} if call.return_token_ids else {}
+                    yield event(
+                        [
+                            {"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+                            for i in range(len(tasks))
+                        ],
+                        **first,
+                    )
+            if item is None:
+                running -= 1
+                continue
+            assert isinstance(item, ModelResponse)
+            latest[index] = item
+            chunk = streams[index].advance(item)
+            if chunk is not None:
+                yield event([chunk])
+        await protocol.finish(call, [latest[index] for index in range(len(tasks))])
+        for index, stream in enumerate(streams):
+            for chunk in stream.last(latest[index], call.choices[index]):
+                yield event([chunk])
+        if include_usage:
+            yield event([], usage=usage_of(call))
+        yield "data: [DONE]\n\n"
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,38 @@
+"""What a server is told when it starts: where it listens, who may ask, and how much."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rollwright.errors import ConfigError
+
+
+@dataclass
+class ServerSettings:
+    """Address, key and limits of a server."""
+
+    host: str = field(
+        default="127.0.0.1", metadata={"help": "Interface to bind. Another than this machine's own needs an api_key."}
+    )
+    port: int = field(default=30000, metadata={"help": "Port to listen on.", "ge": 0, "le": 65535})
+    api_key: str | None = field(default=None, metadata={"help": "Bearer token that every request but /health must carry."})
+    model_name: str = field(default="", metadata={"help": "Name in the OpenAI protocol; empty: the model directory."})
+    weights_root: str | None = field(
+        default=None,
+        metadata={"help": "Weights are loaded only from below this directory; None: updates from disk are refused."},
+    )
+    max_body_bytes: int = field(default=64 << 20, metadata={"help": "Largest request body.", "ge": 1024})
+    max_prompt_tokens: int | None = field(
+        default=None, metadata={"help": "Longest prompt; None: what the context holds.", "ge": 1}
+    )
+    max_samples: int = field(default=256, metadata={"help": "Largest n of one request.", "ge": 1})
+    max_pending: int = field(
+        default=16384, metadata={"help": "Requests that are answered or wait at once; more get 429.", "ge": 1}
+    )
+
+    def __post_init__(self) -> None:
+        if self.host not in ("127.0.0.1", "localhost", "::1") and not self.api_key:
+            raise ConfigError(
+                f"host {self.host} can be reached from other machines and there is no api_key: give --api-key (or set "
+                "ROLLWRIGHT_API_KEY), or bind 127.0.0.1."
+            )

@@ -1,0 +1,115 @@
+"""Tool calls in a model's text, by the convention of its chat template."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call that the model asked for; ``arguments`` is JSON text, as in the OpenAI protocol."""
+
+    name: str
+    arguments: str
+
+    def as_openai(self, index: int | None = None) -> dict[str, Any]:
+        """The OpenAI form; ``index`` is added in streams."""
+        call: dict[str, Any] = {
+            "id": f"call_{uuid.uuid4().hex[:24]}",
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
+        return call if index is None else {"index": index, **call}
+
+
+@dataclass(frozen=True)
+class ToolConvention:
+    """How a family of models writes tool calls.
+
+    Attributes:
+        name: of the family.
+        marks: texts that a tool call begins with; a stream holds its text back from the first of them on.
+        parse: the text without the calls, and the calls.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    parse: Callable[[str], tuple[str, list[ToolCall]]]
+
+
+def _call(value: Any) -> ToolCall | None:
+    """A call from ``{"name", "arguments" | "parameters"}``; None where it is something else."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    return ToolCall(value["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+
+
+_TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+
+
+def _parse_tagged(text: str) -> tuple[str, list[ToolCall]]:
+    calls: list[ToolCall] = []
+
+    def take(match: re.Match[str]) -> str:
+        try:
+            call = _call(json.loads(match.group(1)))
+        except json.JSONDecodeError:
+            call = None
+        if call is None:
+            return match.group(0)  # not a call: the text stays as the model wrote it
+        calls.append(call)
+        return ""
+
+    rest = _TAGGED.sub(take, text)
+    return (rest.strip() if calls else text), calls
+
+
+def _parse_bracketed(text: str) -> tuple[str, list[ToolCall]]:
+    head, mark, tail = text.partition("[TOOL_CALLS]")
+    if not mark:
+        return text, []
+    try:
+        values, _ = json.JSONDecoder().raw_decode(tail.strip())
+    except json.JSONDecodeError:
+        return text, []
+    calls = [call for value in (values if isinstance(values, list) else [values]) if (call := _call(value)) is not None]
+    return (head.strip(), calls) if calls else (text, [])
+
+
+def _parse_bare(text: str) -> tuple[str, list[ToolCall]]:
+    stripped = text.strip().removeprefix("<|python_tag|>").strip()
+    calls: list[ToolCall] = []
+    while stripped.startswith("{"):
+        try:
+            value, end = json.JSONDecoder().raw_decode(stripped)
+        except json.JSONDecodeError:
+            return text, []
+        call = _call(value)
+        if call is None:
+            return text, []
+        calls.append(call)
+        stripped = stripped[end:].lstrip("; \n")
+    return (stripped, calls) if calls else (text, [])
+
+
+HERMES = ToolConvention("hermes", ("<tool_call>",), _parse_tagged)  # Hermes, Qwen 2.5 and 3
+MISTRAL = ToolConvention("mistral", ("[TOOL_CALLS]",), _parse_bracketed)
+LLAMA = ToolConvention("llama", ("<|python_tag|>", "{"), _parse_bare)  # Llama 3: the whole answer is the JSON
+
+
+def tool_convention(chat_template: Any) -> ToolConvention:
+    """The convention that a chat template teaches its model; Hermes where the template says nothing about tool calls."""
+    text = chat_template if isinstance(chat_template, str) else json.dumps(chat_template, default=str)
+    if "<tool_call>" in text:
+        return HERMES
+    if "[TOOL_CALLS]" in text:
+        return MISTRAL
+    if "<|python_tag|>" in text or '"parameters"' in text:
+        return LLAMA
+    return HERMES

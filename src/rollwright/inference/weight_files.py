@@ -1,0 +1,161 @@
+"""Weights as files: safetensors written beside and renamed, with a digest of their content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rollwright.errors import WeightUpdateError
+
+#: Says what a directory of weights holds: ``{"version", "digest"}``.
+MANIFEST = "rollwright_weights.json"
+_FILE_BYTES = 4 << 30
+
+
+def content_digest(named: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 over names, types, shapes and bytes of tensors, in the order of their names' sort.
+
+    Two sets of weights have one digest exactly where they are equal bit for bit, however they were stored.
+    """
+    parts = {name: _tensor_digest(name, tensor) for name, tensor in named}
+    total = hashlib.sha256()
+    for name in sorted(parts):
+        total.update(parts[name])
+    return total.hexdigest()
+
+
+def _tensor_digest(name: str, tensor: Tensor) -> bytes:
+    digest = hashlib.sha256(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    if flat.numel():
+        digest.update(memoryview(flat.view(torch.uint8).numpy()))
+    return digest.digest()
+
+
+def write_weights(directory: str | Path, named: Iterable[tuple[str, Tensor]], version: int, config: Any = None) -> str:
+    """Write weights so that no reader ever sees half of them.
+
+    They are written to a directory beside ``directory``, which is then renamed; one that is there already is replaced.
+
+    Args:
+        directory: where they are to be found.
+        named: parameter names and whole tensors, each once; tied weights once.
+        version: of these weights.
+        config: a Hugging Face config, saved beside them so that the directory is a model directory.
+
+    Returns:
+        The content's digest.
+
+    Raises:
+        WeightUpdateError: the disk is full or cannot be written.
+    """
+    directory = Path(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.writing")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        digest = _write_files(temporary, named)
+        if config is not None:
+            config.save_pretrained(temporary)
+        (temporary / MANIFEST).write_text(json.dumps({"version": version, "digest": digest}))
+        _replace(temporary, directory)
+    except OSError as error:
+        raise WeightUpdateError(
+            f"Weights cannot be written to {directory}: {error}. Free space or choose another path."
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return digest
+
+
+def _write_files(directory: Path, named: Iterable[tuple[str, Tensor]]) -> str:
+    """Write shards of at most 4 GiB and their index; returns the digest of all."""
+    parts: dict[str, bytes] = {}
+    shard: dict[str, Tensor] = {}
+    files: list[tuple[Path, list[str]]] = []
+    size = total = 0
+
+    def flush() -> None:
+        nonlocal shard, size
+        if shard:
+            path = directory / f"part-{len(files):05d}.safetensors"
+            save_file(shard, path, metadata={"format": "pt"})
+            files.append((path, list(shard)))
+            shard, size = {}, 0
+
+    for name, tensor in named:
+        if name in parts:
+            raise WeightUpdateError(f"Weight {name} is given twice.")
+        tensor = tensor.detach().to("cpu").contiguous()
+        parts[name] = _tensor_digest(name, tensor)
+        shard[name] = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+        size += tensor.nbytes
+        total += tensor.nbytes
+        if size >= _FILE_BYTES:
+            flush()
+    flush()
+    if not files:
+        raise WeightUpdateError("There are no weights to write.")
+    weight_map: dict[str, str] = {}
+    for index, (path, names) in enumerate(files):
+        final = "model.safetensors" if len(files) == 1 else f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
+        path.rename(directory / final)
+        weight_map |= dict.fromkeys(names, final)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    digest = hashlib.sha256()
+    for name in sorted(parts):
+        digest.update(parts[name])
+    return digest.hexdigest()
+
+
+def _replace(temporary: Path, directory: Path) -> None:
+    if not directory.exists():
+        temporary.rename(directory)
+        return
+    old = directory.with_name(f".{directory.name}.{os.getpid()}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    directory.rename(old)
+    temporary.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def read_weights(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a directory's safetensors files, read one by one from mapped memory.
+
+    Raises:
+        WeightUpdateError: there is no such file, or one is damaged.
+    """
+    paths = sorted(Path(directory).glob("*.safetensors"))
+    if not paths:
+        raise WeightUpdateError(f"There are no *.safetensors in {directory}; write weights with write_weights.")
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                    yield name, file.get_tensor(name)
+        except Exception as error:  # safetensors raises its own error type, which it does not export everywhere
+            raise WeightUpdateError(f"{path} cannot be read as safetensors ({error}); publish the weights again.") from error
+
+
+def keep_newest(parent: Path, prefix: str, count: int) -> None:
+    """Remove all but the ``count`` directories with the highest numbers after ``prefix``."""
+    numbered = sorted(
+        (int(path.name.removeprefix(prefix)), path)
+        for path in parent.glob(f"{prefix}*")
+        if path.name.removeprefix(prefix).isdigit()
+    )
+    for _, path in numbered[:-count]:
+        shutil.rmtree(path, ignore_errors=True)

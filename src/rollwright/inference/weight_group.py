@@ -1,0 +1,107 @@
+"""A process group of the trainer's first rank and the inference servers, over which weights are broadcast.
+
+It is a group beside the default one of either side: neither has to have one, and a server may be in several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rollwright.errors import WeightUpdateError
+
+DEFAULT_GROUP = "weight_update_group"
+#: Bytes of one bucket: large enough that a broadcast is bandwidth, small enough to fit beside the weights.
+BUCKET_BYTES = 512 << 20
+
+
+class WeightGroup:
+    """Rank 0 sends, the others receive.
+
+    Gloo works on CPU tensors and NCCL on GPU ones; the store is prefixed as SGLang does it, so that its servers meet us.
+    """
+
+    def __init__(
+        self, master_address: str, master_port: int, rank: int, world_size: int, name: str, backend: str, timeout: float = 120.0
+    ) -> None:
+        """Args:
+        master_address, master_port: of rank 0, which listens there.
+        rank, world_size: of this process in this group.
+        name: of the group.
+        backend: ``"gloo"`` or ``"nccl"``.
+        timeout: seconds until a rank that does not come is given up.
+
+        Raises:
+            WeightUpdateError: the group could not be formed.
+        """
+        if backend not in ("gloo", "nccl"):
+            raise WeightUpdateError(f"There is no backend {backend!r} for weight updates; use gloo or nccl.")
+        if backend == "nccl" and not torch.cuda.is_available():
+            raise WeightUpdateError("The nccl backend needs a GPU on both sides; use gloo.")
+        limit = timedelta(seconds=timeout)
+        self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        try:
+            self._store = dist.TCPStore(master_address, master_port, world_size, rank == 0, limit)
+            store = dist.PrefixStore(f"{self.device.type}/", dist.PrefixStore(name, self._store))
+            if backend == "gloo":
+                self._group = dist.ProcessGroupGloo(store, rank, world_size, limit)
+            else:
+                self._group = dist.ProcessGroupNCCL(store, rank, world_size)
+        except (RuntimeError, dist.DistError) as error:
+            raise WeightUpdateError(
+                f"Rank {rank} of {world_size} could not join the group {name!r} at {master_address}:{master_port} within "
+                f"{timeout:g} s: {error}"
+            ) from error
+        self.rank, self.world_size, self.name = rank, world_size, name
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Send ``tensor`` from rank 0 into that of every other rank.
+
+        Raises:
+            WeightUpdateError: a rank is gone.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        try:
+            self._group.broadcast([tensor], options).wait()
+        except RuntimeError as error:
+            raise WeightUpdateError(f"A broadcast in the group {self.name!r} failed: {error}") from error
+
+    def send(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Broadcast tensors in this order (rank 0)."""
+        for _, tensor in named:
+            self.broadcast(tensor.detach().to(self.device).contiguous())
+
+    def receive(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[tuple[str, Tensor]]:
+        """Receive the tensors that rank 0 sends in this order.
+
+        Raises:
+            WeightUpdateError: a type has no name in torch.
+        """
+        received: list[tuple[str, Tensor]] = []
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+            kind = getattr(torch, dtype.removeprefix("torch."), None)
+            if not isinstance(kind, torch.dtype):
+                raise WeightUpdateError(f"Weight {name} has type {dtype!r}, which torch does not know.")
+            tensor = torch.empty(tuple(shape), dtype=kind, device=self.device)
+            self.broadcast(tensor)
+            received.append((name, tensor))
+        return received
+
+
+def buckets(named: Iterable[tuple[str, Tensor]], limit: int = BUCKET_BYTES) -> Iterator[list[tuple[str, Tensor]]]:
+    """Tensors in lists of at most ``limit`` bytes (one larger tensor is alone), in order."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in named:
+        if bucket and size + tensor.nbytes > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
