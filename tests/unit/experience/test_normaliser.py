@@ -1,0 +1,439 @@
+"""The normaliser: every accepted form, every key that is filled, every lie that is told."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pretended_engine import PretendedEngine, logprob_of
+
+from rollwright import Experience
+from rollwright.errors import TrajectoryError
+from rollwright.experience.normaliser import normalise
+from rollwright.experience.recorder import Recorder
+from rollwright.experience.trajectory import check_trajectory, concat_padded_tensors, trajectory_rows
+
+TOOL = 100  # ids from here on are never sampled
+
+
+def normal(result, recorder, **kwargs):
+    trajectory = normalise(result, recorder, workflow="W", task="7", **kwargs)
+    check_trajectory(trajectory, workflow="W", task="7")
+    return trajectory
+
+
+def one_turn():
+    engine = PretendedEngine(0)
+    engine.version = 4
+    record = engine.ask([1, 2], 3, stop_reason="length")
+    ids = [1, 2, *record.output_ids]
+    return engine, record, {"input_ids": ids, "loss_mask": [0, 0, 1, 1, 1], "rewards": 0.5}
+
+
+# -- forms -----------------------------------------------------------------------------------------------------------------
+
+
+def test_none_is_a_rejection():
+    assert normalise(None, Recorder()) is None
+
+
+def test_what_is_left_out_is_filled_from_the_record():
+    engine, record, row = one_turn()
+    out = normal(row, engine.recorder)
+    assert list(out) == [
+        "input_ids", "attention_mask", "loss_mask", "logprobs", "versions", "rewards", "temperature", "truncated",
+    ]  # fmt: skip
+    assert out["logprobs"].tolist()[0] == pytest.approx([0, 0, *record.logprobs])
+    assert out["versions"].tolist() == [[-1, -1, 4, 4, 4]]
+    assert out["temperature"].tolist() == pytest.approx([0.7])
+    assert out["truncated"].tolist() == [True]
+    assert out["rewards"].tolist() == [0.5]
+    assert out["attention_mask"].all()
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda row, output: row,
+        lambda row, output: {key: torch.tensor(value) for key, value in row.items()},
+        lambda row, output: {key: torch.tensor(value)[None] for key, value in row.items()},
+        lambda row, output: {
+            **{key: np.array(value) for key, value in row.items()},
+            "loss_mask": np.array(row["loss_mask"], bool),
+        },
+        lambda row, output: {"input_ids": [row["input_ids"]], "loss_mask": [row["loss_mask"]], "reward": [0.5]},
+        lambda row, output: {"input_ids": [1, 2], "output_ids": output, "reward": 0.5},
+        lambda row, output: {
+            "input_ids": torch.tensor([1, 2]),
+            "output_ids": torch.tensor(output),
+            "reward": torch.tensor(0.5),
+        },
+        lambda row, output: Experience(tokens=row["input_ids"], prompt_length=2, reward=0.5),
+        lambda row, output: [Experience(tokens=torch.tensor(row["input_ids"]), action_mask=row["loss_mask"], reward=0.5)],
+        lambda row, output: [row],
+    ],
+)
+def test_all_forms_give_the_same_row(form):
+    engine, record, row = one_turn()
+    wanted = normal(row, engine.recorder)
+    out = normal(form(row, record.output_ids), engine.recorder)
+    assert out.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.equal(out[key], value), key
+        assert out[key].dtype == value.dtype, key
+
+
+def test_ragged_lists_are_padded_row_by_row():
+    engine = PretendedEngine(1)
+    records = [engine.ask([1, 2], length) for length in (2, 5)]
+    rows = {
+        "input_ids": [record.prompt_ids + record.output_ids for record in records],
+        "loss_mask": [[0, 0] + [1] * len(record.output_ids) for record in records],
+        "rewards": [0.0, 1.0],
+    }
+    out = normal(rows, engine.recorder)
+    assert out["attention_mask"].sum(1).tolist() == [4, 7]
+    rows["loss_mask"][1] = rows["loss_mask"][1][:-1]
+    with pytest.raises(TrajectoryError, match=r"lengths disagree: input_ids \[4, 7\], loss_mask \[4, 6\]"):
+        normal(rows, engine.recorder)
+
+
+def test_one_reward_goes_to_all_rows_and_own_columns_stay():
+    engine = PretendedEngine(2)
+    records = [engine.ask([1, 2], 3) for _ in range(2)]
+    out = normal(
+        {
+            "input_ids": torch.tensor([record.prompt_ids + record.output_ids for record in records]),
+            "loss_mask": torch.tensor([[0, 0, 1, 1, 1]] * 2),
+            "reward": 1,
+            "hint": torch.tensor([3, 4]),
+            "turn": torch.zeros(2, 5),
+            "question": "who?",
+        },
+        engine.recorder,
+    )
+    assert out["rewards"].tolist() == [1.0, 1.0]
+    assert (out["hint"].tolist(), out["question"], out["turn"].shape) == ([3, 4], ["who?", "who?"], (2, 5))
+
+
+def test_images_of_one_row_move_into_its_list():
+    engine, _, row = one_turn()
+    out = normal({**row, "pixel_values": torch.ones(16, 8), "image_grid_thw": torch.ones(1, 3)}, engine.recorder)
+    assert set(out["multi_modal_inputs"][0]) == {"pixel_values", "image_grid_thw"}
+    joined = concat_padded_tensors([out, out])
+    assert len(joined["multi_modal_inputs"]) == 2
+
+
+def test_experiences_with_and_without_branches_are_joined():
+    engine, _, row = one_turn()
+    plain = Experience(tokens=row["input_ids"], prompt_length=2, reward=0.0)
+    branched = Experience(tokens=row["input_ids"], prompt_length=2, reward=1.0, branch_ids=[0, 0, 1, 1, 1])
+    out = normal([plain, branched], engine.recorder)
+    assert out["branch_ids"].tolist() == [[0] * 5, [0, 0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (3.5, "returned float; return a dict"),
+        ([], "empty list; return None to reject"),
+        (["a"], "it is str in a list"),
+        ({"loss_mask": [0, 1], "reward": 0}, "'input_ids': it is missing; there are loss_mask, reward"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 1]}, "'rewards': there is no reward"),
+        ({"input_ids": [1, 2], "reward": 0}, "'loss_mask': it is missing"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 0], "reward": "good"}, "'rewards': 'good' is no number"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 0], "reward": [1, 2, 3]}, r"'rewards': its shape is \[3\] for 1 rows"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 0], "reward": 1, "rewards": 1}, "another name for|is there too"),
+        ({"input_ids": [1.5, 2], "loss_mask": [0, 0], "reward": 1}, "'input_ids': it is torch.float64"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 0.5], "reward": 1}, "'loss_mask': it holds values other than 0 and 1"),
+        ({"input_ids": [], "loss_mask": [], "reward": 1}, "no tokens"),
+        ({"input_ids": "text", "loss_mask": [0], "reward": 1}, "'input_ids'"),
+        ({"input_ids": [1], "output_ids": [], "reward": 1}, "neither may be empty"),
+        ({"input_ids": [[1], [2]], "output_ids": [[1], [2]], "reward": 1}, "the short form has ids in one dimension"),
+        ({"input_ids": [[1, 2]], "loss_mask": [0, 1], "reward": 1}, r"'loss_mask': its shape is \[2\]"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 0], "reward": 1, "extra": torch.ones(5)}, r"'extra': its shape is \[5\]"),
+    ],
+)
+def test_a_wrong_form_is_refused_by_workflow_task_and_key(result, message):
+    with pytest.raises(TrajectoryError, match=message) as caught:
+        normalise(result, PretendedEngine(0).recorder, workflow="W", task="7")
+    assert "workflow W, task 7" in str(caught.value)
+
+
+# -- what the record contradicts -------------------------------------------------------------------------------------------
+
+
+def test_a_response_appended_twice_is_told_plainly():
+    engine, record, row = one_turn()
+    with pytest.raises(TrajectoryError, match=r"input_ids \[1, 8\], loss_mask \[1, 5\].*appended to input_ids twice"):
+        normal({**row, "input_ids": row["input_ids"] + record.output_ids}, engine.recorder)
+
+
+def test_a_response_that_stands_twice_with_its_mask_is_refused_too():
+    engine, record, row = one_turn()
+    twice = {"input_ids": row["input_ids"] + record.output_ids, "loss_mask": row["loss_mask"] + [1] * 3, "rewards": 0}
+    with pytest.raises(TrajectoryError, match="already stands elsewhere in this row"):
+        normal(twice, engine.recorder)
+
+
+def test_a_masked_token_that_nobody_sampled_is_placed_and_decoded():
+    class Tokenizer:
+        def decode(self, ids, skip_special_tokens):
+            return " ".join(f"<{i}>" for i in ids)
+
+    engine, _, row = one_turn()
+    row = {"input_ids": row["input_ids"] + [TOOL, TOOL], "loss_mask": row["loss_mask"] + [0, 1], "rewards": 0}
+    with pytest.raises(TrajectoryError, match=r"row 0, positions 6 to 6: the masked tokens \[100\] \('<100>'\)"):
+        normal(row, engine.recorder, tokenizer=Tokenizer())
+
+
+def test_encoded_again_is_told_where_it_departs():
+    engine = PretendedEngine(0)
+    engine.ask([1, 2], 4, output=[5, 6, 7, 8])
+    with pytest.raises(TrajectoryError, match=r"positions 4 to 5.*never decoded and encoded again|produced by no recorded"):
+        normal(
+            {"input_ids": [1, 2, 5, 6, 9, 8], "output_ids": [1], "reward": 0}
+            | {"output_ids": [5, 6, 9, 8], "input_ids": [1, 2]},
+            engine.recorder,
+        )
+
+
+def test_a_sample_that_never_asked_its_engine_is_told_so():
+    with pytest.raises(TrajectoryError, match="made no request through the engine that it was handed"):
+        normal({"input_ids": [1], "output_ids": [2], "reward": 0}, Recorder())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"logprobs": [0.0, 0, -9, -9, -9]},
+            "'logprobs': 3 of 3 values are not those of the record, first at row 0, position 2",
+        ),
+        ({"logprobs": [0.0] * 5}, "all of them are 0: return resp.output_logprobs"),
+        ({"logprobs": [0.0, 0, float("nan"), 0, 0]}, "'logprobs': 3 of 3 values"),
+        ({"versions": [-1, -1, 4, 4, 5]}, "'versions': 1 of 3 values.*position 4: the workflow gave 5, the engine 4"),
+        ({"temperature": 1.0}, "'temperature': 1 of 1 values.*the workflow gave 1, the engine 0.7"),
+    ],
+)
+def test_a_workflow_that_gets_it_wrong_is_told(change, message):
+    engine, _, row = one_turn()
+    with pytest.raises(TrajectoryError, match=message):
+        normal({**row, **change}, engine.recorder)
+
+
+def test_what_the_workflow_got_right_passes():
+    engine, record, row = one_turn()
+    given = {"logprobs": [0.0, 0.0, *record.logprobs], "versions": [-1, -1, 4, 4, 4], "temperature": 0.7, "truncated": False}
+    out = normal({**row, **given}, engine.recorder)
+    assert out["truncated"].tolist() == [False]  # the workflow's own word stands
+
+
+def test_two_temperatures_in_a_row_are_refused():
+    engine = PretendedEngine(0)
+    first = engine.ask([1], 2, temperature=0.7)
+    second = engine.ask([1, *first.output_ids], 2, temperature=1.0)
+    row = {"input_ids": [1], "output_ids": first.output_ids + second.output_ids, "reward": 0}
+    with pytest.raises(TrajectoryError, match="row 0 holds responses sampled at temperatures 0.7, 1"):
+        normal(row, engine.recorder)
+
+
+def test_without_a_record_the_workflow_must_bring_the_truth():
+    row = {"input_ids": [1, 2], "loss_mask": [0, 1], "reward": 0}
+    with pytest.raises(TrajectoryError, match="there is no record of its requests"):
+        normal(row, None)
+    out = normal({**row, "logprobs": [-3.0, -1.0], "versions": [5, 5]}, None)
+    assert out["logprobs"].tolist() == [[0.0, -1.0]]
+    assert out["versions"].tolist() == [[-1, 5]]
+
+
+def test_a_row_is_truncated_where_its_last_response_was_and_stands_whole():
+    engine = PretendedEngine(3)
+    first = engine.ask([1], 3, stop_reason="length")
+    second = engine.ask([1, *first.output_ids, TOOL], 3, stop_reason="stop")
+    whole = [1, *first.output_ids, TOOL, *second.output_ids]
+    mask = [0, 1, 1, 1, 0, 1, 1, 1]
+    rows = [(whole, mask), (whole[:4], mask[:4]), (whole[:3], mask[:3])]
+    out = normal([{"input_ids": ids, "loss_mask": loss, "reward": 0} for ids, loss in rows], engine.recorder)
+    assert out["truncated"].tolist() == [False, True, False]
+
+
+# -- matching: properties --------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def conversations(draw):
+    """A conversation: each turn's response may be cut, followed by tool text or not, and trained in whole, part or not."""
+    return [
+        {
+            "length": draw(st.integers(1, 6)),
+            "cut": draw(st.one_of(st.none(), st.integers(1, 6))),
+            "tool": draw(st.integers(0, 3)),
+            "dropped": draw(st.lists(st.integers(0, 5), max_size=3)),
+            "extra": draw(st.integers(0, 2)),
+        }
+        for _ in range(draw(st.integers(1, 6)))
+    ]
+
+
+@settings(max_examples=300, deadline=None)
+@given(turns=conversations(), seed=st.integers(0, 50), vocabulary=st.integers(1, 4), tools_are_foreign=st.booleans())
+def test_conversations_get_the_log_probability_of_every_masked_token_in_its_context(turns, seed, vocabulary, tools_are_foreign):
+    engine = PretendedEngine(seed, vocabulary)
+    ids, mask = [0, 1], [0, 0]
+    for turn in turns:
+        for _ in range(turn["extra"]):  # resampled and thrown away
+            engine.ask(ids, turn["length"])
+        record = engine.ask(ids, turn["length"])
+        kept = record.output_ids[: turn["cut"]]
+        tool = [TOOL if tools_are_foreign else engine.random.randrange(vocabulary) for _ in range(turn["tool"])]
+        ids = ids + kept + tool
+        mask = mask + [int(index not in turn["dropped"]) for index in range(len(kept))] + [0] * len(tool)
+    out = normal({"input_ids": ids, "loss_mask": mask, "reward": 1.0}, engine.recorder)
+    expected = [logprob_of(ids[:index], token) if mask[index] else 0.0 for index, token in enumerate(ids)]
+    assert out["logprobs"][0].tolist() == pytest.approx(expected, abs=1e-6)
+    assert out["versions"][0].tolist() == [0 if masked else -1 for masked in mask]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 4), min_size=1, max_size=8),
+    seed=st.integers(0, 50),
+    order=st.randoms(),
+    form=st.integers(0, 2),
+)
+def test_equal_responses_of_a_group_are_each_used_once(lengths, seed, order, form):
+    engine = PretendedEngine(seed, vocabulary=2)
+    records = []
+    for index, length in enumerate(lengths):
+        engine.version = index
+        records.append(engine.ask([1, 0], length, rid=f"r{index}"))
+    order.shuffle(records)
+    if form == 0:
+        result = [{"input_ids": record.prompt_ids, "output_ids": record.output_ids, "reward": 0} for record in records]
+    elif form == 1:
+        result = [Experience(tokens=record.prompt_ids + record.output_ids, prompt_length=2, reward=0) for record in records]
+    else:
+        result = {
+            "input_ids": [record.prompt_ids + record.output_ids for record in records],
+            "loss_mask": [[0, 0] + [1] * len(record.output_ids) for record in records],
+            "rewards": torch.zeros(len(records)),
+        }
+    out = normal(result, engine.recorder)
+    by_output: dict[tuple, list[int]] = {}
+    for row, record in zip(trajectory_rows(out), records, strict=True):
+        sampled = row["loss_mask"][0].bool()
+        assert len(set(row["versions"][0][sampled].tolist())) == 1
+        assert row["input_ids"][0][sampled].tolist() == record.output_ids
+        by_output.setdefault(tuple(record.output_ids), []).append(int(row["versions"][0][-1]))
+    for output, versions in by_output.items():
+        prefixed = [record.versions[0] for record in records if tuple(record.output_ids[: len(output)]) == output]
+        assert set(versions) <= set(prefixed)
+        assert len(set(versions)) == len(versions)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(1, 4), min_size=2, max_size=6), seed=st.integers(0, 50), order=st.randoms())
+def test_given_log_probabilities_tell_equal_responses_apart(lengths, seed, order):
+    engine = PretendedEngine(seed, vocabulary=2)
+    records = []
+    for index, length in enumerate(lengths):
+        engine.version = index
+        record = engine.ask([1, 0], length)
+        record.logprobs[:] = [-0.5 - index - 0.01 * place for place in range(length)]
+        records.append(record)
+    order.shuffle(records)
+    experiences = [
+        Experience(tokens=record.prompt_ids + record.output_ids, prompt_length=2, reward=0, logprobs=record.logprobs)
+        for record in records
+    ]
+    out = normal(experiences, engine.recorder)
+    for row, record in zip(trajectory_rows(out), records, strict=True):
+        assert row["versions"][0][2:].tolist() == record.versions
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    seed=st.integers(0, 50),
+    cut=st.booleans(),
+    conclusion=st.booleans(),
+)
+def test_parallel_paths_are_matched_though_their_prompts_are_no_prefix(lengths, seed, cut, conclusion):
+    engine = PretendedEngine(seed, vocabulary=2)
+    goal = engine.ask([0, 1], 4)
+    trunk = [0, 1, *goal.output_ids, 50]
+    ids, mask, expected = list(trunk), [0, 0, 1, 1, 1, 1, 0], [0.0, 0.0, *goal.logprobs, 0.0]
+    paths = []
+    for index, length in enumerate(lengths):
+        engine.version = index + 1
+        paths.append(engine.ask([*trunk, 60 + index], length, rid=f"path {index}"))
+    versions = [-1, -1, 0, 0, 0, 0, -1]
+    for index, path in enumerate(paths):
+        kept = len(path.output_ids) - int(cut and len(path.output_ids) > 1)
+        ids += [60 + index, *path.output_ids[:kept], 51]
+        mask += [0] + [1] * kept + [0]
+        expected += [0.0, *path.logprobs[:kept], 0.0]
+        versions += [-1, *path.versions[:kept], -1]
+    if conclusion:
+        end = engine.ask(ids, 3)
+        ids, mask = ids + end.output_ids, mask + [1] * 3
+        expected, versions = expected + end.logprobs, versions + end.versions
+    out = normal({"input_ids": ids, "loss_mask": mask, "reward": 0}, engine.recorder)
+    assert out["logprobs"][0].tolist() == pytest.approx(expected, abs=1e-6)
+    assert out["versions"][0].tolist() == versions
+
+
+@settings(max_examples=150, deadline=None)
+@given(turns=conversations(), seed=st.integers(0, 50), data=st.data())
+def test_any_foreign_masked_token_is_found(turns, seed, data):
+    engine = PretendedEngine(seed, vocabulary=3)
+    ids, mask = [0, 1], [0, 0]
+    for turn in turns:
+        record = engine.ask(ids, turn["length"])
+        ids = ids + record.output_ids + [2] * turn["tool"]
+        mask = mask + [1] * len(record.output_ids) + [0] * turn["tool"]
+    spot = data.draw(st.integers(1, len(ids) - 1))
+    ids = [*ids[:spot], TOOL, *ids[spot + 1 :]]
+    mask = [*mask[:spot], 1, *mask[spot + 1 :]]
+    with pytest.raises(TrajectoryError, match="were produced by no recorded request"):
+        normal({"input_ids": ids, "loss_mask": mask, "reward": 0}, engine.recorder)
+
+
+def test_a_history_rendered_anew_is_matched_by_output():
+    """Chat templates drop old thoughts: the second prompt does not begin with the first row."""
+    engine = PretendedEngine(5, vocabulary=9)
+    first = engine.ask([20, 21, 22], 6)
+    rendered = [20, 21, 22, *first.output_ids[3:], 23, 22]
+    second = engine.ask(rendered, 4)
+    ids = rendered + second.output_ids
+    mask = [0] * 3 + [1] * 3 + [0] * 2 + [1] * 4
+    out = normal({"input_ids": ids, "loss_mask": mask, "reward": 0}, engine.recorder)
+    assert out["logprobs"][0].tolist() == pytest.approx([0, 0, 0, *first.logprobs[3:], 0, 0, *second.logprobs], abs=1e-6)
+
+
+def test_one_response_may_be_in_several_rows():
+    engine = PretendedEngine(6)
+    trunk = engine.ask([1], 4)
+    leaves = [engine.ask([1, *trunk.output_ids], 3) for _ in range(3)]
+    rows = [{"input_ids": [1], "output_ids": trunk.output_ids + leaf.output_ids, "reward": 0} for leaf in leaves]
+    out = normal(rows, engine.recorder)
+    for row, leaf in zip(out["logprobs"].tolist(), leaves, strict=True):
+        assert row == pytest.approx([0.0, *trunk.logprobs, *leaf.logprobs], abs=1e-6)
+
+
+def test_long_conversations_are_matched_in_milliseconds():
+    """A guard against quadratic matching, with a margin of twenty for slow machines."""
+    engine = PretendedEngine(7, vocabulary=250)
+    ids, mask = [1] * 100, [0] * 100
+    for _ in range(50):
+        record = engine.ask([token % 256 for token in ids], 60)
+        ids, mask = ids + record.output_ids + [9] * 100, mask + [1] * 60 + [0] * 100
+    row = {"input_ids": torch.tensor(ids), "loss_mask": torch.tensor(mask), "reward": 0}
+    started = time.perf_counter()
+    normalise(row, engine.recorder)
+    assert time.perf_counter() - started < 0.1
