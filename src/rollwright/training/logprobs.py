@@ -102,22 +102,24 @@ class TokenScorer(nn.Module):
         """
         ids_BL = batch["input_ids"]
         inputs = model_inputs(batch, self.model)
-        predicts_BL = wanted_BL[:, 1:]
-        labels_T = ids_BL[:, 1:][predicts_BL]
+        row_T, column_T = wanted_BL.nonzero(as_tuple=True)
+        predictor_T = column_T - 1
+        if batch.get("branch_ids") is not None:
+            predictor_T = last_visible(batch["branch_ids"])[row_T, column_T]
+        labels_T = ids_BL[row_T, column_T]
         temperature_B = batch.get("temperature")
         if temperature_B is None:
             temperature_B = torch.ones(ids_BL.shape[0], device=ids_BL.device)
-        temperature_T = temperature_B.float()[:, None].expand_as(predicts_BL)[predicts_BL]
+        temperature_T = temperature_B.float()[row_T]
         if self._head_applies(inputs):
             hidden_BLH = self.model.base_model(**inputs, use_cache=False).last_hidden_state  # type: ignore[operator]
-            hidden_TH = hidden_BLH[:, :-1][predicts_BL]
-            logprobs_T, entropy_T = self._score_hidden(hidden_TH, labels_T, temperature_T, with_entropy)
+            logprobs_T, entropy_T = self._score_hidden(hidden_BLH[row_T, predictor_T], labels_T, temperature_T, with_entropy)
         else:
-            logits_BLV = self.model(**inputs, use_cache=False).logits
-            logprobs_T, entropy_T = selected_logprobs(
-                logits_BLV[:, :-1][predicts_BL], labels_T, temperature_T, with_entropy=with_entropy
-            )
-        return _place(logprobs_T, wanted_BL), _place(entropy_T, wanted_BL)
+            logits_TV = self.model(**inputs, use_cache=False).logits[row_T, predictor_T]
+            logprobs_T, entropy_T = selected_logprobs(logits_TV, labels_T, temperature_T, with_entropy=with_entropy)
+        empty_BL = torch.zeros(wanted_BL.shape, dtype=logprobs_T.dtype, device=ids_BL.device)
+        at = (row_T, column_T)
+        return empty_BL.index_put(at, logprobs_T), empty_BL.index_put(at, entropy_T)
 
     def _score_hidden(
         self, hidden_TH: Tensor, labels_T: Tensor, temperature_T: Tensor, with_entropy: bool
@@ -159,10 +161,6 @@ class TokenScorer(nn.Module):
         return self._head_is_linear
 
 
-def _place(values_T: Tensor, wanted_BL: Tensor) -> Tensor:
-    return torch.zeros(wanted_BL.shape, dtype=values_T.dtype, device=values_T.device).masked_scatter(wanted_BL, values_T)
-
-
 def model_inputs(batch: Trajectory, model: nn.Module) -> dict[str, Any]:
     """Arguments of a Hugging Face model for a micro-batch.
 
@@ -202,6 +200,17 @@ def branch_attention(branch_ids_BL: Tensor) -> Tensor:
     length = branch_ids_BL.shape[1]
     causal_LL = torch.ones(length, length, dtype=torch.bool, device=branch_ids_BL.device).tril()
     return ((key_B1L == 0) | (query_BL1 == 0) | (query_BL1 == key_B1L)) & causal_LL
+
+
+def last_visible(branch_ids_BL: Tensor) -> Tensor:
+    """For each token the column of the last token before it that it attends to, which is the one that predicts it.
+
+    Without branches this is the column to the left; the first token of a branch is predicted by the trunk it grows from.
+    The first column, which nothing predicts, gets 0.
+    """
+    columns_L = torch.arange(branch_ids_BL.shape[1], device=branch_ids_BL.device)
+    before_BLL = branch_attention(branch_ids_BL).tril(-1)
+    return (before_BLL * columns_L).amax(-1)
 
 
 def _compute_dtype(model: nn.Module, device: torch.device) -> torch.dtype:

@@ -1,0 +1,63 @@
+"""Importance ratios, the behaviour weight and what is measured of them."""
+
+import math
+
+import pytest
+import torch
+
+from rollwright.algorithms.ratios import (
+    behaviour_weight,
+    effective_sample_size,
+    importance_ratio,
+    interpolated_prox_logp,
+    turn_index,
+)
+from rollwright.errors import ConfigError
+
+
+def test_turns_are_runs_of_trained_tokens():
+    mask = torch.tensor([[1, 1, 0, 1, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0]])
+    assert turn_index(mask).tolist() == [[1, 1, 0, 2, 0, 0, 3], [0] * 7]
+
+
+@pytest.mark.parametrize("level", ["token", "turn", "sequence"])
+def test_what_is_not_trained_does_not_count(level):
+    logp, old = torch.zeros(1, 4), torch.tensor([[100.0, -1.0, 100.0, -1.0]])
+    ratio = importance_ratio(logp, old, torch.tensor([[0.0, 1.0, 0.0, 1.0]]), level)
+    assert ratio[0].tolist() == pytest.approx([1.0, math.e, 1.0, math.e])
+
+
+def test_an_unknown_level_is_refused():
+    with pytest.raises(ConfigError, match="token, turn, sequence"):
+        importance_ratio(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), "word")
+
+
+def test_the_cap_masks_or_clamps():
+    prox = torch.tensor([[0.0, math.log(2.0), math.log(9.0), 0.0]])
+    mask = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    masked, capped = behaviour_weight(prox, torch.zeros(1, 4), mask, cap=5.0, mode="mask")
+    clamped, _ = behaviour_weight(prox, torch.zeros(1, 4), mask, cap=5.0, mode="clamp")
+    free, none = behaviour_weight(prox, torch.zeros(1, 4), mask, cap=None, mode="mask")
+    assert masked[0].tolist() == pytest.approx([1, 2, 0, 0])
+    assert clamped[0].tolist() == pytest.approx([1, 2, 5, 0])
+    assert free[0].tolist() == pytest.approx([1, 2, 9, 0])
+    assert capped[0].tolist() == [False, False, True, False]
+    assert not none.any()
+
+
+def test_no_gradient_flows_through_the_behaviour_weight():
+    prox = torch.zeros(1, 2, requires_grad=True)
+    weight, _ = behaviour_weight(prox, torch.zeros(1, 2), torch.ones(1, 2), cap=None, mode="clamp")
+    assert not weight.requires_grad
+
+
+def test_interpolation_moves_with_age():
+    logp, behaviour = torch.full((1, 3), -1.0), torch.full((1, 3), -3.0)
+    got = interpolated_prox_logp(logp, behaviour, torch.tensor([[5, 4, 2]]), current_version=5)
+    assert got[0].tolist() == pytest.approx([-3.0, -3.0 + 2.0 / 2, -3.0 + 2.0 * 3 / 4])
+
+
+def test_effective_sample_size():
+    weight, mask = torch.tensor([[1.0, 1.0, 2.0, 9.0]]), torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    assert float(effective_sample_size(weight, mask)) == pytest.approx(16 / (3 * 6))
+    assert float(effective_sample_size(torch.ones(1, 4), mask)) == pytest.approx(1.0)

@@ -1,0 +1,58 @@
+"""Recipes are defaults: the user's keys win, names that do not exist are refused."""
+
+import pytest
+
+from rollwright.algorithms.losses import check_policy_loss
+from rollwright.algorithms.recipes import RECIPES, apply_recipe, find_recipe
+from rollwright.config.experiment import GRPOConfig
+from rollwright.config.sections import PPOActorConfig
+from rollwright.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_sets_keys_that_exist_to_values_that_are_allowed(name):
+    config = GRPOConfig()
+    config.actor.recipe = name
+    apply_recipe(config)
+    check_policy_loss(config.actor.policy_loss, config.actor.policy_loss_kwargs)
+    for section, keys in ((config.actor, RECIPES[name].actor), (config.rollout, RECIPES[name].rollout)):
+        for dotted, value in keys.items():
+            holder = section
+            *parents, leaf = dotted.split(".")
+            for parent in parents:
+                holder = getattr(holder, parent)
+            field = type(holder).__dataclass_fields__[leaf]
+            assert getattr(holder, leaf) == value
+            assert value in field.metadata.get("choices", [value])
+
+
+def test_what_the_user_set_wins():
+    config = GRPOConfig()
+    config.actor.recipe = "dapo"
+    config.actor.eps_clip_higher = 0.5
+    apply_recipe(config, {"actor.eps_clip_higher", "rollout.dynamic_filter"})
+    assert config.actor.eps_clip_higher == 0.5
+    assert config.rollout.dynamic_filter is None
+    assert config.actor.mask_truncated
+
+
+def test_a_section_that_was_set_is_left_alone():
+    config = PPOActorConfig(recipe="dr_grpo", adv_norm=None)
+    apply_recipe(config, {"adv_norm"})
+    assert config.adv_norm is None
+    assert config.loss_aggregation == "constant"
+    apply_recipe(config)
+    assert config.adv_norm.std_level == "none"
+
+
+def test_other_spellings():
+    assert find_recipe("Dr-GRPO") is RECIPES["dr_grpo"]
+    assert find_recipe("reinforce++") is RECIPES["reinforceplusplus"]
+    assert find_recipe("reinforceplusplus++") is RECIPES["reinforceplusplus_baseline"]
+
+
+def test_unknown_names_are_refused_with_the_list():
+    with pytest.raises(ConfigError, match="Did you mean 'gspo'.*grpo, dr_grpo"):
+        find_recipe("gspoo")
+    with pytest.raises(ConfigError, match="critic"):
+        find_recipe("ppo")
