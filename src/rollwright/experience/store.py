@@ -239,6 +239,9 @@ class ExperienceStore:
         if (groups is None) == (experiences is None):
             raise StoreError("sample wants either groups or experiences: give one of the two.")
         sampling = sampling or Sampling()
+        if self._epoch is None:
+            with self._consuming():
+                pass  # refuses now rather than after a wait for groups that an earlier trainer holds
         enough = self._wait_for(groups, experiences, sampling, min_version, timeout, partial_groups, cancelled)
         if not enough and not partial_batch:
             return None

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, case, func, insert, or_, select, update
+from sqlalchemy import Connection, case, delete, func, insert, or_, select, update
 
 from rollwright.errors import StoreError
 from rollwright.experience.store_database import Database
 from rollwright.experience.store_records import TaskClaim
-from rollwright.experience.store_schema import CLAIMED, FINISHED, OPEN, READY, RELEASED, groups, tasks, uses
+from rollwright.experience.store_schema import CLAIMED, FINISHED, OPEN, READY, RELEASED, experiences, groups, tasks, uses
 from rollwright.experience.store_writing import complete_group, count_drops, write_group
 
 _DECLARED = "declared_tasks"
@@ -98,11 +98,8 @@ def finish_task(
     name = group_name(claim.ordinal)
     if rows:
         write_group(database, connection, name=name, ordinal=claim.ordinal, attempt=claim.attempt, rows=rows, group_size=None)
-    elif rows is None:
-        statement = select(groups.c.id).where(groups.c.name == name, groups.c.state == OPEN, groups.c.attempt == claim.attempt)
-        open_group = connection.execute(statement).scalar_one_or_none()
-        if open_group is not None:
-            complete_group(database, connection, open_group)
+    else:
+        _end_open_group(database, connection, claim, keep=rows is None)
     count_drops(database, connection, dict(drops))
     connection.execute(update(tasks).where(tasks.c.ordinal == claim.ordinal).values(state=FINISHED))
     return True
@@ -122,3 +119,14 @@ def release_claims(connection: Connection, owner: str, ordinals: Sequence[int] |
     if ordinals is not None:
         mine &= tasks.c.ordinal.in_(list(ordinals))
     return connection.execute(update(tasks).where(mine).values(state=RELEASED)).rowcount
+
+
+def _end_open_group(database: Database, connection: Connection, claim: TaskClaim, keep: bool) -> None:
+    """Completes what was appended to a task's group sample by sample, or deletes it."""
+    statement = select(groups.c.id, groups.c.attempt).where(groups.c.ordinal == claim.ordinal, groups.c.state == OPEN)
+    for group in connection.execute(statement).all():
+        if keep and group.attempt == claim.attempt:
+            complete_group(database, connection, group.id)
+        else:
+            connection.execute(delete(experiences).where(experiences.c.group_id == group.id))
+            connection.execute(delete(groups).where(groups.c.id == group.id))

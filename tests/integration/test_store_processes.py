@@ -1,0 +1,134 @@
+"""Two explorers and a trainer, each a process on one store, killed by SIGKILL at random: nothing lost, nothing repeated."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sqlalchemy")
+
+from rollwright.experience.experience import Experience
+from rollwright.experience.store import ExperienceStore
+
+TASKS = 160
+SAMPLES = 3
+LEASE = 0.5
+LIMIT = 90.0
+
+
+def rejected(ordinal: int) -> bool:
+    return ordinal % 7 == 3
+
+
+def sample(ordinal: int, attempt: int, index: int) -> Experience:
+    return Experience(tokens=[1, ordinal + 2, attempt, index], prompt_length=1, versions=[0, 0, 0], reward=float(index))
+
+
+def explore(url: str, owner: str, seed: int) -> None:
+    """Claims tasks; stores some groups at once and some sample by sample."""
+    generator = random.Random(seed)
+    store = ExperienceStore(url, run="processes")
+    while not store.status().production_ended:
+        for claim in store.claim_tasks(owner, generator.randint(1, 4), lease_seconds=LEASE, max_outstanding=24):
+            time.sleep(generator.uniform(0, 0.004))
+            samples = [sample(claim.ordinal, claim.attempt, index) for index in range(SAMPLES)]
+            if rejected(claim.ordinal):
+                store.finish_task(claim, [])
+            elif generator.random() < 0.5:
+                store.finish_task(claim, samples)
+            else:
+                for index in range(SAMPLES):
+                    store.append(
+                        samples[index : index + 1],
+                        ordinal=claim.ordinal,
+                        index=index,
+                        group_size=SAMPLES + 1,  # finish_task completes it
+                        attempt=claim.attempt,
+                    )
+                    time.sleep(generator.uniform(0, 0.002))
+                store.finish_task(claim, None)
+        time.sleep(0.002)
+
+
+def train(url: str, directory: str, seed: int) -> None:
+    """Trains by writing down what it trained on; a checkpoint is that list, in a file that is renamed into place."""
+    generator = random.Random(seed)
+    path = Path(directory)
+    saved = sorted(path.glob("step-*.json"))
+    trained = json.loads(saved[-1].read_text()) if saved else []
+    store = ExperienceStore(url, run="processes")
+    store.recover(saved[-1].stem if saved else None)
+    version = number = int(saved[-1].stem.removeprefix("step-")) if saved else 0
+    while True:
+        ended = store.status().production_ended
+        batch = store.sample(groups=4, timeout=0.1, partial_batch=ended)
+        if batch is not None:
+            trained += [[each.ordinal, [row.tokens.tolist() for row in each.experiences]] for each in batch]
+        if batch is None and not ended:
+            continue
+        if batch is None or generator.random() < 0.4:
+            number += 1
+            fresh = path / f".step-{number:05d}.json"
+            fresh.write_text(json.dumps(trained))
+            store.commit(f"step-{number:05d}", version=version)
+            time.sleep(generator.uniform(0, 0.004))
+            os.rename(fresh, path / f"step-{number:05d}.json")
+        version += 1
+        store.publish_version(f"weights/{version}", version)
+        if batch is None:
+            return
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_kills_lose_and_repeat_nothing(tmp_path, seed):
+    generator = random.Random(seed)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rollwright.experience.store"])
+    url = f"sqlite:///{tmp_path}/store.db"
+    with ExperienceStore(url, run="processes") as store:
+        store.declare_tasks(TASKS)
+
+    def start(role: str) -> multiprocessing.Process:
+        arguments = (url, str(tmp_path) if role == "trainer" else role, generator.randrange(2**30))
+        process = context.Process(target=train if role == "trainer" else explore, args=arguments, name=role)
+        process.start()
+        return process
+
+    running = {role: start(role) for role in ("explorer-1", "explorer-2", "trainer")}
+    started, kills = time.monotonic(), Counter()
+    try:
+        while running:
+            assert time.monotonic() - started < LIMIT, f"not done after {LIMIT} s: {ExperienceStore(url).status()}"
+            time.sleep(generator.uniform(0.01, 0.15))
+            for role, process in list(running.items()):
+                if process.exitcode is not None:
+                    assert process.exitcode == 0, f"{role} failed"
+                    del running[role]
+            if running and kills.total() < 24:
+                role = generator.choice(sorted(running))
+                os.kill(running[role].pid, signal.SIGKILL)
+                running[role].join()
+                kills[role] += 1
+                running[role] = start(role)
+    finally:
+        for process in running.values():
+            process.kill()
+            process.join()
+
+    assert kills.total() >= 5
+    trained = json.loads(sorted(tmp_path.glob("step-*.json"))[-1].read_text())
+    assert Counter(ordinal for ordinal, _ in trained) == Counter(each for each in range(TASKS) if not rejected(each))
+    for ordinal, rows in trained:
+        attempt = rows[0][2]
+        assert rows == [[1, ordinal + 2, attempt, index] for index in range(SAMPLES)]
+    with ExperienceStore(url, run="processes") as store:
+        status = store.status()
+        assert (status.finished_tasks, status.claimed_tasks, status.open_groups, status.unused_groups) == (TASKS, 0, 0, 0)
+        assert status.uncommitted_uses == 0

@@ -1,0 +1,430 @@
+"""The experience store: what goes in once comes out as often as configured, in the order asked for."""
+
+import sqlite3
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("sqlalchemy")
+
+from rollwright.errors import ConfigError, StoreError
+from rollwright.experience.experience import Experience
+from rollwright.experience.store import ExperienceStore
+from rollwright.experience.store_sampling import PRIORITY_FUNCTIONS, Sampling
+
+
+def experience(marker: int = 0, *, version: int | None = 0, reward: float = 1.0) -> Experience:
+    versions = None if version is None else [version, version]
+    return Experience(tokens=[1, 2, 100 + marker], prompt_length=1, logprobs=[-0.5, -1.0], versions=versions, reward=reward)
+
+
+def group(marker: int = 0, size: int = 2, version: int = 0) -> list[Experience]:
+    return [experience(marker, version=version) for _ in range(size)]
+
+
+@pytest.fixture
+def store():
+    with ExperienceStore("sqlite://", run="run-1") as opened:
+        yield opened
+
+
+def flat(lists):
+    return [item for each in lists for item in each]
+
+
+def ordinals(batch):
+    return None if batch is None else [each.ordinal for each in batch]
+
+
+class TestAppend:
+    def test_experiences_come_back_as_they_went_in(self, store):
+        written = [experience(1, reward=0.25), [experience(2), experience(3)]]
+        assert store.append(written, ordinal=7) == 3
+        (stored,) = store.sample(groups=1)
+        assert stored.experiences == [written[0], *written[1]]
+        assert (stored.ordinal, stored.attempt, stored.version, stored.uses, stored.complete) == (7, 0, 0, 1, True)
+
+    def test_appending_again_changes_nothing(self, store):
+        first = group(1)
+        assert store.append(first, ordinal=0) == 2
+        assert store.append(first, ordinal=0) == 0
+        assert store.append(group(9), ordinal=0, attempt=3) == 0
+        assert store.status().experiences == 2
+        assert store.sample(groups=1).experiences == first
+
+    def test_a_group_without_ordinal_is_known_by_its_first_experience(self, store):
+        first, second = group(1), group(1)
+        assert [store.append(each) for each in (first, second, first)] == [2, 2, 0]
+
+    def test_samples_of_a_group_come_one_by_one(self, store):
+        for index in (2, 0, 0):
+            store.append([experience(index)], ordinal=0, index=index, group_size=3)
+        assert store.sample(groups=1) is None
+        assert list(store.groups()) == []
+        assert [len(each.experiences) for each in store.groups(partial=True)] == [2]
+        store.append([experience(1), experience(1)], ordinal=0, index=1, group_size=3)
+        assert [int(each.tokens[-1]) - 100 for each in store.sample(groups=1).experiences] == [0, 1, 1, 2]
+
+    def test_a_newer_attempt_replaces_an_open_group(self, store):
+        store.append([experience(1)], ordinal=0, index=0, group_size=2)
+        store.append([experience(5)], ordinal=0, index=0, group_size=2, attempt=1)
+        assert store.append([experience(1)], ordinal=0, index=1, group_size=2) == 0
+        store.append([experience(6)], ordinal=0, index=1, group_size=2, attempt=1)
+        assert [int(each.tokens[-1]) - 100 for each in store.sample(groups=1).experiences] == [5, 6]
+
+    def test_several_groups_are_stored_all_or_none(self, store):
+        with pytest.raises(StoreError, match="without experiences"):
+            store.append_many([group(), []], ordinals=[0, 1])
+        assert store.status().experiences == 0
+        assert store.append_many([group(), group()], ordinals=[0, 1]) == 4
+
+    def test_version_is_that_of_the_oldest_token(self, store):
+        mixed = Experience(tokens=[1, 2, 3, 4], prompt_length=1, versions=[4, -1, 3], action_mask=[1, 0, 1], reward=0.0)
+        store.append([mixed, experience(version=9)], ordinal=0)
+        store.append([experience(version=None)], ordinal=1)
+        store.append([experience(version=None)], ordinal=2, version=6)
+        assert [each.version for each in store.groups()] == [3, -1, 6]
+
+    def test_a_sample_needs_a_group_to_belong_to(self, store):
+        with pytest.raises(StoreError, match="needs both"):
+            store.append(group(), ordinal=0, index=1)
+        with pytest.raises(StoreError, match="without ordinal or name"):
+            store.append(group(), index=1, group_size=2)
+
+
+class TestSample:
+    def fill(self, store, versions=(0, 2, 1, 2)):
+        for ordinal, version in enumerate(versions):
+            store.append(group(ordinal, version=version), ordinal=ordinal)
+
+    def test_fifo(self, store):
+        self.fill(store)
+        assert ordinals(store.sample(groups=2)) == [0, 1]
+        assert ordinals(store.sample(groups=2)) == [2, 3]
+        assert store.sample(groups=1) is None
+
+    def test_freshest_first(self, store):
+        self.fill(store)
+        assert ordinals(store.sample(groups=4, sampling=Sampling(order="freshest"))) == [1, 3, 2, 0]
+
+    def test_uses(self, store):
+        self.fill(store)
+        drawn = [ordinals(store.sample(groups=2, sampling=Sampling(uses=3))) for _ in range(6)]
+        assert sorted(flat(drawn)) == sorted(list(range(4)) * 3)
+        assert store.sample(groups=1, sampling=Sampling(uses=3)) is None
+
+    def test_linear_decay_prefers_fresh_and_unused(self, store):
+        self.fill(store, versions=(0, 1, 2))
+        sampling = Sampling(order="priority", uses=2, priority_fn_args={"decay": 1.5})
+        # priorities 0, 1, 2 -> 2; then 0, 1, 0.5 -> 1; then 0, -0.5, 0.5 -> 2; then 0, -0.5 -> 0; then -1.5, -0.5 -> 1, 0
+        assert [ordinals(store.sample(groups=1, sampling=sampling))[0] for _ in range(6)] == [2, 1, 2, 0, 1, 0]
+
+    def test_a_priority_function_may_end_the_use_of_a_group(self, store, monkeypatch):
+        self.fill(store)
+        monkeypatch.setitem(PRIORITY_FUNCTIONS, "odd", lambda version, uses, generator: None if version == 2 else -version)
+        assert ordinals(store.sample(groups=2, sampling=Sampling(order="priority", priority_fn="odd"))) == [0, 2]
+        assert store.sample(groups=1, sampling=Sampling(order="priority", priority_fn="odd")) is None
+
+    def test_limited_uses_with_noise_repeat_with_the_seed(self, store):
+        self.fill(store, versions=(0,) * 12)
+        args = {"decay": 0.1, "use_count_limit": 2, "sigma": 1.0}
+        sampling = Sampling(
+            order="priority", uses=9, priority_fn="linear_decay_use_count_control_randomization", priority_fn_args=args
+        )
+        store.recover(None)
+        first = [ordinals(store.sample(groups=3, sampling=sampling)) for _ in range(8)]
+        assert sorted(flat(first)) == sorted(list(range(12)) * 2)
+        assert store.sample(groups=1, sampling=sampling) is None
+        store.recover(None)
+        assert [ordinals(store.sample(groups=3, sampling=sampling)) for _ in range(8)] == first
+        assert first[0] != [0, 1, 2]
+
+    def test_uniform_draws_each_once_and_repeats_with_the_seed(self, store):
+        self.fill(store, versions=range(20))
+        first = [ordinals(store.sample(groups=5, sampling=Sampling(order="uniform", seed=3))) for _ in range(4)]
+        assert sorted(flat(first)) == list(range(20))
+        assert flat(first) != list(range(20))
+        store.recover(None)
+        assert [ordinals(store.sample(groups=5, sampling=Sampling(order="uniform", seed=3))) for _ in range(4)] == first
+
+    def test_a_batch_that_is_not_full_waits(self, store):
+        self.fill(store)
+        assert store.sample(groups=5) is None
+        assert store.status().unused_groups == 4
+        assert ordinals(store.sample(groups=5, partial_batch=True)) == [0, 1, 2, 3]
+        assert store.sample(groups=5, partial_batch=True) is None
+
+    def test_rows_are_counted_in_whole_groups(self, store):
+        for ordinal, size in enumerate((2, 3, 1, 2)):
+            store.append(group(size=size), ordinal=ordinal)
+        assert ordinals(store.sample(experiences=4)) == [0, 1]
+        assert store.sample(experiences=4) is None
+        store.append(group(size=1), ordinal=4)
+        assert ordinals(store.sample(experiences=4)) == [2, 3, 4]
+
+    def test_older_groups_can_be_left_out_or_dropped(self, store):
+        self.fill(store)
+        assert ordinals(store.sample(groups=2, min_version=2)) == [1, 3]
+        assert store.drop_older_than(1) == 1
+        assert store.status().drops == {"stale": 2}
+        assert ordinals(store.sample(groups=1)) == [2]
+
+    def test_cooldown(self, store):
+        self.fill(store, versions=(0,))
+        sampling = Sampling(uses=2, cooldown_seconds=0.05)
+        assert store.sample(groups=1, sampling=sampling) is not None
+        assert store.sample(groups=1, sampling=sampling) is None
+        assert store.sample(groups=1, sampling=sampling, timeout=5.0) is not None
+
+    def test_partial_groups_only_when_asked(self, store):
+        store.append(group(0), ordinal=0)
+        store.append([experience(1)], ordinal=1, index=0, group_size=3)
+        assert store.sample(groups=2) is None
+        batch = store.sample(groups=2, partial_groups=True)
+        assert [len(each.experiences) for each in batch] == [2, 1]
+        assert store.append([experience(1)], ordinal=1, index=0, group_size=3) == 0
+        assert store.append([experience(2)], ordinal=1, index=1, group_size=3) == 0
+        assert store.status().drops == {"late": 1}
+
+    def test_partial_groups_stay_open_where_the_batch_is_not_reached(self, store):
+        store.append([experience(1)], ordinal=1, index=0, group_size=2)
+        assert store.sample(groups=2, partial_groups=True) is None
+        assert store.append([experience(1)], ordinal=1, index=1, group_size=2) == 1
+
+    def test_a_reader_waits_for_a_writer(self, tmp_path):
+        url = f"sqlite:///{tmp_path}/store.db"
+        with ExperienceStore(url) as reader, ExperienceStore(url) as writer:
+            timer = threading.Timer(0.1, lambda: writer.append(group(), ordinal=0))
+            timer.start()
+            assert ordinals(reader.sample(groups=1, timeout=10)) == [0]
+            timer.join()
+            started = time.monotonic()
+            assert reader.sample(groups=1, timeout=0.1) is None
+            assert 0.1 <= time.monotonic() - started < 2
+
+    def test_a_wait_ends_when_cancelled_or_when_no_more_can_come(self, store):
+        assert store.sample(groups=1, timeout=None, cancelled=lambda: True) is None
+        store.declare_tasks(1)
+        (claim,) = store.claim_tasks("a", 5)
+        store.finish_task(claim, group())
+        assert store.sample(groups=2, timeout=None) is None
+        assert ordinals(store.sample(groups=2, timeout=None, partial_batch=True)) == [0]
+
+
+class TestTasks:
+    def test_each_ordinal_is_claimed_once(self, store):
+        store.declare_tasks(5)
+        first, second = store.claim_tasks("a", 3), store.claim_tasks("b", 3)
+        assert [claim.ordinal for claim in first] == [0, 1, 2]
+        assert [claim.ordinal for claim in second] == [3, 4]
+        assert store.claim_tasks("a", 1) == []
+
+    def test_a_dead_explorers_claims_go_to_the_next(self, store):
+        lost = store.claim_tasks("a", 2, lease_seconds=0.0)
+        time.sleep(0.01)
+        (again, more, fresh) = store.claim_tasks("b", 3)
+        assert [(claim.ordinal, claim.attempt) for claim in (again, more, fresh)] == [(0, 1), (1, 1), (2, 0)]
+        assert store.finish_task(lost[0], group(1)) is False
+        assert store.finish_task(again, group(2)) is True
+        assert store.finish_task(again, group(3)) is False
+        (stored,) = store.groups()
+        assert (stored.attempt, int(stored.experiences[0].tokens[-1])) == (1, 102)
+
+    def test_a_late_explorer_may_finish_what_nobody_else_claimed(self, store):
+        (claim,) = store.claim_tasks("a", 1, lease_seconds=0.0)
+        time.sleep(0.01)
+        assert store.finish_task(claim, group())
+
+    def test_leases_are_renewed_while_the_explorer_lives(self, store):
+        with store.keeping_claims("a", lease_seconds=0.15):
+            store.claim_tasks("a", 2, lease_seconds=0.15)
+            time.sleep(0.4)
+            assert [claim.ordinal for claim in store.claim_tasks("b", 1)] == [2]
+        assert [(claim.ordinal, claim.attempt) for claim in store.claim_tasks("b", 2)] == [(0, 1), (1, 1)]
+
+    def test_given_back_claims_are_free_at_once(self, store):
+        store.claim_tasks("a", 3)
+        assert store.release_claims("a", [1]) == 1
+        assert [claim.ordinal for claim in store.claim_tasks("b", 1)] == [1]
+        assert store.release_claims("a") == 2
+
+    def test_a_finished_task_without_experiences_is_not_run_again(self, store):
+        (claim,) = store.claim_tasks("a", 1, lease_seconds=0.0)
+        assert store.finish_task(claim, [], drops={"reward_filter": 8})
+        status = store.status()
+        assert (status.finished_tasks, status.experiences, status.drops) == (1, 0, {"reward_filter": 8})
+        assert [each.ordinal for each in store.claim_tasks("a", 1)] == [1]
+
+    def test_samples_appended_before_the_task_is_finished_are_its_group(self, store):
+        (claim,) = store.claim_tasks("a", 1)
+        for index in range(2):
+            store.append([experience(index)], ordinal=claim.ordinal, index=index, group_size=4, attempt=claim.attempt)
+        assert store.finish_task(claim, None)
+        assert [len(each.experiences) for each in store.sample(groups=1)] == [2]
+
+    def test_a_rejected_task_leaves_nothing_behind(self, store):
+        (first, second) = store.claim_tasks("a", 2)
+        for claim in (first, second):
+            store.append([experience()], ordinal=claim.ordinal, index=0, group_size=4, attempt=claim.attempt)
+        store.release_claims("a", [second.ordinal])
+        (again,) = store.claim_tasks("b", 1)
+        assert store.finish_task(first, [])
+        assert store.finish_task(again, None)  # the attempt that appended something was another one
+        assert store.status().experiences == 0
+        assert list(store.groups(partial=True)) == []
+
+    def test_admission_counts_running_ready_and_training(self, store):
+        claims = store.claim_tasks("a", 10, max_outstanding=4)
+        assert len(claims) == 4
+        store.finish_task(claims[0], group(0))
+        store.finish_task(claims[1], [])
+        assert len(store.claim_tasks("a", 10, max_outstanding=4)) == 1
+        assert ordinals(store.sample(groups=1)) == [0]
+        assert store.claim_tasks("a", 10, max_outstanding=4) == []
+        store.publish_version("weights/1", 1)
+        assert len(store.claim_tasks("a", 10, max_outstanding=4)) == 1
+
+    def test_a_run_may_be_made_longer_not_shorter(self, store):
+        store.declare_tasks(3)
+        store.declare_tasks(4)
+        with pytest.raises(StoreError, match="longer, not shorter"):
+            store.declare_tasks(2)
+
+
+class TestCheckpoints:
+    def test_a_restart_draws_again_what_was_not_committed(self, store):
+        store.append_many([group(i) for i in range(6)], ordinals=list(range(6)))
+        assert ordinals(store.sample(groups=2)) == [0, 1]
+        assert store.commit("step-1", version=1) == 2
+        assert ordinals(store.sample(groups=2)) == [2, 3]
+        assert store.recover("step-1") == 2
+        assert ordinals(store.sample(groups=4)) == [2, 3, 4, 5]
+
+    def test_a_restart_from_an_older_checkpoint_forgets_the_newer(self, store):
+        store.append_many([group(i) for i in range(4)], ordinals=list(range(4)))
+        store.commit("step-0")
+        for step in (1, 2, 3):
+            store.sample(groups=1)
+            store.commit(f"step-{step}")
+        assert store.recover("step-1") == 2
+        with pytest.raises(StoreError, match=r"knows no checkpoint 'step-3' \(it knows step-0, step-1\)"):
+            store.recover("step-3")
+        assert ordinals(store.sample(groups=1)) == [1]
+        store.commit("step-2")
+
+    def test_drops_are_undone_with_the_checkpoint_that_made_them(self, store):
+        store.append_many([group(i, version=i) for i in range(3)], ordinals=[0, 1, 2])
+        store.drop_older_than(1)
+        store.commit("step-1")
+        store.drop_older_than(2)
+        store.recover("step-1")
+        assert store.status().drops == {"stale": 2}
+        assert ordinals(store.sample(groups=2)) == [1, 2]
+
+    def test_uses_of_an_earlier_trainer_are_not_passed_over(self, tmp_path):
+        url = f"sqlite:///{tmp_path}/store.db"
+        with ExperienceStore(url) as first:
+            first.append(group(), ordinal=0)
+            first.sample(groups=1)
+        with ExperienceStore(url) as second:
+            with pytest.raises(StoreError, match=r"call recover\(checkpoint\)"):
+                second.sample(groups=1)
+            second.recover(None)
+            assert ordinals(second.sample(groups=1)) == [0]
+
+    def test_a_store_has_one_trainer(self, tmp_path):
+        url = f"sqlite:///{tmp_path}/store.db"
+        with ExperienceStore(url) as first, ExperienceStore(url) as second:
+            first.append_many([group(), group()], ordinals=[0, 1])
+            first.sample(groups=1)
+            second.recover(None)
+            for action in (lambda: first.sample(groups=1), lambda: first.commit("x"), lambda: first.publish_version("w", 1)):
+                with pytest.raises(StoreError, match="another trainer has recovered"):
+                    action()
+            assert len(second.sample(groups=2)) == 2
+
+    def test_a_checkpoint_has_a_name_of_its_own(self, store):
+        store.commit("step-1")
+        with pytest.raises(StoreError, match="has a checkpoint 'step-1' already"):
+            store.commit("step-1")
+
+    def test_used_rows_can_be_forgotten_once_no_checkpoint_needs_them(self, store):
+        store.append_many([group(i) for i in range(4)], ordinals=list(range(4)))
+        for step in (1, 2, 3):
+            store.sample(groups=1)
+            store.commit(f"step-{step}")
+        assert store.forget_used(keep_checkpoints=2) == 4  # groups 0 and 1: both committed by step-2, the oldest kept
+        assert store.recover("step-2") == 1
+        assert [(each.ordinal, len(each.experiences)) for each in store.sample(groups=2)] == [(2, 2), (3, 2)]
+
+
+class TestVersions:
+    def test_the_newest_weights_are_announced(self, store):
+        assert store.latest_version() is None
+        assert store.wait_for_version(1, timeout=0.02) is None
+        store.publish_version("weights/1", 1)
+        store.publish_version("weights/1", 1)
+        store.publish_version("weights/2", 2)
+        newest = store.wait_for_version(1)
+        assert (newest.version, newest.path) == (2, "weights/2")
+        with pytest.raises(StoreError, match="versions only grow"):
+            store.publish_version("weights/other", 2)
+
+    def test_a_restart_withdraws_later_weights_and_says_so_by_the_epoch(self, store):
+        store.publish_version("weights/1", 1)
+        store.commit("step-1", version=1)
+        store.publish_version("weights/2", 2)
+        before = store.latest_version()
+        store.recover("step-1")
+        assert store.latest_version().version == 1
+        store.publish_version("weights/2", 2)
+        after = store.latest_version()
+        assert (after.version, after.path) == (before.version, before.path)
+        assert after.epoch != before.epoch
+
+
+class TestIdentity:
+    def test_a_store_of_another_run_is_refused(self, tmp_path):
+        url = f"sqlite:///{tmp_path}/store.db"
+        ExperienceStore(url, run="one").close()
+        ExperienceStore(url, run="one").close()
+        ExperienceStore(url).close()
+        with pytest.raises(StoreError, match="belongs to run 'one', not to 'two'"):
+            ExperienceStore(url, run="two")
+
+    def test_a_missing_store_is_not_made_by_a_reader(self, tmp_path):
+        with pytest.raises(StoreError, match="does not exist"):
+            ExperienceStore(f"sqlite:///{tmp_path}/none.db", create=False)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_file_that_is_no_database(self, tmp_path):
+        (tmp_path / "store.db").write_text("this is a text that is long enough to be no database " * 50)
+        with pytest.raises(StoreError, match="cannot be used as an experience store"):
+            ExperienceStore(f"sqlite:///{tmp_path}/store.db")
+
+    def test_a_database_of_something_else(self, tmp_path):
+        with sqlite3.connect(tmp_path / "store.db") as connection:
+            connection.execute("CREATE TABLE groups (id INTEGER)")
+        connection.close()
+        with pytest.raises(StoreError, match="that no experience store made"):
+            ExperienceStore(f"sqlite:///{tmp_path}/store.db")
+
+    def test_damaged_bytes_name_the_group(self, tmp_path):
+        with ExperienceStore(f"sqlite:///{tmp_path}/store.db") as store:
+            store.append(group(), ordinal=4)
+            with sqlite3.connect(tmp_path / "store.db") as connection:
+                connection.execute("UPDATE experiences SET data = x'00ff'")
+            connection.close()
+            with pytest.raises(StoreError, match="row 0 of group 'task/4' cannot be read"):
+                list(store.groups())
+
+    @pytest.mark.parametrize("url", ["mysql://host/x", "nonsense"])
+    def test_urls_that_are_not_supported(self, url):
+        with pytest.raises(ConfigError, match=r"store\.url"):
+            ExperienceStore(url)
+
+    @pytest.mark.parametrize("arguments", [{"order": "lifo"}, {"uses": 0}, {"order": "priority", "priority_fn": "none"}])
+    def test_wrong_sampling_is_refused(self, arguments):
+        with pytest.raises(ConfigError):
+            Sampling(**arguments)
