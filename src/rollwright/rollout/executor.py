@@ -234,7 +234,7 @@ class RolloutExecutor:
         self._start()
         with self._prepare_lock:
             source = self._source(dataloader)
-            count = batch_size or source.batch_size or source.peek_batch_size()
+            count = batch_size or source.batch_size
             if count < 1:
                 raise DatasetEnded("prepare_batch: the dataloader has ended and no group is left.")
             self._call(self._set_batch, count)

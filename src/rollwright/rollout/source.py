@@ -24,12 +24,17 @@ class TaskSource:
         self._batches: Iterator[Any] | None = None
         self._rows: list[dict[str, Any]] = []
         self._empty_pass = True
+        self._batch_size: int | None = None
 
     @property
-    def batch_size(self) -> int | None:
-        """Rows that the loader gives at a time, where it says so."""
-        size = getattr(self.loader, "batch_size", None)
-        return int(size) if size else None
+    def batch_size(self) -> int:
+        """Rows in a batch of the loader: what it says, else the length of its first batch; 0 where it has none."""
+        if self._batch_size is None:
+            said = getattr(self.loader, "batch_size", None)
+            while not said and not self._rows and not self.is_over:
+                self._rows.extend(self._next_batch())
+            self._batch_size = int(said or len(self._rows))
+        return self._batch_size
 
     @property
     def repeats(self) -> bool:
@@ -51,12 +56,6 @@ class TaskSource:
     def buffered(self) -> list[dict[str, Any]]:
         """Rows that were taken from the loader and not drawn yet."""
         return list(self._rows)
-
-    def peek_batch_size(self) -> int:
-        """Rows of the next batch, without drawing them."""
-        if not self._rows and not self.is_over:
-            self._rows.extend(self._next_batch())
-        return len(self._rows)
 
     def _next_batch(self) -> list[dict[str, Any]]:
         if self._batches is None:

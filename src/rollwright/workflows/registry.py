@@ -148,7 +148,8 @@ class WorkflowRegistry:
     def _load_file(self, file: Path) -> None:
         name = f"rollwright_plugin_{file.parent.name}_{file.stem}"
         spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         try:
@@ -238,13 +239,11 @@ def _checked(workflow: Any) -> Any:
             f"{type(workflow).__name__} is no workflow: it has no method arun_episode(engine, data).{has_run} Define "
             "'async def arun_episode(self, engine, data)'."
         )
-    if not inspect.iscoroutinefunction(workflow.arun_episode):
-        function = inspect.unwrap(workflow.arun_episode)
-        if inspect.isfunction(function) or inspect.ismethod(function):
-            if not inspect.iscoroutinefunction(function):
-                raise WorkflowError(
-                    f"{type(workflow).__name__}.arun_episode is not async: write 'async def arun_episode' and await the engine in it."
-                )
+    function = inspect.unwrap(workflow.arun_episode)
+    if (inspect.isfunction(function) or inspect.ismethod(function)) and not inspect.iscoroutinefunction(function):
+        raise WorkflowError(
+            f"{type(workflow).__name__}.arun_episode is not async: write 'async def arun_episode' and await the engine in it."
+        )
     return workflow
 
 

@@ -69,7 +69,8 @@ def test_a_group_is_the_task_repeated_and_ids_say_so(make):
     assert batch["sample_ids"].unique().numel() == 12
     assert batch["rewards"].tolist() == [0, 1, 2, 3] * 3
     assert batch["input_ids"][:, 2].tolist() == [1] * 4 + [2] * 4 + [3] * 4  # the order of the list
-    assert (batch["versions"][:, 3:] == 0).all() and (batch["versions"][:, :3] == -1).all()
+    assert (batch["versions"][:, 3:] == 0).all()
+    assert (batch["versions"][:, :3] == -1).all()
 
 
 def test_a_workflow_that_returns_several_rows_makes_its_own_group(make):
@@ -96,7 +97,8 @@ def test_seeds_depend_on_the_place_in_the_run_and_on_nothing_else(make):
     for engine in (first, second):
         make(engine, seed=5).rollout_batch(tasks(6), OneTurn, group_size=2)
     seeds = [sorted(request.seed for request in engine.requests) for engine in (first, second)]
-    assert seeds[0] == seeds[1] and len(set(seeds[0])) == 12
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 12
     assert seeds[0] == sorted(request_seed(5, SampleName(task, index), 0, 0) for task in range(6) for index in range(2))
     third = EchoEngine()
     make(third, seed=6).rollout_batch(tasks(6), OneTurn, group_size=2)
@@ -118,11 +120,9 @@ def test_rejected_failed_and_accepted_are_counted_apart(make):
     assert [counters[f"groups/{name}"] for name in ("accepted", "rejected", "failed")] == [3, 1, 1]
     assert [counters[f"samples/{name}"] for name in ("accepted", "rejected", "failed", "retried")] == [3, 1, 1, 2]
     failure = executor.failures[0]
-    assert (
-        "'does': 'raise'" in failure.task
-        and "a bug in the workflow" in failure.traceback
-        and "arun_episode" in failure.traceback
-    )
+    assert "'does': 'raise'" in failure.task
+    assert "a bug in the workflow" in failure.traceback
+    assert "arun_episode" in failure.traceback
 
 
 def test_a_group_trains_whole_or_not_at_all(make):
@@ -133,7 +133,8 @@ def test_a_group_trains_whole_or_not_at_all(make):
             return await super().arun_episode(engine, data)
 
     batch = make().rollout_batch(tasks(2), LastMemberFails(), group_size=4)
-    assert batch["input_ids"].shape[0] == 4 and set(batch["input_ids"][:, 2].tolist()) == {2}
+    assert batch["input_ids"].shape[0] == 4
+    assert set(batch["input_ids"][:, 2].tolist()) == {2}
 
 
 def test_nothing_accepted_is_an_error_that_names_the_first_cause(make):
@@ -222,7 +223,8 @@ def test_should_accept_fn_and_filters_are_counted_by_name(make):
     )
     assert set(batch["input_ids"][:, 2].tolist()) == {3}
     counters = executor.counters()
-    assert counters["groups/dropped/no_variance"] == 1 and counters["groups/dropped/should_accept_fn"] == 1
+    assert counters["groups/dropped/no_variance"] == 1
+    assert counters["groups/dropped/should_accept_fn"] == 1
     with pytest.raises(WorkflowError, match="there is no module 'accepting'"):
         executor.rollout_batch(rows, OneTurn, group_size=2, should_accept_fn="accepting.nothing")
 
@@ -307,7 +309,7 @@ def test_a_second_batch_without_a_publication_is_refused_not_waited_for(make):
     executor = make()
     loader = Loader(tasks(8), 4)
     executor.prepare_batch(loader, OneTurn)
-    with pytest.raises(RolloutError, match="4 are still in training.*update_weights"):
+    with pytest.raises(RolloutError, match=r"4 are still in training.*update_weights"):
         executor.prepare_batch(loader, OneTurn)
     executor.release_batch()
     executor.prepare_batch(loader, OneTurn)
@@ -332,8 +334,10 @@ def test_over_sampling_cuts_the_stragglers(make):
     started = time.monotonic()
     for version in range(1, 4):
         batch = executor.prepare_batch(loader, OneTurn)
-        assert batch["input_ids"].shape[0] == 4 and (batch["versions"].max(dim=1).values == version - 1).all()
-        assert executor.counters()["running"] == 0 and executor.counters()["ready"] == 0
+        assert batch["input_ids"].shape[0] == 4
+        assert (batch["versions"].max(dim=1).values == version - 1).all()
+        assert executor.counters()["running"] == 0
+        assert executor.counters()["ready"] == 0
         engine.set_version(version)
         executor.set_version(version)
     assert executor.counters()["groups/dropped/over_sampling"] >= 2
@@ -359,7 +363,8 @@ def test_destroy_with_work_in_flight(make):
     time.sleep(0.05)
     executor.destroy()
     thread.join(5)
-    assert errors and "destroyed" in errors[0]
+    assert errors
+    assert "destroyed" in errors[0]
     with pytest.raises(RolloutError, match="destroyed"):
         executor.submit({"id": 0}, OneTurn)
 
