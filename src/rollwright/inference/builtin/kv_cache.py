@@ -50,7 +50,7 @@ class KVCache:
             slabs.setdefault(shape, []).append(index)
         self._slab_of = [(shape, slabs[shape].index(index)) for index, shape in enumerate(shapes)]
         self._flat = {
-            (heads, size): torch.empty(len(members), self.capacity_tokens * heads * size, dtype=dtype, device=device)
+            (heads, size): torch.zeros(len(members), self.capacity_tokens * heads * size, dtype=dtype, device=device)
             for (heads, size), members in slabs.items()
         }
         self._layer_count = len(layers)
