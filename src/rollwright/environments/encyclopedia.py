@@ -62,6 +62,8 @@ RELATIONS = {
 }
 _SUBJECTS = ("person", "town", "work")
 
+Worlds = int | str | Sequence[int]
+
 
 @dataclass(frozen=True)
 class Chain:
@@ -92,17 +94,21 @@ class World:
         numbers = generator.sample(range(_NAMES_PER_WORLD), 4 * size)
         names = [_name(number * DISJOINT_WORLDS + seed % DISJOINT_WORLDS) for number in numbers]
         self.names = {kind: names[i * size : (i + 1) * size] for i, kind in enumerate((*_SUBJECTS, "river"))}
-        self.facts: dict[str, dict[str, str]] = {}
-        for kind in _SUBJECTS:
-            for subject in self.names[kind]:
-                others = {
-                    target: [name for name in self.names[target] if name != subject] for target in ("person", "town", "river")
-                }
-                self.facts[subject] = {
-                    key: generator.choice(others[relation.target])
-                    for key, relation in RELATIONS.items()
-                    if relation.subject == kind
-                }
+        self.facts = {
+            subject: {
+                key: self._target(generator, relation.target, subject)
+                for key, relation in RELATIONS.items()
+                if relation.subject == kind
+            }
+            for kind in _SUBJECTS
+            for subject in self.names[kind]
+        }
+
+    def _target(self, generator: random.Random, kind: str, subject: str) -> str:
+        """A name of a kind that is not the subject's own."""
+        while (name := generator.choice(self.names[kind])) == subject:
+            pass
+        return name
 
     @cached_property
     def articles(self) -> list[dict[str, str]]:
@@ -208,7 +214,7 @@ def vocabulary() -> list[str]:
 def questions(
     split: str = "train",
     size: int = 2000,
-    worlds: Sequence[int] = (1,),
+    worlds: Worlds = 1,
     world_size: int = 300,
     hops: Sequence[int] = (1, 2),
     seed: int = 1,
@@ -219,43 +225,58 @@ def questions(
     Args:
         split: named in the seed of the drawing only; keep splits apart by giving them different ``worlds``.
         size: number of tasks, shared evenly among the worlds.
-        worlds: seeds of the worlds.
+        worlds: the worlds' seeds; see ``world_seeds``. Many small worlds teach copying, one large world can be learned by heart.
         world_size: articles of each kind in a world.
         hops: numbers of hops that take turns; ``[1, 1, 1, 2]`` makes every fourth a two-hop question.
         seed: which questions.
         worked: add ``segments``, the worked episode, for supervised training.
     """
-    _check_worlds(worlds)
+    seeds = world_seeds(worlds)
     tasks = []
-    for index, world_seed in enumerate(worlds):
-        count = size // len(worlds) + (index < size % len(worlds))
+    for index, world_seed in enumerate(seeds):
+        count = size // len(seeds) + (index < size % len(seeds))
         tasks += World(world_seed, world_size).questions(count, hops, seed=f"{split} {seed}")
     if worked:
         tasks = [{**task, "segments": episode(task)} for task in tasks]
     return tasks
 
 
-def tool(worlds: Sequence[int] = (1,), world_size: int = 300) -> LocalSearchTool:
+def tool(worlds: Worlds = 1, world_size: int = 300) -> LocalSearchTool:
     """A search tool in this process over the articles of the given worlds."""
     from rollwright.environments.bm25 import BM25Retriever
     from rollwright.environments.corpus import Corpus
 
-    _check_worlds(worlds)
-    corpus = Corpus.from_rows((row for seed in worlds for row in World(seed, world_size).articles), name="encyclopedia")
+    seeds = world_seeds(worlds)
+    corpus = Corpus.from_rows((row for seed in seeds for row in World(seed, world_size).articles), name="encyclopedia")
     return LocalSearchTool(corpus, BM25Retriever.build(corpus.texts()))
 
 
-def write_corpus(path: str | Path, worlds: Sequence[int] = (1,), world_size: int = 300) -> int:
+def write_corpus(path: str | Path, worlds: Worlds = 1, world_size: int = 300) -> int:
     """Write the articles of some worlds as a corpus for ``rollwright retrieve``; returns the number of rows."""
-    _check_worlds(worlds)
-    rows = [row for seed in worlds for row in World(seed, world_size).articles]
+    seeds = world_seeds(worlds)
+    rows = [row for seed in seeds for row in World(seed, world_size).articles]
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return len(rows)
 
 
-def _check_worlds(worlds: Sequence[int]) -> None:
-    parts = [seed % DISJOINT_WORLDS for seed in worlds]
-    if not parts or len(set(parts)) < len(parts):
+def world_seeds(worlds: Worlds) -> list[int]:
+    """The seeds that ``worlds`` names: a seed, a list of them, or text such as ``"1-40"`` or ``"1-40,50"``.
+
+    Raises:
+        DataError: it is none of these, or two of the worlds would share names.
+    """
+    if isinstance(worlds, int):
+        return [worlds]
+    try:
+        if isinstance(worlds, str):
+            ranges = [(part.split("-") * 2)[:2] for part in worlds.split(",")]
+            seeds = [seed for first, last in ranges for seed in range(int(first), int(last) + 1)]
+        else:
+            seeds = [int(seed) for seed in worlds]
+    except (TypeError, ValueError):
         raise DataError(
-            f"encyclopedia: worlds {list(worlds)} would share names; give seeds that differ modulo {DISJOINT_WORLDS}."
-        )
+            f"encyclopedia: worlds is {worlds!r}; give a seed, a list of seeds, or text such as '1-40,50'."
+        ) from None
+    if not seeds or len({seed % DISJOINT_WORLDS for seed in seeds}) < len(seeds):
+        raise DataError(f"encyclopedia: worlds {worlds} would share names; give seeds that differ modulo {DISJOINT_WORLDS}.")
+    return seeds

@@ -1,0 +1,115 @@
+"""Tasks of the shop, the worked episodes of a clerk who sees what a customer sees, and a small vocabulary for both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollwright.environments.shop import catalogue as goods
+from rollwright.environments.shop.catalogue import Goal, Product
+from rollwright.environments.shop.reward import purchase_reward
+from rollwright.environments.shop.session import BACK, BUY, NEXT, PREVIOUS, SUB_PAGES
+from rollwright.environments.shop.shop import shop
+from rollwright.errors import DataError
+
+#: Share of a catalogue's goals, from its end, that are held out.
+HELD_OUT_SHARE = 0.2
+
+
+def tasks(
+    split: str = "train",
+    size: int | None = None,
+    seed: int = 1,
+    products: int = 1000,
+    goals: int = 500,
+    page_size: int = 10,
+    worked: bool = False,
+) -> list[dict[str, Any]]:
+    """Sessions of one shop as a taskset; train has the first four fifths of the goals, valid and test share the rest.
+
+    Args:
+        split: train, valid or test.
+        size: number of tasks; None: all of the split.
+        seed, products, goals, page_size: the shop; give the workflow the same.
+        worked: add ``segments``, a worked episode, for supervised training.
+
+    Raises:
+        DataError: no such split, or it has fewer tasks than ``size``.
+    """
+    held_out = int(goals * HELD_OUT_SHARE)
+    first_held_out = goals - held_out
+    ranges = {
+        "train": range(first_held_out),
+        "valid": range(first_held_out, first_held_out + held_out // 2),
+        "test": range(first_held_out + held_out // 2, goals),
+    }
+    if split not in ranges:
+        raise DataError(f"shop: there is no split {split!r}; there are {', '.join(ranges)}.")
+    sessions = ranges[split]
+    if size is not None and size > len(sessions):
+        raise DataError(f"shop: {size} tasks of split {split!r} were asked for, it has {len(sessions)}; raise goals.")
+    place = shop(seed, products, goals, page_size)
+    rows = []
+    for session_id in sessions[:size]:
+        goal = place.catalogue.goals[session_id]
+        row = {
+            "session_id": session_id,
+            "messages": [{"role": "user", "content": goal.instruction}],
+            "answer": goal.product.id,
+            "query_id": f"shop-{seed}-{session_id}",
+        }
+        rows.append({**row, "segments": _segments(worked_steps(place, session_id))} if worked else row)
+    return rows
+
+
+def worked_steps(place: Any, session_id: int) -> list[tuple[str, str]]:
+    """What the clerk saw and did, ``(observation, action)`` a step: search, take the best of the first page, choose, buy."""
+    session = place.session(session_id)
+    goal = session.goal
+    steps = []
+
+    def act(action: str) -> None:
+        steps.append((session.observation(), action))
+        result = session.step(action)
+        assert result.info["valid"], action
+
+    act(f"search[{' '.join(goal.attributes)} {goal.product.kind}]")
+    first_page = place.search(session.query)[: place.page_size]
+    best = max(first_page, key=lambda product: purchase_reward(product, _choices(product, goal), goal))
+    act(f"click[{best.id}]")
+    for value in _choices(best, goal).values():
+        act(f"click[{value}]")
+    act(f"click[{BUY.lower()}]")
+    return steps
+
+
+def _choices(product: Product, goal: Goal) -> dict[str, str]:
+    return {name: value for name, value in goal.options.items() if value in product.options.get(name, ())}
+
+
+def _segments(steps: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """The episode in the chat form of ``data.tokenizer.CHAT_TEMPLATE``: an observation a user message, an action a reply."""
+    segments = []
+    for observation, action in steps:
+        segments.append({"text": f"<|user|>{observation}<|end|><|assistant|>", "train": False})
+        segments.append({"text": f"<think>{_thought(action)}</think><action>{action}</action><|end|>", "train": True})
+    return segments
+
+
+def _thought(action: str) -> str:
+    if action.startswith("search"):
+        return "look"
+    return "buy" if action == f"click[{BUY.lower()}]" else "choose"
+
+
+def vocabulary() -> list[str]:
+    """Strings that are one token each for a small model: the catalogue's words, buttons, fields and tags."""
+    kinds = [kind for aisles in goods.DEPARTMENTS.values() for kinds in aisles.values() for kind in kinds]
+    words = [*kinds, *goods.ATTRIBUTES, *goods.COLORS, *goods.SIZES, *goods.BRANDS, "color", "size"]
+    fields = [
+        "Instruction: find a ", ", price at most ", " dollars", "Search", "Page ", " results", " of ", "Price: $", ".99",
+        "Thank you for shopping with us!",
+    ]  # fmt: skip
+    buttons = [BACK, NEXT, PREVIOUS, BUY, *SUB_PAGES]
+    actions = ["search[", "click[", BUY.lower(), "look", "choose", "buy"]
+    tags = ["<think>", "</think>", "<action>", "</action>", " [SEP] "]
+    return list(dict.fromkeys([*words, *fields, *buttons, *actions, *tags]))
