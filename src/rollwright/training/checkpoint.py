@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -48,7 +49,7 @@ def read_state(directory: str | Path) -> dict[str, Any]:
     try:
         plain = json.loads((directory / "state.json").read_text(encoding="utf-8"))
         tensors = load_file(directory / "state.safetensors")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(
             f"{directory} holds no readable checkpoint ({error}); resume from another, or start anew."
         ) from error

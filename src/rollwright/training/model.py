@@ -71,7 +71,7 @@ def load_model(config: TrainEngineConfig, *, dtype: torch.dtype | None = None, d
         raise ConfigError(f"No model could be loaded from {config.path!r}: {error}") from error
     _switch_off_dropout(model)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     return model.to(device).eval()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import uuid
@@ -104,5 +105,13 @@ def save_model(
         state = {name: converted[id(tensor)] for name, tensor in state.items()}
     with replaced_directory(directory) as draft, without_progress_bars():
         model.save_pretrained(draft, state_dict=state)  # type: ignore[operator]
+        if dtype is not None:
+            _note_dtype(draft / "config.json", dtype)
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)
+
+
+def _note_dtype(config_file: Path, dtype: torch.dtype) -> None:
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

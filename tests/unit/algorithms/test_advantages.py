@@ -73,7 +73,7 @@ def test_group_mean_with_the_batch_deviation():
 
 
 def test_an_unknown_level_is_refused():
-    with pytest.raises(ConfigError, match="mean_level.*'task'"):
+    with pytest.raises(ConfigError, match=r"mean_level.*'task'"):
         normalised_rewards(torch.zeros(1), torch.zeros(1).long(), torch.zeros(1).long(), mean_level="task")
 
 

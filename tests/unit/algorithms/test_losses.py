@@ -128,7 +128,7 @@ def test_reinforce_and_opmd_ignore_the_ratio(numbers):
 
 
 def test_topr_tapers_what_was_bad(numbers):
-    logp, old, advantages, mask = numbers
+    logp, old, _, mask = numbers
     rows = torch.tensor([1.0, -1.0, -1.0], dtype=torch.float64)[:, None].expand_as(mask)
     (topr_loss(logp, old, rows, mask).values * mask).sum().backward()
     for at in each(mask):
@@ -157,7 +157,7 @@ def test_extreme_ratios_stay_finite():
 def test_wrong_names_and_arguments_are_refused():
     with pytest.raises(ConfigError, match="choose one of clip"):
         check_policy_loss("ppo2", {})
-    with pytest.raises(ConfigError, match="tau_positve.*tau_negative, tau_positive"):
+    with pytest.raises(ConfigError, match=r"tau_positve.*tau_negative, tau_positive"):
         check_policy_loss("sapo", {"tau_positve": 1.0})
     with pytest.raises(ConfigError, match="takes none"):
         check_policy_loss("clip", {"eps": 1.0})

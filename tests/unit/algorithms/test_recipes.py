@@ -52,7 +52,7 @@ def test_other_spellings():
 
 
 def test_unknown_names_are_refused_with_the_list():
-    with pytest.raises(ConfigError, match="Did you mean 'gspo'.*grpo, dr_grpo"):
+    with pytest.raises(ConfigError, match=r"Did you mean 'gspo'.*grpo, dr_grpo"):
         find_recipe("gspoo")
     with pytest.raises(ConfigError, match="critic"):
         find_recipe("ppo")

@@ -105,10 +105,10 @@ def test_truncated_samples_count_as_baseline_but_do_not_train():
 
 def test_what_a_batch_lacks_is_named():
     actor, batch = tiny_actor(), tiny_batch()
-    with pytest.raises(TrainingError, match="'advantages'.*compute_advantages"):
+    with pytest.raises(TrainingError, match=r"'advantages'.*compute_advantages"):
         actor.ppo_update(batch)
     del batch["group_ids"]
-    with pytest.raises(TrainingError, match="group_ids.*executor fills"):
+    with pytest.raises(TrainingError, match=r"group_ids.*executor fills"):
         actor.compute_advantages(batch)
     del batch["loss_mask"]
     with pytest.raises(TrainingError, match="loss_mask"):
@@ -313,8 +313,8 @@ def test_configurations_that_cannot_be_trained_are_refused():
         ).initialize()
     with pytest.raises(ConfigError, match="path is empty"):
         FSDPPPOActor(PPOActorConfig(device="cpu")).initialize()
+    config = PPOActorConfig(device="cpu", optimizer=OptimizerConfig(lr_scheduler_type="cosine"))
     with pytest.raises(ConfigError, match="FinetuneSpec"):
-        config = PPOActorConfig(device="cpu", optimizer=OptimizerConfig(lr_scheduler_type="cosine"))
         FSDPPPOActor(config, model=tiny_model()).initialize()
 
 

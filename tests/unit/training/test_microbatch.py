@@ -52,9 +52,9 @@ def test_a_batch_as_long_as_wide_keeps_its_row_columns():
 def test_minibatches_hold_whole_groups():
     batch = {"input_ids": torch.zeros(7, 2), "group_ids": torch.tensor([9, 4, 9, 4, 1, 1, 9])}
     parts = [part.tolist() for part in split_minibatches(batch, 2)]
-    assert sorted(sum(parts, [])) == list(range(7))
+    assert sorted(row for part in parts for row in part) == list(range(7))
     assert parts == [[0, 1, 2, 3, 6], [4, 5]]
-    with pytest.raises(TrainingError, match="3 groups.*ppo_n_minibatches=4"):
+    with pytest.raises(TrainingError, match=r"3 groups.*ppo_n_minibatches=4"):
         split_minibatches(batch, 4)
 
 

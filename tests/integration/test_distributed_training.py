@@ -1,0 +1,129 @@
+"""Two processes over Gloo train as one does: gradients, updates, metrics and checkpoints."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+UNIT = Path(__file__).parents[1] / "unit" / "training"
+
+WORKER = """
+import json, os, sys
+sys.path.insert(0, {unit!r})
+import torch
+from tiny_policy import gradients, tiny_actor, tiny_batch
+from rollwright.config.sections import NormConfig
+from rollwright.training import parallel
+from rollwright.training.checkpoint import RecoverCheckpoints
+from rollwright.training.microbatch import take_rows
+
+out = sys.argv[1]
+rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+def share(batch):
+    if world == 1:
+        return batch
+    # The first rank has two groups, the second one: numbers of micro-batches differ too.
+    return take_rows(batch, list(range(8)) if rank == 0 else list(range(8, 12)))
+
+actor = tiny_actor(max_tokens=30, kl_ctl=0.1, adv_norm=NormConfig(std_level="batch"), lr=1e-2)
+batch = share(tiny_batch())
+logp = actor.compute_logp(batch)
+actor.compute_advantages(batch)
+step = actor._step
+caught = gradients(actor)
+actor.ppo_update(batch)
+actor._step = step
+result = {{"logp": logp, "advantages": batch["advantages"], "gradient": caught}}
+metrics = []
+for number in range(3):
+    batch = actor.compute_advantages(share(tiny_batch(seed=number)))
+    metrics.append(actor.ppo_update(batch))
+    actor.step_lr_scheduler()
+checkpoints = RecoverCheckpoints(out + "/recover")
+state = actor.state_dict()
+checkpoints.save(3, state)
+result["weights"] = actor.full_weights()
+actor.ppo_update(actor.compute_advantages(share(tiny_batch(seed=9))))
+result["next"] = actor.full_weights()
+if world > 1:
+    torch.distributed.barrier()
+actor.load_state_dict(checkpoints.load()[1])
+actor.ppo_update(actor.compute_advantages(share(tiny_batch(seed=9))))
+result["resumed"] = actor.full_weights()
+actor.save(out + "/model")
+torch.save(result, f"{{out}}/rank{{rank}}.pt")
+if rank == 0:
+    json.dump(metrics, open(out + "/metrics.json", "w"))
+if world > 1:
+    torch.distributed.destroy_process_group()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def train(directory: Path, world: int) -> list[dict]:
+    import os
+
+    directory.mkdir()
+    script = directory / "worker.py"
+    script.write_text(WORKER.format(unit=str(UNIT)))
+    port = str(free_port())
+    processes = []
+    for rank in range(world):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if world > 1:
+            environment |= {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(script), str(directory)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output[-4000:]
+    return [torch.load(directory / f"rank{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(tmp_path):
+    (one,) = train(tmp_path / "one", 1)
+    two = train(tmp_path / "two", 2)
+    torch.testing.assert_close(torch.cat([part["logp"] for part in two]), one["logp"], atol=1e-6, rtol=0)
+    torch.testing.assert_close(torch.cat([part["advantages"] for part in two]), one["advantages"], atol=1e-6, rtol=0)
+    for part in two:
+        for name, gradient in one["gradient"].items():
+            torch.testing.assert_close(part["gradient"][name], gradient, atol=1e-9, rtol=0)
+        for moment in ("weights", "next", "resumed"):
+            for name, weight in one[moment].items():
+                torch.testing.assert_close(part[moment][name], weight, atol=1e-7, rtol=0)
+        for name, weight in part["next"].items():
+            assert torch.equal(part["resumed"][name], weight), name
+    ours, theirs = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("one", "two"))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.keys() == other.keys()
+        for name, value in mine.items():
+            assert other[name] == pytest.approx(value, abs=1e-6), name
+    from transformers import AutoModelForCausalLM
+
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "model", dtype=torch.float64)
+    for name, weight in saved.state_dict().items():
+        torch.testing.assert_close(weight, two[0]["resumed"][name], atol=0, rtol=0)
