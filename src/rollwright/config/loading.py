@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from rollwright.config.building import Builder
 from rollwright.config.checks import faults_of
 from rollwright.config.experiment import BaseExperimentConfig
-from rollwright.config.resolving import apply_override, default_values, plain, resolve
-from rollwright.config.source import Document, Origins, Override, parse_override, read_yaml
+from rollwright.config.resolving import apply_override, plain, resolve
+from rollwright.config.source import Document, Origins, Override, dump_yaml, parse_override, read_yaml
 from rollwright.errors import ConfigError
 
 ConfigType = TypeVar("ConfigType")
@@ -81,8 +80,6 @@ def build_config(document: Document, overrides: Sequence[str | Override], config
 
 def merge_overrides(data: dict[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
     """A copy of ``data`` in which the overrides are set, in order."""
-    import copy
-
     data = copy.deepcopy(data)
     for override in overrides:
         apply_override(data, override)
@@ -99,11 +96,6 @@ def to_yaml(config: Any) -> str:
     return dump_yaml(config_to_dict(config))
 
 
-def dump_yaml(data: Any) -> str:
-    """Plain containers as YAML, keys in their order."""
-    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
-
-
 def save_config(config: Any, file: str | Path) -> None:
     """Write ``to_yaml(config)`` to a file."""
     Path(file).write_text(to_yaml(config), encoding="utf-8")
@@ -112,7 +104,6 @@ def save_config(config: Any, file: str | Path) -> None:
 __all__ = [
     "build_config",
     "config_to_dict",
-    "default_values",
     "dump_yaml",
     "load_expr_config",
     "merge_overrides",

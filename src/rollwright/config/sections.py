@@ -374,6 +374,30 @@ class SGLangConfig:
         default_factory=dict, metadata=_help("Further arguments of the server, by the server's own names.")
     )
 
+    @staticmethod
+    def build_cmd(
+        config: SGLangConfig,
+        tp_size: int = 1,
+        base_gpu_id: int = 0,
+        host: str = "127.0.0.1",
+        port: int = 30000,
+        dist_init_addr: str | None = None,
+    ) -> list[str]:
+        """The command line of the server, for ``subprocess.Popen``.
+
+        Args:
+            config: the section of the experiment.
+            tp_size: GPUs that share one copy of the model.
+            base_gpu_id: the first of them.
+            host, port: where it listens.
+            dist_init_addr: ``host:port`` at which several nodes of one server meet.
+        """
+        from rollwright.config.servers import sglang_command
+
+        return sglang_command(
+            config, tp_size=tp_size, base_gpu_id=base_gpu_id, host=host, port=port, dist_init_addr=dist_init_addr
+        )
+
 
 @dataclass
 class VLLMConfig:
@@ -392,6 +416,23 @@ class VLLMConfig:
     extra_args: dict[str, Any] = field(
         default_factory=dict, metadata=_help("Further arguments of the server, by the server's own names.")
     )
+    env: dict[str, str] = field(default_factory=dict, metadata=_help("Environment variables of the server."))
+
+    @staticmethod
+    def build_cmd(
+        config: VLLMConfig, tp_size: int = 1, base_gpu_id: int = 0, host: str = "127.0.0.1", port: int = 8000
+    ) -> list[str]:
+        """The command line of the server, for ``subprocess.Popen``.
+
+        Args:
+            config: the section of the experiment.
+            tp_size: GPUs that share one copy of the model.
+            base_gpu_id: the first of them.
+            host, port: where it listens.
+        """
+        from rollwright.config.servers import vllm_command
+
+        return vllm_command(config, tp_size=tp_size, base_gpu_id=base_gpu_id, host=host, port=port)
 
 
 @dataclass

@@ -18,10 +18,17 @@ from rollwright.errors import ConfigError
 KeyPath = tuple[str | int, ...]
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
     """YAML 1.2's reading of plain words: ``1e-5`` is a number; ``yes``, ``0130`` and ``2026-11-21`` are text."""
 
     yaml_implicit_resolvers: ClassVar[dict] = {}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes whatever a reader of YAML 1.1 or 1.2 would take for something else than text."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 for _tag, _pattern, _first in (
@@ -31,7 +38,10 @@ for _tag, _pattern, _first in (
     ("int", r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", "-+0123456789"),
     ("float", r"[-+]?(?:\d[\d_]*\.\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?\d[\d_]*[eE][-+]?\d+|[-+]?\.inf|\.nan", "-+.0123456789"),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
+    for _reader in (_Loader, _Dumper):
+        _reader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
+
+_constructor = yaml.constructor.SafeConstructor()
 
 
 def dotted(path: KeyPath) -> str:
@@ -133,6 +143,11 @@ def parse_yaml(text: str, file: str = "<config>") -> Document:
     return document
 
 
+def dump_yaml(data: Any) -> str:
+    """Plain containers as YAML, keys in their order; ``parse_yaml`` reads the same values back."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
 def parse_value(raw: str) -> Any:
     """The value of an override, read as YAML: ``1e-5``, ``true``, ``null``, ``[a, b]``, ``{a: 1}``, text."""
     try:
@@ -184,7 +199,7 @@ def _flatten_merges(node: yaml.MappingNode) -> None:
     if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
         own = [(key, value) for key, value in node.value if key.tag != "tag:yaml.org,2002:merge"]
         names = {key.value for key, _ in own}
-        yaml.SafeLoader("").flatten_mapping(node)
+        _constructor.flatten_mapping(node)
         merged = [(key, value) for key, value in node.value if key.value not in names]
         last = {key.value: (key, value) for key, value in merged}
         node.value = [*last.values(), *own]
@@ -192,7 +207,7 @@ def _flatten_merges(node: yaml.MappingNode) -> None:
 
 def _scalar(node: yaml.Node, document: Document) -> Any:
     try:
-        return _Loader("").construct_object(node)
+        return _constructor.construct_object(node)
     except (yaml.YAMLError, ValueError) as error:
         where = f"{document.file}:{node.start_mark.line + 1}"
         raise ConfigError(f"{where}: {getattr(node, 'value', '?')!r} cannot be read: {error}. Put text in quotes.") from error

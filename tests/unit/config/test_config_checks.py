@@ -1,0 +1,65 @@
+"""Combinations of settings that cannot do what they say."""
+
+import pytest
+
+from rollwright import GRPOConfig, SFTConfig
+from rollwright.config.checks import validate
+from rollwright.config.loading import build_config
+from rollwright.config.source import parse_yaml
+from rollwright.errors import ConfigError
+
+REFUSED = [
+    ("critic: {path: m}", "critic: a value model is not built yet"),
+    ("actor: {optimizer: null}", "actor.optimizer: is null"),
+    ("ref: {path: m}", "actor.kl_ctl is 0"),
+    ("actor: {ppo_n_minibatches: 9}\ngconfig: {n_samples: 2}\ntrain_dataset: {batch_size: 4}", "a batch has 8 samples"),
+    ("rollout: {addresses: ['h:1']}", "rollout.addresses: names a server"),
+    ("rollout: {api_key: k}", "rollout.api_key: names a server"),
+    ("rollout: {context_length: 512}", "leaves no room for a prompt"),
+    ("gconfig: {min_new_tokens: 9, max_new_tokens: 8}", "gconfig.min_new_tokens: is 9"),
+    ("evaluator: {gconfig: {top_k: -2}}", "evaluator.gconfig.top_k"),
+    ("evaluator: {every_steps: 5}", "there is no valid_dataset"),
+    ("recover: {mode: 'off', every_steps: 5}", "mode is off"),
+    ("train_dataset: {limit: 3, batch_size: 4}", "no batch would ever be full"),
+    ("deterministic: true\nsaver: {every_seconds: 5}", "saver.every_seconds: goes by the clock"),
+    ("deterministic: true\nrollout: {backend: vllm}", "needs the built-in engine"),
+    ("deterministic: true\nrollout: {max_head_offpolicyness: 1}", "max_head_offpolicyness: is above 0"),
+    ("deterministic: true\nrollout: {over_sampling: 0.5}", "cuts the slowest samples"),
+    ("mode: explore", "needs a store"),
+    ("train_dataset: {path: x}\ntasksets: [{path: y}]", "beside tasksets"),
+    ("workflow: x\ntasksets: [{path: y}]", "beside tasksets"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED)
+def test_refused_with_key_and_line(text, message):
+    with pytest.raises(ConfigError) as caught:
+        build_config(parse_yaml(text, file="f.yaml"), [], GRPOConfig)
+    assert message in str(caught.value)
+    assert "f.yaml:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "ref: {path: m}\nactor: {kl_ctl: 0.1}",
+        "rollout: {backend: sglang, addresses: ['h:1'], api_key: k}",
+        "evaluator: {every_steps: 5}\nvalid_dataset: {path: v}",
+        "deterministic: true\nsaver: {every_steps: 5}",
+        "saver: {every_seconds: 60}",
+        "mode: explore\nstore: {}",
+    ],
+)
+def test_accepted(text):
+    build_config(parse_yaml(text), [], GRPOConfig)
+
+
+def test_configs_made_in_code_are_checked_alike():
+    config = GRPOConfig()
+    validate(config)
+    validate(SFTConfig())
+    config.gconfig.min_new_tokens = 1000
+    config.actor.optimizer = None
+    with pytest.raises(ConfigError, match="2 faults"):
+        validate(config)
