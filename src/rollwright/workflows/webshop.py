@@ -1,0 +1,127 @@
+"""An agent that shops: it reads a page, thinks, acts, and is paid by how well its purchase fits the instruction."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from rollwright.environments.shop.session import parse_shop_action
+from rollwright.environments.shop.shop import shop
+from rollwright.environments.shop.webshop_package import WebShopPackageSession
+from rollwright.errors import PromptTooLongError, WorkflowError
+from rollwright.experience.experience import Experience
+from rollwright.tracking.metrics import get_tracker
+from rollwright.workflows.model_wrapper import ModelWrapper
+from rollwright.workflows.registry import WORKFLOWS
+from rollwright.workflows.task import Task
+from rollwright.workflows.task_workflow import Workflow
+
+MAX_STEPS = 15
+NO_PURCHASE_REWARD = -0.1
+
+SYSTEM_PROMPT = """You shop online for a customer. Each message shows you the page you are on; the instruction says what the \
+customer wants. Reason between <think> and </think>, then give exactly one action between <action> and </action>:
+- search[words] looks for products; it works on the search page only.
+- click[target] clicks something on the page: a product's id, an option, or a button such as Next >, Description or Buy Now.
+Choose the options that the customer asked for before you click[Buy Now]; buying ends the visit."""
+
+_ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+
+
+@WORKFLOWS.register_module("webshop_workflow")
+class WebShopWorkflow(Workflow):
+    """One visit to the shop; repeatable, and one experience for one visit.
+
+    The reward is ``NO_PURCHASE_REWARD`` until something is bought. A task names its session in ``session_id``, or in the
+    format's prompt column. ``workflow_args`` may hold:
+
+    * ``shop``: arguments of ``environments.shop.shop``: seed, products, goals, page_size;
+    * ``package``: true for the real WebShop where it is installed, or the arguments of its environment;
+    * ``max_steps`` (15), ``rich`` (buttons marked), ``show_actions`` (list what can be clicked; default true),
+    * ``system_prompt``: in place of the module's; empty for none.
+    """
+
+    resettable = True
+    repeatable = True
+
+    def __init__(self, *, task: Task, model: ModelWrapper, auxiliary_models: list[Any] | None = None) -> None:
+        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
+        self.reset(task)
+
+    def reset(self, task: Task) -> None:
+        """Take the next task; the shop itself is shared."""
+        self.task = task
+        arguments = dict(task.workflow_args)
+        self.max_steps = arguments.pop("max_steps", MAX_STEPS)
+        self.rich = arguments.pop("rich", False)
+        self.show_actions = arguments.pop("show_actions", True)
+        self.system_prompt = arguments.pop("system_prompt", SYSTEM_PROMPT)
+        self.shop_arguments = arguments.pop("shop", {})
+        self.package = arguments.pop("package", False)
+        if arguments:
+            known = "max_steps, rich, show_actions, system_prompt, shop, package"
+            raise WorkflowError(f"WebShopWorkflow has no argument {', '.join(arguments)}; workflow_args may hold {known}.")
+        self.session_id = _session_id(task)
+
+    async def run_async(self) -> list[Experience]:
+        """Shop until something is bought or the steps are used up."""
+        session = self._session()
+        messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        reward, steps, misses, complaint = NO_PURCHASE_REWARD, 0, 0, ""
+        while steps < self.max_steps and not session.done:
+            messages.append({"role": "user", "content": complaint + self._page(session)})
+            try:
+                [reply] = await self.model.chat_async(messages, n=1)
+            except PromptTooLongError:
+                if steps == 0:
+                    raise
+                break  # the visit filled the context: what was said so far is trained on, without a purchase
+            steps += 1
+            messages.append({"role": "assistant", "content": reply.response_text})
+            action = parse_action(reply.response_text)
+            if action is None:
+                complaint, misses = "Give one action between <action> and </action>. ", misses + 1
+                continue
+            result = session.step(action)
+            valid = result.info.get("valid", True)
+            complaint, misses = ("" if valid else "This action is not available here. "), misses + (not valid)
+            if result.done:
+                reward = result.reward
+        experiences = self.model.extract_experience_from_history()
+        for experience in experiences:
+            experience.reward = reward
+            experience.metrics = {"steps": steps, "bought": float(session.done), "invalid_actions": misses}
+        get_tracker("rollout").scalar(shop_steps=steps, shop_bought=session.done, shop_invalid_actions=misses)
+        return experiences
+
+    def _session(self) -> Any:
+        if self.package:
+            options = {} if self.package is True else dict(self.package)
+            return WebShopPackageSession(self.session_id, rich=self.rich, **options)
+        return shop(**self.shop_arguments).session(self.session_id, rich=self.rich)
+
+    def _page(self, session: Any) -> str:
+        if not self.show_actions:
+            return session.observation()
+        actions = session.get_available_actions()
+        targets = ", ".join(target for target in actions["clickables"] if target != "search")
+        search = "search[words]" if actions["has_search_bar"] else ""
+        click = f"click[one of: {targets}]" if targets else ""
+        return f"{session.observation()}\nPossible: {' or '.join(filter(None, [search, click]))}"
+
+
+def parse_action(text: str) -> str | None:
+    """The last ``<action>…</action>`` of a reply, if it is a search or a click."""
+    found = _ACTION.findall(text)
+    return found[-1].strip() if found and parse_shop_action(found[-1]) else None
+
+
+def _session_id(task: Task) -> int:
+    value = task.raw_task.get("session_id", task.task_desc)
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise WorkflowError(
+            f"task {task.task_id!r} names no shop session: its session_id is {value!r}. Give a number in 'session_id' or in the "
+            "format's prompt_key column."
+        ) from None
