@@ -6,8 +6,8 @@ Two passes over a row, both on bytes, so that a row of 8k tokens and 50 turns co
    the tokens from ``p`` on for as long as row and response agree. Where several cover a token, the one that goes on longest
    wins: this settles responses that were cut and continued, resampled branches and groups with a shared prompt.
 2. **By output.** A masked run that no prompt leads up to (parallel paths written one after another, histories rendered
-   anew) is matched with the responses that it consists of; the last prompt token must precede a response's first token, and
-   the longest agreement wins, then the longest agreement of the context before it.
+   anew) is matched with the responses that it consists of; the last prompt token must precede a response's first token, or
+   the first that the workflow kept of it, and the longest agreement wins, then that of the context before it.
 
 A response has one place in a row. Ties go to the response whose log-probabilities are those the workflow gave, then to the
 one that fewest earlier rows used, then to the earlier one.
@@ -174,7 +174,9 @@ class RowMatcher:
                 offset = start - placed[record.index]
                 if offset < 0 or not record.output_bytes.startswith(needle, offset * _WIDTH):
                     continue
-            elif (offset := _token_find(record.output_bytes, needle)) < 0:
+            elif (offset := _token_find(record.output_bytes, needle)) < 1:
+                continue
+            if int(row.ids[start - 1]) not in (record.prompt_ids[-1], record.output_ids[offset - 1]):
                 continue
             found.append(Placement(record, start, stop, offset))
         return self._prefer(found, row) if found else None

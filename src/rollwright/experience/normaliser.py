@@ -226,11 +226,15 @@ def _unrecorded(
         name = f"response {record.index} (conversation {record.conversation}, turn {record.turn})"
         if agreed == len(record.output_ids) and any(placement.record is record for placement in placements):
             cause = f"{name} already stands elsewhere in this row: append resp.output_tokens once"
-        else:
-            after = "ends there" if agreed == len(record.output_ids) else f"was sampled as {record.output_ids[agreed]} next"
+        elif agreed >= min(stop - start, len(record.output_ids)):
             cause = (
-                f"the nearest, {name}, agrees for {agreed} tokens and {after}; train on resp.output_tokens as they were "
-                "sampled, never decoded and encoded again"
+                f"{name} has these tokens, but it was sampled after token {record.prompt_ids[-1]}, not after {int(ids[start - 1])}: "
+                "keep a response behind the prompt that it answers"
+            )
+        else:
+            cause = (
+                f"the nearest, {name}, agrees for {agreed} tokens and was sampled as {record.output_ids[agreed]} next; train on "
+                "resp.output_tokens as they were sampled, never decoded and encoded again"
             )
     return place.error(
         "loss_mask",
