@@ -25,21 +25,46 @@ _EXPORTS: dict[str, str] = {
     "RolloutConfig": "rollwright.config.sections",
     "PPOActorConfig": "rollwright.config.sections",
     "load_expr_config": "rollwright.config.loading",
+    "DatasetConfig": "rollwright.config.sections",
+    "FormatConfig": "rollwright.config.tasksets",
+    "AllocationMode": "rollwright.config.allocation",
+    "load_stages": "rollwright.config.stages",
+    "to_yaml": "rollwright.config.loading",
     # tracking
     "MetricsTracker": "rollwright.tracking.metrics",
     "get_tracker": "rollwright.tracking.metrics",
+    # data
+    "DATASET_REGISTRY": "rollwright.data.examples",
+    "Example": "rollwright.data.examples",
+    "get_dataset": "rollwright.data.examples",
+    "build_character_tokenizer": "rollwright.data.tokenizer",
+    "build_word_tokenizer": "rollwright.data.tokenizer",
+    "load_tokenizer": "rollwright.data.tokenizer",
+    "TaskLoader": "rollwright.data.loader",
     # experience
     "Experience": "rollwright.experience.experience",
     "concat_padded_tensors": "rollwright.experience.trajectory",
     "tensor_container_to": "rollwright.experience.trajectory",
     # rewards
+    "REWARD_FUNCTIONS": "rollwright.rewards.registry",
     "AsyncRewardWrapper": "rollwright.rewards.wrapper",
     # inference
+    "WeightUpdateMeta": "rollwright.inference.weights",
+    "find_free_ports": "rollwright.inference.network",
     "InferenceEngine": "rollwright.inference.engine",
     "BuiltinEngine": "rollwright.inference.builtin.engine",
     "ModelRequest": "rollwright.inference.request",
     "ModelResponse": "rollwright.inference.request",
     # workflows
+    "VisionRLVRWorkflow": "rollwright.workflows.vision_rlvr",
+    "ParallelGenerationWorkflow": "rollwright.workflows.parallel_generation",
+    "ModelWrapper": "rollwright.workflows.model_wrapper",
+    "Task": "rollwright.workflows.task",
+    "Workflow": "rollwright.workflows.task_workflow",
+    "SimpleWorkflow": "rollwright.workflows.task_workflow",
+    "MathWorkflow": "rollwright.workflows.math",
+    "WebShopWorkflow": "rollwright.workflows.webshop",
+    "AgentScopeReactMathWorkflow": "rollwright.workflows.agentscope_react",
     "RolloutWorkflow": "rollwright.workflows.base",
     "WORKFLOWS": "rollwright.workflows.registry",
     "RLVRWorkflow": "rollwright.workflows.rlvr",
@@ -57,6 +82,14 @@ _EXPORTS: dict[str, str] = {
     "TrainEngine": "rollwright.training.engine",
     "load_model": "rollwright.training.model",
     "new_model": "rollwright.training.model",
+    # trainers
+    "PPOTrainer": "rollwright.trainers.rl",
+    "SFTTrainer": "rollwright.trainers.sft",
+    # sequence processing
+    "SequenceProcessor": "rollwright.sequence_processing",
+    "GenerationConfig": "rollwright.sequence_processing",
+    "BatchedSequences": "rollwright.sequence_processing",
+    "LogprobResults": "rollwright.sequence_processing",
 }
 
 __all__ = [*_EXPORTS, "logging"]
