@@ -62,6 +62,12 @@ def largest(value: int, device: torch.device) -> int:
     return int(box)
 
 
+def wait_for_all() -> None:
+    """Return when every rank has come here."""
+    if world_size() > 1:
+        dist.barrier()
+
+
 def gathered_rows(value_B: Tensor) -> tuple[Tensor, slice]:
     """The rows of all ranks in rank order, and where this rank's are among them. Ranks may have different numbers of rows."""
     if world_size() == 1:

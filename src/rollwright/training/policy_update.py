@@ -120,8 +120,8 @@ class PolicyUpdate:
                 fresh_BL = mask_BL * (part["versions"] == self.version)
             difference_BL = (logp_BL - behaviour_BL).abs()
             statistics.mean("mismatch/kl", kl_estimate(behaviour_BL, logp_BL, "k3"), fresh_BL)
-            statistics.mean("mismatch/mean", difference_BL, fresh_BL)
-            statistics.largest("mismatch/max", difference_BL, fresh_BL)
+            statistics.mean("logprob_difference/mean", difference_BL, fresh_BL)
+            statistics.largest("logprob_difference/max", difference_BL, fresh_BL)
 
 
 @torch.no_grad()

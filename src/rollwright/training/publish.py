@@ -9,9 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rollwright.errors import WeightUpdateError
+from rollwright.tracking.logging import getLogger
+from rollwright.training import parallel
 
 if TYPE_CHECKING:
+    from rollwright.inference.remote import RemoteClient
+    from rollwright.inference.weights import WeightUpdateMeta
     from rollwright.training.engine import TrainEngine
+
+logger = getLogger("publish")
 
 
 class Publisher(Protocol):
@@ -45,37 +51,105 @@ class SharedWeights:
             self.engine.resume()
 
 
-class SentWeights:
-    """Engines elsewhere are sent the weights by the way that a ``WeightUpdateMeta`` names."""
+class CopiedWeights:
+    """The engine in this process has weights of its own, and copies the trainer's."""
 
-    def __init__(self, engine: Any, meta: Any) -> None:
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def before_first_step(self) -> None:
+        """Nothing: the engine has weights of its own."""
+
+    def publish(self, trainer: TrainEngine, version: int) -> None:
+        """Have the engine copy the present weights as ``version``."""
+        self.engine.load_weights(trainer.full_weights(), version)
+
+
+class SentWeights:
+    """Servers are sent the weights by the way that a ``WeightUpdateMeta`` names, and asked what they compute with them."""
+
+    def __init__(self, engine: Any, meta: WeightUpdateMeta | None) -> None:
         self.engine = engine
         self.meta = meta
 
     def before_first_step(self) -> None:
-        """Nothing: these engines have weights of their own."""
+        """Nothing: servers have weights of their own."""
 
     def publish(self, trainer: TrainEngine, version: int) -> None:
-        """Send the whole weights; the engine confirms the version."""
-        self.engine.update_weights(self.meta, version=version, weights=trainer.full_weights(), trainer=trainer)
+        """Send the whole weights (from the first rank); the servers have confirmed the version on return."""
+        weights = trainer.full_weights()
+        if parallel.rank() == 0:
+            self.engine.update_weights(self.meta, version=version, weights=weights, trainer=trainer)
+        parallel.wait_for_all()
 
 
-def publisher_for(trainer: TrainEngine, engine: Any, meta: Any) -> Publisher:
+def publisher_for(trainer: TrainEngine, engine: Any, meta: WeightUpdateMeta | None) -> Publisher:
     """The way from a trainer to an engine.
 
     Args:
         trainer: whose weights are published.
-        engine: a connected engine, or None: servers are found by the addresses in the environment.
-        meta: a ``WeightUpdateMeta``, or None: shared where the engine is in this process.
+        engine: a connected engine, or None: the servers that this process is connected to, else those whose addresses are
+            in the environment.
+        meta: the way; None: shared where the engine computes with the trainer's own tensors, copied where it is in this
+            process, else as the client chooses.
 
     Raises:
-        WeightUpdateError: there is no engine to publish to.
+        WeightUpdateError: there is no engine to publish to, or the way does not fit it.
     """
-    if engine is not None and hasattr(engine, "publish"):
-        return SharedWeights(engine)
-    if engine is not None and hasattr(engine, "update_weights"):
+    engine = engine if engine is not None else _find_servers(meta)
+    if hasattr(engine, "update_weights"):
         return SentWeights(engine, meta)
-    raise WeightUpdateError(
-        "update_weights found no inference engine: call actor.connect_engine(engine), or give the servers' addresses in "
-        "ROLLWRIGHT_LLM_SERVER_ADDRS."
-    )
+    if not hasattr(engine, "publish"):
+        raise WeightUpdateError(
+            f"{type(engine).__name__} can be given no weights: it has neither update_weights (servers) nor publish (an engine "
+            "in this process)."
+        )
+    if parallel.world_size() > 1:
+        raise WeightUpdateError(
+            "An engine in the trainer's process cannot share weights that are sharded over several processes: use servers "
+            "(rollout.backend sglang or vllm)."
+        )
+    copied = meta is not None and meta.type == "memory"
+    return CopiedWeights(engine) if copied or not _shares_weights(engine, trainer) else SharedWeights(engine)
+
+
+def _shares_weights(engine: Any, trainer: TrainEngine) -> bool:
+    model = getattr(getattr(engine, "client", engine), "model", trainer.model)
+    mine, theirs = next(trainer.model.parameters()), next(model.parameters())
+    return mine.data_ptr() == theirs.data_ptr()
+
+
+def _find_servers(meta: WeightUpdateMeta | None) -> Any:
+    from rollwright.inference.network import find_server_addresses
+    from rollwright.inference.remote import connected_clients
+
+    if parallel.rank() == 0 and (clients := connected_clients()):
+        if len(clients) > 1:
+            names = "; ".join(", ".join(client.addresses) for client in clients)
+            raise WeightUpdateError(
+                f"This process is connected to several sets of servers ({names}): name the one that samples for this trainer "
+                "with actor.connect_engine(engine)."
+            )
+        logger.info(
+            "publishing to the %s servers that this process samples from: %s", clients[0].kind, ", ".join(clients[0].addresses)
+        )
+        return clients[0]
+    addresses = find_server_addresses()
+    if not addresses:
+        raise WeightUpdateError(
+            "update_weights found no inference engine: call actor.connect_engine(engine), or give the servers' addresses in "
+            "ROLLWRIGHT_LLM_SERVER_ADDRS."
+        )
+    backend = meta.allocation.gen_backend if meta is not None and meta.allocation is not None else None
+    client: RemoteClient
+    if backend == "vllm":
+        from rollwright.inference.vllm import VLLMClient
+
+        client = VLLMClient(addresses=addresses)
+    else:
+        from rollwright.inference.sglang import SGLangClient
+
+        client = SGLangClient(addresses=addresses)
+    logger.info("publishing to the %s servers of the environment: %s", client.kind, ", ".join(addresses))
+    client.initialize()
+    return client

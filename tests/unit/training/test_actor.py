@@ -171,8 +171,8 @@ def test_metrics_of_ratio_mismatch_and_staleness():
         float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())), rel=1e-5
     )
     fresh = (logp - batch["logprobs"].double())[batch["versions"] == 3]
-    assert metrics["mismatch/mean"] == pytest.approx(float(fresh.abs().mean()), rel=1e-5)
-    assert metrics["mismatch/max"] == pytest.approx(float(fresh.abs().max()), rel=1e-5)
+    assert metrics["logprob_difference/mean"] == pytest.approx(float(fresh.abs().mean()), rel=1e-5)
+    assert metrics["logprob_difference/max"] == pytest.approx(float(fresh.abs().max()), rel=1e-5)
     assert metrics["mismatch/kl"] == pytest.approx(float((fresh.exp() - 1 - fresh).mean()), rel=1e-5)
     share = float(mask[5].sum() / mask.sum())
     assert metrics["staleness/share_0"] == pytest.approx(1 - share)

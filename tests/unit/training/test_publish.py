@@ -1,0 +1,95 @@
+"""Which way weights take to which engine."""
+
+import asyncio
+
+import pytest
+import torch
+from tiny_policy import tiny_actor, tiny_batch, tiny_model
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.sections import RolloutConfig
+from rollwright.errors import WeightUpdateError
+from rollwright.inference.builtin.engine import BuiltinEngine
+from rollwright.inference.request import ModelRequest
+from rollwright.inference.weights import WeightUpdateMeta
+from rollwright.rollout.engines import LocalRolloutEngine
+from rollwright.training.publish import CopiedWeights, SentWeights, SharedWeights, publisher_for
+
+
+@pytest.fixture
+def shared():
+    actor = tiny_actor(dtype=torch.float32, lr=1e-2)
+    with BuiltinEngine(actor.model, max_running_requests=8) as engine:
+        yield actor, engine
+
+
+def sampled(engine, actor):
+    """A greedy completion's log-probabilities by the engine, and by the trainer."""
+    gconfig = GenerationHyperparameters(max_new_tokens=6, temperature=0.7, ignore_eos=True, seed=5)
+    (response,) = engine.generate([ModelRequest(input_ids=[3, 4, 5], gconfig=gconfig)])
+    ids = torch.tensor([response.input_tokens + response.output_tokens])
+    scored = actor.compute_logp({"input_ids": ids, "temperature": torch.tensor([0.7])})[0, 3:]
+    return response, torch.tensor(response.output_logprobs), scored
+
+
+def test_an_update_reaches_the_engine_that_shares_the_weights(shared):
+    actor, engine = shared
+    actor.connect_engine(engine)
+    assert isinstance(actor._publisher, SharedWeights)
+    _, before, scored = sampled(engine, actor)
+    torch.testing.assert_close(before, scored, atol=1e-5, rtol=0)
+    actor.ppo_update(actor.compute_advantages(tiny_batch()))
+    actor.update_weights()
+    response, after, scored = sampled(engine, actor)
+    torch.testing.assert_close(after, scored, atol=1e-5, rtol=0)
+    assert response.output_versions == [1] * 6
+    assert engine.get_version() == actor.version == 1
+
+
+def test_no_token_is_sampled_between_the_first_step_and_publication(shared):
+    actor, engine = shared
+    actor.connect_engine(engine)
+    actor.ppo_update(actor.compute_advantages(tiny_batch()))
+    (future,) = engine.submit(
+        [ModelRequest(input_ids=[3], gconfig=GenerationHyperparameters(max_new_tokens=2, ignore_eos=True))]
+    )
+    with pytest.raises(TimeoutError):
+        future.result(timeout=0.2)
+    actor.update_weights()
+    assert future.result(timeout=10).output_versions == [1, 1]
+
+
+def test_an_engine_over_another_copy_is_given_the_weights():
+    actor = tiny_actor(dtype=torch.float32, lr=1e-2)
+    rollout = LocalRolloutEngine(RolloutConfig(max_running_requests=4, device="cpu"), model=tiny_model(dtype=torch.float32))
+    with rollout:
+        actor.connect_engine(rollout)
+        assert isinstance(actor._publisher, CopiedWeights)
+        actor.ppo_update(actor.compute_advantages(tiny_batch()))
+        actor.update_weights(WeightUpdateMeta.memory())
+        actor.set_version(1)
+        rollout.set_version(1)
+        request = ModelRequest(input_ids=[3, 4], gconfig=GenerationHyperparameters(max_new_tokens=3, ignore_eos=True))
+        response = asyncio.run(rollout.agenerate(request))
+    ids = torch.tensor([response.input_tokens + response.output_tokens])
+    torch.testing.assert_close(
+        actor.compute_logp({"input_ids": ids})[0, 2:], torch.tensor(response.output_logprobs), atol=1e-5, rtol=0
+    )
+    assert response.output_versions == [1, 1, 1]
+
+
+def test_servers_are_sent_whole_weights():
+    class Servers:
+        def update_weights(self, meta, *, version, weights, trainer):
+            self.got = (meta, version, sorted(weights), trainer)
+
+    actor, servers, meta = tiny_actor(), Servers(), WeightUpdateMeta.from_disk("/nowhere")
+    actor.connect_engine(servers, meta)
+    assert isinstance(actor._publisher, SentWeights)
+    actor.update_weights(meta)
+    assert servers.got == (meta, 1, sorted(actor.model.state_dict()), actor)
+
+
+def test_what_is_no_engine_is_refused():
+    with pytest.raises(WeightUpdateError, match="neither update_weights"):
+        publisher_for(tiny_actor(), object(), None)
