@@ -1,0 +1,41 @@
+"""The command as a process of its own."""
+
+import os
+import subprocess
+import sys
+import time
+
+COMMAND = [sys.executable, "-m", "rollwright"]
+
+
+def run(*arguments, **environment):
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, env={**os.environ, **environment})
+
+
+def test_help_lists_every_command_quickly_and_without_torch():
+    from rollwright.cli.main import COMMANDS
+
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        done = run("--help", COLUMNS="120")
+        seconds.append(time.perf_counter() - started)
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in COMMANDS)
+    probe = "import sys; from rollwright.cli.main import main; main(['--help']); print([m for m in ('torch', 'omegaconf') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True).stdout.endswith("[]\n")
+    assert min(seconds) < 2  # 0.2 s on an idle machine
+
+
+def test_failures_exit_with_one(tmp_path):
+    done = run("run", str(tmp_path / "none.yaml"))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: cannot read the config file")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_closed_pipe_is_no_failure_to_talk_about():
+    done = subprocess.run(f"{sys.executable} -m rollwright config schema | head -1", shell=True, capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.stdout == "{\n"

@@ -1,0 +1,170 @@
+"""The command line, in this process: what commands print, how they fail."""
+
+import json
+import types
+
+import pytest
+
+from rollwright.cli import failures
+from rollwright.cli.main import COMMANDS, main
+from rollwright.errors import RolloutError
+
+TEXT = """\
+experiment_name: quick
+cluster: {fileroot: FILEROOT}
+workflow: rollwright.workflows.rlvr.RLVRWorkflow
+stages:
+  - {kind: model, name: model, path: "${run_dir}/model", layers: 2}
+  - {kind: sft, name: warmup, model: {path: "${run_dir}/model"}, train_dataset: {path: arithmetic}, total_train_steps: 5}
+  - {kind: rl, name: grpo, actor: {path: "${run_dir}/model"}, train_dataset: {path: arithmetic, limit: 64}}
+  - {kind: eval, name: after, path: "${run_dir}/model", dataset: {path: arithmetic}, samples: 4}
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(TEXT.replace("FILEROOT", str(tmp_path / "runs")))
+    return str(file)
+
+
+@pytest.fixture
+def run_config(monkeypatch):
+    """Stands in for carrying out the stages: remembers them, and ends as the test wants."""
+    calls = []
+    module = types.ModuleType("rollwright.trainers.stages")
+
+    def carry_out(stages, *, source_path):
+        calls.append(([stage.name for stage in stages], stages, source_path))
+        if module.error:
+            raise module.error
+        return module.status
+
+    module.run_config, module.error, module.status = carry_out, None, 0
+    module.calls = calls
+    monkeypatch.setitem(__import__("sys").modules, "rollwright.trainers.stages", module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(failures, "_directory", None)
+    return tmp_path / "cache" / "rollwright" / "failure.log"
+
+
+def test_run_carries_out_the_stages_with_overrides(config, run_config):
+    assert main(["run", config, "seed=5", "stages.grpo.seed=6"]) == 0
+    ((names, stages, source),) = run_config.calls
+    assert names == ["model", "warmup", "grpo", "after"]
+    assert [stage.config.seed for stage in stages] == [5, 5, 6, 5]
+    assert str(source) == config
+    assert main(["run", "--config", config]) == 0
+    assert len(run_config.calls) == 2
+
+
+def test_a_dry_run_says_what_would_happen_and_does_nothing(config, run_config, capsys, tmp_path):
+    assert main(["run", config, "--dry-run", "trial_name=first"]) == 0
+    out = capsys.readouterr().out
+    assert f"This would run 4 stages in {tmp_path}/runs/quick/first:" in out
+    assert "2. warmup: train" in out
+    assert "on the completions of arithmetic (train), 5 steps" in out
+    assert "arithmetic (train, first 64 rows), 8 tasks × 1 samples a step" in out
+    assert "greedily and 4 times a task" in out
+    assert not run_config.calls
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_is_printed_resolved_can_be_run(config, run_config, capsys, tmp_path):
+    assert main(["config", "show", config]) == 0
+    again = tmp_path / "again.yaml"
+    again.write_text(capsys.readouterr().out)
+    assert main(["run", str(again)]) == 0
+    assert main(["run", config]) == 0
+    first, second = (stages for _, stages, _ in run_config.calls)
+    assert [stage.to_dict() for stage in first] == [stage.to_dict() for stage in second]
+
+
+def test_check(config, capsys):
+    assert main(["config", "check", config]) == 0
+    assert "nothing is wrong" in capsys.readouterr().out
+    assert main(["config", "check", config, "sed=1"]) == 1
+    assert capsys.readouterr().err.startswith("error: override 'sed=1': sed: no stage")
+
+
+def test_schema(capsys, tmp_path):
+    assert main(["config", "schema", "--class", "rollwright.SFTConfig"]) == 0
+    assert json.loads(capsys.readouterr().out)["title"] == "SFTConfig"
+    file = tmp_path / "schema.json"
+    assert main(["config", "schema", "-o", str(file)]) == 0
+    assert "stages" in json.loads(file.read_text())["properties"]
+
+
+def test_a_config_error_is_one_line_without_a_traceback(config, run_config, capsys, cache):
+    assert main(["run", config, "gconfig.temperature=-1"]) == 1
+    err = capsys.readouterr().err
+    assert err == "error: override 'gconfig.temperature=-1': gconfig.temperature: must be at least 0.0, got -1.0\n"
+    assert not cache.exists()
+
+
+def test_a_failed_run_leaves_one_line_and_its_traceback_in_the_log(config, run_config, capsys, tmp_path):
+    logs = tmp_path / "runs" / "quick" / "trial" / "logs"
+    logs.mkdir(parents=True)
+    run_config.error = RolloutError("13 of 64 samples failed: the tool said no")
+    assert main(["run", config]) == 1
+    err = capsys.readouterr().err
+    assert err == f"error: RolloutError: 13 of 64 samples failed: the tool said no [traceback: {logs}/failure.log]\n"
+    assert "carry_out" in (logs / "failure.log").read_text()
+
+
+def test_a_bug_is_one_line_too(config, run_config, capsys, cache):
+    run_config.error = KeyError("first\nsecond")
+    assert main(["run", config]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "KeyError" in err
+    assert str(cache) in err
+    assert "Traceback" in cache.read_text()
+
+
+def test_statuses(config, run_config, capsys):
+    run_config.status = 3
+    assert main(["run", config]) == 3
+    run_config.status, run_config.error = 0, KeyboardInterrupt()
+    assert main(["run", config]) == 130
+    assert main(["nope"]) == 2
+    assert main(["run", "--nope"]) == 2
+    assert main(["run"]) == 1  # no file
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("rollwright 0.")
+
+
+def test_eval_makes_its_own_trial(config, run_config, tmp_path):
+    assert main(["eval", config, "--samples", "2"]) == 0
+    assert main(["eval", "--model", "m", "--dataset", "arithmetic", "--reward", "arithmetic_reward", "dataset.limit=3"]) == 0
+    (names, (after,), _), (_, (alone,), source) = run_config.calls
+    assert names == ["after"]
+    assert after.config.samples == 2
+    assert after.config.path == f"{tmp_path}/runs/quick/trial/model"  # of the run, while it writes elsewhere
+    assert after.config.trial_name.startswith("trial-eval-")
+    assert (alone.config.path, alone.config.dataset.limit, alone.config.reward_fn) == ("m", 3, "arithmetic_reward")
+    assert source is None
+
+
+def test_new_models_are_never_written_over(tmp_path, capsys):
+    place = tmp_path / "model"
+    assert (
+        main(["model", "new", str(place), "--layers", "1", "--hidden-size", "16", "--heads", "2", "pieces=['<answer>']"]) == 0
+    )
+    assert json.loads((place / "config.json").read_text())["num_hidden_layers"] == 1
+    assert "<answer>" in (place / "tokenizer.json").read_text()
+    assert main(["model", "new", str(place)]) == 1
+    assert "nothing is overwritten" in capsys.readouterr().err
+    assert main(["model", "new", str(tmp_path / "b"), "layer=3"]) == 1
+    assert "did you mean 'layers'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_command_in_the_table_has_help(name, capsys):
+    assert main([name, "--help"]) == 0
+    assert len(capsys.readouterr().out) > 200
