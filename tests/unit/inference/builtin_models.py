@@ -73,3 +73,28 @@ def reference_logprobs(model, prompt: list[int], output: list[int], temperature:
     logits = model(torch.tensor([prompt + output])).logits[0].double() / temperature
     logprobs = logits.log_softmax(-1)
     return logprobs[torch.arange(len(prompt) - 1, len(prompt) + len(output) - 1), output]
+
+
+def step(engine, count: int = 1) -> None:
+    """Run ``count`` steps of a paused engine in this thread, so that a test decides what happens between them."""
+    from rollwright.inference.builtin.engine import _resolve
+
+    for _ in range(count):
+        with engine._state:
+            engine._take_inbox()
+        _resolve(engine._stepper.step())
+
+
+def byte_tokenizer():
+    """A byte-level tokenizer: characters beyond ASCII take several tokens, and a few merges join characters."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<eos>": 0, **{symbol: index + 1 for index, symbol in enumerate(alphabet)}}
+    merges = [("a", "b"), ("ab", "c"), ("\u0120", "a")]
+    for left, right in merges:
+        vocabulary[left + right] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")

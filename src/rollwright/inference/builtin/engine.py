@@ -99,7 +99,6 @@ class BuiltinEngine(InferenceEngine):
         self._is_stepping = False
         self._is_paused = False
         self._is_closed = False
-        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="rollwright-engine", daemon=True)
         self._thread.start()
 
@@ -269,8 +268,9 @@ class BuiltinEngine(InferenceEngine):
 
     def _fail_all(self, error: BaseException) -> list[Finished]:
         failed = self._stepper.scheduler.remove_all()
-        message = f"The engine's step failed: {type(error).__name__}: {error}"
-        return [(sequence, EngineError(message)) for sequence in failed]
+        failure = EngineError(f"The engine's step failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return [(sequence, failure) for sequence in failed]
 
     @contextlib.contextmanager
     def _between_steps(self) -> Iterator[None]:
@@ -381,7 +381,7 @@ class BuiltinEngine(InferenceEngine):
         Between the first change and this call the engine must not step: call ``pause`` before.
 
         Raises:
-            WeightUpdateError: the version goes back, or requests run that ``on_weight_update="wait"`` should have waited for.
+            WeightUpdateError: the version goes back.
         """
         self._update(version, lambda: None)
 
@@ -411,11 +411,6 @@ class BuiltinEngine(InferenceEngine):
             self._drain()
         try:
             with self._between_steps():
-                if self._on_weight_update == "wait" and scheduler.active():
-                    raise WeightUpdateError(
-                        f"{len(scheduler.active())} requests were running when the engine was paused, and on_weight_update is "
-                        "'wait': resume, let them end, and publish again."
-                    )
                 change()
                 self._stepper.publish(version, recompute=self._on_weight_update == "recompute")
         finally:

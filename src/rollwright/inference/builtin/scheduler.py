@@ -69,6 +69,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.partial: Sequence | None = None
+        self._admitted: list[Sequence] = []  # taken from the queue in this step, not in a row yet
         self.holding = False  # True: nothing new is admitted
         self.preemptions = 0
         self.reused_tokens = 0
@@ -78,7 +79,7 @@ class Scheduler:
         return self.running + ([self.partial] if self.partial else [])
 
     def _used(self) -> list[int]:
-        used = (self._table.cached[: len(self.running)] + 1).tolist()
+        used = self._table.cached[: len(self.running)].tolist()
         return used + ([self.partial.cached] if self.partial else [])
 
     # ------------------------------------------------------------------ admission
@@ -94,7 +95,6 @@ class Scheduler:
             if not chunk.completes:
                 prefill.groups = [chunks]
                 return prefill
-        admitted: list[Sequence] = []
         if self.waiting and not self.holding:
             self._reserve_for_all()
         leaders: dict[tuple, Sequence] = {}
@@ -103,10 +103,10 @@ class Scheduler:
             key = self._prompt_key(sequence)
             leader = leaders.get(key) if key else None
             row = len(self.running) + len(chunks) + len(prefill.followers)
-            if not self._admit(sequence, row, admitted):
+            if not self._admit(sequence, row):
                 break
             self.waiting.popleft()
-            admitted.append(sequence)
+            self._admitted.append(sequence)
             if leader is not None:
                 prefill.followers.append((sequence, leader))
                 continue
@@ -127,12 +127,10 @@ class Scheduler:
         if longest:
             self._cache.make_room(min(self._cache.max_rows, len(active) + len(self.waiting)), longest, self._used())
 
-    def _admit(self, sequence: Sequence, row: int, admitted: list[Sequence]) -> bool:
+    def _admit(self, sequence: Sequence, row: int) -> bool:
         """Make room for a sequence in ``row``; sequences admitted in this step hold nothing in the cache yet."""
-        used = self._used()
-        wanted = min(sequence.length_limit, len(sequence.tokens) + _HEADROOM)
-        wanted = max([wanted, *(min(s.length_limit, len(s.tokens) + _HEADROOM) for s in admitted)])
-        return self._cache.make_room(row + 1, wanted, used)
+        lengths = [min(s.length_limit, len(s.tokens) + _HEADROOM) for s in (*self._admitted, sequence)]
+        return self._cache.make_room(row + 1, max(lengths), self._used())
 
     @staticmethod
     def _prompt_key(sequence: Sequence) -> tuple | None:
@@ -177,6 +175,8 @@ class Scheduler:
         for chunk in unfinished:
             chunk.sequence.row = row
             self.partial = chunk.sequence
+            if chunk.sequence in self._admitted:
+                self._admitted.remove(chunk.sequence)
         for chunk in others + unfinished:
             self._copy_prefix(chunk.sequence)
         prefill.groups = [*self._grouped(first + others), *([unfinished] if unfinished else [])]
@@ -223,6 +223,8 @@ class Scheduler:
     def _begin(self, sequence: Sequence) -> None:
         assert sequence.row == len(self.running)
         self.running.append(sequence)
+        if sequence in self._admitted:
+            self._admitted.remove(sequence)
         self._table.enter(sequence.row, sequence, self._vocabulary)
         if shareable := sequence.shareable_length:
             self._active_prefixes.add(sequence, sequence.tokens[:shareable])
@@ -291,8 +293,9 @@ class Scheduler:
 
     def remove_all(self) -> list[Sequence]:
         """Take out everything, in order; the cache holds nothing of worth afterwards."""
-        sequences = [*self.active(), *self.waiting]
+        sequences = [*self.active(), *self._admitted, *self.waiting]
         self.running.clear()
+        self._admitted.clear()
         self.waiting.clear()
         self.partial = None
         self._active_prefixes = PrefixIndex()

@@ -1,0 +1,143 @@
+"""The sampler against independent float64 formulas, and the rules of stopping."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from builtin_models import VOCABULARY, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.inference.builtin.engine import BuiltinEngine
+from rollwright.inference.builtin.sampler import counter_uniforms, inverse_cdf, truncated_inverse_cdf
+from rollwright.inference.request import ModelRequest
+
+EVEN = torch.linspace(0, 1, 20_001)[:-1]  # as uniforms, they meet every token in proportion to its probability
+
+
+def shares(tokens: torch.Tensor, vocabulary: int) -> np.ndarray:
+    return torch.bincount(tokens, minlength=vocabulary).double().numpy() / len(tokens)
+
+
+@given(st.integers(2, 300), st.integers(0, 1000))
+@settings(max_examples=40, deadline=None)
+def test_inverse_cdf_meets_tokens_in_proportion(vocabulary, seed):
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(vocabulary, generator=generator) * (torch.rand(vocabulary, generator=generator) < 0.7)
+    weights[seed % vocabulary] += 0.5
+    tokens = inverse_cdf(weights.expand(len(EVEN), -1).contiguous(), EVEN)
+    expected = weights.double().numpy() / weights.double().sum().item()
+    assert np.abs(shares(tokens, vocabulary) - expected).max() < 2e-4
+    assert (weights[tokens] > 0).all()
+
+
+@given(st.integers(0, 1000), st.sampled_from([0, 1, 3, 7]), st.sampled_from([0.2, 0.5, 0.9, 1.0]))
+@settings(max_examples=40, deadline=None)
+def test_top_k_then_top_p(seed, top_k, top_p):
+    vocabulary = 24
+    scores = torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed)) * 2
+    probs = scores.double().softmax(-1).numpy()
+    order = np.argsort(-probs)[: top_k or vocabulary]
+    inside = probs[order] / probs[order].sum()
+    kept = order[: int(np.searchsorted(np.cumsum(inside), top_p)) + 1] if top_p < 1 else order
+    expected = np.zeros(vocabulary)
+    expected[kept] = probs[kept] / probs[kept].sum()
+    count = len(EVEN)
+    tokens = truncated_inverse_cdf(
+        scores.expand(count, -1), EVEN, torch.full((count,), top_k), torch.full((count,), top_p, dtype=torch.float32)
+    )
+    assert np.abs(shares(tokens, vocabulary) - expected).max() < 2e-4
+
+
+def test_uniforms_are_uniform_and_independent_of_neighbours():
+    seeds = np.repeat(np.arange(200, dtype=np.uint64), 200)
+    counters = np.tile(np.arange(200), 200)
+    uniforms = counter_uniforms(seeds, counters)
+    assert 0 <= uniforms.min() < 1e-3
+    assert 0.999 < uniforms.max() < 1
+    counts = np.histogram(uniforms, bins=50, range=(0, 1))[0]
+    assert ((counts - 800) ** 2 / 800).sum() < 95  # chi-square of 49 degrees of freedom, 1e-4
+    table = uniforms.reshape(200, 200).astype(np.float64)
+    assert abs(np.corrcoef(table[:, :-1].ravel(), table[:, 1:].ravel())[0, 1]) < 0.02
+    assert abs(np.corrcoef(table[:-1].ravel(), table[1:].ravel())[0, 1]) < 0.02
+    assert counter_uniforms(seeds[7:8], counters[7:8])[0] == uniforms[7]
+
+
+def sample(model, gconfig, count=1, prompt=(5, 6, 7), **engine_arguments):
+    with BuiltinEngine(model, **engine_arguments) as engine:
+        return engine.generate([ModelRequest(list(prompt), gconfig, seed=i) for i in range(count)])
+
+
+def test_sampled_frequencies_follow_the_model():
+    model = tiny_model("qwen3")
+    gconfig = GenerationHyperparameters(max_new_tokens=1, temperature=0.7)
+    tokens = torch.tensor([r.output_tokens[0] for r in sample(model, gconfig, 4000, max_running_requests=512)])
+    with torch.no_grad():
+        expected = (model(torch.tensor([[5, 6, 7]])).logits[0, -1].double() / 0.7).softmax(-1).numpy()
+    error = np.sqrt(expected * (1 - expected) / 4000)
+    assert (np.abs(shares(tokens, VOCABULARY) - expected) < 5 * error + 1e-3).all()
+
+
+def test_what_a_request_draws_does_not_depend_on_its_company():
+    model = tiny_model("qwen3")
+    plain = GenerationHyperparameters(max_new_tokens=24, temperature=0.8, ignore_eos=True)
+    others = [
+        ModelRequest([9] * 20, plain.new(top_p=0.5), seed=4),
+        ModelRequest([3], plain.new(greedy=True)),
+        ModelRequest([4, 4], plain.new(top_k=3, max_new_tokens=5), seed=5),
+        ModelRequest([8], plain.new(frequency_penalty=1.0), seed=6),
+    ]
+    for gconfig in (plain, plain.new(top_p=0.7, top_k=9), plain.new(frequency_penalty=0.5)):
+        mine = ModelRequest([5, 6, 7], gconfig, seed=11)
+        with BuiltinEngine(model) as engine:
+            alone = engine.generate([mine])[0]
+        with BuiltinEngine(model, max_running_requests=3, prefill_tokens=7) as engine:
+            crowded = engine.generate([*others, mine, *others])[len(others)]
+        assert alone.output_tokens == crowded.output_tokens
+        torch.testing.assert_close(alone.output_logprobs, crowded.output_logprobs, atol=1e-5, rtol=0)
+
+
+def test_truncation_and_penalties_do_not_touch_logprobs():
+    model = tiny_model("llama")
+    prompt = [5, 6, 7]
+    for change in ({"top_p": 0.4}, {"top_k": 2}, {"frequency_penalty": 2.0}, {"min_new_tokens": 6}):
+        gconfig = GenerationHyperparameters(max_new_tokens=8, temperature=0.7).new(**change)
+        response = sample(model, gconfig, prompt=prompt)[0]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + response.output_tokens])).logits[0, 2:-1].double() / 0.7
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(response.output_tokens)[:, None]).squeeze(1)
+        torch.testing.assert_close(torch.tensor(response.output_logprobs).double(), expected, atol=1e-4, rtol=0)
+
+
+def test_frequency_penalty_by_hand():
+    model = tiny_model("qwen3")
+    gconfig = GenerationHyperparameters(max_new_tokens=10, greedy=True, frequency_penalty=2.0, ignore_eos=True)
+    output = sample(model, gconfig)[0].output_tokens
+    counts = torch.zeros(VOCABULARY)
+    tokens = [5, 6, 7]
+    for token in output:
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0, -1]
+        assert token == int((logits - 2.0 * counts).argmax())
+        counts[token] += 1
+        tokens.append(token)
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_stop_ids_end_tokens_and_minimum_length(greedy):
+    model = tiny_model("qwen3")
+    base = GenerationHyperparameters(max_new_tokens=20, greedy=greedy, ignore_eos=True, seed=1)
+    free = sample(model, base)[0].output_tokens
+    stop_id = free[4]
+    stopped = sample(model, base.new(stop_token_ids=[stop_id]))[0]
+    assert stopped.output_tokens == free[: free.index(stop_id) + 1]
+    assert (stopped.stop_reason, stopped.stop_match, stopped.truncated) == ("stop", stop_id, False)
+    held = sample(model, base.new(stop_token_ids=[stop_id], min_new_tokens=12))[0]
+    assert stop_id not in held.output_tokens[:11]
+    assert held.output_len >= 12
+
+    model.generation_config.eos_token_id = [2, stop_id]
+    assert sample(model, base.new(ignore_eos=False))[0].output_tokens == stopped.output_tokens
+    assert sample(model, base.new(stop_token_ids=[stop_id]))[0].output_tokens == free  # ignore_eos: end tokens never end
