@@ -33,6 +33,7 @@ BUILT_IN = {
     "search_agent": "rollwright.workflows.search_agent.SearchAgentWorkflow",
     "grouped_search_agent": "rollwright.workflows.search_agent.GroupedSearchAgentWorkflow",
     "webshop_workflow": "rollwright.workflows.webshop.WebShopWorkflow",
+    "tool_integrated": "rollwright.workflows.tool_integrated.ToolIntegratedWorkflow",
 }
 
 

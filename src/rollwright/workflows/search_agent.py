@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.environments.retrieval import DEFAULT_TOPK, make_search_tool
-from rollwright.errors import ConfigError, WorkflowError
+from rollwright.errors import ConfigError, PromptTooLongError, WorkflowError
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.inference.engine import InferenceEngine
-from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.request import ModelRequest
 from rollwright.rewards.text import f1_score
 from rollwright.rewards.wrapper import AsyncRewardWrapper
 from rollwright.tracking import logging
 from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.base import RolloutWorkflow
+from rollwright.workflows.dumping import dump_sample, task_name
+from rollwright.workflows.prompting import as_gconfig, as_tokenizer
+from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.search_tools import (
     DOCUMENT_TEMPLATE,
     INFORMATION_TEMPLATE,
@@ -30,52 +30,12 @@ from rollwright.workflows.search_tools import (
     parse_action,
     run_tool,
 )
+from rollwright.workflows.token_sequence import TokenSequence
 
 logger = logging.getLogger("search_agent")
 
 
-@dataclass
-class _Sequence:
-    """The tokens of an episode so far, each list as long as the others."""
-
-    input_ids: list[int]
-    logprobs: list[float] = field(default_factory=list)
-    loss_mask: list[int] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        prompt = self.input_ids
-        self.input_ids = []
-        self.append_context(prompt)
-
-    def append_context(self, ids: list[int]) -> None:
-        """Tokens that the policy did not sample: the prompt, what tools returned."""
-        self.input_ids += ids
-        self.logprobs += [0.0] * len(ids)
-        self.loss_mask += [0] * len(ids)
-        self.versions += [-1] * len(ids)
-
-    def append_response(self, response: ModelResponse) -> None:
-        """Tokens as they were sampled."""
-        self.input_ids += response.output_tokens
-        self.logprobs += response.output_logprobs
-        self.loss_mask += [1] * response.output_len
-        self.versions += response.output_versions or [-1] * response.output_len
-
-    def trajectory(self, reward: float, truncated: bool, temperature: float) -> Trajectory:
-        """One row ``[1, L]``."""
-        return {
-            "input_ids": torch.tensor([self.input_ids], dtype=torch.int64),
-            "logprobs": torch.tensor([self.logprobs], dtype=torch.float32),
-            "loss_mask": torch.tensor([self.loss_mask], dtype=torch.int64),
-            "versions": torch.tensor([self.versions], dtype=torch.int32),
-            "attention_mask": torch.ones(1, len(self.input_ids), dtype=torch.bool),
-            "rewards": torch.tensor([reward], dtype=torch.float32),
-            "temperature": torch.tensor([temperature], dtype=torch.float32),
-            "truncated": torch.tensor([truncated]),
-        }
-
-
+@WORKFLOWS.register_module("search_agent")
 class SearchAgentWorkflow(RolloutWorkflow):
     """Think, search, read, answer: one row for one episode.
 
@@ -99,6 +59,7 @@ class SearchAgentWorkflow(RolloutWorkflow):
         reward_fn: called with the prompt, everything after it, their token ids and the row; None: the best F1 of the answer
             with one of ``data["answer"]``, 0 without an answer.
         rollout_stat_scope: scope of the metrics.
+        dump_dir: where each episode is written to, readable; None: nowhere.
 
     A row needs ``question`` and, for the default reward, ``answer``: text or a list of accepted texts.
     """
@@ -120,6 +81,7 @@ class SearchAgentWorkflow(RolloutWorkflow):
         enable_access: bool = False,
         reward_fn: Callable[..., Any] | str | None = None,
         rollout_stat_scope: str = "rollout",
+        dump_dir: str | None = None,
     ) -> None:
         if prompt_template is None:
             prompt_template = PROMPT_TEMPLATE_WITH_ACCESS if enable_access else PROMPT_TEMPLATE
@@ -133,10 +95,11 @@ class SearchAgentWorkflow(RolloutWorkflow):
                 )
         if max_tokens < 1 or max_turns < 1 or topk < 1 or tool_timeout <= 0:
             raise ConfigError(f"{type(self).__name__}: max_tokens, max_turns, topk and tool_timeout must be above 0.")
+        self.tokenizer = as_tokenizer(tokenizer)
+        gconfig = as_gconfig(gconfig, self.tokenizer)
         self.kinds = ("search", "access", "answer") if enable_access else ("search", "answer")
         stops = [*(gconfig.stop or []), *(f"</{kind}>" for kind in self.kinds)]
-        self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer).new(n_samples=1, stop=list(dict.fromkeys(stops)))
-        self.tokenizer = tokenizer
+        self.gconfig = gconfig.new(n_samples=1, stop=list(dict.fromkeys(stops)))
         self.max_tokens = max_tokens
         self.max_turns = max_turns
         self.verbose = verbose
@@ -148,27 +111,34 @@ class SearchAgentWorkflow(RolloutWorkflow):
         self.tool_timeout = tool_timeout
         self.reward = None if reward_fn is None else AsyncRewardWrapper(reward_fn)
         self.tracker = get_tracker(rollout_stat_scope)
+        self.dump_dir = dump_dir
 
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory:
-        """See ``RolloutWorkflow``; the trajectory has one row."""
-        prompt_ids = self.tokenizer.encode(fill(self.prompt_template, question=_question(data)), add_special_tokens=False)
-        sequence = _Sequence(list(prompt_ids))
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory | None:
+        """See ``RolloutWorkflow``; the trajectory has one row. An aborted episode is rejected."""
+        sequence = TokenSequence(self._encode(fill(self.prompt_template, question=_question(data))))
         rid = uuid.uuid4().hex  # one conversation: every turn goes to the server that holds its cache
         answer, truncated = None, False
         turns = tool_calls = tool_failures = 0
 
-        while turns < self.max_turns and answer is None:
-            room = self.max_tokens - len(sequence.input_ids)
+        while turns < self.max_turns:
+            room = self.max_tokens - len(sequence)
             if room <= 0:
                 truncated = True
                 break
-            turns += 1
             gconfig = self.gconfig.new(max_new_tokens=min(self.gconfig.max_new_tokens, room))
-            response = await engine.agenerate(
-                ModelRequest(rid=rid, input_ids=sequence.input_ids, gconfig=gconfig, tokenizer=self.tokenizer)
-            )
+            request = ModelRequest(rid=rid, input_ids=sequence.input_ids, gconfig=gconfig, tokenizer=self.tokenizer)
+            try:
+                response = await engine.agenerate(request)
+            except PromptTooLongError:
+                if turns == 0:
+                    raise
+                truncated = True
+                break
+            if response.stop_reason == "abort":
+                return None
+            turns += 1
             sequence.append_response(response)
-            if response.stop_reason != "stop":
+            if response.truncated:
                 truncated = True
                 break
             action = parse_action(self.tokenizer.decode(response.output_tokens), self.kinds)
@@ -180,15 +150,26 @@ class SearchAgentWorkflow(RolloutWorkflow):
             tool_calls += 1
             information, failed = await self._information(action)
             tool_failures += failed
-            sequence.append_context(self._cut(information, self.max_tokens - len(sequence.input_ids)))
+            sequence.append_context(self._cut(information, self.max_tokens - len(sequence)))
 
-        reward = await self._reward(prompt_ids, sequence.input_ids[len(prompt_ids) :], answer, data)
-        self.tracker.scalar(
-            turns=turns, tool_calls=tool_calls, tool_failures=tool_failures, answered=answer is not None, episode_reward=reward
-        )
+        reward = await self._reward(sequence, answer, data)
+        facts = {"turns": turns, "tool_calls": tool_calls, "tool_failures": tool_failures, "answered": answer is not None}
+        self.tracker.scalar(**facts, episode_reward=reward)
         if self.verbose:
-            logger.info("turns=%d tools=%d length=%d reward=%.3f", turns, tool_calls, len(sequence.input_ids), reward)
-        return sequence.trajectory(reward, truncated, self.gconfig.effective_temperature)
+            logger.info("turns=%d tools=%d length=%d reward=%.3f", turns, tool_calls, len(sequence), reward)
+        if self.dump_dir is not None:
+            sections = {
+                "prompt": self.tokenizer.decode(sequence.input_ids[: sequence.prompt_length]),
+                "episode": self.tokenizer.decode(sequence.completion_ids),
+            }
+            await dump_sample(
+                self.dump_dir,
+                version=next((version for version in sequence.versions if version >= 0), 0),
+                task=task_name(data),
+                sections=sections,
+                facts={"reward": reward, **facts, "tokens": len(sequence)},
+            )
+        return sequence.trajectory(reward, truncated=truncated, temperature=self.gconfig.effective_temperature)
 
     async def _information(self, action: Any) -> tuple[str, bool]:
         """Tool text before and after its contents, and whether the call failed."""
@@ -211,10 +192,9 @@ class SearchAgentWorkflow(RolloutWorkflow):
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    async def _reward(
-        self, prompt_ids: list[int], completion_ids: list[int], answer: str | None, data: dict[str, Any]
-    ) -> float:
+    async def _reward(self, sequence: TokenSequence, answer: str | None, data: dict[str, Any]) -> float:
         if self.reward is not None:
+            prompt_ids, completion_ids = sequence.input_ids[: sequence.prompt_length], sequence.completion_ids
             prompt, completion = self.tokenizer.decode(prompt_ids), self.tokenizer.decode(completion_ids)
             return await self.reward(prompt, completion, prompt_ids, completion_ids, **data)
         accepted = data.get("answer")
@@ -226,6 +206,7 @@ class SearchAgentWorkflow(RolloutWorkflow):
         return max((f1_score(answer, truth) for truth in accepted), default=0.0) if answer else 0.0
 
 
+@WORKFLOWS.register_module("grouped_search_agent")
 class GroupedSearchAgentWorkflow(SearchAgentWorkflow):
     """A whole GRPO group in one sample: ``group_size`` episodes of the same task side by side, one row each.
 
@@ -247,14 +228,15 @@ class GroupedSearchAgentWorkflow(SearchAgentWorkflow):
             raise ConfigError(f"GroupedSearchAgentWorkflow: group_size is {group_size}; it is at least 1.")
         self.group_size = group_size
 
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory:
-        """See ``RolloutWorkflow``; the trajectory has ``group_size`` rows. Where one episode raises, the others are ended."""
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory | None:
+        """See ``RolloutWorkflow``; the trajectory has ``group_size`` rows. Where one is aborted, the group is rejected; where one episode raises, the others are ended."""
         tasks = [
             asyncio.create_task(super(GroupedSearchAgentWorkflow, self).arun_episode(engine, data))
             for _ in range(self.group_size)
         ]
         try:
-            return concat_padded_tensors(await asyncio.gather(*tasks))
+            rows = await asyncio.gather(*tasks)
+            return None if any(row is None for row in rows) else concat_padded_tensors(rows)
         finally:
             for task in tasks:
                 task.cancel()

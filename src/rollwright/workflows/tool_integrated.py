@@ -1,0 +1,164 @@
+"""Tool-integrated reasoning: the model writes Python, reads what it prints, and goes on reasoning."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.errors import ConfigError, PromptTooLongError
+from rollwright.experience.trajectory import Trajectory
+from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.request import ModelRequest
+from rollwright.rewards.sandbox import SandboxLimits, SandboxResult, run_python
+from rollwright.rewards.wrapper import AsyncRewardWrapper
+from rollwright.tracking.metrics import get_tracker
+from rollwright.workflows.base import RolloutWorkflow
+from rollwright.workflows.prompting import (
+    PromptFunction,
+    as_gconfig,
+    as_tokenizer,
+    chat_input_ids,
+    extract_messages,
+)
+from rollwright.workflows.registry import WORKFLOWS, resolve_function
+from rollwright.workflows.token_sequence import TokenSequence
+
+OPEN, CLOSE = "<python>", "</python>"
+OUTPUT_TEMPLATE = "\n<output>\n{output}\n</output>\n"
+SYSTEM_PROMPT = (
+    "You may compute with Python. Write a script between <python> and </python>; what it prints is shown to you between "
+    "<output> and </output>. Each script starts afresh. Then give the result between <answer> and </answer>."
+)
+_SCRIPT = re.compile(f"{OPEN}(.*?){CLOSE}", re.DOTALL)
+
+
+@WORKFLOWS.register_module("tool_integrated")
+class ToolIntegratedWorkflow(RolloutWorkflow):
+    """Reason, compute, reason, answer: one row for one episode; what scripts print is not trained on.
+
+    Scripts run in a process of their own with limits on time, memory, files, processes and network. **That is no security
+    boundary**: it stops accidents, not attacks (see ``rewards.sandbox``).
+
+    Args:
+        reward_fn: scores the whole completion, scripts and outputs included; function, name or import path.
+        gconfig: how each turn is sampled; ``</python>`` is added to its stop strings.
+        tokenizer: the policy's tokenizer, or its path.
+        max_turns: turns at most, so at most one script less.
+        max_tokens: tokens of the whole episode.
+        script_timeout: seconds that a script may run.
+        script_limits: its other limits: ``SandboxLimits`` or a mapping of its fields.
+        max_output_characters: of a script's output that are shown; the middle of longer output is left out.
+        system_prompt: put before the task's messages unless they begin with one; empty for none.
+        data_extract_prompt_fn: ``(task) -> messages`` or text; None: the task's ``messages``.
+        rollout_stat_scope: scope of the metrics.
+    """
+
+    def __init__(
+        self,
+        reward_fn: Callable[..., Any] | str,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        max_turns: int = 4,
+        max_tokens: int = 4096,
+        script_timeout: float = 10.0,
+        script_limits: SandboxLimits | dict[str, Any] | None = None,
+        max_output_characters: int = 2000,
+        system_prompt: str = SYSTEM_PROMPT,
+        data_extract_prompt_fn: PromptFunction | str | None = None,
+        rollout_stat_scope: str = "rollout",
+    ) -> None:
+        if max_turns < 1 or max_tokens < 1 or script_timeout <= 0 or max_output_characters < 1:
+            raise ConfigError(
+                "ToolIntegratedWorkflow: max_turns, max_tokens, script_timeout and max_output_characters are above 0."
+            )
+        self.tokenizer = as_tokenizer(tokenizer)
+        gconfig = as_gconfig(gconfig, self.tokenizer)
+        self.gconfig = gconfig.new(n_samples=1, stop=list(dict.fromkeys([*(gconfig.stop or []), CLOSE])))
+        self.reward = AsyncRewardWrapper(reward_fn)
+        self.max_turns = max_turns
+        self.max_tokens = max_tokens
+        self.script_timeout = script_timeout
+        self.script_limits = (
+            script_limits if isinstance(script_limits, SandboxLimits) else SandboxLimits(**(script_limits or {}))
+        )
+        self.max_output_characters = max_output_characters
+        self.system_prompt = system_prompt
+        self.data_extract_prompt_fn = resolve_function(data_extract_prompt_fn or extract_messages, "data_extract_prompt_fn")
+        self.tracker = get_tracker(rollout_stat_scope)
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory | None:
+        """See ``RolloutWorkflow``; the trajectory has one row. An aborted episode is rejected."""
+        sequence = TokenSequence(chat_input_ids(self._prompt(data), self.tokenizer))
+        rid = uuid.uuid4().hex
+        truncated = False
+        turns = scripts = failed_scripts = 0
+        while turns < self.max_turns:
+            room = self.max_tokens - len(sequence)
+            if room <= 0:
+                truncated = True
+                break
+            gconfig = self.gconfig.new(max_new_tokens=min(self.gconfig.max_new_tokens, room))
+            request = ModelRequest(rid=rid, input_ids=sequence.input_ids, gconfig=gconfig, tokenizer=self.tokenizer)
+            try:
+                response = await engine.agenerate(request)
+            except PromptTooLongError:
+                if turns == 0:
+                    raise
+                truncated = True
+                break
+            if response.stop_reason == "abort":
+                return None
+            turns += 1
+            sequence.append_response(response)
+            script = parse_script(self.tokenizer.decode(response.output_tokens, skip_special_tokens=True))
+            if response.truncated or script is None:
+                truncated = response.truncated
+                break
+            if turns == self.max_turns:
+                break  # nobody would read what it prints
+            result = await run_python(script, timeout=self.script_timeout, limits=self.script_limits)
+            scripts += 1
+            failed_scripts += not result.ok
+            shown = OUTPUT_TEMPLATE.replace("{output}", self._shown(result))
+            sequence.append_context(
+                self.tokenizer.encode(shown, add_special_tokens=False)[: max(0, self.max_tokens - len(sequence))]
+            )
+
+        prompt_ids, completion_ids = sequence.input_ids[: sequence.prompt_length], sequence.completion_ids
+        prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
+        completion = self.tokenizer.decode(completion_ids, skip_special_tokens=True)
+        reward = await self.reward(prompt, completion, prompt_ids, completion_ids, **data)
+        self.tracker.scalar(turns=turns, scripts=scripts, failed_scripts=failed_scripts, episode_reward=reward)
+        return sequence.trajectory(reward, truncated=truncated, temperature=self.gconfig.effective_temperature)
+
+    def _prompt(self, data: dict[str, Any]) -> Any:
+        prompt = self.data_extract_prompt_fn(data)
+        if isinstance(prompt, str) or not self.system_prompt or prompt[0].get("role") == "system":
+            return prompt
+        return [{"role": "system", "content": self.system_prompt}, *prompt]
+
+    def _shown(self, result: SandboxResult) -> str:
+        """What a script printed, then why it failed, as the model sees it."""
+        text = result.stdout.strip()
+        if result.timed_out:
+            text = f"{text}\nThe script was stopped after {self.script_timeout:g} seconds.".strip()
+        elif not result.ok:
+            last_line = (result.stderr.strip().splitlines() or [f"exit code {result.exit_code}"])[-1]
+            text = f"{text}\n{last_line}".strip()
+        elif not text:
+            text = "The script printed nothing."
+        if len(text) > self.max_output_characters:
+            half = self.max_output_characters // 2
+            text = f"{text[:half]}\n...\n{text[-half:]}"
+        return text
+
+
+def parse_script(text: str) -> str | None:
+    """The last script of a turn, without its common indentation; None where the turn does not end with one."""
+    if not text.rstrip().endswith(CLOSE):
+        return None
+    found = _SCRIPT.findall(text)
+    return found[-1].strip("\n") if found else ""

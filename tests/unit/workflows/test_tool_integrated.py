@@ -1,0 +1,89 @@
+import asyncio
+
+import pytest
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.data.tokenizer import build_character_tokenizer
+from rollwright.errors import ConfigError
+from rollwright.experience.trajectory import check_trajectory
+from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.request import ModelResponse
+from rollwright.workflows.tool_integrated import SYSTEM_PROMPT, ToolIntegratedWorkflow, parse_script
+
+TOKENIZER = build_character_tokenizer()
+
+
+class ScriptedEngine(InferenceEngine):
+    def __init__(self, *turns):
+        self.turns, self.requests = list(turns), []
+
+    async def agenerate(self, request):
+        self.requests.append(request)
+        ids = TOKENIZER.encode(self.turns.pop(0), add_special_tokens=False)
+        return ModelResponse(request.input_ids, ids, [-0.5] * len(ids), [1] * len(ids))
+
+    def get_version(self):
+        return 1
+
+    def set_version(self, version): ...
+    def pause(self): ...
+    def resume(self): ...
+    def abort(self, rid=None): ...
+
+
+def run(*turns, **options):
+    options = {"max_tokens": 2000, "script_timeout": 5.0, **options}
+    workflow = ToolIntegratedWorkflow("arithmetic_reward", GenerationHyperparameters(max_new_tokens=200), TOKENIZER, **options)
+    engine = ScriptedEngine(*turns)
+    data = {"messages": [{"role": "user", "content": "17*23?"}], "answer": "391"}
+    trajectory = asyncio.run(workflow.arun_episode(engine, data))
+    check_trajectory(trajectory)
+    mask = trajectory["loss_mask"][0].bool()
+    ids = trajectory["input_ids"][0]
+    return trajectory, TOKENIZER.decode(ids), TOKENIZER.decode(ids[mask]), engine
+
+
+def test_a_script_is_run_and_its_output_read_but_not_trained():
+    turns = ("let me see <python>\nprint(17*23)\n</python>", "<answer>391</answer>")
+    trajectory, text, trained, engine = run(*turns)
+    assert "\n<output>\n391\n</output>\n" in text
+    assert trained == "".join(turns)
+    assert trajectory["rewards"].item() == 1.0
+    assert "</python>" in engine.requests[0].gconfig.stop
+    assert SYSTEM_PROMPT in text
+
+
+@pytest.mark.parametrize(
+    ("script", "shown"),
+    [
+        ("print(1); 1/0", "1\nZeroDivisionError: division by zero"),
+        ("x = 1", "The script printed nothing."),
+        ("while True: pass", "The script was stopped after 0.5 seconds."),
+        ("def (", "SyntaxError"),
+        ("print('y' * 500)", "yyy\n...\nyyy"),
+    ],
+)
+def test_what_goes_wrong_in_a_script_is_text_for_the_model(script, shown):
+    limit = {"max_output_characters": 6} if "500" in script else {}
+    _, text, trained, _ = run(f"<python>{script}</python>", "<answer>391</answer>", script_timeout=0.5, **limit)
+    assert shown in text
+    assert shown not in trained
+
+
+def test_the_turns_and_tokens_are_bounded():
+    _, _, _, engine = run(*["<python>print(1)</python>"] * 5, max_turns=2)
+    assert len(engine.requests) == 2
+    trajectory, _, _, _ = run("<python>print('z' * 400)</python>", max_tokens=300)
+    assert trajectory["input_ids"].shape[1] == 300
+    assert trajectory["truncated"].item()
+
+
+def test_settings_that_cannot_work_are_refused():
+    with pytest.raises(ConfigError):
+        run("x", max_turns=0)
+
+
+def test_parsing():
+    assert parse_script("a<python>1</python> b <python>2\n</python>") == "2"
+    assert parse_script("<python>1</python> and then text") is None
+    assert parse_script("1</python>") == ""
