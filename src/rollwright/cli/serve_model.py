@@ -23,8 +23,8 @@ def serve_model(
     prefix_cache: bool = typer.Option(True, help="Keep the cache of finished requests for a conversation's next turn."),
     max_prompt_tokens: int | None = typer.Option(None, min=1, help="Longest prompt; default: what the context holds."),
     max_body_bytes: int = typer.Option(64 << 20, min=1024, help="Largest request body."),
-    weights_root: Path | None = typer.Option(
-        None, help="Weights may be loaded from below this directory; default: updates from disk are refused."
+    weights_root: list[Path] = typer.Option(  # noqa: B008 - how typer declares a repeated option
+        [], help="Weights may be loaded from below this directory (repeatable); default: updates from disk are refused."
     ),
     threads: int | None = typer.Option(None, min=1, help="Compute threads; default: one for each core."),
     random_seed: int = typer.Option(0, help="Seed of requests that bring none."),
@@ -40,7 +40,7 @@ def serve_model(
         port=port,
         api_key=api_key,
         model_name=model_name,
-        weights_root=str(weights_root) if weights_root is not None else None,
+        weights_roots=[str(path) for path in weights_root],
         max_body_bytes=max_body_bytes,
         max_prompt_tokens=max_prompt_tokens,
         max_pending=max_waiting + max_running_requests,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import ssl
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -18,16 +20,22 @@ from rollwright.errors import EngineError
 POOL_SIZE = 64
 
 
-class ConnectionLost(EngineError):
+class ConnectionLostError(EngineError):
     """The connection failed before a response began: the request can be sent again, to this server or another."""
 
 
-class ServerRefused(EngineError):
+class ServerRefusedError(EngineError):
     """The server answered with an error status; ``status`` holds it."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+@functools.cache
+def _ssl_context() -> ssl.SSLContext:
+    """One for all clients: making it reads every root certificate, which takes longer than a request."""
+    return ssl.create_default_context()
 
 
 @dataclass
@@ -77,19 +85,21 @@ class Connections:
         self._timeout = httpx.Timeout(timeout, connect=connect_timeout)
         self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopPools] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
-        self._sync = httpx.Client(headers=self._headers, timeout=self._timeout, trust_env=False)
+        self._sync = httpx.Client(headers=self._headers, timeout=self._timeout, trust_env=False, verify=_ssl_context())
         self._closed = False
 
     def _make(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=POOL_SIZE, max_keepalive_connections=POOL_SIZE, keepalive_expiry=4.0)
-        return httpx.AsyncClient(headers=self._headers, timeout=self._timeout, limits=limits, trust_env=False)
+        return httpx.AsyncClient(
+            headers=self._headers, timeout=self._timeout, limits=limits, trust_env=False, verify=_ssl_context()
+        )
 
     async def post(self, url: str, payload: Any) -> dict[str, Any]:
         """POST JSON and give back the JSON of a 2xx response.
 
         Raises:
-            ConnectionLost: the connection failed before a response began.
-            ServerRefused: an error status.
+            ConnectionLostError: the connection failed before a response began.
+            ServerRefusedError: an error status.
             EngineError: the time ran out, or the response broke off.
         """
         if self._closed:
@@ -104,12 +114,12 @@ class Connections:
                 response = await pool.client.send(request, stream=True)
             except httpx.TimeoutException as error:
                 if isinstance(error, httpx.ConnectTimeout | httpx.PoolTimeout):
-                    raise ConnectionLost(f"{url} did not accept a connection ({type(error).__name__}).") from error
+                    raise ConnectionLostError(f"{url} did not accept a connection ({type(error).__name__}).") from error
                 raise EngineError(
                     f"{url} did not answer within {self._timeout.read:g} s; raise rollout.request_timeout if requests take longer."
                 ) from error
             except httpx.TransportError as error:
-                raise ConnectionLost(
+                raise ConnectionLostError(
                     f"The connection to {url} was lost before a response began ({type(error).__name__}: {error})."
                 ) from error
             try:
@@ -127,20 +137,20 @@ class Connections:
         """The same, synchronously; works while an event loop runs in this thread.
 
         Raises:
-            ConnectionLost, ServerRefused, EngineError: as ``post``.
+            ConnectionLostError, ServerRefusedError, EngineError: as ``post``.
         """
         try:
             response = self._sync.request(method, url, json=payload, timeout=self._timeout if timeout is None else timeout)
         except httpx.TimeoutException as error:
             raise EngineError(f"{url} did not answer in time ({type(error).__name__}).") from error
         except httpx.TransportError as error:
-            raise ConnectionLost(f"{url} cannot be reached ({type(error).__name__}: {error}).") from error
+            raise ConnectionLostError(f"{url} cannot be reached ({type(error).__name__}: {error}).") from error
         return self._parse(response)
 
     @staticmethod
     def _parse(response: httpx.Response) -> dict[str, Any]:
         if response.status_code >= 400:
-            raise ServerRefused(
+            raise ServerRefusedError(
                 f"{response.request.url} answered {response.status_code}: {_message_of(response)}", response.status_code
             )
         if not response.content:

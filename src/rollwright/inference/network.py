@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterable
 from contextlib import ExitStack
+from urllib.parse import urlsplit
 
 from rollwright.errors import ConfigError
 
@@ -85,3 +86,25 @@ def find_server_addresses(configured: Iterable[str] = ()) -> list[str]:
     for address in addresses:
         server_url(address)
     return addresses
+
+
+def is_loopback(url: str) -> bool:
+    """True where ``url`` names this host by its loopback interface."""
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def own_address(peers: Iterable[str]) -> str:
+    """The address by which ``peers`` reach this host: loopback where they are all on it.
+
+    Args:
+        peers: URLs of servers.
+    """
+    for url in peers:
+        if is_loopback(url):
+            continue
+        parts = urlsplit(url)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
+            probe.connect((parts.hostname or "", parts.port or 80))
+            return probe.getsockname()[0]
+    return "127.0.0.1"

@@ -14,6 +14,7 @@ import asyncio
 import itertools
 import threading
 import time
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from typing import Any
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, PromptTooLongError, RequestAborted, WeightUpdateError
-from rollwright.inference.connections import ConnectionLost, Connections, ServerRefused
+from rollwright.inference.connections import ConnectionLostError, Connections, ServerRefusedError
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.health import HealthMonitor
 from rollwright.inference.network import find_server_addresses
@@ -30,6 +31,15 @@ from rollwright.inference.router import Router, Server
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("RemoteEngine")
+
+#: Clients of this process that are connected; see ``connected_clients``.
+_CONNECTED: weakref.WeakSet[RemoteClient] = weakref.WeakSet()
+
+
+def connected_clients() -> list[RemoteClient]:
+    """The clients of this process that are connected to servers: where a trainer finds the rollout engine it was not given."""
+    return list(_CONNECTED)
+
 
 #: Statuses of a server that is busy or restarting, not of a wrong request.
 _TRY_AGAIN_STATUSES = {429, 502, 503, 504}
@@ -82,8 +92,6 @@ class RemoteClient(InferenceEngine):
         self._live: dict[str, set[str]] = {}  # conversation -> ids of its requests in flight
         self._live_on: dict[str, Server] = {}
         self._lock = threading.Lock()
-        self._restore: Callable[[Server], None] | None = None
-        self._update_lock = threading.Lock()  # held by a publication, and while a server is brought back
 
     # -- what a protocol adds ------------------------------------------------------------------------------------------
 
@@ -116,6 +124,10 @@ class RemoteClient(InferenceEngine):
     def _label_version(self, server: Server, version: int) -> None:
         """Give the weights that the server holds a version number."""
 
+    @abstractmethod
+    def _bring_back(self, server: Server) -> None:
+        """Make a server that answers again fit to serve, and put it back."""
+
     def _on_connected(self, server: Server) -> None:
         """Look at a server that just became healthy, for the first time or again."""
 
@@ -147,10 +159,12 @@ class RemoteClient(InferenceEngine):
             raise
         self._monitor = HealthMonitor(router, self._is_healthy, self._bring_back, skip_in_service=lambda: self._paused)
         self._monitor.start()
+        _CONNECTED.add(self)
         logger.info("%s servers in use: %s", self.kind, ", ".join(server.address for server in router.servers))
 
     def destroy(self) -> None:
         """Stop watching the servers and close every connection. The servers run on: who started them ends them."""
+        _CONNECTED.discard(self)
         if self._monitor is not None:
             self._monitor.stop()
             self._monitor = None
@@ -218,12 +232,12 @@ class RemoteClient(InferenceEngine):
             try:
                 payload = self._payload(request, wire_id)
                 data = await self.connections.post(server.url + self.generate_path, payload)
-            except ConnectionLost as error:
+            except ConnectionLostError as error:
                 last_error = error
                 logger.warning("%s Trying again (%d of %d).", error, attempt + 1, self.config.request_retries)
                 await asyncio.to_thread(self._suspect, server, str(error))
                 continue
-            except ServerRefused as error:
+            except ServerRefusedError as error:
                 if error.status not in _TRY_AGAIN_STATUSES:
                     raise self._refusal(error) from error
                 last_error = error
@@ -278,7 +292,7 @@ class RemoteClient(InferenceEngine):
             self._monitor.suspect(server, reason)
 
     @staticmethod
-    def _refusal(error: ServerRefused) -> EngineError:
+    def _refusal(error: ServerRefusedError) -> EngineError:
         text = str(error).lower()
         if error.status in (400, 422) and any(
             sign in text for sign in ("longer than", "too long", "context length", "no room", "maximum model length", "exceeds")
@@ -397,78 +411,3 @@ class RemoteClient(InferenceEngine):
         if errors:
             raise errors[0]
         return [future.result() for future in futures]
-
-    # -- weights -------------------------------------------------------------------------------------------------------
-
-    def apply_update(
-        self, version: int, update: Callable[[Server], None], *, restore: Callable[[Server], None] | None
-    ) -> list[str]:
-        """Give every server in service new weights, between pause and resume, and make ``version`` the current one.
-
-        A server that fails is taken out; the others go on.
-
-        Args:
-            version: of the new weights.
-            update: gives them to one server, and raises where the server does not confirm them.
-            restore: the same for a server that comes back later; None: it stays out until the next publication.
-
-        Returns:
-            Addresses of the servers that confirmed.
-
-        Raises:
-            WeightUpdateError: no server took the weights.
-        """
-        with self._update_lock:
-            return self._apply_update(version, update, restore)
-
-    def _apply_update(
-        self, version: int, update: Callable[[Server], None], restore: Callable[[Server], None] | None
-    ) -> list[str]:
-        servers = self.router.in_service()
-        was_paused = self._paused
-        if not was_paused:
-            self.pause()
-        failures: dict[str, str] = {}
-
-        def attempt(server: Server) -> None:
-            try:
-                update(server)
-            except EngineError as error:
-                failures[server.address] = str(error)
-                self.router.take_out(server, f"did not take version {version}: {error}")
-
-        try:
-            self._each(attempt, servers)
-            confirmed = [server.address for server in servers if server.address not in failures]
-            if not confirmed:
-                raise WeightUpdateError(f"No {self.kind} server took version {version}: {failures or self.router.describe()}.")
-            self._version, self._restore = version, restore
-        finally:
-            if not was_paused:
-                self.resume()
-        for address, reason in failures.items():
-            logger.error("The server at %s is out of service: %s", address, reason)
-        return confirmed
-
-    def _bring_back(self, server: Server) -> None:
-        """Give a server that answers again the current weights, pause it where this client is paused, and put it back.
-
-        Raises:
-            EngineError: it cannot be given the current weights; it stays out.
-        """
-        with self._update_lock:
-            self._on_connected(server)
-            label = self._read_version(server)
-            if str(label) != str(self._version):
-                if self._restore is not None:
-                    self._restore(server)
-                elif self._version == 0 and not str(label).isdigit():
-                    self._label_version(server, 0)
-                else:
-                    raise WeightUpdateError(
-                        f"it holds version {label!r} and version {self._version} is not on disk; it comes back with the next "
-                        "publication"
-                    )
-            if self._paused:
-                self._pause_server(server)
-            self.router.put_back(server)

@@ -56,6 +56,7 @@ class Router:
         self._max_conversations = max_conversations
         self._server_of: OrderedDict[str, Server] = OrderedDict()
         self._lock = threading.Lock()
+        self.changes = 0  # how often a server was taken out or put back
 
     def choose(self, conversation: str) -> Server | None:
         """Take a lease on the server for a conversation; None where no server is in service."""
@@ -93,11 +94,13 @@ class Router:
             was_in_service = server.in_service
             if was_in_service:
                 server.in_service, server.reason, server.out_since = False, reason, time.monotonic()
+                self.changes += 1
             return was_in_service
 
     def put_back(self, server: Server) -> None:
         """Send requests to ``server`` again."""
         with self._lock:
+            self.changes += not server.in_service
             server.in_service, server.reason = True, ""
 
     def in_service(self) -> list[Server]:

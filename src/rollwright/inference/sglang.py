@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, WeightUpdateError
-from rollwright.inference.connections import ServerRefused
+from rollwright.inference.connections import ServerRefusedError
+from rollwright.inference.network import find_free_ports, own_address
 from rollwright.inference.parameters import check_parameters, sglang_sampling_params
-from rollwright.inference.remote import RemoteClient, versions_of_spans
+from rollwright.inference.remote import versions_of_spans
+from rollwright.inference.remote_weights import PublishingClient
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.router import Server
+from rollwright.inference.weight_group import WeightGroup, buckets
+from rollwright.inference.weights import WeightUpdateMeta
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("SGLangClient")
@@ -22,7 +29,16 @@ logger = getLogger("SGLangClient")
 PAUSE_MODES = {"recompute": "retract", "keep": "in_place", "wait": "in_place"}
 
 
-class SGLangClient(RemoteClient):
+@dataclass(frozen=True)
+class _Facts:
+    """What a server said about itself."""
+
+    is_builtin: bool = False
+    deterministic: bool = False
+    weights_roots: list[str] | None = None  # None: it may read any directory
+
+
+class SGLangClient(PublishingClient):
     """Tokens in and out over ``/generate``."""
 
     kind = "sglang"
@@ -30,16 +46,26 @@ class SGLangClient(RemoteClient):
 
     def __init__(self, config: RolloutConfig | None = None, *, addresses: Iterable[str] | None = None) -> None:
         super().__init__(config, addresses=addresses)
-        self._is_builtin = False  # every server is rollwright serve-model, which does more than SGLang
-        self._deterministic = False  # every server honours seeds
-        self._facts: dict[str, tuple[bool, bool]] = {}
+        self._facts: dict[str, _Facts] = {}
+        self._group: WeightGroup | None = None
+        self._group_members: tuple[Any, ...] = ()
 
     def _on_connected(self, server: Server) -> None:
         info = self.connections.request("GET", f"{server.url}/server_info", timeout=30.0)
         is_builtin = info.get("server") == "rollwright"
-        self._facts[server.address] = (is_builtin, is_builtin or bool(info.get("enable_deterministic_inference")))
-        self._is_builtin = all(builtin for builtin, _ in self._facts.values())
-        self._deterministic = all(deterministic for _, deterministic in self._facts.values())
+        self._facts[server.address] = _Facts(
+            is_builtin, bool(info.get("enable_deterministic_inference")), info.get("weights_roots") if is_builtin else None
+        )
+
+    @property
+    def _is_builtin(self) -> bool:
+        """Every server is ``rollwright serve-model``, which does more than SGLang."""
+        return all(facts.is_builtin for facts in self._facts.values())
+
+    @property
+    def _deterministic(self) -> bool:
+        """Every server draws with the seed that a request brings."""
+        return all(facts.deterministic for facts in self._facts.values())
 
     def _check(self, request: ModelRequest, server: str) -> bool:
         if not self._is_builtin:
@@ -176,7 +202,7 @@ class SGLangClient(RemoteClient):
         return self.apply_update(version, update, restore=update)
 
     def _load_from_disk(self, server: Server, directory: str, version: int, digest: str | None) -> None:
-        is_builtin = self._facts[server.address][0]
+        is_builtin = self._facts[server.address].is_builtin
         body: dict[str, Any] = {
             "model_path": str(directory),
             "weight_version": str(version),
@@ -188,74 +214,108 @@ class SGLangClient(RemoteClient):
             body["content_digest"] = digest
         self._confirm(server, "update_weights_from_disk", body, version)
 
-    def _confirm(self, server: Server, path: str, body: dict[str, Any], version: int) -> None:
+    def _post_update(self, server: Server, path: str, body: dict[str, Any]) -> None:
         try:
             answer = self.connections.request("POST", f"{server.url}/{path}", body)
-        except ServerRefused as error:
-            raise WeightUpdateError(f"The server at {server.address} refused version {version}: {error}") from error
+        except ServerRefusedError as error:
+            raise WeightUpdateError(f"The server at {server.address} refused new weights: {error}") from error
         if not answer.get("success", False):
-            raise WeightUpdateError(f"The server at {server.address} did not load version {version}: {answer.get('message')}")
+            raise WeightUpdateError(f"The server at {server.address} did not take new weights: {answer.get('message')}")
+
+    def _confirm(self, server: Server, path: str, body: dict[str, Any], version: int) -> None:
+        self._post_update(server, path, body)
         held = self._read_version(server)
         if str(held) != str(version):
             raise WeightUpdateError(
                 f"The server at {server.address} says it holds version {held!r} after an update to {version}."
             )
 
-    def init_weights_update_group(
-        self,
-        server: Server,
-        *,
-        master_address: str,
-        master_port: int,
-        rank_offset: int,
-        world_size: int,
-        group: str,
-        backend: str,
-    ) -> None:
-        """Have one server join a distributed group; returns when the group is complete.
+    def _weights_roots(self) -> list[str]:
+        roots: list[str] | None = None
+        for server in self.router.servers:
+            own = self._facts.get(server.address, _Facts()).weights_roots
+            if own is not None:
+                roots = own if roots is None else [root for root in roots if root in own]
+        if roots == []:
+            raise WeightUpdateError(
+                "A rollwright server loads no weights from files: start it with --weights-root DIRECTORY, or publish by xccl."
+            )
+        return roots or []
 
-        Raises:
-            WeightUpdateError: the server could not join.
-        """
-        answer = self.connections.request(
-            "POST",
-            f"{server.url}/init_weights_update_group",
-            {
-                "master_address": master_address,
-                "master_port": master_port,
-                "rank_offset": rank_offset,
-                "world_size": world_size,
-                "group_name": group,
-                "backend": backend,
-            },
-        )
-        if not answer.get("success", False):
-            raise WeightUpdateError(f"The server at {server.address} did not join the group: {answer.get('message')}")
-
-    def update_weights_from_distributed(
-        self, server: Server, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group: str, version: int | None
-    ) -> None:
-        """Have one server receive one bucket of tensors that rank 0 broadcasts in this order.
+    def broadcast_weights(self, named: list[tuple[str, Tensor]], version: int, meta: WeightUpdateMeta) -> list[str]:
+        """Send weights to every server over a distributed group, bucket by bucket.
 
         Args:
-            version: given with the last bucket.
+            named: distinct tensors.
+            version: of these weights.
+            meta: allocation (how many ranks a server has), backend, group name and bucket size.
+
+        Returns:
+            Addresses of the servers that confirmed.
 
         Raises:
-            WeightUpdateError: the server could not receive or load the bucket.
+            WeightUpdateError: no server took the weights.
         """
-        body: dict[str, Any] = {
-            "names": names,
-            "dtypes": dtypes,
-            "shapes": shapes,
-            "group_name": group,
-            "flush_cache": version is not None and self.config.on_weight_update == "recompute",
-            "abort_all_requests": False,
-        }
-        if version is not None:
-            body["weight_version"] = str(version)
+        servers = self.answering_servers()
+        group = self._weight_group(servers, named, meta)
+        parts = list(buckets(named, meta.bucket_bytes))
+
+        def update(server: Server) -> None:
+            for index, bucket in enumerate(parts):
+                body: dict[str, Any] = {
+                    "names": [name for name, _ in bucket],
+                    "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+                    "shapes": [list(tensor.shape) for _, tensor in bucket],
+                    "group_name": meta.group,
+                    "flush_cache": index == len(parts) - 1 and self.config.on_weight_update == "recompute",
+                    "abort_all_requests": False,
+                }
+                if index == len(parts) - 1:
+                    self._confirm(server, "update_weights_from_distributed", body | {"weight_version": str(version)}, version)
+                else:
+                    self._post_update(server, "update_weights_from_distributed", body)
+
+        def send() -> None:
+            for bucket in parts:
+                group.send(bucket)
+
         try:
-            answer = self.connections.request("POST", f"{server.url}/update_weights_from_distributed", body)
-        except ServerRefused as error:
-            raise WeightUpdateError(f"The server at {server.address} refused a bucket: {error}") from error
-        if not answer.get("success", False):
-            raise WeightUpdateError(f"The server at {server.address} did not load a bucket: {answer.get('message')}")
+            return self.apply_update(version, update, restore=None, servers=servers, alongside=send)
+        except WeightUpdateError:
+            self._group = None
+            raise
+
+    def _weight_group(self, servers: list[Server], named: list[tuple[str, Tensor]], meta: WeightUpdateMeta) -> WeightGroup:
+        """The group with ``servers``; formed anew where one was taken out or came back since."""
+        members = (tuple(server.address for server in servers), self.router.changes, meta.group)
+        if self._group is not None and self._group_members == members:
+            return self._group
+        per_server = meta.allocation.gen_instance_size if meta.allocation and meta.allocation.gen_instance_size else 1
+        backend = meta.backend
+        if backend == "auto":
+            backend = "nccl" if any(tensor.is_cuda for _, tensor in named) else "gloo"
+        address = own_address(server.url for server in servers)
+        (port,) = find_free_ports(1)
+        world_size = 1 + per_server * len(servers)
+        assert self._fan_out is not None
+        joining = [
+            self._fan_out.submit(
+                self._post_update,
+                server,
+                "init_weights_update_group",
+                {
+                    "master_address": address,
+                    "master_port": port,
+                    "rank_offset": 1 + per_server * index,
+                    "world_size": world_size,
+                    "group_name": meta.group,
+                    "backend": backend,
+                },
+            )
+            for index, server in enumerate(servers)
+        ]
+        self._group = WeightGroup(address, port, 0, world_size, meta.group, backend)
+        for future in joining:
+            future.result()
+        self._group_members = members
+        return self._group

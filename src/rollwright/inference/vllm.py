@@ -10,9 +10,10 @@ import math
 from typing import Any
 
 from rollwright.errors import EngineError, WeightUpdateError
-from rollwright.inference.connections import ServerRefused
+from rollwright.inference.connections import ServerRefusedError
 from rollwright.inference.parameters import check_parameters, vllm_sampling_params
-from rollwright.inference.remote import RemoteClient, versions_of_spans
+from rollwright.inference.remote import versions_of_spans
+from rollwright.inference.remote_weights import PublishingClient
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.router import Server
 from rollwright.tracking.logging import getLogger
@@ -26,7 +27,7 @@ PAUSE_MODES = {"recompute": "keep", "keep": "keep", "wait": "wait"}
 _ENGINE_ID_PREFIX = "generate-tokens-"
 
 
-class VLLMClient(RemoteClient):
+class VLLMClient(PublishingClient):
     """Tokens in and out over ``/inference/v1/generate``."""
 
     kind = "vllm"
@@ -35,7 +36,7 @@ class VLLMClient(RemoteClient):
     def _on_connected(self, server: Server) -> None:
         try:
             self.connections.request("GET", f"{server.url}/weight_info", timeout=30.0)
-        except ServerRefused as error:
+        except ServerRefusedError as error:
             raise EngineError(
                 f"The vLLM server at {server.address} does not say the version of its weights ({error}). Start it with "
                 "VLLM_SERVER_DEV_MODE=1 and --enable-scale-out, as VLLMConfig.build_cmd does."
@@ -158,8 +159,16 @@ class VLLMClient(RemoteClient):
             self._label_version(server, version)
             recompute = "true" if self.config.on_weight_update == "recompute" else "false"
             self.connections.request("POST", f"{url}/reset_prefix_cache?reset_running_requests={recompute}")
-        except ServerRefused as error:
+        except ServerRefusedError as error:
             raise WeightUpdateError(f"The vLLM server at {server.address} did not load version {version}: {error}") from error
         held = self._read_version(server)
         if str(held) != str(version):
             raise WeightUpdateError(f"The vLLM server at {server.address} says it holds {held!r} after an update to {version}.")
+
+    def broadcast_weights(self, named: Any, version: int, meta: Any) -> list[str]:
+        """Refused: vLLM's weight transfer engines speak protocols of their own.
+
+        Raises:
+            WeightUpdateError: always; it names the ways that work.
+        """
+        raise WeightUpdateError("vLLM servers take weights from files: use WeightUpdateMeta.from_disk(path) or .shared().")

@@ -121,7 +121,7 @@ class Control:
             "weight_version": str(self._engine.get_version()),
             "context_length": self._engine.context_length,
             "enable_deterministic_inference": True,  # every request is drawn with the seed that it brings
-            "weights_root": self._settings.weights_root,
+            "weights_roots": self._settings.weights_roots,
             "paused": self._paused,
             "stats": self._engine.stats(),
         }
@@ -182,15 +182,15 @@ class Control:
         """``path``, if weights may be loaded from there."""
         if not isinstance(path, str) or not path:
             raise RequestError("model_path has to be a directory.", param="model_path")
-        if self._settings.weights_root is None:
+        if not self._settings.weights_roots:
             raise RequestError(
                 "This server loads no weights from disk: start it with --weights-root DIRECTORY.",
                 status=403,
                 param="model_path",
             )
-        root, wanted = Path(self._settings.weights_root).resolve(), Path(path).resolve()
-        if not wanted.is_relative_to(root):
-            raise RequestError(f"{path} is not below this server's weights root.", status=403, param="model_path")
+        wanted = Path(path).resolve()
+        if not any(wanted.is_relative_to(Path(root).resolve()) for root in self._settings.weights_roots):
+            raise RequestError(f"{path} is not below a weights root of this server.", status=403, param="model_path")
         if not wanted.is_dir():
             raise RequestError(f"{path} is not a directory.", param="model_path")
         return wanted

@@ -17,9 +17,9 @@ class ServerSettings:
     port: int = field(default=30000, metadata={"help": "Port to listen on.", "ge": 0, "le": 65535})
     api_key: str | None = field(default=None, metadata={"help": "Bearer token that every request but /health must carry."})
     model_name: str = field(default="", metadata={"help": "Name in the OpenAI protocol; empty: the model directory."})
-    weights_root: str | None = field(
-        default=None,
-        metadata={"help": "Weights are loaded only from below this directory; None: updates from disk are refused."},
+    weights_roots: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Weights are loaded only from below these directories; none: updates from disk are refused."},
     )
     max_body_bytes: int = field(default=64 << 20, metadata={"help": "Largest request body.", "ge": 1024})
     max_prompt_tokens: int | None = field(

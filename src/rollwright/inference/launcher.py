@@ -1,0 +1,213 @@
+"""Starts inference servers, waits until they are healthy, keeps their logs, and ends them on every exit path.
+
+Each server is the child of a supervisor that holds the reading end of a pipe of this process: whatever becomes of this
+process, SIGKILL included, its servers and their children end within seconds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import httpx
+
+from rollwright.errors import EngineError
+from rollwright.inference.network import find_free_ports, server_url
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("Launcher")
+
+_SUPERVISOR = Path(__file__).with_name("supervisor.py")
+_LOG_TAIL_BYTES = 2000
+
+
+class ServerProcess:
+    """One command under a supervisor, with its output in a file."""
+
+    def __init__(
+        self, command: Sequence[str], address: str, log_path: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Args:
+        command: of the server.
+        address: ``host:port`` that it will listen on.
+        log_path: its output is appended there.
+        environment: variables besides this process's own.
+        """
+        self.command = list(command)
+        self.address = address
+        self.log_path = log_path
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", str(_SUPERVISOR), *self.command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,  # Ctrl-C goes to this process, which decides what ends
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the supervisor."""
+        return self._process.pid
+
+    @property
+    def exit_status(self) -> int | None:
+        """Exit status of the server; None while it runs."""
+        return self._process.poll()
+
+    def log_tail(self) -> str:
+        """The end of the server's output."""
+        try:
+            with self.log_path.open("rb") as file:
+                file.seek(max(0, self.log_path.stat().st_size - _LOG_TAIL_BYTES))
+                return file.read().decode(errors="replace").strip()
+        except OSError as error:
+            return f"({error})"
+
+    def wait_healthy(self, deadline: float, is_cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Return when ``/health`` answers.
+
+        Args:
+            deadline: ``time.monotonic()`` at which it is given up.
+            is_cancelled: ends the wait early.
+
+        Raises:
+            EngineError: the server ended, or was not healthy in time; the end of its log is quoted.
+        """
+        url = server_url(self.address) + "/health"
+        with httpx.Client(timeout=5.0, trust_env=False) as client:
+            while True:
+                if self.exit_status is not None:
+                    raise EngineError(
+                        f"The server at {self.address} ended with status {self.exit_status} before it was healthy. The end of "
+                        f"{self.log_path}:\n{self.log_tail()}"
+                    )
+                try:
+                    if client.get(url).status_code == 200:
+                        return
+                except httpx.TransportError:
+                    pass
+                if is_cancelled() or time.monotonic() > deadline:
+                    raise EngineError(
+                        f"The server at {self.address} was not healthy in time (rollout.setup_timeout). The end of "
+                        f"{self.log_path}:\n{self.log_tail()}"
+                    )
+                time.sleep(0.1)
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """End the server and everything it started; returns when they are gone."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # the command dies with its supervisor
+            self._process.wait()
+
+
+#: Builds a command for ``(host, port, index)``.
+CommandBuilder = Callable[[str, int, int], list[str]]
+
+
+class Launcher:
+    """Owns the servers that it started: ``close``, leaving its ``with`` block, or the end of this process ends them."""
+
+    def __init__(self, logs: str | Path, *, host: str = "127.0.0.1") -> None:
+        """Args:
+        logs: directory of the servers' logs, such as that of the run.
+        host: interface that the servers bind.
+        """
+        self._logs = Path(logs)
+        self._host = host
+        self._lock = threading.Lock()
+        self.servers: list[ServerProcess] = []
+        _open_launchers.add(self)
+
+    def start(
+        self, build: CommandBuilder, count: int = 1, *, name: str = "server", environment: Mapping[str, str] | None = None
+    ) -> list[str]:
+        """Start servers on free ports; they load while this returns.
+
+        Args:
+            build: the command for a host, a port and the server's index.
+            count: how many.
+            name: of the log files, ``<name>-<index>.log``.
+            environment: variables besides this process's own.
+
+        Returns:
+            Their addresses, ``host:port``.
+        """
+        ports = find_free_ports(count)
+        with self._lock:
+            first = len(self.servers)
+            for offset, port in enumerate(ports):
+                index = first + offset
+                command = build(self._host, port, index)
+                log_path = self._logs / f"{name}-{index}.log"
+                server = ServerProcess(command, f"{self._host}:{port}", log_path, environment)
+                self.servers.append(server)
+                logger.info("started %s, log in %s: %s", server.address, log_path, " ".join(command))
+            return [server.address for server in self.servers[first:]]
+
+    def wait_healthy(self, timeout: float = 300.0) -> list[str]:
+        """Wait until every server answers its health check.
+
+        Returns:
+            Addresses of all servers.
+
+        Raises:
+            EngineError: one ended or was too slow; all are stopped then.
+        """
+        deadline = time.monotonic() + timeout
+        try:
+            for server in self.servers:
+                server.wait_healthy(deadline)
+        except BaseException:
+            self.close()
+            raise
+        return [server.address for server in self.servers]
+
+    def check(self) -> None:
+        """Raises:
+        EngineError: a server has ended; the end of its log is quoted.
+        """
+        for server in self.servers:
+            if server.exit_status is not None:
+                raise EngineError(
+                    f"The server at {server.address} ended with status {server.exit_status}. The end of {server.log_path}:\n"
+                    f"{server.log_tail()}"
+                )
+
+    def close(self) -> None:
+        """End every server; once more is a no-op."""
+        with self._lock:
+            servers, self.servers = self.servers, []
+        threads = [threading.Thread(target=server.stop, daemon=True) for server in servers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+_open_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for launcher in list(_open_launchers):
+        launcher.close()

@@ -1,0 +1,234 @@
+"""A client that gives its servers new weights: publication, audit, and servers that come back.
+
+Invariants:
+
+* no server samples while its weights change, and every server in service holds the current version;
+* a publication is audited by log-probabilities, also where every call was answered with success;
+* a publication and the return of a server never overlap.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rollwright.config.sections import RolloutConfig
+from rollwright.errors import EngineError, WeightUpdateError
+from rollwright.inference.audit import Agreement, Score, audit, probe_request, score_of, tolerance_of
+from rollwright.inference.network import is_loopback
+from rollwright.inference.remote import RemoteClient
+from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.router import Server
+from rollwright.inference.weights import MappedWeights, Publication, WeightUpdateMeta, publish_weights, shared_directory
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("RemoteWeights")
+
+
+class PublishingClient(RemoteClient):
+    """A ``RemoteClient`` that weights can be published to."""
+
+    def __init__(self, config: RolloutConfig | None = None, *, addresses: Iterable[str] | None = None) -> None:
+        super().__init__(config, addresses=addresses)
+        self.agreements: list[Agreement] = []  # of the last audit
+        self._restore: Callable[[Server], None] | None = None
+        self._pending_audit: Callable[[], object] | None = None
+        self._mapped: MappedWeights | None = None
+        self._update_lock = threading.Lock()  # held by a publication, and while a server is brought back
+
+    def destroy(self) -> None:
+        """See ``RemoteClient.destroy``; what was shared with the servers is removed."""
+        super().destroy()
+        if self._mapped is not None:
+            self._mapped.close()
+            self._mapped = None
+
+    def resume(self) -> None:
+        """Go on after ``pause``; the audit of a publication that was made meanwhile is done now."""
+        super().resume()
+        self._run_pending_audit()
+
+    def update_weights(
+        self, meta: WeightUpdateMeta | None = None, *, version: int, weights: Mapping[str, Tensor], trainer: Any = None
+    ) -> Publication:
+        """Publish a trainer's weights, then compare log-probabilities with it.
+
+        Where this client is paused, the comparison is made when it resumes: a paused server answers no probe.
+
+        Args:
+            meta: the way; None: shared memory where every server is on this host.
+            version: of the weights.
+            weights: whole tensors by parameter name.
+            trainer: an actor, whose ``compute_logp`` the audit asks; None: no audit.
+
+        Raises:
+            WeightUpdateError: no server took the weights, or one does not compute with them.
+        """
+        config = getattr(getattr(trainer, "model", None), "config", None)
+        publication = publish_weights(self, weights, version, meta or self.default_meta(), config=config)
+        if trainer is not None:
+            self._pending_audit = lambda: self.audit(score_of(trainer), tolerance_of(self.config, trainer))
+            if not self._paused:
+                self._run_pending_audit()
+        return publication
+
+    def default_meta(self) -> WeightUpdateMeta:
+        """Shared memory, where every server is on this host.
+
+        Raises:
+            WeightUpdateError: a server is elsewhere, so the way has to be named.
+        """
+        elsewhere = [server.address for server in self.router.servers if not is_loopback(server.url)]
+        if elsewhere:
+            raise WeightUpdateError(
+                f"Servers on other hosts ({', '.join(elsewhere)}) need a named way for weights: WeightUpdateMeta.from_disk(path) "
+                "or WeightUpdateMeta.from_fsdp_xccl(allocation), given to connect_engine or update_weights."
+            )
+        return WeightUpdateMeta.shared()
+
+    def mapped_weights(self, path: str | None) -> MappedWeights:
+        """The file that this client shares weights through; made once."""
+        if self._mapped is None:
+            directory = Path(path) if path else shared_directory(self._weights_roots())
+            self._mapped = MappedWeights(directory)
+        return self._mapped
+
+    def _weights_roots(self) -> list[str]:
+        """Directories that every server may read; empty: any."""
+        return []
+
+    def audit(self, score: Score, tolerance: float) -> list[Agreement]:
+        """Have every server in service sample the probe, and compare its log-probabilities with the trainer's.
+
+        Raises:
+            WeightUpdateError: a server is over the tolerance; it is named.
+        """
+
+        servers = self.router.in_service()
+        request = probe_request(self._vocabulary_of(score))
+        answers = self._each(lambda server: self._probe(server, request), servers)
+        responses = {
+            f"The {self.kind} server at {server.address}": answer for server, answer in zip(servers, answers, strict=True)
+        }
+        agreements = audit(responses, score, self._version, tolerance)
+        self.agreements = agreements
+        logger.info("audit of version %d: largest mean difference %.1e", self._version, max(a.mean for a in agreements))
+        return agreements
+
+    @staticmethod
+    def _vocabulary_of(score: Score) -> int:
+        return int(getattr(score, "vocabulary", 64))
+
+    def _probe(self, server: Server, request: ModelRequest) -> ModelResponse:
+        payload = self._payload(request, f"audit-probe/{next(self._wire_ids)}")
+        data = self.connections.request("POST", server.url + self.generate_path, payload)
+        return self._response(request, data, self._version)
+
+    def _run_pending_audit(self) -> None:
+        pending, self._pending_audit = self._pending_audit, None
+        if pending is not None:
+            pending()
+
+    def apply_update(
+        self,
+        version: int,
+        update: Callable[[Server], None],
+        *,
+        restore: Callable[[Server], None] | None,
+        servers: list[Server] | None = None,
+        alongside: Callable[[], None] | None = None,
+    ) -> list[str]:
+        """Give every server that answers new weights, between pause and resume, and make ``version`` the current one.
+
+        A server that fails is taken out; the others go on. One that was out and takes the weights is put back.
+
+        Args:
+            version: of the new weights.
+            update: gives them to one server, and raises where the server does not confirm them.
+            restore: the same for a server that comes back later; None: it stays out until the next publication.
+            servers: that take part; None: all that answer.
+            alongside: runs in this thread while the servers update (the sending half of a broadcast).
+
+        Returns:
+            Addresses of the servers that confirmed.
+
+        Raises:
+            WeightUpdateError: no server took the weights.
+        """
+        with self._update_lock:
+            chosen = self.answering_servers() if servers is None else servers
+            was_paused = self._paused
+            if not was_paused:
+                self.pause()
+            try:
+                failures = self._update_each(chosen, update, alongside)
+                confirmed = [server for server in chosen if server.address not in failures]
+                for address, reason in failures.items():
+                    logger.error("The server at %s did not take version %d: %s", address, version, reason)
+                if not confirmed:
+                    raise WeightUpdateError(
+                        f"No {self.kind} server took version {version}: {failures or self.router.describe()}."
+                    )
+                self._version, self._restore = version, restore
+                for server in confirmed:
+                    if not server.in_service:
+                        self._pause_server(server)
+                        self.router.put_back(server)
+            finally:
+                if not was_paused:
+                    self.resume()
+            return [server.address for server in confirmed]
+
+    def answering_servers(self) -> list[Server]:
+        """Servers in service, and those out of service that answer again."""
+        out = self.router.out_of_service()
+        healthy = self._each(self._is_healthy, out)
+        return self.router.in_service() + [server for server, answers in zip(out, healthy, strict=True) if answers]
+
+    def _update_each(
+        self, servers: list[Server], update: Callable[[Server], None], alongside: Callable[[], None] | None
+    ) -> dict[str, str]:
+        assert self._fan_out is not None
+        futures = {server.address: self._fan_out.submit(update, server) for server in servers}
+        failures: dict[str, str] = {}
+        if alongside is not None:
+            try:
+                alongside()
+            except EngineError as error:
+                failures = {server.address: str(error) for server in servers}
+        for server in servers:
+            error = futures[server.address].exception()
+            if isinstance(error, EngineError):
+                failures[server.address] = str(error)
+            elif error is not None:
+                raise error
+            if server.address in failures:
+                self.router.take_out(server, f"did not take the published weights: {failures[server.address]}")
+        return failures
+
+    def _bring_back(self, server: Server) -> None:
+        """Give a server that answers again the current weights, pause it where this client is paused, and put it back.
+
+        Raises:
+            EngineError: it cannot be given the current weights; it stays out.
+        """
+        with self._update_lock:
+            self._on_connected(server)
+            label = self._read_version(server)
+            if str(label) != str(self._version):
+                if self._restore is not None:
+                    self._restore(server)
+                elif self._version == 0 and not str(label).isdigit():
+                    self._label_version(server, 0)
+                else:
+                    raise WeightUpdateError(
+                        f"it holds version {label!r} and version {self._version} is not on disk; it comes back with the next "
+                        "publication"
+                    )
+            if self._paused:
+                self._pause_server(server)
+            self.router.put_back(server)

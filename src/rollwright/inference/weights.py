@@ -1,0 +1,262 @@
+"""How new weights reach engines: one interface over memory, shared memory, disk and a distributed group."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rollwright.config.allocation import AllocationMode
+from rollwright.errors import WeightUpdateError
+from rollwright.inference.weight_files import keep_newest, write_weights
+from rollwright.inference.weight_group import BUCKET_BYTES, DEFAULT_GROUP
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("Weights")
+
+#: Where shared weights are mapped: memory that looks like a directory.
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class WeightUpdateMeta:
+    """By which way weights go to the engines. Make one with the class methods.
+
+    Attributes:
+        type: ``memory`` (an engine in this process copies them), ``shared`` (memory mapped by both processes of one host),
+            ``disk`` (safetensors in a directory that both see) or ``xccl`` (broadcast in a distributed group).
+        path: the directory of ``disk``, or of ``shared`` (None: chosen).
+        allocation: sizes of the engines, for ``xccl``.
+        backend: of ``xccl``: gloo, nccl, or auto (nccl where the weights are on GPUs).
+        keep: versions kept on disk; a server that comes back is given the newest.
+        group: name of the distributed group.
+        bucket_bytes: most bytes of one bucket.
+    """
+
+    type: Literal["memory", "shared", "disk", "xccl"]
+    path: str | None = None
+    allocation: AllocationMode | None = None
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    keep: int = 2
+    group: str = DEFAULT_GROUP
+    bucket_bytes: int = BUCKET_BYTES
+
+    @classmethod
+    def memory(cls) -> WeightUpdateMeta:
+        """An engine in this process copies the tensors."""
+        return cls("memory")
+
+    @classmethod
+    def shared(cls, path: str | Path | None = None) -> WeightUpdateMeta:
+        """Servers on this host read a file that is mapped in memory and written in place.
+
+        Args:
+            path: its directory; None: one that the servers may read, in shared memory where there is some.
+        """
+        return cls("shared", path=None if path is None else str(path))
+
+    @classmethod
+    def from_disk(cls, path: str | Path, keep: int = 2) -> WeightUpdateMeta:
+        """Servers read safetensors from ``path/v<version>``.
+
+        Args:
+            path: a directory that every server sees under the same name; ``rollwright serve-model`` reads only below its
+                ``--weights-root``.
+            keep: versions kept.
+        """
+        return cls("disk", path=str(path), keep=keep)
+
+    @classmethod
+    def from_fsdp_xccl(
+        cls, allocation: AllocationMode | str, backend: Literal["auto", "gloo", "nccl"] = "auto"
+    ) -> WeightUpdateMeta:
+        """The trainer's first rank broadcasts to the servers, bucket by bucket.
+
+        Args:
+            allocation: such as ``AllocationMode.from_str("sglang:d1p1t1+d1p1t1")``; the one-engine form
+                ``"sglang:d1p1t1"`` serves too.
+            backend: NCCL needs GPUs on both sides; Gloo works on CPUs.
+        """
+        if isinstance(allocation, str):
+            allocation = AllocationMode.from_str(allocation)
+        return cls("xccl", allocation=allocation, backend=backend)
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What a publication did."""
+
+    version: int
+    engines: tuple[str, ...]
+    seconds: float
+    bytes: int
+    digest: str | None = None
+
+
+def distinct_weights(weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Named tensors without those that are another one's memory (tied weights), whose first name counts."""
+    pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
+    seen: set[tuple[Any, ...]] = set()
+    distinct: list[tuple[str, Tensor]] = []
+    for name, tensor in pairs:
+        key = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        if tensor.numel() and key in seen:
+            continue
+        seen.add(key)
+        distinct.append((name, tensor))
+    return distinct
+
+
+class MappedWeights:
+    """A safetensors file whose tensors are mapped in this process and written in place, version after version.
+
+    A reader maps the same file, so handing weights over costs one copy on each side and no allocation.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Args:
+        directory: is created; ``close`` removes it.
+        """
+        self.directory = directory
+        self._path = directory / "model.safetensors"
+        self._mapped: dict[str, Tensor] = {}
+
+    def write(self, named: list[tuple[str, Tensor]], version: int, config: Any = None) -> None:
+        """Put tensors into the file; their names, types and shapes are those of the first time.
+
+        Raises:
+            WeightUpdateError: the model changed its shape, or there is no room.
+        """
+        if not self._mapped:
+            write_weights(self.directory, named, version, config)
+            if not self._path.exists():  # sharded: too large for one file, so every version is written anew
+                return
+            self._mapped = _map(self._path)
+            return
+        if [name for name, _ in named if name not in self._mapped] or len(named) != len(self._mapped):
+            raise WeightUpdateError(
+                "The weights have other names than those that were shared first; make a new WeightUpdateMeta."
+            )
+        for name, tensor in named:
+            self._mapped[name].copy_(tensor)
+
+    def close(self) -> None:
+        """Unmap and remove the file."""
+        self._mapped.clear()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _map(path: Path) -> dict[str, Tensor]:
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    memory = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+    mapped: dict[str, Tensor] = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        start, end = (8 + length + offset for offset in entry["data_offsets"])
+        mapped[name] = memory[start:end].view(_DTYPES[entry["dtype"]]).view(entry["shape"])
+    return mapped
+
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def shared_directory(roots: Iterable[str | Path] = ()) -> Path:
+    """A fresh directory for shared weights.
+
+    Args:
+        roots: directories that the servers may read; none: they may read any.
+
+    Raises:
+        WeightUpdateError: none of the roots exists on this host.
+    """
+    roots = [Path(root) for root in roots]
+    present = [root for root in roots if root.is_dir()]
+    if roots and not present:
+        raise WeightUpdateError(
+            f"The servers read weights only below {', '.join(map(str, roots))}, which are not on this host. Publish by xccl, or "
+            "by disk on a file system that both see."
+        )
+    parent = min(present, key=lambda root: not root.is_relative_to(_SHARED_MEMORY), default=None)
+    if parent is None:
+        parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    return Path(tempfile.mkdtemp(prefix="rollwright-weights-", dir=parent)) / "current"
+
+
+def publish_weights(
+    engine: Any,
+    weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    version: int,
+    meta: WeightUpdateMeta,
+    *,
+    config: Any = None,
+) -> Publication:
+    """Give an engine new weights; when this returns, its next token is sampled with them.
+
+    Args:
+        engine: the built-in engine, or a client of servers.
+        weights: whole tensors by parameter name; tied ones may stand twice.
+        version: of these weights.
+        meta: the way.
+        config: a Hugging Face config, written beside weights on disk.
+
+    Returns:
+        What was done.
+
+    Raises:
+        WeightUpdateError: no engine confirmed, or the way does not fit the engine.
+    """
+    started = time.perf_counter()
+    named = distinct_weights(weights)
+    digest: str | None = None
+    if meta.type == "memory":
+        if not hasattr(engine, "load_weights"):
+            raise WeightUpdateError(
+                f"{type(engine).__name__} is not in this process: use shared(), from_disk() or from_fsdp_xccl()."
+            )
+        engine.load_weights(named, version)
+        engines = [type(engine).__name__]
+    elif meta.type == "disk":
+        root = Path(str(meta.path)).resolve()
+        digest = write_weights(root / f"v{version}", named, version, config)
+        engines = engine.update_weights_from_disk(str(root / f"v{version}"), version, digest)
+        keep_newest(root, "v", meta.keep)
+    elif meta.type == "shared":
+        mapped = engine.mapped_weights(meta.path)
+        mapped.write(named, version, config)
+        engines = engine.update_weights_from_disk(str(mapped.directory), version, None)
+    else:
+        engines = engine.broadcast_weights(named, version, meta)
+    size = sum(tensor.nbytes for _, tensor in named)
+    publication = Publication(version, tuple(engines), time.perf_counter() - started, size, digest)
+    logger.info(
+        "published version %d (%.1f MB) to %s by %s in %.2f s",
+        version,
+        size / 1e6,
+        ", ".join(engines),
+        meta.type,
+        publication.seconds,
+    )
+    return publication
