@@ -85,6 +85,8 @@ class PPOTrainer:
         self.recover = RecoverCheckpoints(self.directory.recover, keep=config.recover.keep)
         if self.directory.resumed and self.recover.steps():
             self._resume()
+        elif config.rollout.backend != "builtin":
+            self.actor.republish()  # servers hold the actor's weights from the first token on, and are compared with it
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

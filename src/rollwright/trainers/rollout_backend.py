@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import torch
+
+from rollwright.cluster.local import LocalServers
 from rollwright.config.experiment import PPOConfig
-from rollwright.rollout.engines import LocalRolloutEngine, RolloutEngine
+from rollwright.inference.network import find_server_addresses
+from rollwright.inference.sglang import SGLangClient
+from rollwright.inference.vllm import VLLMClient
+from rollwright.rollout.engines import LocalRolloutEngine, RemoteSGLangEngine, RemoteVLLMEngine, RolloutEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 
@@ -31,4 +38,45 @@ def make_rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory
     logger.info("sampling with the %s engine", config.rollout.backend)
     if config.rollout.backend == "builtin":
         return make_local_engine(config, actor, tokenizer)
-    raise NotImplementedError
+    return _make_server_engine(config, actor, tokenizer, directory)
+
+
+def _make_server_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: RunDirectory) -> RolloutEngine:
+    """Servers that run already, by config or environment; else servers started here, which end with the engine."""
+    rollout = config.rollout
+    addresses = [] if rollout.backend == "builtin_process" else find_server_addresses(rollout.addresses)
+    servers: LocalServers | None = None
+    if not addresses:
+        servers = LocalServers(
+            rollout,
+            model_path=_served_model(config, actor, tokenizer, directory),
+            logs=directory.logs,
+            sglang=config.sglang,
+            vllm=config.vllm,
+            threads=_engine_threads(config),
+        )
+        addresses = servers.addresses
+    client = (VLLMClient if rollout.backend == "vllm" else SGLangClient)(rollout, addresses=addresses)
+    if servers is not None:
+        client.own(servers)
+    engine_class = RemoteVLLMEngine if rollout.backend == "vllm" else RemoteSGLangEngine
+    return engine_class(rollout, client=client, seed=config.seed, deterministic=config.deterministic)
+
+
+def _served_model(config: PPOConfig, actor: Any, tokenizer: Any, directory: RunDirectory) -> str:
+    """The directory that servers load: the actor's, or its random weights where those exist nowhere yet."""
+    if not config.actor.init_from_scratch:
+        return config.actor.path
+    path = directory.path / "engine_model"
+    actor.save(path, tokenizer)
+    return str(path)
+
+
+def _engine_threads(config: PPOConfig) -> int:
+    """Half of the cores for generation, and the rest for training: threads of both on all cores would wait for each other."""
+    cores = len(os.sched_getaffinity(0))
+    threads = max(1, cores // 2)
+    if config.cluster.threads is None:
+        torch.set_num_threads(max(1, cores - threads))
+        logger.info("%d compute threads for generation and %d for training", threads, max(1, cores - threads))
+    return threads
