@@ -1,0 +1,48 @@
+"""What all tests share: a tiny model with a real tokenizer, and where the shared data and texts lie."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SHARED = REPOSITORY.parent / "shared"
+
+
+def shared_file(name: str) -> Path:
+    """A file beside the repository; the test is skipped where it is absent."""
+    path = SHARED / name
+    if not path.exists():
+        pytest.skip(f"../shared/{name} is not there")
+    return path
+
+
+@pytest.fixture(scope="session")
+def shared():
+    """Finds files beside the repository: ``shared("data/gsm8k/train.jsonl")``."""
+    return shared_file
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """A Qwen3 of two layers with random weights and a character tokenizer, in Hugging Face form."""
+    from rollwright.data.tokenizer import build_character_tokenizer
+    from rollwright.training.model import new_model
+
+    path = tmp_path_factory.mktemp("tiny-model")
+    new_model(
+        path,
+        tokenizer=build_character_tokenizer(),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=2048,
+    )
+    return path
