@@ -28,6 +28,8 @@ def token_ids(ids: Any, what: str = "input_ids") -> list[int]:
     if hasattr(ids, "tolist"):
         ids = ids.tolist()
     ids = list(ids)
+    if ids and set(map(type, ids)) == {int} and min(ids) >= 0:
+        return ids
     if ids and all(isinstance(i, str) for i in ids):
         raise EngineError(
             f"{what} holds the names {ids[:3]} instead of token ids: list() of a BatchEncoding gives its keys. Take its "

@@ -129,7 +129,6 @@ class SampleEngine(InferenceEngine):
             seed = request_seed(self._run_seed, self.name, conversation, turn, request.metadata.get("index", 0))
         sent = ModelRequest.__new__(ModelRequest)  # the ids were checked when the request was made
         sent.__dict__.update(request.__dict__)
-        sent.input_ids = list(request.input_ids)
         sent.seed = seed
         return sent
 

@@ -1,7 +1,8 @@
 """The watch over the event loop: who holds it up, and on which line.
 
 All samples share one loop. A workflow that computes, sleeps or reads a file without awaiting stops all the others; the watch
-sees that the loop's heart does not beat, looks where the loop's thread stands, and says so in the log.
+sees that the loop's heart does not beat, looks where the loop's thread stands, and says so in the log. A loop that is merely
+busy with very many samples is not reported: one and the same step has to be seen again and again.
 """
 
 from __future__ import annotations
@@ -66,16 +67,19 @@ class LoopWatch:
             self._loop.call_later(BEAT, self._pulse)
 
     def _watch(self) -> None:
-        seen = 0.0
+        step, since, reported = None, 0.0, False
         while not self._ended.wait(BEAT):
-            beat = self._beat
-            late = time.monotonic() - beat - BEAT
-            if late < self._slow or beat == seen:
+            now = time.monotonic()
+            current = self._step() if now - self._beat > 2 * BEAT else None
+            if current is None or current != step:
+                step, since, reported = current, now, False
+                continue
+            if reported or now - since + BEAT < self._slow:
                 continue
             place = self.where()
             if place is None:
                 continue
-            seen = beat
+            reported = True
             self.reports += 1
             self.latest = place
             self._reported[place] += 1
@@ -83,9 +87,19 @@ class LoopWatch:
                 logger.warning(
                     "the event loop of all samples has stood still for %.1f s: %s. Await instead of blocking: asyncio.sleep for "
                     "time.sleep, an async client for requests, asyncio.to_thread for work.",
-                    late,
+                    now - self._beat,
                     place,
                 )
+
+    def _step(self) -> tuple[int, float] | None:
+        """Which step of which task or callback the loop is in; None where it is in none."""
+        frame = sys._current_frames().get(self._thread_id) if self._thread_id is not None else None
+        below = None
+        while frame is not None:
+            if frame.f_code is asyncio.Handle._run.__code__:
+                return None if below is None else (id(below), self._beat)
+            below, frame = frame, frame.f_back
+        return None
 
 
 def _describe(frame: FrameType) -> str | None:

@@ -19,8 +19,9 @@ import asyncio.queues
 import asyncio.taskgroups
 import asyncio.tasks
 import contextvars
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from rollwright.inference.engine import InferenceEngine
@@ -35,7 +36,15 @@ _STRUCTURAL_FILES = {asyncio.locks.__file__, asyncio.queues.__file__, asyncio.ta
 _STRUCTURAL_CODE = {asyncio.tasks._wait.__code__, asyncio.tasks.wait_for.__code__}  # type: ignore[attr-defined]
 
 
-@dataclass(slots=True)
+class _Wait(Enum):
+    """What a task of a sample waits for."""
+
+    NOTHING = 0  # it runs, or something outside will wake it by itself
+    ANSWER = 1  # held requests, and nothing else
+    OTHERS = 2  # a lock, queue or group: whoever holds that is looked at too
+
+
+@dataclass(slots=True, eq=False)
 class _Held:
     order: tuple[Any, ...]
     sample: SampleEngine
@@ -57,8 +66,9 @@ class WaveGate:
         self._engine = engine
         self._loop = loop
         self._is_open = is_open
-        self._held: list[_Held] = []
+        self._held: dict[SampleEngine, list[_Held]] = {}
         self._samples: set[SampleEngine] = set()
+        self._suspects: dict[SampleEngine, None] = {}  # samples that are not known to wait for answers only
         self._in_flight = False
         self._look: asyncio.Handle | None = None
         self._later: asyncio.TimerHandle | None = None
@@ -69,14 +79,15 @@ class WaveGate:
     def enter(self, sample: SampleEngine, task: asyncio.Task[Any]) -> None:
         """A sample begins to run in ``task``: no wave goes out until it is blocked too."""
         self._samples.add(sample)
+        self._suspects[sample] = None
         self._from_threads.discard(id(task))
         sample.tasks.add(task)
 
     def leave(self, sample: SampleEngine) -> None:
         """A sample has ended; what it still asked for is forgotten."""
         self._samples.discard(sample)
-        for held in [held for held in self._held if held.sample is sample]:
-            self._held.remove(held)
+        self._suspects.pop(sample, None)
+        for held in self._held.pop(sample, ()):
             held.answer.cancel()
         self.look()
 
@@ -96,13 +107,13 @@ class WaveGate:
             self._loop.create_future(),
             from_thread=current is not None and id(current) in self._from_threads,
         )
-        self._held.append(held)
+        self._held.setdefault(sample, []).append(held)
         self.look()
         try:
             return await held.answer
-        finally:
-            if held in self._held:
-                self._held.remove(held)
+        except asyncio.CancelledError:
+            self._withdraw(held)
+            raise
 
     # -- on the loop ---------------------------------------------------------------------------------------------------
 
@@ -110,13 +121,11 @@ class WaveGate:
         self._look = None
         if self._in_flight or not self._held or not self._is_open():
             return
-        held_by: dict[SampleEngine, list[_Held]] = {}
-        for held in self._held:
-            held_by.setdefault(held.sample, []).append(held)
-        busy = next((sample for sample in self._samples if not self._is_blocked(sample, held_by.get(sample, ()))), None)
-        if busy is None:
+        if self._all_wait():
             self._in_flight = True
-            wave, self._held = sorted(self._held, key=lambda held: held.order), []
+            wave = sorted((held for own in self._held.values() for held in own), key=lambda held: held.order)
+            self._held = {}
+            self._suspects = dict.fromkeys(self._samples)
             self._wave = self._loop.create_task(self._run(wave), name=f"wave {self.waves}")
         elif self._later is None:
             self._later = self._loop.call_later(LOOK_AGAIN, self._try_later)
@@ -162,26 +171,52 @@ class WaveGate:
             sample.tasks.add(task)
         return task
 
-    def _is_blocked(self, sample: SampleEngine, held_requests: Iterable[_Held]) -> bool:
+    def _withdraw(self, held: _Held) -> None:
+        """The workflow gave a held request up; its sample is looked at anew."""
+        own = self._held.get(held.sample, [])
+        if held in own:
+            own.remove(held)
+            if not own:
+                del self._held[held.sample]
+        if held.sample in self._samples:
+            self._suspects[held.sample] = None
+
+    def _all_wait(self) -> bool:
+        """True where no sample can go on without an answer. A sample that waits for answers only is not looked at again."""
+        for sample in list(self._suspects):
+            wait = self._wait_of(sample)
+            if wait is _Wait.NOTHING:
+                return False
+            if wait is _Wait.ANSWER:
+                del self._suspects[sample]
+        return True
+
+    def _wait_of(self, sample: SampleEngine) -> _Wait:
+        held_requests = self._held.get(sample, [])
         held = {id(held.answer) for held in held_requests}
         in_thread = any(held.from_thread for held in held_requests)
         pending = [task for task in sample.tasks if not task.done()]
         own = {id(task) for task in pending}
-        return all(self._waits_for_wave(task, held, own, in_thread) for task in pending)
+        result = _Wait.ANSWER
+        for task in pending:
+            wait = _wait_of_task(task, held, own, in_thread)
+            if wait is _Wait.NOTHING:
+                return wait
+            if wait is _Wait.OTHERS:
+                result = wait
+        return result
 
-    @staticmethod
-    def _waits_for_wave(task: asyncio.Task[Any], held: set[int], own: set[int], in_thread: bool) -> bool:
-        waiter = getattr(task, "_fut_waiter", None)
-        if waiter is None:
-            return False  # ready to run
-        parts = getattr(waiter, "_children", None) or [waiter]
-        if all(part.done() or id(part) in held or id(part) in own for part in parts) and not waiter.done():
-            return True
-        if waiter.done():
-            return False
-        code = _innermost_code(task)
-        structural = code is not None and (code.co_filename in _STRUCTURAL_FILES or code in _STRUCTURAL_CODE)
-        return structural or in_thread
+
+def _wait_of_task(task: asyncio.Task[Any], held: set[int], own: set[int], in_thread: bool) -> _Wait:
+    waiter = getattr(task, "_fut_waiter", None)
+    if waiter is None or waiter.done():
+        return _Wait.NOTHING
+    parts = getattr(waiter, "_children", None) or [waiter]  # of asyncio.gather
+    if all(part.done() or id(part) in held or id(part) in own for part in parts):
+        return _Wait.ANSWER
+    code = _innermost_code(task)
+    structural = code is not None and (code.co_filename in _STRUCTURAL_FILES or code in _STRUCTURAL_CODE)
+    return _Wait.OTHERS if structural or in_thread else _Wait.NOTHING
 
 
 def _innermost_code(task: asyncio.Task[Any]) -> Any:
