@@ -280,6 +280,17 @@ class RolloutConfig:
             "flagged and the trainer has to recompute (actor.recompute_logprob)."
         ),
     )
+    weight_update: str = field(
+        default="auto",
+        metadata=_help(
+            "How weights reach servers: auto (shared memory where all are on this host), shared, disk (weight_update_path), xccl "
+            "(a distributed group).",
+            choices=["auto", "shared", "disk", "xccl"],
+        ),
+    )
+    weight_update_path: str | None = field(
+        default=None, metadata=_help("Directory of weight_update: disk, which trainer and servers see under one name.")
+    )
     setup_timeout: float = field(default=300.0, metadata=_help("Seconds that initialize waits for a server's health.", gt=0.0))
     logprob_tolerance: float | None = field(
         default=None,

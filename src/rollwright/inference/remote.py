@@ -88,6 +88,7 @@ class RemoteClient(InferenceEngine):
         self._version = 0
         self._paused = False
         self._holding = False  # new requests wait on this side
+        self._owned: list[Any] = []
         self._wire_ids = itertools.count()
         self._live: dict[str, set[str]] = {}  # conversation -> ids of its requests in flight
         self._live_on: dict[str, Server] = {}
@@ -163,7 +164,7 @@ class RemoteClient(InferenceEngine):
         logger.info("%s servers in use: %s", self.kind, ", ".join(server.address for server in router.servers))
 
     def destroy(self) -> None:
-        """Stop watching the servers and close every connection. The servers run on: who started them ends them."""
+        """Stop watching the servers and close every connection. Servers run on unless they were handed over with ``own``."""
         _CONNECTED.discard(self)
         if self._monitor is not None:
             self._monitor.stop()
@@ -174,6 +175,12 @@ class RemoteClient(InferenceEngine):
         if self._connections is not None:
             self._connections.close()
         self._router = None
+        while self._owned:
+            self._owned.pop().close()
+
+    def own(self, resource: Any) -> None:
+        """Close ``resource`` (servers that were started for this client) when this client is destroyed."""
+        self._owned.append(resource)
 
     def _wait_healthy(self, server: Server, deadline: float) -> None:
         while not self._is_healthy(server):

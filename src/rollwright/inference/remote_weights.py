@@ -77,16 +77,23 @@ class PublishingClient(RemoteClient):
         return publication
 
     def default_meta(self) -> WeightUpdateMeta:
-        """Shared memory, where every server is on this host.
+        """The way that ``rollout.weight_update`` names; ``auto`` is shared memory, where every server is on this host.
 
         Raises:
-            WeightUpdateError: a server is elsewhere, so the way has to be named.
+            WeightUpdateError: a server is elsewhere, so the way has to be named; or disk has no path.
         """
+        way, path = self.config.weight_update, self.config.weight_update_path
+        if way == "xccl":
+            return WeightUpdateMeta.from_fsdp_xccl(f"sglang:d{len(self.router.servers)}p1t1")
+        if way == "disk":
+            if path is None:
+                raise WeightUpdateError("rollout.weight_update is disk: set rollout.weight_update_path to a shared directory.")
+            return WeightUpdateMeta.from_disk(path)
         elsewhere = [server.address for server in self.router.servers if not is_loopback(server.url)]
         if elsewhere:
             raise WeightUpdateError(
-                f"Servers on other hosts ({', '.join(elsewhere)}) need a named way for weights: WeightUpdateMeta.from_disk(path) "
-                "or WeightUpdateMeta.from_fsdp_xccl(allocation), given to connect_engine or update_weights."
+                f"Servers on other hosts ({', '.join(elsewhere)}) share no memory with the trainer: set rollout.weight_update to disk "
+                "or xccl, or give a WeightUpdateMeta to connect_engine or update_weights."
             )
         return WeightUpdateMeta.shared()
 
