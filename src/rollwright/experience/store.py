@@ -11,6 +11,7 @@ Invariants, whoever is killed and whenever:
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -150,7 +151,7 @@ class ExperienceStore:
         Args:
             group: the samples of the group, each one experience or a list of them; with ``index``, the rows of one sample.
             ordinal: the task's ordinal, which names the group.
-            name: the group's name, where it has no ordinal; None: the id of its first experience.
+            name: the group's name, where it has no ordinal; None: made of the first experience's id and tokens.
             attempt: of the task. A newer attempt replaces an older one's rows while the group is not complete.
             index: which sample of the group this is; the group is complete when ``group_size`` samples have come.
             group_size: samples of a complete group, with ``index``.
@@ -190,7 +191,7 @@ class ExperienceStore:
                 raise StoreError(
                     "a single sample was appended to a group without ordinal or name: give one, so that the group can be found."
                 )
-            prepared.append((name or f"experience/{rows[0]['eid']}", ordinal, rows))
+            prepared.append((name or _own_name(group), ordinal, rows))
         with self._database.writing() as connection:
             return sum(
                 write_group(
@@ -425,6 +426,14 @@ def _rows(group: Sequence[Experience | Sequence[Experience]], index: int | None,
         for number, sample in enumerate(samples)
         for part, experience in enumerate(sample)
     ]
+
+
+def _own_name(group: Sequence[Experience | Sequence[Experience]]) -> str:
+    """A name for a group that was given none: the same experience, appended again, gets the same."""
+    first = group[0]
+    while not isinstance(first, Experience):
+        first = first[0]
+    return f"experience/{first.eid}/{hashlib.sha256(first.tokens.numpy().tobytes()).hexdigest()[:16]}"
 
 
 def _poll(look: Callable[[], tuple[Any, bool]], timeout: float | None, cancelled: Callable[[], bool]) -> Any:

@@ -18,7 +18,7 @@ from rollwright.experience.experience import Experience
 from rollwright.experience.store import ExperienceStore
 from rollwright.experience.store_sampling import Sampling
 
-TASKS = 12
+TASKS = 24
 
 
 def group(ordinal: int, attempt: int) -> list[Experience]:
@@ -60,6 +60,12 @@ class StoreMachine(RuleBasedStateMachine):
             assert claim.ordinal not in self.finished
             self.claims[owner].append(claim)
 
+    @rule(owner=st.sampled_from("ab"), count=st.integers(1, 4), rejected=st.sampled_from([True, False, False]))
+    def work(self, owner, count, rejected):
+        self.claim(owner, count)
+        for _ in range(count):
+            self.finish(owner, 0, rejected)
+
     @rule(owner=st.sampled_from("ab"), pick=st.integers(0, 99), rejected=st.booleans())
     def finish(self, owner, pick, rejected):
         if self.claims[owner]:
@@ -75,6 +81,7 @@ class StoreMachine(RuleBasedStateMachine):
             sample = group(claim.ordinal, claim.attempt)[index]
             self.store.append([sample], ordinal=claim.ordinal, index=index, group_size=3, attempt=claim.attempt)
 
+    @precondition(lambda self: any(self.claims.values()))
     @rule(owner=st.sampled_from("ab"))
     def kill_explorer(self, owner):
         self.dead += self.claims[owner]
@@ -82,21 +89,25 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.release_claims(owner)
 
     @precondition(lambda self: self.dead)
-    @rule(pick=st.integers(0, 99))
-    def a_dead_explorers_message_arrives_late(self, pick):
+    @rule(pick=st.integers(0, 99), reclaimed=st.sampled_from([True, True, False]))
+    def a_dead_explorers_message_arrives_late(self, pick, reclaimed):
+        if reclaimed:
+            self.claim("b", len(self.dead))
         claim = self.dead.pop(pick % len(self.dead))
         before = self.store.status()
         assert not self.store.finish_task(claim, group(claim.ordinal, 50))
         assert self.store.status() == before
 
-    @rule(count=st.integers(1, 4))
+    @precondition(lambda self: self.finished)
+    @rule(count=st.sampled_from([1, 1, 2, 4]))
     def train(self, count):
         batch = self.store.sample(groups=count, sampling=self.sampling)
         if batch is not None:
             assert len(batch) == count
             self.trained += [identity(stored) for stored in batch]
 
-    @rule(visible=st.booleans())
+    @precondition(lambda self: self.trained)
+    @rule(visible=st.sampled_from([True, True, False]))
     def checkpoint(self, visible):
         self.names += 1
         self.store.commit(f"step-{self.names}")
@@ -105,6 +116,7 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             self.kill_trainer(back=0)
 
+    @precondition(lambda self: self.trained)
     @rule(back=st.integers(0, 2))
     def kill_trainer(self, back):
         del self.checkpoints[max(1, len(self.checkpoints) - back) :]
@@ -134,5 +146,5 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStoreModel = StoreMachine.TestCase
 TestStoreModel.settings = settings(
-    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=30, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -1,0 +1,240 @@
+"""The operators that come with Rollwright."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from rollwright.errors import ConfigError, TrajectoryError
+from rollwright.experience.experience import Experience
+from rollwright.experience.operators import OPERATORS, ExperienceOperator
+
+
+def rewards_of(experiences: Sequence[Experience]) -> list[float]:
+    """The reward of each experience.
+
+    Raises:
+        TrajectoryError: one has none.
+    """
+    for experience in experiences:
+        if experience.reward is None:
+            raise TrajectoryError(f"experience {experience.eid} has no reward: set it in the workflow, before the pipeline.")
+    return [float(experience.reward) for experience in experiences if experience.reward is not None]
+
+
+def _groups(experiences: Sequence[Experience]) -> list[list[Experience]]:
+    groups: dict[str, list[Experience]] = {}
+    for experience in experiences:
+        groups.setdefault(experience.eid.group, []).append(experience)
+    return list(groups.values())
+
+
+def _deviation(values: Sequence[float]) -> float:
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+
+
+@OPERATORS.register_module("reward_filter")
+class RewardFilter(ExperienceOperator):
+    """Keeps experiences whose reward lies between two limits, both included; NaN lies nowhere.
+
+    Args:
+        threshold: lowest reward that is kept.
+        maximum: highest reward that is kept.
+    """
+
+    def __init__(self, threshold: float = -math.inf, maximum: float = math.inf) -> None:
+        if threshold > maximum:
+            raise ConfigError(f"reward_filter: threshold {threshold} is above maximum {maximum}, so nothing would be kept.")
+        self.threshold = threshold
+        self.maximum = maximum
+
+    def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+        """Drops by reward."""
+        rewards = rewards_of(experiences)
+        kept = [each for each, reward in zip(experiences, rewards, strict=True) if self.threshold <= reward <= self.maximum]
+        return kept, {"kept_share": len(kept) / len(experiences)}
+
+
+@OPERATORS.register_module("reward_std_filter")
+@OPERATORS.register_module("no_variance_filter")
+class NoVarianceFilter(ExperienceOperator):
+    """Drops groups whose rewards are all (nearly) equal: their group-normalised advantages are zero.
+
+    Args:
+        threshold: largest standard deviation that is dropped.
+    """
+
+    def __init__(self, threshold: float = 0.0) -> None:
+        self.threshold = threshold
+
+    def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+        """Drops whole groups."""
+        kept: list[Experience] = []
+        groups = _groups(experiences)
+        dropped = 0
+        for group in groups:
+            if _deviation(rewards_of(group)) > self.threshold:
+                kept += group
+            else:
+                dropped += 1
+        return kept, {"dropped_groups_share": dropped / len(groups)}
+
+
+@OPERATORS.register_module("reward_shaping_mapper")
+@OPERATORS.register_module("reward_shaping")
+class RewardShaping(ExperienceOperator):
+    """Changes rewards by numbers that the experiences carry.
+
+    Args:
+        reward_shaping_configs: steps in order, each ``{"stats_key": …, "op_type": "ADD" | "SUB" | "MUL" | "DIV",
+            "weight": 1.0}``: the reward is combined with ``weight · value``. The value stands in ``info`` or ``metrics``
+            under ``stats_key``; ``response_length`` is always there.
+    """
+
+    _OPERATIONS: ClassVar[dict[str, Callable[[float, float], float]]] = {
+        "ADD": lambda reward, value: reward + value,
+        "SUB": lambda reward, value: reward - value,
+        "MUL": lambda reward, value: reward * value,
+        "DIV": lambda reward, value: reward / value,
+    }
+
+    def __init__(self, reward_shaping_configs: Sequence[Mapping[str, Any]]) -> None:
+        self._steps = []
+        for step in reward_shaping_configs:
+            unknown = set(step) - {"stats_key", "op_type", "weight"}
+            operation = str(step.get("op_type", "ADD")).upper()
+            if unknown or "stats_key" not in step or operation not in self._OPERATIONS:
+                raise ConfigError(
+                    f"reward_shaping step {dict(step)} is not understood: it has a stats_key, an op_type out of "
+                    f"{', '.join(self._OPERATIONS)}, and a weight."
+                )
+            self._steps.append((str(step["stats_key"]), self._OPERATIONS[operation], float(step.get("weight", 1.0))))
+
+    def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+        """Sets new rewards."""
+        before = rewards_of(experiences)
+        for experience, reward in zip(experiences, before, strict=True):
+            for key, operation, weight in self._steps:
+                try:
+                    reward = operation(reward, weight * self._value(experience, key))
+                except ZeroDivisionError:
+                    raise TrajectoryError(
+                        f"experience {experience.eid}: its reward is divided by {key!r}, which is 0."
+                    ) from None
+            experience.reward = reward
+        change = [after - old for after, old in zip(rewards_of(experiences), before, strict=True)]
+        return experiences, {
+            "reward_diff/mean": math.fsum(change) / len(change),
+            "reward_diff/min": min(change),
+            "reward_diff/max": max(change),
+        }
+
+    @staticmethod
+    def _value(experience: Experience, key: str) -> float:
+        known = {"response_length": float(experience.response_length), **experience.metrics, **experience.info}
+        if key not in known:
+            raise TrajectoryError(
+                f"experience {experience.eid} has no {key!r} in its info or metrics (it has {', '.join(sorted(known))}): the workflow sets it."
+            )
+        return float(known[key])
+
+
+@OPERATORS.register_module("overlong_shaping")
+class OverlongShaping(ExperienceOperator):
+    """Takes from the reward of responses that come near the length limit: DAPO's soft punishment (arXiv 2503.14476, eq. 13).
+
+    Args:
+        max_length: tokens of a response at most.
+        buffer: the last tokens before the limit, over which the punishment grows from 0 to ``penalty``.
+        penalty: at the limit and beyond.
+    """
+
+    def __init__(self, max_length: int, buffer: int, penalty: float = 1.0) -> None:
+        if not 0 < buffer <= max_length:
+            raise ConfigError(
+                f"overlong_shaping: buffer is {buffer} and max_length {max_length}; it must be 0 < buffer <= max_length."
+            )
+        self.max_length = max_length
+        self.buffer = buffer
+        self.penalty = penalty
+
+    def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+        """Sets new rewards."""
+        punished = 0
+        for experience, reward in zip(experiences, rewards_of(experiences), strict=True):
+            excess = experience.response_length - (self.max_length - self.buffer)
+            if excess > 0:
+                experience.reward = reward - self.penalty * min(1.0, excess / self.buffer)
+                punished += 1
+        return experiences, {"punished_share": punished / len(experiences)}
+
+
+@OPERATORS.register_module("truncation_mask")
+class TruncationMask(ExperienceOperator):
+    """Experiences that a length limit cut do not train: their action mask is cleared, or they are dropped.
+
+    A cleared experience still counts in its group's mean reward; a dropped one does not.
+
+    Args:
+        drop: drop instead of clearing.
+    """
+
+    def __init__(self, drop: bool = False) -> None:
+        self.drop = drop
+
+    def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+        """Clears or drops."""
+        for experience in experiences:
+            if experience.truncated is None:
+                raise TrajectoryError(
+                    f"experience {experience.eid} does not say whether it was truncated: the engine's record does, or the workflow sets it."
+                )
+        truncated = [experience for experience in experiences if experience.truncated]
+        share = {"truncated_share": len(truncated) / len(experiences)}
+        if self.drop:
+            return [experience for experience in experiences if not experience.truncated], share
+        for experience in truncated:
+            experience.action_mask = torch.zeros(experience.response_length, dtype=torch.bool)
+        return experiences, share
+
+
+@OPERATORS.register_module("pass_rate_calculator")
+@OPERATORS.register_module("pass_rate")
+class PassRate(ExperienceOperator):
+    """Writes the share of a task's samples that pass into ``info["pass_rate"]``, and keeps tasks of fitting difficulty.
+
+    Args:
+        threshold: reward from which on a sample passes. A sample of several rows passes by its mean reward.
+        minimum: tasks with a lower pass rate are dropped.
+        maximum: tasks with a higher pass rate are dropped.
+    """
+
+    def __init__(self, threshold: float = 1.0, minimum: float = 0.0, maximum: float = 1.0) -> None:
+        if not 0.0 <= minimum <= maximum <= 1.0:
+            raise ConfigError(
+                f"pass_rate: minimum is {minimum} and maximum {maximum}; it must be 0 <= minimum <= maximum <= 1."
+            )
+        self.threshold = threshold
+        self.minimum = minimum
+        self.maximum = maximum
+
+    def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+        """Notes, and drops whole tasks."""
+        kept: list[Experience] = []
+        rates = []
+        for group in _groups(experiences):
+            samples: dict[str, list[float]] = {}
+            for experience, reward in zip(group, rewards_of(group), strict=True):
+                samples.setdefault(experience.eid.sample, []).append(reward)
+            passed = [math.fsum(rewards) / len(rewards) >= self.threshold for rewards in samples.values()]
+            rate = sum(passed) / len(passed)
+            rates.append(rate)
+            for experience in group:
+                experience.info["pass_rate"] = rate
+            if self.minimum <= rate <= self.maximum:
+                kept += group
+        return kept, {"mean": math.fsum(rates) / len(rates)}
