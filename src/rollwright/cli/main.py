@@ -65,8 +65,7 @@ def build_app(chosen: str | None) -> typer.Typer:
         if isinstance(loaded, typer.Typer):
             app.add_typer(loaded, name=name, help=command.help)
         else:
-            described = {"help": command.help} if loaded is _placeholder else {"short_help": command.help}
-            app.command(name, **described)(loaded)
+            app.command(name, help=None if loaded is not _placeholder else command.help, short_help=command.help)(loaded)
     return app
 
 

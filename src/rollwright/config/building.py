@@ -45,7 +45,7 @@ def annotations_of(cls: type) -> dict[str, Any]:
         ) from error
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: object, known: Iterable[str]) -> str:
     """A hint: the known name that ``word`` most likely means, or the list of known names."""
     known = sorted({str(name) for name in known})
     if close := difflib.get_close_matches(str(word), known, n=1, cutoff=0.6):
@@ -151,7 +151,7 @@ class Builder:
             return value
         if origin in (typing.Union, types.UnionType):
             return self._union(arguments, value, path, default)
-        if dataclasses.is_dataclass(annotation):
+        if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
             suited = default if isinstance(default, annotation) else None
             return self.build(annotation, value, path, suited)
         if origin is list or annotation is list:

@@ -31,6 +31,7 @@ def apply_override(data: dict[str, Any], override: Override) -> None:
         ConfigError: the path leads through something that holds no keys, or beyond a list's end.
     """
     node: Any = data
+    part: Any
     for depth, part in enumerate(override.path):
         last = depth == len(override.path) - 1
         if isinstance(node, list):

@@ -129,12 +129,12 @@ def _typed(annotation: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     if origin in (typing.Union, types.UnionType):
         branches: list[dict[str, Any]] = []
         for argument in arguments:
-            schema = {"type": "null"} if argument is type(None) else _typed(argument, definitions)
+            schema: dict[str, Any] = {"type": "null"} if argument is type(None) else _typed(argument, definitions)
             branches.extend(branch for branch in schema.get("anyOf", [schema]) if branch not in branches)
         return {"anyOf": branches}
     if origin is typing.Annotated:
         return _typed(arguments[0], definitions)
-    if dataclasses.is_dataclass(annotation):
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         name = annotation.__name__
         if name not in definitions:
             definitions[name] = {}

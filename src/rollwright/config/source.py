@@ -6,7 +6,6 @@ Paths are tuples of keys and list positions: ``("actor", "optimizer", "lr")``, `
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +17,10 @@ from rollwright.errors import ConfigError
 KeyPath = tuple[str | int, ...]
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+_FastestLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_FastestLoader):
     """YAML 1.2's reading of plain words: ``1e-5`` is a number; ``yes``, ``0130`` and ``2026-11-21`` are text."""
 
     yaml_implicit_resolvers: ClassVar[dict] = {}
@@ -177,8 +179,8 @@ def _construct(node: yaml.Node, path: KeyPath, document: Document) -> Any:
         _flatten_merges(node)
         result: dict[Any, Any] = {}
         for key_node, value_node in node.value:
-            key = _scalar(key_node, document) if isinstance(key_node, yaml.ScalarNode) else None
-            if not isinstance(key, Hashable) or key is None:
+            key: Any = _scalar(key_node, document) if isinstance(key_node, yaml.ScalarNode) else None
+            if key is None:
                 raise ConfigError(f"{document.file}:{key_node.start_mark.line + 1}: a key is a word, not a {key_node.id}.")
             if key in result:
                 first = document.lines[(*path, key)]

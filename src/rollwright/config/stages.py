@@ -155,7 +155,7 @@ def load_eval_stages(file: str | Path | None, overrides: Sequence[str] = ()) -> 
     document = read_yaml(file) if file is not None else Document(dict(_EVALUATION), file="command line")
     listed = document.data.get("stages") or []
     if not any(isinstance(stage, dict) and stage.get("kind") == "eval" for stage in listed):
-        stage = {"kind": "eval", "name": "eval"}
+        stage: dict[str, Any] = {"kind": "eval", "name": "eval"}
         if isinstance(valid := document.data.get("valid_dataset"), dict):
             stage["dataset"] = {"split": "valid", **valid}
         document = dataclasses.replace(document, data={**document.data, "stages": [stage]})

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rollwright.config.sections import DatasetConfig
@@ -64,7 +65,7 @@ class EpochBatches:
         self.drawn = 0
 
 
-class _NumberedRows:
+class _NumberedRows(Dataset[Row]):
     """The rows as the dataloader reads them: ``(position, ordinal)`` gives the row with its ordinal."""
 
     def __init__(self, rows: Any) -> None:

@@ -177,7 +177,7 @@ def _read_saved(directory: Path, split: str, limit: int | None) -> Rows:
     if isinstance(dataset, datasets.DatasetDict):
         chosen = next((word for word in SPLIT_NAMES.get(split, (split,)) if word in dataset), None)
         if chosen is None:
-            raise DataError(f"{directory} has no split {split!r}; {nearest(split, dataset)}")
+            raise DataError(f"{directory} has no split {split!r}; {nearest(split, map(str, dataset))}")
         dataset = dataset[chosen]
     return _rows_of(dataset, f"{directory} ({split})", limit)
 

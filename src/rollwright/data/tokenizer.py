@@ -42,7 +42,7 @@ class ReturnsIds:
 
 
 def _rebuild(base: type, state: dict[str, Any]) -> Any:
-    tokenizer = base.__new__(base)
+    tokenizer: Any = object.__new__(base)
     tokenizer.__dict__.update(state)
     return returning_ids(tokenizer)
 
