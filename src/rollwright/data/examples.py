@@ -176,14 +176,15 @@ def get_dataset(config: DatasetConfig, tokenizer: Any = None) -> list[Row]:
     if not config.path:
         raise DataError("the dataset has no path: name a file, a directory, a registered dataset or a Hugging Face name.")
     source = f"{config.path} ({config.split})"
-    rows = _rows_of(config)
+    rows = read_taskset_rows(config)
     if config.limit is not None:
         rows = rows.first(config.limit) if isinstance(rows, Rows) else rows[: config.limit]
     tasks = to_tasks(rows, config.format, source, supervised=config.type == "sft")
     return tasks if config.max_length is None else _short_enough(tasks, config.max_length, tokenizer, source)
 
 
-def _rows_of(config: DatasetConfig) -> list[Row]:
+def read_taskset_rows(config: DatasetConfig) -> list[Row]:
+    """The rows that ``config`` names, as they are, without making tasks of them."""
     path, kwargs = config.path, config.kwargs
     if path in DATASET_REGISTRY:
         return DATASET_REGISTRY.rows(path, config.split, **kwargs)

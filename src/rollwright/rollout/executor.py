@@ -496,6 +496,8 @@ class RolloutExecutor:
         if group_size < 1:
             raise RolloutError(f"group_size={group_size}: a group has at least one sample.")
         instance = self._resolve(workflow, workflow_kwargs, group_size)
+        if hasattr(instance, "group_size_of"):  # a workflow that makes some of its groups itself
+            group_size = instance.group_size_of(data)
         accept = resolve_function(should_accept_fn, "should_accept_fn") if should_accept_fn is not None else None
         return Group(
             task_id=next(self._task_ids),
