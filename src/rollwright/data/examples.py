@@ -21,6 +21,7 @@ from rollwright.data.formats import to_tasks
 from rollwright.data.gsm8k import R1_TEMPLATE, final_answer, gsm8k, read_gsm8k
 from rollwright.data.procedural import arithmetic
 from rollwright.data.rows import Rows, read_rows
+from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import DataError
 
 Row = dict[str, Any]
@@ -165,7 +166,7 @@ def get_dataset(config: DatasetConfig, tokenizer: Any = None) -> list[Row]:
     Args:
         config: ``path`` is a registered name, ``reasoning_gym:NAME``, the import path of a builder
             (``my.module:builder``), or what ``read_rows`` reads.
-        tokenizer: counts a prompt's tokens where ``max_length`` is set.
+        tokenizer: counts a prompt's tokens where ``max_length`` is set; an object, or the directory or name of one.
 
     Returns:
         Tasks with ``messages`` and ``answer``, and ``completion`` where ``type`` is sft.
@@ -218,6 +219,7 @@ def _short_enough(tasks: list[Row], max_length: int, tokenizer: Any, source: str
 
     if tokenizer is None:
         raise DataError(f"{source}: max_length counts tokens, so get_dataset needs the tokenizer.")
+    tokenizer = load_tokenizer(tokenizer)
     kept = [
         task
         for task in tasks

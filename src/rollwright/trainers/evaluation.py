@@ -86,7 +86,7 @@ def evaluate_model(config: EvalConfig) -> dict[str, Any]:
     from rollwright.trainers.workflow_arguments import with_defaults
 
     tokenizer = load_tokenizer(config.tokenizer_path or config.path, config.trust_remote_code)
-    tasks = get_dataset(config.dataset)
+    tasks = get_dataset(config.dataset, tokenizer)
     runs = {"greedy": config.gconfig.new(greedy=True, n_samples=1)} if config.greedy else {}
     if config.samples:
         runs[f"mean@{config.samples}"] = config.gconfig.new(n_samples=config.samples)

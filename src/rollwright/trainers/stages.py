@@ -131,8 +131,9 @@ def _train_supervised(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
     from rollwright.trainers.sft import SFTTrainer
 
     config = stage.config
-    valid = get_dataset(config.valid_dataset) if config.valid_dataset else None
-    with SFTTrainer(config, get_dataset(config.train_dataset), valid, directory=directory) as trainer:
+    tokenizer = config.tokenizer_path or config.model.path  # counts prompts where max_length is set
+    valid = get_dataset(config.valid_dataset, tokenizer) if config.valid_dataset else None
+    with SFTTrainer(config, get_dataset(config.train_dataset, tokenizer), valid, directory=directory) as trainer:
         return trainer.train()
 
 
@@ -141,8 +142,9 @@ def _train_policy(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
     from rollwright.trainers.rl import PPOTrainer
 
     config = stage.config
-    valid = get_dataset(config.valid_dataset) if config.valid_dataset else None
-    with PPOTrainer(config, get_dataset(config.train_dataset), valid, directory=directory) as trainer:
+    tokenizer = config.tokenizer_path or config.actor.path  # counts prompts where max_length is set
+    valid = get_dataset(config.valid_dataset, tokenizer) if config.valid_dataset else None
+    with PPOTrainer(config, get_dataset(config.train_dataset, tokenizer), valid, directory=directory) as trainer:
         return trainer.train()
 
 
