@@ -6,33 +6,29 @@ samples run on the executor's loop, in a thread that the executor owns.
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
-import copy
-import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, DatasetEnded, RolloutError
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.inference.engine import InferenceEngine
+from rollwright.rollout.failures import Failure
 from rollwright.rollout.group import AcceptFunction, Group
+from rollwright.rollout.loop import LoopThread
 from rollwright.rollout.runner import Runner
 from rollwright.rollout.source import TaskSource
+from rollwright.rollout.state import read_state
+from rollwright.rollout.tasks import GroupFactory
 from rollwright.rollout.waiting import BatchWaiter, PrepareWaiter, StreamWaiter, TaskWaiter, Waiter, describe, wanted
-from rollwright.rollout.watch import LoopWatch
 from rollwright.tracking.logging import getLogger
-from rollwright.workflows.registry import resolve_function, resolve_workflow, workflow_name
 
 logger = getLogger("rollout")
 
-Result = TypeVar("Result")
-
 MAX_QUEUED_TASKS = 65_536
-STOP_SECONDS = 10.0  # that destroy waits for samples to end
 PAUSED_WARNING_SECONDS = 30.0
 EPOCHS_WITHOUT_ACCEPTANCE = 2
 
@@ -71,22 +67,16 @@ class RolloutExecutor:
         self.engine = engine
         self.seed = seed
         self.deterministic = deterministic
-        self._loop = asyncio.SelectorEventLoop()
-        self._runner = Runner(engine, self.config, self._loop, seed, deterministic)
-        self._runner.staleness.batch = batch_size
-        self._runner.staleness.version = engine.get_version()
-        self._watch = LoopWatch(self._loop)
-        self._task_ids = itertools.count()
-        self._eval_ordinals = itertools.count()
-        self._lock = threading.Lock()
-        self._next_ordinal = 0
+        self._thread = LoopThread()
+        self._call = self._thread.call
+        self._runner = Runner(engine, self.config, self._thread.loop, seed, deterministic)
+        self._delivery = self._runner.delivery
+        self._delivery.staleness.batch = batch_size
+        self._delivery.staleness.version = engine.get_version()
+        self._factory = GroupFactory()
         self._sources: list[tuple[Any, TaskSource]] = []
         self._restored: deque[dict[str, Any]] = deque()  # tasks that a checkpoint had drawn and not trained
-        self._workflows: list[tuple[Any, dict[str, Any] | None, Any]] = []
         self._prepare_lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run_loop, name="rollwright-rollout", daemon=True)
-        self._is_started = False
-        self._is_destroyed = False
 
     # -- one task at a time --------------------------------------------------------------------------------------------
 
@@ -118,8 +108,8 @@ class RolloutExecutor:
         self._start()
         if self._runner.queued >= MAX_QUEUED_TASKS:
             raise RolloutError(f"{MAX_QUEUED_TASKS} tasks are queued already: take results with wait() before submitting more.")
-        group = self._group(data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
-        self._loop.call_soon_threadsafe(self._runner.enqueue, [group])
+        group = self._factory.make(data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
+        self._thread.loop.call_soon_threadsafe(self._runner.enqueue, [group])
         return group.task_id
 
     def wait(self, count: int, timeout: float | None = None, is_eval: bool = False) -> Trajectory:
@@ -188,7 +178,7 @@ class RolloutExecutor:
             raise RolloutError("rollout_batch was given no tasks: give at least one.")
         self._start()
         groups = [
-            self._group(data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval, place=place)
+            self._factory.make(data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval, place=place)
             for place, data in enumerate(tasks)
         ]
         waiter = BatchWaiter(groups)
@@ -242,7 +232,9 @@ class RolloutExecutor:
             while True:
                 missing = self._call(lambda: wanted(self._runner))
                 rows = self._draw(source, missing)
-                groups = [self._group(row, workflow, workflow_kwargs, should_accept_fn, group_size, False) for row in rows]
+                groups = [
+                    self._factory.make(row, workflow, workflow_kwargs, should_accept_fn, group_size, False) for row in rows
+                ]
                 waiter = PrepareWaiter(count, threading.get_ident(), source_is_over=source.is_over and not self._restored)
                 taken = self._await(waiter, None, "prepare_batch", before=lambda groups=groups: self._runner.enqueue(groups))
                 if taken:
@@ -272,39 +264,34 @@ class RolloutExecutor:
 
     def set_version(self, version: int) -> None:
         """Weights were published: groups in training give their places back. The current version again is a no-op."""
-        self._call(self._runner.publish, version)
+        self._call(self._delivery.publish, version)
 
     @property
     def version(self) -> int:
         """The version that was last published."""
-        return self._runner.staleness.version
+        return self._delivery.staleness.version
 
     def release_batch(self) -> None:
         """The batches that were taken are done with, though no version was published (a skipped step)."""
-        self._call(self._runner.finish_training)
+        self._call(self._delivery.finish_training)
 
     def counters(self) -> dict[str, float]:
         """How samples and groups ended so far (``samples/…``, ``groups/…``), and how many there are in each state."""
-        runner = self._runner
-
-        def read() -> dict[str, float]:
-            counts: dict[str, float] = {f"samples/{name}": runner.samples[name] for name in _SAMPLE_ENDS}
-            counts |= {f"groups/{name}": runner.groups[name] for name in _GROUP_ENDS}
-            counts |= {f"groups/{name}": count for name, count in runner.groups.items()}
-            staleness = runner.staleness
-            return counts | {
-                "running_samples": runner.running_samples,
-                "queued": runner.queued,
-                "running": staleness.running,
-                "ready": staleness.ready,
-                "in_training": staleness.in_training,
-                "slow_loop_reports": self._watch.reports,
-            }
-
-        return self._call(read) if self._is_started and not self._is_destroyed else read()
+        runner, staleness = self._runner, self._delivery.staleness
+        counts: dict[str, float] = {f"samples/{name}": runner.samples[name] for name in _SAMPLE_ENDS}
+        counts |= {f"groups/{name}": runner.groups[name] for name in _GROUP_ENDS}
+        counts |= {f"groups/{name}": count for name, count in list(runner.groups.items())}
+        return counts | {
+            "running_samples": runner.running_samples,
+            "queued": runner.queued,
+            "running": staleness.running,
+            "ready": staleness.ready,
+            "in_training": staleness.in_training,
+            "slow_loop_reports": self._thread.watch.reports,
+        }
 
     @property
-    def failures(self) -> list[Any]:
+    def failures(self) -> list[Failure]:
         """The latest failures, each with task, cause and traceback."""
         return list(self._runner.failures.recent)
 
@@ -319,68 +306,23 @@ class RolloutExecutor:
             batch has taken: task, trajectory, version of admission). The dataloader's own state is ahead by exactly these.
         """
 
-        def read() -> dict[str, Any]:
-            runner = self._runner
-            buffered = [row for _, source in self._sources for row in source.buffered]
-            numbered = [{**group.data, "ordinal": group.ordinal} for group in runner.unfinished_groups()]
-            return {
-                "version": runner.staleness.version,
-                "next_ordinal": self._next_ordinal,
-                "frontier": runner.frontier.frontier,
-                "beyond": runner.frontier.beyond,
-                "pending": [dict(row) for row in (*numbered, *self._restored, *buffered)],
-                "finished": [
-                    {
-                        "task": {**group.data, "ordinal": group.ordinal},
-                        "trajectory": group.trajectory,
-                        "admitted": group.admitted,
-                        "size": group.size,
-                    }
-                    for group in runner.ready
-                    if not group.is_eval
-                ],
-            }
-
-        return self._call(read) if self._is_started else read()
+        drawn = [*self._restored, *(row for _, source in self._sources for row in source.buffered)]
+        return self._call(read_state, self._runner, self._factory.next_ordinal, drawn)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another executor stood: its pending tasks run before the dataloader's next ones."""
-        if self._is_started and self._call(lambda: self._runner.unfinished + len(self._runner.ready)):
+        if self._call(lambda: self._runner.unfinished + len(self._delivery.ready)):
             raise RolloutError("load_state_dict: tasks are in flight already; load the state before the first one.")
-        self._start()
         self._restored = deque(dict(row) for row in state["pending"])
-        self._next_ordinal = state["next_ordinal"]
-        finished = []
-        for entry in state["finished"]:
-            group = Group(next(self._task_ids), entry["task"]["ordinal"], entry["task"], None, "", entry["size"])
-            group.admitted, group.trajectory = entry["admitted"], entry["trajectory"]
-            finished.append(group)
-        self._call(self._runner.restore, state["version"], state["frontier"], state["beyond"], finished)
+        self._factory.next_ordinal = state["next_ordinal"]
+        finished = [self._factory.restored(entry) for entry in state["finished"]]
+        self._call(self._delivery.restore, state["version"], state["frontier"], state["beyond"], finished)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
         """Cancel what runs and stop the thread; callers that wait get a ``RolloutError``. Twice is the same as once."""
-        with self._lock:
-            if self._is_destroyed:
-                return
-            self._is_destroyed = True
-            was_started = self._is_started
-        if was_started:
-            if threading.current_thread() is self._thread:
-                raise RolloutError("destroy was called from inside a workflow; call it from the thread that owns the rollout.")
-            done = asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop)
-            try:
-                done.result(STOP_SECONDS + 5.0)
-            except concurrent.futures.TimeoutError:
-                logger.error(
-                    "rollout's event loop is blocked and could not be stopped: %s", self._watch.where() or "place unknown"
-                )
-                return
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(5.0)
-        if not self._thread.is_alive():
-            self._loop.close()
+        self._thread.stop(lambda: self._runner.stop(RolloutError("the rollout executor was destroyed while this call waited.")))
 
     def __enter__(self) -> RolloutExecutor:
         return self
@@ -391,65 +333,12 @@ class RolloutExecutor:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        with self._lock:
-            if self._is_destroyed:
-                raise RolloutError("this rollout executor was destroyed; make a new one.")
-            if not self._is_started:
-                self._thread.start()
-                self._is_started = True
+        self._thread.start()
         if self._runner.fatal is not None:
             raise self._runner.fatal
         version = self.engine.get_version()
-        if version != self._runner.staleness.version:
-            self._call(self._runner.publish, version)
-
-    def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._watch.start()
-        try:
-            self._loop.run_forever()
-        finally:
-            self._watch.stop()
-
-    async def _shut_down(self) -> None:
-        self._runner.stop(RolloutError("the rollout executor was destroyed while this call waited."))
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            _, left = await asyncio.wait(tasks, timeout=STOP_SECONDS)
-            if left:
-                logger.warning(
-                    "%d samples did not end within %.0f s of their cancellation and are abandoned.", len(left), STOP_SECONDS
-                )
-        await self._loop.shutdown_asyncgens()
-
-    def _call(self, function: Callable[..., Result], *args: Any) -> Result:
-        """Run a function on the loop and return what it returns."""
-        if threading.current_thread() is self._thread:
-            raise RolloutError(
-                "a synchronous rollout call was made from inside a workflow: it would wait for the loop that it blocks. "
-                "In a workflow use the engine that arun_episode was given."
-            )
-        self._start_if_needed()
-        outcome: concurrent.futures.Future[Result] = concurrent.futures.Future()
-
-        def run() -> None:
-            try:
-                outcome.set_result(function(*args))
-            except BaseException as error:
-                outcome.set_exception(error)
-
-        self._loop.call_soon_threadsafe(run)
-        return outcome.result()
-
-    def _start_if_needed(self) -> None:
-        with self._lock:
-            if self._is_destroyed:
-                raise RolloutError("this rollout executor was destroyed; make a new one.")
-            if not self._is_started:
-                self._thread.start()
-                self._is_started = True
+        if version != self._delivery.staleness.version:  # published by whoever holds the engine itself
+            self._call(self._delivery.publish, version)
 
     def _await(self, waiter: Waiter, timeout: float | None, what: str, before: Callable[[], None] | None = None) -> list[Group]:
         self._start()
@@ -479,61 +368,9 @@ class RolloutExecutor:
                 if self._runner.is_paused:
                     logger.warning("%s waits while rollout is paused (%s): call resume().", what, describe(self._runner))
         except BaseException:
-            if not waiter.future.done() and not self._is_destroyed:
+            if not waiter.future.done() and not self._thread.is_stopped:
                 self._call(self._runner.forget, waiter)
             raise
-
-    def _group(
-        self,
-        data: dict[str, Any],
-        workflow: Any,
-        workflow_kwargs: dict[str, Any] | None,
-        should_accept_fn: AcceptFunction | str | None,
-        group_size: int,
-        is_eval: bool,
-        place: int | None = None,
-    ) -> Group:
-        if group_size < 1:
-            raise RolloutError(f"group_size={group_size}: a group has at least one sample.")
-        instance = self._resolve(workflow, workflow_kwargs, group_size)
-        if hasattr(instance, "group_size_of"):  # a workflow that makes some of its groups itself
-            group_size = instance.group_size_of(data)
-        accept = resolve_function(should_accept_fn, "should_accept_fn") if should_accept_fn is not None else None
-        return Group(
-            task_id=next(self._task_ids),
-            ordinal=self._ordinal(data, is_eval, place),
-            data=data,
-            workflow=instance,
-            workflow_name=workflow_name(instance),
-            size=group_size,
-            is_eval=is_eval,
-            should_accept=accept,
-        )
-
-    def _ordinal(self, data: dict[str, Any], is_eval: bool, place: int | None) -> int:
-        ordinal = data.get("ordinal")
-        if not isinstance(ordinal, int) or isinstance(ordinal, bool):
-            ordinal = None
-        if is_eval:  # a space of their own: evaluation must not shift the seeds of training
-            if ordinal is not None:
-                return ordinal
-            return place if place is not None else next(self._eval_ordinals)
-        with self._lock:
-            if ordinal is None:
-                ordinal = self._next_ordinal
-            self._next_ordinal = max(self._next_ordinal, ordinal + 1)
-        return ordinal
-
-    def _resolve(self, workflow: Any, kwargs: dict[str, Any] | None, group_size: int) -> Any:
-        """The workflow's instance; the same one for the same arguments, since building one may load a tokenizer."""
-        with self._lock:
-            for known, known_kwargs, instance in self._workflows:
-                if known is workflow and known_kwargs == kwargs:
-                    return _repeated(instance) if group_size > 1 else instance
-        instance = resolve_workflow(workflow, kwargs)
-        with self._lock:
-            self._workflows = [(workflow, dict(kwargs) if kwargs is not None else None, instance), *self._workflows[:7]]
-        return _repeated(instance) if group_size > 1 else instance
 
     def _source(self, dataloader: Iterable[Any]) -> TaskSource:
         for loader, source in self._sources:
@@ -548,7 +385,7 @@ class RolloutExecutor:
         return rows + source.draw(count - len(rows))
 
     def _set_batch(self, count: int) -> None:
-        self._runner.staleness.batch = count
+        self._delivery.staleness.batch = count
 
     def _set_paused(self, is_paused: bool) -> None:
         self._runner.is_paused = is_paused
@@ -565,13 +402,3 @@ def _joined(groups: list[Group]) -> Trajectory:
     for group in groups:
         group.trajectory = None
     return concat_padded_tensors([trajectory for trajectory in trajectories if trajectory is not None])
-
-
-def _repeated(workflow: Any) -> Any:
-    """The workflow as the executor repeats it: it must not make ``n_samples`` samples itself."""
-    gconfig = getattr(workflow, "gconfig", None)
-    if gconfig is None or getattr(gconfig, "n_samples", 1) == 1:
-        return workflow
-    single = copy.copy(workflow)
-    single.gconfig = gconfig.new(n_samples=1)
-    return single

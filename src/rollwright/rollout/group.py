@@ -57,6 +57,11 @@ class Group:
         self.missing = self.size
 
     @property
+    def in_stream(self) -> bool:
+        """True where the admission rule counts the group: not evaluation, and not of a ``rollout_batch`` call."""
+        return self.batch is None and not self.is_eval
+
+    @property
     def is_over(self) -> bool:
         """True where no sample of the group has anything left to do."""
         return self.state not in (GroupState.QUEUED, GroupState.RUNNING)

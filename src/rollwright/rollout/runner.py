@@ -18,10 +18,10 @@ from rollwright.experience.check import check_trajectory
 from rollwright.experience.normaliser import normalise
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
+from rollwright.rollout.delivery import Delivery
 from rollwright.rollout.failures import FailureLog
 from rollwright.rollout.group import Group, GroupState, policy_against
 from rollwright.rollout.sample import CURRENT_SAMPLE, SampleEngine, SampleName
-from rollwright.rollout.staleness import Frontier, Staleness
 from rollwright.rollout.waiting import BatchWaiter, Waiter
 from rollwright.rollout.waves import WaveGate
 from rollwright.tracking.logging import getLogger
@@ -50,14 +50,10 @@ class Runner:
         self.loop = loop
         self.seed = seed
         self.deterministic = deterministic
-        self.staleness = Staleness(config.max_head_offpolicyness, over_sampling=config.over_sampling)
-        self.frontier = Frontier()
+        self.delivery = Delivery(config, deterministic, self._drop, self.pump)
         self.failures = FailureLog(config.max_failed_share)
         self.samples: Counter[str] = Counter()  # accepted, rejected, failed, retried, cut
         self.groups: Counter[str] = Counter()  # accepted, rejected, failed, and dropped/<policy>
-        self.ready: dict[Group, None] = {}  # complete groups of the stream, in order of completion
-        self.in_training: list[Group] = []
-        self.taken_by: int | None = None  # thread that took what is in training
         self.is_paused = False
         self.fatal: BaseException | None = None
         self.running_samples = 0
@@ -65,12 +61,10 @@ class Runner:
         self._stream: deque[Group] = deque()  # groups of submit and prepare_batch
         self._members: deque[tuple[Group, int, int]] = deque()  # samples of admitted groups that wait for a place
         self._active: set[Group] = set()  # admitted and not at an end, of every kind
-        self._stream_running: set[Group] = set()
         self.tasks: dict[int, Group] = {}  # groups that wait and wait_for_task can ask for
         self._settling = False
         self._waiters: list[Waiter] = []
         self._ends: dict[int, str] = {}  # task id -> why it never became ready
-        self._order = 0
         self._pump_asked = False
         self._gate = WaveGate(engine, loop, self._wants_wave) if deterministic else None
 
@@ -81,7 +75,7 @@ class Runner:
         for group in groups:
             if group.batch is None:
                 self.tasks[group.task_id] = group
-            (self._stream if group.batch is None and not group.is_eval else self._direct).append(group)
+            (self._stream if group.in_stream else self._direct).append(group)
         self.pump()
 
     @property
@@ -92,7 +86,7 @@ class Runner:
     @property
     def unfinished(self) -> int:
         """Groups of the stream that may still become ready."""
-        return len(self._stream) + self.staleness.running
+        return len(self._stream) + self.delivery.staleness.running
 
     def may_bring_more(self, is_eval: bool) -> bool:
         """True where a queued or running task may still become ready for ``wait``."""
@@ -100,7 +94,7 @@ class Runner:
 
     def count_ready(self, is_eval: bool) -> int:
         """Complete groups that ``wait`` could take."""
-        return sum(group.is_eval for group in self.ready) if is_eval else self.staleness.ready
+        return sum(group.is_eval for group in self.delivery.ready) if is_eval else self.delivery.staleness.ready
 
     def pump(self) -> None:
         """Start as many samples as there is room for; groups are admitted in the order in which they came."""
@@ -111,7 +105,7 @@ class Runner:
                     self._start(group, index, attempt)
             elif self._direct:
                 self._admit(self._direct.popleft())
-            elif self._stream and self.staleness.capacity >= 1:
+            elif self._stream and self.delivery.staleness.capacity >= 1:
                 group = self._stream.popleft()
                 if not group.is_over:
                     self._admit(group)
@@ -138,16 +132,8 @@ class Runner:
             return
         group.state = GroupState.RUNNING
         self._active.add(group)
-        if self._in_stream(group):
-            group.admitted = self.staleness.admit()
-            self._stream_running.add(group)
-        else:
-            group.admitted = self.staleness.version
+        self.delivery.admit(group)
         self._members.extend((group, index, 0) for index in range(group.size))
-
-    @staticmethod
-    def _in_stream(group: Group) -> bool:
-        return group.batch is None and not group.is_eval
 
     # -- samples -------------------------------------------------------------------------------------------------------
 
@@ -256,42 +242,29 @@ class Runner:
                 self.stop(self.failures.error())
             return
         if policy is not None:
-            self._end(group, GroupState.DROPPED, f"dropped/{policy}", f"refused by {policy}")
+            self._drop(group, policy, f"refused by {policy}")
             return
         group.state = GroupState.READY
         self._active.discard(group)
         self.groups["accepted"] += 1
-        self._order += 1
-        group.finished_order = self._order
         if group.batch is not None:
             group.batch.group_ended(group)
-        elif self._in_stream(group):
-            self._stream_running.discard(group)
-            self.staleness.finish()
-            self.ready[group] = None
         else:
-            self.ready[group] = None
+            self.delivery.complete(group)
         self._settle()
+
+    def _drop(self, group: Group, policy: str, reason: str) -> None:
+        self._end(group, GroupState.DROPPED, f"dropped/{policy}", reason)
 
     def _end(self, group: Group, state: GroupState, count: str, reason: str) -> None:
         """A group that will not be used: give back what it counted for, and stop its samples."""
-        was_ready, was_running = group.state is GroupState.READY, group.state is GroupState.RUNNING
+        self.delivery.remove(group)
         group.state, group.reason = state, reason
         group.trajectory, group.rows = None, []
         self.groups[count] += 1
         for task in list(group.running):
             if task is not asyncio.current_task():
                 task.cancel()
-        if self._in_stream(group):
-            if was_ready:
-                self.staleness.drop_ready(group.admitted)
-            elif was_running:
-                self.staleness.drop_running(group.admitted)
-            self._stream_running.discard(group)
-            self.frontier.done(group.ordinal)
-        elif not group.is_eval:
-            self.frontier.done(group.ordinal)
-        self.ready.pop(group, None)
         self._active.discard(group)
         if group.batch is not None:
             group.batch.group_ended(group)
@@ -303,7 +276,7 @@ class Runner:
         self._settle()
         self._pump_soon()
 
-    # -- batches out ---------------------------------------------------------------------------------------------------
+    # -- callers that wait ---------------------------------------------------------------------------------------------
 
     def add_waiter(self, waiter: Waiter) -> None:
         """Somebody waits; the waiter is resolved on this loop."""
@@ -322,7 +295,11 @@ class Runner:
         if isinstance(waiter, BatchWaiter):
             for group in waiter.groups:
                 if not group.is_over or group.state is GroupState.READY:
-                    self._end(group, GroupState.DROPPED, "dropped/abandoned", "its caller stopped waiting")
+                    self._drop(group, "abandoned", "its caller stopped waiting")
+
+    def end_of(self, task_id: int) -> str | None:
+        """Why a task never became ready; None where it did, or still may."""
+        return self._ends.get(task_id)
 
     def _settle(self) -> None:
         """Resolve the waiters that can be; each is withdrawn before anything else happens."""
@@ -333,110 +310,6 @@ class Runner:
             self._waiters = [waiter for waiter in self._waiters if not waiter.is_settled(self)]
         finally:
             self._settling = False
-
-    def end_of(self, task_id: int) -> str | None:
-        """Why a task never became ready; None where it did, or still may."""
-        return self._ends.get(task_id)
-
-    def take(self, count: int, is_eval: bool = False, final: bool = False) -> list[Group] | None:
-        """``count`` complete groups for training, or None where they are not there yet or must not leave yet.
-
-        Args:
-            count: groups in the batch.
-            is_eval: take groups of evaluation, which are subject to no rule of age.
-            final: no more groups will come: fewer are taken where there are fewer.
-        """
-        if is_eval:
-            picked = [group for group in self.ready if group.is_eval][:count]
-            return self._deliver(picked) if len(picked) == count or (final and picked) else None
-        if self.staleness.ready < count and not final:
-            return None
-        self._drop_stale()
-        ready = [group for group in self.ready if not group.is_eval]
-        if self.deterministic:
-            ready.sort(key=lambda group: group.ordinal)
-            first_running = min((group.ordinal for group in self._stream_running), default=None)
-            if first_running is not None:
-                ready = [group for group in ready if group.ordinal < first_running]
-        elif self.config.on_stale == "wait":
-            ready.sort(key=lambda group: (group.admitted, group.finished_order))
-        picked = ready[:count]
-        if not picked or (len(picked) < count and not final):
-            return None
-        cut = self._stragglers(picked)
-        if self.config.on_stale == "wait" and self.staleness.batch is not None:
-            leaving = [group.admitted for group in (*picked, *cut)]
-            if self.staleness.must_wait(leaving, self.staleness.batch):
-                return None
-        self._deliver(picked)
-        self.staleness.train(group.admitted for group in picked)
-        self.in_training.extend(picked)
-        for group in cut:
-            self._end(group, GroupState.DROPPED, "dropped/over_sampling", "cut: its batch was complete")
-        return picked
-
-    def _stragglers(self, picked: list[Group]) -> list[Group]:
-        """The groups that over-sampling started in excess: the youngest that are ready, then those that run longest."""
-        surplus = self.staleness.surplus
-        if surplus <= 0:
-            return []
-        chosen = set(picked)
-        running = sorted(self._stream_running, key=lambda group: (group.admitted, group.task_id))
-        spare = [group for group in self.ready if group not in chosen and not group.is_eval]
-        return (running + spare[::-1])[:surplus]
-
-    def _deliver(self, groups: list[Group]) -> list[Group]:
-        for group in groups:
-            del self.ready[group]
-            self.tasks.pop(group.task_id, None)
-            group.state = GroupState.DELIVERED
-        return groups
-
-    def take_task(self, group: Group) -> bool:
-        """Deliver one particular group; False where it is not ready."""
-        if group not in self.ready:
-            return False
-        self._deliver([group])
-        if self._in_stream(group):
-            self.staleness.train([group.admitted])
-            self.in_training.append(group)
-        return True
-
-    def _drop_stale(self) -> None:
-        for group in [group for group in self.ready if not group.is_eval]:
-            oldest = group.admitted if group.head_version is None else group.head_version
-            if self.staleness.is_stale(oldest):
-                if self.config.on_stale == "wait":
-                    logger.warning(
-                        "%s was sampled at version %d and cannot be trained at version %d (max_head_offpolicyness=%d): versions were "
-                        "published without taking the batches between. It is dropped.",
-                        group, oldest, self.staleness.version, self.staleness.limit,
-                    )  # fmt: skip
-                self._end(group, GroupState.DROPPED, "dropped/stale", "older than max_head_offpolicyness allows")
-
-    # -- versions ------------------------------------------------------------------------------------------------------
-
-    def publish(self, version: int) -> None:
-        """A version was published: the groups in training are trained and give their places back."""
-        if version == self.staleness.version:
-            return
-        self.staleness.publish(version)
-        self.finish_training()
-        if self.config.on_stale == "drop":
-            for group in list(self._stream_running):
-                if self.staleness.is_stale(group.admitted):
-                    self._end(group, GroupState.DROPPED, "dropped/stale", "still running when it became too old")
-            self._drop_stale()
-        self.pump()
-
-    def finish_training(self) -> None:
-        """What is in training is done with."""
-        for group in self.in_training:
-            self.frontier.done(group.ordinal)
-        self.in_training = []
-        self.taken_by = None
-        self.staleness.release()
-        self.pump()
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -452,20 +325,7 @@ class Runner:
         for waiter in waiters:
             waiter.fail(error)
 
-    def restore(self, version: int, frontier: int, beyond: list[int], finished: list[Group]) -> None:
-        """Go on where a checkpoint stood."""
-        self.staleness.publish(version)
-        self.frontier = Frontier(frontier, beyond)
-        for group in finished:
-            assert group.trajectory is not None
-            group.state = GroupState.READY
-            self._order += 1
-            group.finished_order = self._order
-            group.renumber()
-            self.ready[group] = None
-            self.staleness.restore(group.admitted)
-
     def unfinished_groups(self) -> list[Group]:
         """Groups of the stream that were drawn and not trained, in order of their ordinals, without the ready ones."""
-        members = {*self._stream_running, *self._stream, *self.in_training}
+        members = {*self.delivery.running, *self._stream, *self.delivery.in_training}
         return sorted((group for group in members if not group.is_eval), key=lambda group: group.ordinal)

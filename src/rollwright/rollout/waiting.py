@@ -27,7 +27,11 @@ class Waiter:
         if not self.future.done():
             self.future.set_exception(error)
 
-    def _answer(self, groups: list[Group]) -> bool:
+    def _answer(self, runner: Runner, groups: list[Group], caller: int | None = None) -> bool:
+        for group in groups:
+            runner.tasks.pop(group.task_id, None)
+        if caller is not None and not all(group.is_eval for group in groups):
+            runner.delivery.taken_by = caller
         if not self.future.done():
             self.future.set_result(groups)
         return True
@@ -56,8 +60,8 @@ class BatchWaiter(Waiter):
         for group in accepted:
             group.state = GroupState.DELIVERED
             if not group.is_eval:
-                runner.in_training.append(group)
-        return self._answer(accepted)
+                runner.delivery.in_training.append(group)
+        return self._answer(runner, accepted)
 
 
 class TaskWaiter(Waiter):
@@ -69,9 +73,8 @@ class TaskWaiter(Waiter):
         self.caller = caller
 
     def is_settled(self, runner: Runner) -> bool:
-        if runner.take_task(self.group):
-            runner.taken_by = self.caller
-            return self._answer([self.group])
+        if runner.delivery.take_task(self.group):
+            return self._answer(runner, [self.group], self.caller)
         if self.group.state in (GroupState.DROPPED, GroupState.FAILED):
             return self._refuse(f"{self.group} gives no trajectory: {self.group.reason}.")
         if self.group.state is GroupState.DELIVERED:
@@ -99,11 +102,10 @@ class StreamWaiter(Waiter):
         self.is_eval = is_eval
 
     def is_settled(self, runner: Runner) -> bool:
-        groups = runner.take(self.count, self.is_eval)
+        delivery = runner.delivery
+        groups = delivery.take_evaluation(self.count) if self.is_eval else delivery.take(self.count)
         if groups is not None:
-            if not self.is_eval:
-                runner.taken_by = self.caller
-            return self._answer(groups)
+            return self._answer(runner, groups, self.caller)
         if not self.is_eval and is_stuck(runner, self.caller):
             return self._refuse(f"{self.count} groups are asked for, but {why_full(runner)}")
         if self.may_give_up and not runner.is_paused and not runner.may_bring_more(self.is_eval):
@@ -129,22 +131,19 @@ class PrepareWaiter(StreamWaiter):
 
     def is_settled(self, runner: Runner) -> bool:
         if self.source_is_over and runner.unfinished == 0:
-            groups = runner.take(self.count, final=True)
-            if groups:
-                runner.taken_by = self.caller
-            return self._answer(groups or [])
-        groups = runner.take(self.count)
+            groups = runner.delivery.take(self.count, final=True)
+            return self._answer(runner, groups or [], self.caller)
+        groups = runner.delivery.take(self.count)
         if groups is None and not self.source_is_over and wanted(runner) > 0:
-            return self._answer([])
+            return self._answer(runner, [])
         if groups is None:
             return super().is_settled(runner)
-        runner.taken_by = self.caller
-        return self._answer(groups)
+        return self._answer(runner, groups, self.caller)
 
 
 def wanted(runner: Runner) -> int:
     """Tasks to draw now, so that every place is taken and, where sampling runs ahead, the next batch is at hand."""
-    state = runner.staleness
+    state = runner.delivery.staleness
     if state.batch is None or runner.is_paused:
         return 0
     ahead = state.batch if state.limit > 0 else 0
@@ -153,15 +152,15 @@ def wanted(runner: Runner) -> int:
 
 def is_stuck(runner: Runner, caller: int) -> bool:
     """True where no place is free and only this caller, who is about to wait, could free one."""
-    state = runner.staleness
+    state = runner.delivery.staleness
     if runner.is_paused or state.running > 0 or state.capacity >= 1:
         return False
-    return state.in_training == 0 or runner.taken_by == caller
+    return state.in_training == 0 or runner.delivery.taken_by == caller
 
 
 def why_full(runner: Runner) -> str:
     """Why no place is free, and what to do."""
-    state = runner.staleness
+    state = runner.delivery.staleness
     rule = (
         f"max_head_offpolicyness={state.limit} and batches of {state.batch} groups let {state.places:.0f} groups live at once"
     )
@@ -178,4 +177,4 @@ def why_full(runner: Runner) -> str:
 def describe(runner: Runner) -> str:
     """How the tasks so far ended, in words."""
     ends = ", ".join(f"{count} {name}" for name, count in sorted(runner.groups.items())) or "no task has ended"
-    return f"{ends}; {runner.staleness.running} running, {runner.queued} queued, {runner.staleness.in_training} in training"
+    return f"{ends}; {runner.delivery.staleness.running} running, {runner.queued} queued, {runner.delivery.staleness.in_training} in training"
