@@ -73,8 +73,8 @@ class TaskMixture:
         return [self._draw_one() for _ in range(self.batch_size)]
 
     def feedback(self, ordinal: int, reward: float) -> None:
-        """The mean reward of the task that was drawn as ``ordinal``."""
-        place = self._places.pop(ordinal, None)
+        """A sample of the task that was drawn as ``ordinal`` got this reward."""
+        place = self._places.get(ordinal)
         if place is not None:
             self.selectors[place[0]].feedback(place[1], reward)
 

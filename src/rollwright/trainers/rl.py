@@ -10,6 +10,7 @@ import torch
 
 from rollwright.config.experiment import FinetuneSpec, PPOConfig
 from rollwright.data.loader import TaskLoader
+from rollwright.data.mixture import TaskMixture
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError, WeightUpdateError
 from rollwright.experience.trajectory import Trajectory, tensor_container_to
@@ -39,7 +40,7 @@ class PPOTrainer:
 
     Args:
         config: the experiment.
-        train_dataset: tasks, a sequence of dicts.
+        train_dataset: tasks, a sequence of dicts, or tasksets drawn from as one.
         valid_dataset: held-out tasks for evaluation on the way; None: no evaluation.
         directory: where the run writes; None: ``<fileroot>/<experiment_name>/<trial_name>``, claimed here.
 
@@ -51,7 +52,7 @@ class PPOTrainer:
     def __init__(
         self,
         config: PPOConfig,
-        train_dataset: Sequence[dict[str, Any]],
+        train_dataset: Sequence[dict[str, Any]] | TaskMixture,
         valid_dataset: Sequence[dict[str, Any]] | None = None,
         *,
         directory: RunDirectory | None = None,
@@ -60,10 +61,15 @@ class PPOTrainer:
         self.valid_dataset = list(valid_dataset or [])[: config.evaluator.limit]
         self.tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, config.actor.trust_remote_code)
         dataset = config.train_dataset
-        self.loader = TaskLoader(
-            train_dataset, dataset.batch_size, shuffle=dataset.shuffle, drop_last=dataset.drop_last, seed=config.seed
-        )
-        self.spec = FinetuneSpec(config.total_train_epochs, len(train_dataset), dataset.batch_size, config.total_train_steps)
+        if isinstance(train_dataset, TaskMixture):
+            self.loader: TaskLoader | TaskMixture = train_dataset
+            size = len(train_dataset) * dataset.batch_size
+        else:
+            self.loader = TaskLoader(
+                train_dataset, dataset.batch_size, shuffle=dataset.shuffle, drop_last=dataset.drop_last, seed=config.seed
+            )
+            size = len(train_dataset)
+        self.spec = FinetuneSpec(config.total_train_epochs, size, dataset.batch_size, config.total_train_steps)
         self._owns_directory = directory is None
         self.directory = directory or RunDirectory(config.cluster.fileroot, config.experiment_name, config.trial_name)
         self.step = 0

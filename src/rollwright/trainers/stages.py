@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from rollwright.config.experiment import PPOConfig
 from rollwright.config.stages import EvalConfig, NewModelConfig, Stage
 from rollwright.errors import ConfigError
 from rollwright.tracking import logging
@@ -142,10 +143,22 @@ def _train_policy(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
     from rollwright.trainers.rl import PPOTrainer
 
     config = stage.config
+    if config.tasksets:
+        return _train_on_tasksets(config, directory)
     tokenizer = config.tokenizer_path or config.actor.path  # counts prompts where max_length is set
     valid = get_dataset(config.valid_dataset, tokenizer) if config.valid_dataset else None
     with PPOTrainer(config, get_dataset(config.train_dataset, tokenizer), valid, directory=directory) as trainer:
         return trainer.train()
+
+
+def _train_on_tasksets(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
+    from rollwright.trainers import tasks
+    from rollwright.trainers.rl import PPOTrainer
+
+    mixture = tasks.task_mixture(config)
+    with PPOTrainer(config, mixture, tasks.evaluation_rows(config), directory=directory) as trainer:
+        evaluated = tasks.evaluation_runner(config, trainer.tokenizer) if config.eval_tasksets else None
+        return trainer.train(tasks.training_runner(config, trainer.tokenizer, mixture), eval_workflow=evaluated)
 
 
 def _evaluate(stage: Stage, directory: RunDirectory) -> dict[str, Any]:

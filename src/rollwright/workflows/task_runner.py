@@ -41,6 +41,7 @@ class TaskRunner(RolloutWorkflow):
         openai_clients: given a sample's engine, makes its recorded ``(sync, async)`` OpenAI clients; None: no OpenAI front.
         max_abandoned_threads: threads that may hang before the run is stopped.
         model_path: where the policy's weights came from.
+        feedback: told the ordinal and the mean reward of every task that was run.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class TaskRunner(RolloutWorkflow):
         openai_clients: Callable[[InferenceEngine], tuple[Any, Any]] | None = None,
         max_abandoned_threads: int = 16,
         model_path: str = "",
+        feedback: Callable[[int, float], None] | None = None,
     ) -> None:
+        self.feedback = feedback
         self.tasksets = {taskset.name: taskset for taskset in tasksets}
         self.default_taskset = tasksets[0]
         self.tokenizer = tokenizer
@@ -103,7 +106,11 @@ class TaskRunner(RolloutWorkflow):
             experiences = await self.threads.run(workflow.run, name=f"{type(workflow).__name__} of task {task.task_id}")
         if trait(workflow, "resettable"):
             self._idle[type(workflow)].append(workflow)
-        return self._complete(workflow, experiences)
+        experiences = self._complete(workflow, experiences)
+        rewards = [e.reward for e in experiences or [] if e.reward is not None]
+        if self.feedback is not None and rewards and task.index is not None:
+            self.feedback(task.index, sum(rewards) / len(rewards))
+        return experiences
 
     def _samples(self, task: Task) -> int:
         return task.repeat_times or self.n_samples or task.rollout_args.n_samples
