@@ -167,6 +167,8 @@ class RowMatcher:
 
     def _holding(self, row: _Row, start: int, stop: int, placed: dict[int, int]) -> Placement | None:
         """A response that holds the whole run somewhere inside: the workflow cut tokens off its front."""
+        if start == 0:
+            return None
         needle = row.bytes[start * _WIDTH : stop * _WIDTH]
         found = []
         for record in self.records:

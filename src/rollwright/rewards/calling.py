@@ -49,6 +49,8 @@ def is_async(function: Any) -> bool:
     """True for coroutine functions, partials of them and objects whose ``__call__`` is one."""
     while isinstance(function, functools.partial):
         function = function.func
+    if isinstance(function, type):
+        return False
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from rollwright.rewards.registry import REWARD_FUNCTIONS
 from rollwright.rewards.text import format_reward, gsm8k_answer, has_think_answer_format, last_tagged, references, to_number
 
+_IMPORTS = ("math_verify",)  # takes a second, and is not needed where these functions are only looked up
 _LONGEST_ANSWER = 2000  # characters that are parsed; an answer stands at the end
 _DAPO_ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 
@@ -71,7 +72,7 @@ def _ends_with(completion: str, wanted: str) -> bool:
     return bool(gold) and bool(guess) and math_verify.verify(gold, guess, timeout_seconds=None)
 
 
-@REWARD_FUNCTIONS.register_module("accuracy_reward")
+@REWARD_FUNCTIONS.register_module("accuracy_reward", worker_imports=_IMPORTS)
 def accuracy_reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any = None, **_: Any
 ) -> float:
@@ -79,7 +80,7 @@ def accuracy_reward(
     return accuracy(completion, answer)
 
 
-@REWARD_FUNCTIONS.register_module("math_reward")
+@REWARD_FUNCTIONS.register_module("math_reward", worker_imports=_IMPORTS)
 def math_reward(
     prompt: str,
     completion: str,
@@ -95,7 +96,7 @@ def math_reward(
     return accuracy(completion, answer) + shape
 
 
-@REWARD_FUNCTIONS.register_module("math_boxed_reward")
+@REWARD_FUNCTIONS.register_module("math_boxed_reward", worker_imports=_IMPORTS)
 def math_boxed_reward(
     prompt: str,
     completion: str,
@@ -121,7 +122,7 @@ def math_boxed_reward(
     return score
 
 
-@REWARD_FUNCTIONS.register_module("math_dapo_reward")
+@REWARD_FUNCTIONS.register_module("math_dapo_reward", worker_imports=_IMPORTS)
 def math_dapo_reward(
     prompt: str,
     completion: str,

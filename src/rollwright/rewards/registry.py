@@ -26,13 +26,16 @@ class RewardRegistry:
         self._lock = threading.RLock()
         self._loaded = False
 
-    def register_module(self, name: str, *, runs_inline: bool = False) -> Callable[[F], F]:
+    def register_module(
+        self, name: str, *, runs_inline: bool = False, worker_imports: tuple[str, ...] = ()
+    ) -> Callable[[F], F]:
         """Decorator that registers a function, or a class whose instances are called, under a name.
 
         Args:
             name: what configs call it.
             runs_inline: a promise that it is pure, quick and bounded in time and memory whatever the completion holds; it
                 is then called directly instead of in a worker process.
+            worker_imports: modules that it imports when called; a worker imports them before the call's time begins.
 
         Raises:
             RewardError: the name is taken by another function. The same module and qualified name replaces itself, so
@@ -54,6 +57,8 @@ class RewardRegistry:
                 self._functions[name] = function
             if runs_inline:
                 function.runs_inline = True  # type: ignore[attr-defined]
+            if worker_imports:
+                function.worker_imports = worker_imports  # type: ignore[attr-defined]
             return function
 
         return register

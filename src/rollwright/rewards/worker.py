@@ -9,6 +9,8 @@ This module imports nothing but the standard library until a function asks for m
 from __future__ import annotations
 
 import asyncio
+import functools
+import importlib
 import inspect
 import math
 import os
@@ -37,7 +39,7 @@ def as_float(value: Any) -> float:
     if isinstance(value, str | bytes) or value is None:
         raise TypeError(f"it returned {value!r}, not a number")
     try:
-        number = float(value)
+        number = float(value.item() if hasattr(value, "item") else value)
     except Exception as error:
         raise TypeError(f"it returned {type(value).__name__}, not one number") from error
     if not math.isfinite(number):
@@ -86,6 +88,17 @@ def die_with_parent(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def _load(body: bytes) -> Any:
+    """Unpickle a function and import what it says it will need, before its time begins to count."""
+    function = pickle.loads(body)  # noqa: S301 - from our own parent
+    inner = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    for module in getattr(inner, "worker_imports", ()):
+        importlib.import_module(module)
+    return function
+
+
 def _call(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> float:
     value = function(*arguments, **keywords)
     if inspect.isawaitable(value):
@@ -120,7 +133,7 @@ def main() -> None:
         try:
             if key not in functions:
                 write_frame(answers, NEED)
-                functions[key] = pickle.loads(read_frame(requests)[1])  # noqa: S301 - from our own parent
+                functions[key] = _load(read_frame(requests)[1])
                 if len(functions) > KEPT_FUNCTIONS:
                     functions.popitem(last=False)
             functions.move_to_end(key)

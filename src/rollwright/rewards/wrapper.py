@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import itertools
 import pickle
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from rollwright.errors import RewardError
@@ -135,7 +135,7 @@ class AsyncRewardWrapper:
         import cloudpickle
 
         module = sys.modules.get(getattr(self.reward_fn, "__module__", None) or "")
-        by_value = module is not None and module.__name__ != "__main__" and not _is_importable(module.__name__)
+        by_value = module is not None and module.__name__ != "__main__" and not _is_importable(module)
         if by_value:  # a plugin file that a worker could not import by name
             cloudpickle.register_pickle_by_value(module)
         try:
@@ -176,8 +176,12 @@ class _NotSendableError(RewardError):
     """Function or arguments cannot be pickled; trying again cannot help."""
 
 
-def _is_importable(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError, AttributeError):
-        return False
+def _is_importable(module: ModuleType) -> bool:
+    """True where a fresh process would find this very module by its name."""
+    top = module.__name__.partition(".")[0]
+    own = getattr(sys.modules.get(top), "__spec__", None)
+    for finder in sys.meta_path:
+        spec = finder.find_spec(top, None) if hasattr(finder, "find_spec") else None
+        if spec is not None:
+            return own is None or spec.origin == own.origin
+    return False

@@ -1,0 +1,147 @@
+"""The Python sandbox: each limit holds, and ordinary code is not disturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import textwrap
+import time
+
+import pytest
+
+from rollwright.errors import RewardError
+from rollwright.rewards.sandbox import SandboxLimits, run_python
+
+
+async def test_output_input_and_exit_code():
+    result = await run_python("name = input()\nprint('hello', name)", stdin="é\n")
+    assert (result.stdout, result.stderr, result.exit_code, result.ok) == ("hello é\n", "", 0, True)
+    assert (await run_python("import sys; sys.exit(7)")).exit_code == 7
+
+
+@pytest.mark.parametrize(("source", "message"), [("x = 1\n1/0", 'File "main.py", line 2'), ("def f(:", "SyntaxError")])
+async def test_tracebacks_are_those_of_the_code(source, message):
+    result = await run_python(source)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert "sandbox_child" not in result.stderr
+
+
+async def test_ordinary_programs_run():
+    source = """
+        import asyncio, json, math, os, threading, tempfile, shutil
+        from collections import Counter
+        async def f(): return 3
+        assert asyncio.run(f()) == 3
+        t = threading.Thread(target=print, args=("thread",)); t.start(); t.join()
+        os.mkdir("d"); open("d/f", "w").write("1"); os.rename("d/f", "d/g"); shutil.rmtree("d")
+        with tempfile.TemporaryFile("w") as file: file.write("x")
+        if __name__ == "__main__": print(sorted(os.listdir()))
+    """
+    result = await run_python(textwrap.dedent(source))
+    assert result.stderr == ""
+    assert result.stdout == "thread\n['main.py']\n"
+
+
+async def test_time_is_limited_and_output_so_far_kept():
+    started = time.monotonic()
+    result = await run_python("print('begun', flush=True)\nwhile True: pass", timeout=0.5)
+    assert (result.timed_out, result.exit_code, result.ok, result.stdout) == (True, None, False, "begun\n")
+    assert time.monotonic() - started < 5
+
+
+async def test_what_it_started_is_killed_with_it():
+    source = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print('left')"
+    started = time.monotonic()
+    result = await run_python(source, timeout=1.0, limits=SandboxLimits(processes=1))
+    assert result.stdout == "left\n"
+    assert time.monotonic() - started < 5
+
+
+async def test_memory_is_limited():
+    result = await run_python("x = bytearray(2**30)", memory_bytes=2**28)
+    assert "MemoryError" in result.stderr
+    assert (await run_python("x = bytearray(2**26)", memory_bytes=2**28)).ok
+
+
+async def test_files_are_limited_in_size_number_and_place(tmp_path):
+    limits = SandboxLimits(file_bytes=1000, open_files=20)
+    assert (
+        "File too large"
+        in (await run_python("open('a', 'wb', 0).write(b'x' * 2000)\nopen('a', 'ab', 0).write(b'x')", limits=limits)).stderr
+    )
+    assert "Too many open files" in (await run_python("f = [open(str(i), 'w') for i in range(30)]", limits=limits)).stderr
+    treasure = tmp_path / "own" / "treasure"
+    treasure.parent.mkdir()
+    treasure.write_text("gold")
+    for source in (
+        f"open({str(tmp_path / 'new')!r}, 'w')",
+        f"open({str(treasure)!r}, 'a')",
+        f"import os; os.remove({str(treasure)!r})",
+        f"import os; os.rename({str(treasure)!r}, 'mine')",
+        f"import os; os.chdir({str(treasure.parent)!r}); os.remove('treasure')",
+        f"import os; os.remove('treasure', dir_fd=os.open({str(treasure.parent)!r}, os.O_RDONLY))",
+        f"import shutil; shutil.rmtree({str(treasure.parent)!r})",
+        f"import os; os.symlink({str(treasure)!r}, 'link'); open('link', 'w')",
+        f"import os; os.truncate({str(treasure)!r}, 0)",
+    ):
+        result = await run_python(source)
+        assert "PermissionError: sandbox" in result.stderr, source
+        assert treasure.read_text() == "gold"
+    assert [path.name for path in tmp_path.iterdir()] == ["own"]
+    assert (await run_python(f"print(open({str(treasure)!r}).read())")).stdout == "gold\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import subprocess; subprocess.run(['true'])",
+        "import os; os.fork()",
+        "import os; os.system('true')",
+        "import os; os.execv('/bin/true', ['true'])",
+        "import multiprocessing as m; m.get_context('fork').Process(target=print).start()",
+    ],
+)
+async def test_processes_are_limited(source):
+    assert "no more than 0 processes may be started" in (await run_python(source)).stderr
+
+
+async def test_the_network_is_out_of_reach():
+    async def answer(reader, writer):
+        writer.write(b"hello")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    source = f"import socket; print(socket.create_connection(('127.0.0.1', {port}), 2).recv(5).decode())"
+    async with server:
+        assert "PermissionError: sandbox: the network" in (await run_python(source)).stderr
+        assert (await run_python(source, limits=SandboxLimits(network=True))).stdout == "hello\n"
+    for other in ("import socket; socket.getaddrinfo('localhost', 80)", "import socket; socket.socket()"):
+        assert "PermissionError: sandbox: the network" in (await run_python(other)).stderr
+
+
+async def test_floods_of_output_are_cut():
+    result = await run_python("print('x' * 10**7)", limits=SandboxLimits(output_bytes=1000))
+    assert result.ok
+    assert result.output_truncated
+    assert result.stdout == "x" * 1000
+
+
+async def test_secrets_of_the_environment_stay_outside(monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "secret")
+    assert (await run_python("import os; print(os.environ.get('MY_API_KEY'))")).stdout == "None\n"
+
+
+async def test_nothing_is_left_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    await run_python("open('left', 'w').write('x')")
+    await run_python("while True: pass", timeout=0.2)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("wrong", [{"timeout": 0}, {"memory_bytes": 1000}])
+async def test_limits_out_of_range_are_refused(wrong):
+    with pytest.raises(RewardError, match="allow more than 0 s and 64 MiB"):
+        await run_python("1", **wrong)
