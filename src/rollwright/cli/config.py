@@ -46,7 +46,7 @@ def schema(
 ) -> None:
     """Write the JSON Schema of config files, with which editors complete keys and show their help.
 
-    In VS Code with the YAML extension, begin a file with: # yaml-language-server: $schema=rollwright.schema.json
+    In VS Code with the YAML extension, begin a file with `# yaml-language-server: $schema=rollwright.schema.json`.
     """
     import json
 

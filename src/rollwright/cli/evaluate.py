@@ -27,7 +27,7 @@ def evaluate(
 ) -> None:
     """Score a model on a dataset: one greedy completion of each task, and the mean of several samples beside it.
 
-    Without a file: rollwright eval --model runs/quickstart/first/model --dataset arithmetic --reward arithmetic_reward --samples 8. With one:
+    Without a file: `rollwright eval --model runs/quickstart/first/model --dataset arithmetic --reward arithmetic_reward --samples 8`. With one:
     its eval stages are carried out, and the options win over what they say.
     """
     import time

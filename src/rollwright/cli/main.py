@@ -49,6 +49,7 @@ def build_app(chosen: str | None) -> typer.Typer:
         help="Reinforcement learning for language-model agents. The unit is the workflow: the code of one episode.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",
         context_settings={"help_option_names": ["-h", "--help"]},
     )
 
@@ -79,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # so that a config may name the user's own modules, as under python -m
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     completing = "_ROLLWRIGHT_COMPLETE" in os.environ
     try:

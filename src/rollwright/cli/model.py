@@ -21,7 +21,7 @@ def new(
         list[str] | None,
         typer.Argument(
             metavar="[key=value]...",
-            help="Keys of a model stage, such as layers=6 pieces=['<answer>','</answer>'].",
+            help="Keys of a model stage, such as `layers=6` or `pieces=['<answer>','</answer>']`.",
             show_default=False,
         ),
     ] = None,
@@ -35,7 +35,7 @@ def new(
 ) -> None:
     """Write a model with random weights and its tokenizer, in Hugging Face form.
 
-    The same keys make a model stage of a config; rollwright config schema --class rollwright.config.stages.NewModelConfig
+    The same keys make a model stage of a config; `rollwright config schema --class rollwright.config.stages.NewModelConfig`
     lists them all.
     """
     from pathlib import Path

@@ -10,6 +10,7 @@ A builder takes a split and arguments of its own, and returns rows or ``Example`
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import DataError
 
 Row = dict[str, Any]
+
+#: Group under which installed packages offer datasets: ``name = "module:builder"``.
+ENTRY_POINTS = "rollwright.datasets"
 
 
 @dataclass
@@ -73,6 +77,7 @@ class DatasetRegistry(MutableMapping[str, Builder]):
 
     def __init__(self) -> None:
         self._builders: dict[str, Builder] = {}
+        self._looked_for_plugins = False
 
     def register(self, name: str) -> Callable[[Builder], Builder]:
         """Decorator that registers a builder: ``builder(split=…, **kwargs)`` returns rows or examples.
@@ -88,11 +93,15 @@ class DatasetRegistry(MutableMapping[str, Builder]):
         return add
 
     def __getitem__(self, name: str) -> Builder:
-        if name not in self._builders:
+        if name not in self:
             raise DataError(f"no dataset is registered as {name!r}; {nearest(name, self._builders)}")
         return self._builders[name]
 
     def __contains__(self, name: object) -> bool:
+        if name not in self._builders and not self._looked_for_plugins:
+            self._looked_for_plugins = True
+            for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+                self._builders.setdefault(point.name, point.load())
         return name in self._builders
 
     def __setitem__(self, name: str, builder: Builder) -> None:

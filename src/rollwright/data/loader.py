@@ -23,8 +23,6 @@ from rollwright.errors import CheckpointError, DataError
 
 Row = dict[str, Any]
 
-warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 calls it at every epoch
-
 
 class EpochBatches:
     """Positions of the rows, batch by batch, in the order of an epoch; its state is the epoch and the batches drawn."""
@@ -166,15 +164,16 @@ class TaskLoader:
         """The next batch, of the next epoch where this one is at its end."""
         if self._reader is None:
             self._sampler.epoch, self._sampler.drawn = self._position["epoch"], self._position["drawn"]
-            self._reader = iter(
-                StatefulDataLoader(
+            with warnings.catch_warnings():  # torchdata 0.11 calls what torch 2.13 deprecates
+                warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+                loader = StatefulDataLoader(
                     _NumberedRows(self.rows),
                     batch_sampler=self._sampler,
                     collate_fn=_as_list,
                     num_workers=self._num_workers,
                     generator=torch.Generator(),  # else every epoch would draw from the process's random state
                 )
-            )
+            self._reader = iter(loader)
         batch = next(self._reader)
         self._position["drawn"] += 1
         if self._position["drawn"] == len(self):
