@@ -18,10 +18,18 @@ class OperatorConfig:
 class StoreConfig:
     """A database of experiences."""
 
+    type: str = field(
+        default="sql",
+        metadata={
+            "help": "sql: a database, for any number of processes; queue: the same, first in, first out, each used once; "
+            "file: a JSONL file, for one explorer and one trainer.",
+            "choices": ["sql", "queue", "file"],
+        },
+    )
     url: str = field(
         default="",
         metadata={
-            "help": "SQLAlchemy URL, such as sqlite:///path.db or postgresql://…; empty: experiences.db in the run directory."
+            "help": "SQLAlchemy URL, such as sqlite:///path.db or postgresql://…, or the file's path; empty: in the run directory."
         },
     )
     order: str = field(
@@ -31,9 +39,22 @@ class StoreConfig:
             "choices": ["fifo", "freshest", "priority", "uniform"],
         },
     )
-    uses: int = field(default=1, metadata={"help": "How often each experience is trained on.", "ge": 1})
-    priority_decay: float = field(
-        default=0.1, metadata={"help": "What a use takes off the priority, where order is priority.", "ge": 0.0}
+    uses: int | None = field(
+        default=1,
+        metadata={"help": "How often each experience is trained on; None: without end (priority and uniform).", "ge": 1},
+    )
+    priority_fn: str = field(
+        default="linear_decay",
+        metadata={
+            "help": "Priority where order is priority: linear_decay (version - decay x uses), or "
+            "linear_decay_use_count_control_randomization (with use_count_limit and sigma)."
+        },
+    )
+    priority_fn_args: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "Arguments of priority_fn, such as decay (2.0)."}
+    )
+    cooldown_seconds: float = field(
+        default=0.0, metadata={"help": "Seconds that a used experience rests before it is used again.", "ge": 0.0}
     )
     operators: list[OperatorConfig] = field(
         default_factory=list, metadata={"help": "Filters and shapers that experiences pass before they are stored."}

@@ -56,6 +56,11 @@ RENAMED: dict[str, str] = {
     "buffer.total_epochs": "total_train_epochs",
     "buffer.total_steps": "total_train_steps",
     "buffer.trainer_input.experience_buffer.path": "store.url",
+    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn": "store.priority_fn",
+    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args.decay": "store.priority_fn_args.decay",
+    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args.use_count_limit": "store.priority_fn_args.use_count_limit",
+    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args.sigma": "store.priority_fn_args.sigma",
+    "buffer.trainer_input.experience_buffer.replay_buffer.reuse_cooldown_time": "store.cooldown_seconds",
     "explorer.max_timeout": "rollout.sample_timeout",
     "explorer.max_retry_times": "rollout.max_sample_retries",
     "explorer.eval_interval": "evaluator.every_steps",
@@ -83,9 +88,6 @@ CONVERTED: dict[str, Callable[[Any], Pairs]] = {
         ("stats_logger.sinks", [_choice("monitor.monitor_type", name, "tensorboard", "wandb")])
     ],
     "buffer.trainer_input.experience_buffer.replay_buffer.enable": lambda on: [("store.order", "priority")] if on else [],
-    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args.decay": lambda decay: [
-        ("store.priority_decay", decay)
-    ],
     "explorer.auxiliary_models": lambda models: [("auxiliary_models", [{"model_path": m["model_path"]} for m in models])],
 }
 
@@ -97,7 +99,6 @@ ALREADY_SO: dict[str, tuple[Any, ...]] = {
     "algorithm.kl_penalty_fn": ("none",),
     "buffer.trainer_input.experience_buffer.name": (Any,),
     "buffer.trainer_input.experience_buffer.storage_type": ("queue", "sql"),
-    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn": ("linear_decay",),
     "explorer.runner_per_model": (Any,),
     "explorer.rollout_model.engine_num": (1,),
     "explorer.rollout_model.tensor_parallel_size": (1,),

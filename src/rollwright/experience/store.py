@@ -11,11 +11,11 @@ Invariants, whoever is killed and whenever:
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection
@@ -26,7 +26,16 @@ from rollwright.experience import store_reading as reading
 from rollwright.experience import store_tasks, store_weights
 from rollwright.experience.experience import Experience
 from rollwright.experience.store_database import Database
-from rollwright.experience.store_records import Announcement, Batch, StoredGroup, StoreStatus, TaskClaim, experience_row
+from rollwright.experience.store_export import export_parquet
+from rollwright.experience.store_records import (
+    Announcement,
+    Batch,
+    StoredGroup,
+    StoreStatus,
+    TaskClaim,
+    experience_row,
+    own_name,
+)
 from rollwright.experience.store_sampling import Sampling
 from rollwright.experience.store_writing import count_drops, write_group
 
@@ -191,7 +200,7 @@ class ExperienceStore:
                 raise StoreError(
                     "a single sample was appended to a group without ordinal or name: give one, so that the group can be found."
                 )
-            prepared.append((name or _own_name(group), ordinal, rows))
+            prepared.append((name or own_name(group), ordinal, rows))
         with self._database.writing() as connection:
             return sum(
                 write_group(
@@ -199,6 +208,10 @@ class ExperienceStore:
                 )
                 for name, ordinal, rows in prepared
             )
+
+    def export_parquet(self, path: str | Path, *, partial: bool = False) -> int:
+        """Writes all groups to a Parquet file, one experience a row; returns how many rows."""
+        return export_parquet(self.groups(partial=partial), path)
 
     def count_drops(self, counts: Mapping[str, int]) -> None:
         """Counts rows that were dropped, under the name of what dropped them."""
@@ -426,14 +439,6 @@ def _rows(group: Sequence[Experience | Sequence[Experience]], index: int | None,
         for number, sample in enumerate(samples)
         for part, experience in enumerate(sample)
     ]
-
-
-def _own_name(group: Sequence[Experience | Sequence[Experience]]) -> str:
-    """A name for a group that was given none: the same experience, appended again, gets the same."""
-    first = group[0]
-    while not isinstance(first, Experience):
-        first = first[0]
-    return f"experience/{first.eid}/{hashlib.sha256(first.tokens.numpy().tobytes()).hexdigest()[:16]}"
 
 
 def _poll(look: Callable[[], tuple[Any, bool]], timeout: float | None, cancelled: Callable[[], bool]) -> Any:

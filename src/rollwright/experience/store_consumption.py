@@ -178,7 +178,7 @@ def forget_used(connection: Connection, sampling: Sampling, keep_checkpoints: in
     """Deletes the rows of groups without uses left that a recovery from the newest checkpoints cannot ask for again."""
     newest = select(checkpoints.c.sequence).order_by(checkpoints.c.sequence.desc())
     oldest_kept = connection.execute(newest.offset(keep_checkpoints - 1).limit(1)).scalar_one_or_none()
-    if oldest_kept is None:
+    if oldest_kept is None or sampling.uses is None:
         return 0
     needed = select(uses.c.group_id).where(or_(uses.c.checkpoint.is_(None), uses.c.checkpoint > oldest_kept))
     done = select(groups.c.id).where(groups.c.uses >= sampling.uses, groups.c.id.not_in(needed))

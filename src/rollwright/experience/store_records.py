@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,14 +92,23 @@ class StoreStatus:
         return self.declared_tasks is not None and self.finished_tasks >= self.declared_tasks
 
 
+def own_name(group: Sequence[Experience | Sequence[Experience]]) -> str:
+    """A name for a group that was given none: the same experience, appended again, gets the same."""
+    first = group[0]
+    while not isinstance(first, Experience):
+        first = first[0]
+    return f"experience/{first.eid}/{hashlib.sha256(first.tokens.numpy().tobytes()).hexdigest()[:16]}"
+
+
 def experience_row(experience: Experience, version: int | None) -> dict[str, Any]:
     """The columns of an experience: its id, the version of its oldest sampled token, its reward and its bytes."""
     if version is None:
-        version = _oldest_version(experience)
+        version = oldest_version(experience)
     return {"eid": str(experience.eid), "version": version, "reward": experience.reward, "data": experience.serialize()}
 
 
-def _oldest_version(experience: Experience) -> int:
+def oldest_version(experience: Experience) -> int:
+    """The version of an experience's oldest sampled token; -1 where it is not known."""
     if experience.versions is not None:
         sampled = [value for value in experience.versions.tolist() if value >= 0]
         if sampled:

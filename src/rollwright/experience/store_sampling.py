@@ -9,6 +9,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, select
 
+from rollwright.config.store import StoreConfig
 from rollwright.errors import ConfigError
 from rollwright.experience.store_schema import READY, groups
 
@@ -46,7 +47,7 @@ class Sampling:
     Attributes:
         order: ``fifo`` (the order in which groups were completed), ``freshest`` (newest version first), ``priority`` or
             ``uniform``.
-        uses: how often each group is trained on.
+        uses: how often each group is trained on; None, where ``order`` is ``priority`` or ``uniform``: without end.
         priority_fn: name in :data:`PRIORITY_FUNCTIONS`, where ``order`` is ``priority``.
         priority_fn_args: its arguments.
         cooldown_seconds: how long a used group rests before it is used again.
@@ -55,7 +56,7 @@ class Sampling:
     """
 
     order: str = "fifo"
-    uses: int = 1
+    uses: int | None = 1
     priority_fn: str = "linear_decay"
     priority_fn_args: Mapping[str, Any] = field(default_factory=dict)
     cooldown_seconds: float = 0.0
@@ -64,15 +65,32 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
             raise ConfigError(f"store.order is {self.order!r}: choose from {', '.join(ORDERS)}.")
-        if self.uses < 1:
+        if self.uses is None and self.order not in ("priority", "uniform"):
+            raise ConfigError(
+                f"store.uses is None with store.order={self.order}, which would train on the same groups for ever: set a number."
+            )
+        if self.uses is not None and self.uses < 1:
             raise ConfigError(f"store.uses is {self.uses}: each experience is used at least once.")
         if self.order == "priority" and self.priority_fn not in PRIORITY_FUNCTIONS:
             raise ConfigError(f"priority_fn is {self.priority_fn!r}: choose from {', '.join(PRIORITY_FUNCTIONS)}.")
 
+    @classmethod
+    def from_config(cls, config: StoreConfig, seed: int = 1) -> Sampling:
+        """The sampling that a config asks for."""
+        return cls(
+            order=config.order,
+            uses=config.uses,
+            priority_fn=config.priority_fn,
+            priority_fn_args=config.priority_fn_args,
+            cooldown_seconds=config.cooldown_seconds,
+            seed=seed,
+        )
+
     def eligible(self, now: float, min_version: int | None) -> Select:
         """Statement for the groups that may be drawn: ``id, rows, version, uses``, in completion order."""
         statement = select(groups.c.id, groups.c.rows, groups.c.version, groups.c.uses).where(groups.c.state == READY)
-        statement = statement.where(groups.c.uses == 0 if self.uses == 1 else groups.c.uses < self.uses)
+        if self.uses is not None:
+            statement = statement.where(groups.c.uses == 0 if self.uses == 1 else groups.c.uses < self.uses)
         if self.cooldown_seconds > 0:
             statement = statement.where(groups.c.available_at <= now)
         if min_version is not None:

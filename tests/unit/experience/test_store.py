@@ -172,10 +172,10 @@ class TestSample:
 
     def test_cooldown(self, store):
         self.fill(store, versions=(0,))
-        sampling = Sampling(uses=2, cooldown_seconds=0.05)
+        sampling = Sampling(uses=2, cooldown_seconds=0.4)
         assert store.sample(groups=1, sampling=sampling) is not None
         assert store.sample(groups=1, sampling=sampling) is None
-        assert store.sample(groups=1, sampling=sampling, timeout=5.0) is not None
+        assert store.sample(groups=1, sampling=sampling, timeout=30.0) is not None
 
     def test_partial_groups_only_when_asked(self, store):
         store.append(group(0), ordinal=0)
@@ -201,7 +201,7 @@ class TestSample:
             timer.join()
             started = time.monotonic()
             assert reader.sample(groups=1, timeout=0.1) is None
-            assert 0.1 <= time.monotonic() - started < 2
+            assert 0.1 <= time.monotonic() - started < 20
 
     def test_a_wait_ends_when_cancelled_or_when_no_more_can_come(self, store):
         assert store.sample(groups=1, timeout=None, cancelled=lambda: True) is None
@@ -237,9 +237,9 @@ class TestTasks:
         assert store.finish_task(claim, group())
 
     def test_leases_are_renewed_while_the_explorer_lives(self, store):
-        with store.keeping_claims("a", lease_seconds=0.15):
-            store.claim_tasks("a", 2, lease_seconds=0.15)
-            time.sleep(0.4)
+        with store.keeping_claims("a", lease_seconds=0.6):
+            store.claim_tasks("a", 2, lease_seconds=0.6)
+            time.sleep(0.8)
             assert [claim.ordinal for claim in store.claim_tasks("b", 1)] == [2]
         assert [(claim.ordinal, claim.attempt) for claim in store.claim_tasks("b", 2)] == [(0, 1), (1, 1)]
 

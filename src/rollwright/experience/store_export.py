@@ -1,0 +1,115 @@
+"""Export of an experience store to Parquet, one experience a row."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rollwright.errors import ConfigError
+from rollwright.experience.experience import Experience
+from rollwright.experience.store_records import StoredGroup
+
+_ROWS_AT_ONCE = 2048
+
+
+def _schema(pyarrow: Any) -> Any:
+    ids, numbers = pyarrow.list_(pyarrow.int64()), pyarrow.list_(pyarrow.float32())
+    return pyarrow.schema(
+        [
+            ("group", pyarrow.string()),
+            ("ordinal", pyarrow.int64()),
+            ("attempt", pyarrow.int32()),
+            ("group_version", pyarrow.int64()),
+            ("uses", pyarrow.int32()),
+            ("complete", pyarrow.bool_()),
+            ("row", pyarrow.int32()),
+            ("eid", pyarrow.string()),
+            ("tokens", ids),
+            ("prompt_length", pyarrow.int32()),
+            ("action_mask", pyarrow.list_(pyarrow.bool_())),
+            ("logprobs", numbers),
+            ("versions", pyarrow.list_(pyarrow.int32())),
+            ("token_rewards", numbers),
+            ("reward", pyarrow.float64()),
+            ("temperature", pyarrow.float32()),
+            ("truncated", pyarrow.bool_()),
+            ("chosen", ids),
+            ("rejected", ids),
+            ("prompt_text", pyarrow.string()),
+            ("response_text", pyarrow.string()),
+            ("messages", pyarrow.string()),  # JSON, as are the next
+            ("info", pyarrow.string()),
+            ("metrics", pyarrow.string()),
+        ]
+    )
+
+
+def _row(group: StoredGroup, index: int, experience: Experience) -> dict[str, Any]:
+    def plain(name: str) -> Any:
+        value = getattr(experience, name)
+        return value.tolist() if hasattr(value, "tolist") else value
+
+    def document(name: str) -> str | None:
+        value = getattr(experience, name)
+        return json.dumps(value) if value else None
+
+    row = {
+        "group": group.name,
+        "ordinal": group.ordinal,
+        "attempt": group.attempt,
+        "group_version": group.version,
+        "uses": group.uses,
+        "complete": group.complete,
+        "row": index,
+        "eid": str(experience.eid),
+    }
+    for name in (
+        "tokens", "prompt_length", "action_mask", "logprobs", "versions", "token_rewards", "reward", "temperature", "truncated",
+        "chosen", "rejected", "prompt_text", "response_text",
+    ):  # fmt: skip
+        row[name] = plain(name)
+    row.update({name: document(name) for name in ("messages", "info", "metrics")})
+    return row
+
+
+def _chunks(rows: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    chunk: list[dict[str, Any]] = []
+    for row in rows:
+        chunk.append(row)
+        if len(chunk) == _ROWS_AT_ONCE:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+def export_parquet(groups: Iterable[StoredGroup], path: str | Path) -> int:
+    """Writes groups to a Parquet file, whole or not at all.
+
+    Args:
+        groups: such as ``store.groups()`` yields; read as it is written, so that memory does not grow with the store.
+        path: the file; one that exists is replaced. Multi-modal inputs are left out.
+
+    Returns:
+        How many rows were written.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise ConfigError("the export to Parquet needs pyarrow, which is not installed: pip install pyarrow.") from None
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.new")
+    schema = _schema(pyarrow)
+    count = 0
+    rows = (_row(group, index, each) for group in groups for index, each in enumerate(group.experiences))
+    with pyarrow.parquet.ParquetWriter(fresh, schema, compression="zstd") as writer:
+        for chunk in _chunks(rows):
+            writer.write_table(pyarrow.Table.from_pylist(chunk, schema=schema))
+            count += len(chunk)
+    os.replace(fresh, path)
+    return count
