@@ -353,17 +353,15 @@ class RolloutExecutor:
         try:
             while True:
                 step = PAUSED_WARNING_SECONDS if deadline_left is None else min(deadline_left, PAUSED_WARNING_SECONDS)
-                try:
-                    return waiter.future.result(step)
-                except concurrent.futures.TimeoutError:
-                    if waiter.future.done():
-                        continue
+                concurrent.futures.wait([waiter.future], step)
+                if waiter.future.done():
+                    return waiter.future.result()
                 if deadline_left is not None:
                     deadline_left -= step
                     if deadline_left <= 0:
                         self._call(self._runner.forget, waiter)
                         if waiter.future.done():
-                            continue
+                            return waiter.future.result()
                         raise TimeoutError(f"{what}: not complete after {timeout:g} s ({describe(self._runner)}).")
                 if self._runner.is_paused:
                     logger.warning("%s waits while rollout is paused (%s): call resume().", what, describe(self._runner))

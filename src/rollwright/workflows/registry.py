@@ -32,8 +32,8 @@ BUILT_IN = {
     "multi_turn": "rollwright.workflows.multi_turn.MultiTurnWorkflow",
     "search_agent": "rollwright.workflows.search_agent.SearchAgentWorkflow",
     "grouped_search_agent": "rollwright.workflows.search_agent.GroupedSearchAgentWorkflow",
-    "webshop_workflow": "rollwright.workflows.webshop.WebShopWorkflow",
     "tool_integrated": "rollwright.workflows.tool_integrated.ToolIntegratedWorkflow",
+    "webshop_workflow": "rollwright.workflows.webshop.WebShopWorkflow",
 }
 
 
