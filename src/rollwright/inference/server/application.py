@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from rollwright import __version__
 from rollwright.inference.server.control import Control
-from rollwright.inference.server.errors import error_body
+from rollwright.inference.server.errors import RequestError, error_body
 from rollwright.inference.server.metrics import ServerMetrics
 from rollwright.inference.server.native import NativeProtocol
 from rollwright.inference.server.openai import OpenAIProtocol
@@ -60,9 +60,6 @@ class Gate:
 
         try:
             await self._app(scope, self._limited(receive, headers), watched_send)
-        except _BodyTooLargeError:
-            status = 413
-            await _send_json(send, 413, error_body(self._too_large(), status=413))
         finally:
             self._pending -= counted
             if counted:
@@ -99,14 +96,10 @@ class Gate:
             message = await receive()
             received += len(message.get("body", b""))
             if received > self._settings.max_body_bytes:
-                raise _BodyTooLargeError
+                raise RequestError(self._too_large(), status=413)
             return message
 
         return counting
-
-
-class _BodyTooLargeError(Exception):
-    pass
 
 
 async def _send_json(send: Any, status: int, body: dict[str, Any]) -> None:

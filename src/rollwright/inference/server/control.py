@@ -298,4 +298,4 @@ class Control:
 
     async def _resume_memory(self, body: dict[str, Any]) -> dict[str, Any]:
         self._tags(body)
-        return await self._continue(body)
+        return {"success": True, **await self._continue(body)}

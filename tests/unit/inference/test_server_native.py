@@ -1,0 +1,241 @@
+"""SGLang's native protocol as ``rollwright serve-model`` speaks it, over real HTTP."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import httpx
+import pytest
+import torch
+from server_parts import served, tiny_engine
+
+from rollwright.inference.server.application import create_application
+from rollwright.inference.server.settings import ServerSettings
+from rollwright.inference.weight_files import content_digest, write_weights
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="module")
+def server(root):
+    engine = tiny_engine()
+    app = create_application(engine, ServerSettings(model_name="tiny", weights_roots=[str(root)], max_body_bytes=4096))
+    with served(app) as address, httpx.Client(base_url=f"http://{address}", timeout=30) as client:
+        client.engine = engine
+        yield client
+
+
+def generate(server, **body):
+    body.setdefault("sampling_params", {"max_new_tokens": 6, "sampling_seed": 3})
+    return server.post("/generate", json=body)
+
+
+def test_ids_in_ids_and_logprobs_out(server):
+    answer = generate(server, input_ids=[10, 20, 30], return_logprob=True, rid="r1").json()
+    meta = answer["meta_info"]
+    assert [pair[1] for pair in meta["output_token_logprobs"]] == answer["output_ids"]
+    assert meta["completion_tokens"] == 6 and meta["prompt_tokens"] == 3 and meta["id"] == "r1"
+    assert meta["finish_reason"] == {"type": "length", "length": 6}
+    assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": 6}] and meta["weight_version"] == "0"
+    ids = torch.tensor([[10, 20, 30, *answer["output_ids"]]])
+    with torch.no_grad():
+        expected = torch.log_softmax(server.engine.model(ids).logits.double(), -1)[0, 2:-1]
+    expected = expected.gather(-1, ids[0, 3:, None])[:, 0].tolist()
+    assert [pair[0] for pair in meta["output_token_logprobs"]] == pytest.approx(expected, abs=1e-5)
+
+
+def test_text_in_and_a_seed_repeats(server):
+    first, second = (generate(server, text="hello").json() for _ in range(2))
+    assert first["text"] == second["text"] and first["output_ids"] == second["output_ids"]
+
+
+def test_n_and_batches_are_lists(server):
+    several = generate(server, text="a", sampling_params={"n": 3, "max_new_tokens": 4, "sampling_seed": 1}).json()
+    assert len(several) == 3 and len({tuple(answer["output_ids"]) for answer in several}) > 1
+    batch = generate(server, input_ids=[[10], [11, 12]], rid=["x", "y"]).json()
+    assert [answer["meta_info"]["id"] for answer in batch] == ["x", "y"]
+
+
+def test_stop_strings_are_kept_in_ids_and_in_text_where_asked(server):
+    whole = generate(server, text="hello", sampling_params={"max_new_tokens": 12, "sampling_seed": 3}).json()
+    mark = whole["text"][3]
+    params = {"max_new_tokens": 12, "sampling_seed": 3, "stop": [mark]}
+    trimmed = generate(server, text="hello", sampling_params=params).json()
+    kept = generate(server, text="hello", sampling_params={**params, "no_stop_trim": True}).json()
+    assert mark not in trimmed["text"] and kept["text"] == trimmed["text"] + mark
+    assert trimmed["output_ids"] == kept["output_ids"] == whole["output_ids"][: len(kept["output_ids"])]
+    assert kept["meta_info"]["finish_reason"] == {"type": "stop", "matched": mark}
+
+
+def test_a_stream_grows_to_the_answer(server):
+    whole = generate(server, text="hello").json()
+    with server.stream(
+        "POST",
+        "/generate",
+        json={"text": "hello", "stream": True, "sampling_params": {"max_new_tokens": 6, "sampling_seed": 3}},
+    ) as answer:
+        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert events.pop() == "[DONE]"
+    chunks = [json.loads(event) for event in events]
+    lengths = [len(chunk["output_ids"]) for chunk in chunks]
+    assert lengths == sorted(lengths) and chunks[-1]["output_ids"] == whole["output_ids"]
+    assert all(chunk["meta_info"]["finish_reason"] is None for chunk in chunks[:-1])
+    assert chunks[-1]["meta_info"]["finish_reason"]["type"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({}, "either input_ids or text"),
+        ({"input_ids": []}, "not empty"),
+        ({"input_ids": [1, "a"]}, "list of token ids"),
+        ({"input_ids": [99999]}, "outside 0 to"),
+        ({"input_ids": [1] * 300}, "context"),
+        ({"input_ids": [1], "image_data": ["x"]}, "image_data"),
+        ({"input_ids": [1], "lora_path": "x"}, "lora_path"),
+        ({"input_ids": [1], "nonsense": 1}, "nonsense"),
+        ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "temperature"),
+        ({"input_ids": [1], "sampling_params": {"max_new_tokens": "many"}}, "max_new_tokens"),
+        ({"input_ids": [1], "sampling_params": {"presence_penalty": 1.0}}, "presence_penalty"),
+        ({"input_ids": [1], "sampling_params": {"regex": "a+"}}, "regex"),
+        ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p"),
+        ({"input_ids": [1], "sampling_params": {"wrong": 1}}, "wrong"),
+        ({"input_ids": [1], "sampling_params": {"n": 1000}}, "limit"),
+        ({"input_ids": [1], "position_ids": [0, 1]}, "position_ids"),
+    ],
+)
+def test_a_wrong_request_is_a_400_that_says_what_is_wrong(server, body, said):
+    answer = server.post("/generate", json=body)
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
+
+
+def test_what_is_not_json_and_what_is_too_large(server):
+    assert server.post("/generate", content=b"{").status_code == 400
+    assert server.post("/generate", content=b"[1]").status_code == 400
+    large = server.post("/generate", json={"text": "a" * 5000})
+    assert large.status_code == 413 and "4096 bytes" in large.json()["error"]["message"]
+
+    def chunks():
+        for _ in range(10):
+            yield b"a" * 1000
+
+    assert server.post("/generate", content=chunks()).status_code == 413
+
+
+def test_isolated_branches_are_an_extension_of_ours(server):
+    body = {"input_ids": [10, 11, 12], "position_ids": [0, 1, 1], "branch_ids": [0, 1, 2]}
+    assert generate(server, **body).status_code == 200
+
+
+def test_pause_holds_requests_and_abort_returns_what_they_have(server):
+    answers = []
+    params = {"max_new_tokens": 200, "sampling_seed": 1, "ignore_eos": True}
+    thread = threading.Thread(
+        target=lambda: answers.append(generate(server, input_ids=[5], sampling_params=params, rid="held").json())
+    )
+    assert server.post("/pause_generation", json={"mode": "retract"}).status_code == 200
+    thread.start()
+    time.sleep(0.3)
+    assert not answers
+    assert server.get("/health_generate").status_code == 503
+    assert server.get("/server_info").json()["paused"] is True
+    server.post("/abort_request", json={"rid": "held"})
+    thread.join(10)
+    assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort"
+    server.post("/continue_generation", json={})
+    assert server.get("/health_generate").status_code == 200
+    assert server.post("/pause_generation", json={"mode": "sideways"}).status_code == 400
+    assert server.post("/abort_request", json={}).status_code == 400
+
+
+def test_a_disconnected_client_frees_its_slot(server):
+    params = {"max_new_tokens": 200, "ignore_eos": True}
+    before = server.engine.stats()["finished"]
+    server.post("/pause_generation", json={"mode": "retract"})
+    with pytest.raises(httpx.ReadTimeout):
+        server.post("/generate", json={"input_ids": [7, 8], "sampling_params": params}, timeout=0.3)
+    server.post("/continue_generation", json={})
+    deadline = time.monotonic() + 5
+    while server.engine.stats()["running"] + server.engine.stats()["waiting"] + server.engine.stats()["queued"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert server.engine.stats()["finished"] == before  # it did not run to its end
+
+
+def test_weights_are_loaded_from_below_the_root_alone(server, root, tmp_path):
+    refused = server.post("/update_weights_from_disk", json={"model_path": str(tmp_path), "weight_version": "1"})
+    assert refused.status_code == 403 and "root" in refused.json()["error"]["message"]
+    climbing = server.post("/update_weights_from_disk", json={"model_path": f"{root}/../..", "weight_version": "1"})
+    assert climbing.status_code == 403
+    missing = server.post("/update_weights_from_disk", json={"model_path": str(root / "none"), "weight_version": "1"})
+    assert missing.status_code == 400
+
+
+def test_an_update_from_disk_changes_what_is_sampled_and_confirms_its_digest(server, root):
+    state = {name: tensor.clone() for name, tensor in server.engine.model.state_dict().items()}
+    before = generate(server, input_ids=[10, 20]).json()
+    torch.manual_seed(0)
+    changed = {name: tensor + 0.3 * torch.randn_like(tensor) for name, tensor in state.items()}
+    digest = write_weights(root / "v1", changed.items(), 1)
+    body = {"model_path": str(root / "v1"), "weight_version": "1", "content_digest": digest}
+    wrong = server.post("/update_weights_from_disk", json={**body, "content_digest": "0" * 64})
+    assert wrong.status_code == 400 and wrong.json()["success"] is False and "digest" in wrong.json()["message"]
+    assert server.get("/model_info").json()["weight_version"] == "0"
+    answer = server.post("/update_weights_from_disk", json=body).json()
+    assert answer["success"] and answer["content_digest"] == digest == content_digest(changed.items())
+    after = generate(server, input_ids=[10, 20], return_logprob=True).json()
+    assert after["output_ids"] != before["output_ids"]
+    assert after["meta_info"]["weight_version"] == "1"
+    assert server.get("/get_model_info").json()["weight_version"] == "1"
+    checksum = server.post("/weights_checker", json={"action": "checksum"}).json()
+    assert len(checksum["payload"][0]["per_gpu_checksum"]) == 64
+    other_shape = {name: torch.zeros(3) for name in changed}
+    write_weights(root / "wrong", other_shape.items(), 2)
+    refused = server.post("/update_weights_from_disk", json={"model_path": str(root / "wrong"), "weight_version": "2"})
+    assert refused.status_code == 400 and "another model" in refused.json()["message"]
+
+
+def test_health_metrics_and_memory(server):
+    assert server.get("/health").status_code == 200 and server.get("/ping").status_code == 200
+    text = server.get("/metrics").text
+    assert 'rollwright_requests_total{path="/generate",status="200"}' in text
+    assert "# TYPE rollwright_request_seconds histogram" in text and "rollwright_running 0" in text
+    assert server.post("/flush_cache").json()["success"]
+    assert server.post("/release_memory_occupation", json={}).json()["success"]
+    assert server.post("/resume_memory_occupation", json={"tags": ["kv_cache"]}).json()["success"]
+    assert server.post("/release_memory_occupation", json={"tags": ["weights"]}).status_code == 400
+
+
+def test_the_key_is_asked_for_everywhere_but_health():
+    engine = tiny_engine()
+    app = create_application(engine, ServerSettings(api_key="secret"))
+    with served(app) as address, httpx.Client(base_url=f"http://{address}", timeout=30) as client:
+        assert client.get("/health").status_code == 200
+        for path in ("/model_info", "/metrics", "/v1/models"):
+            assert client.get(path).status_code == 401
+            assert client.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401
+            assert client.get(path, headers={"Authorization": "Bearer secret"}).status_code == 200
+
+
+def test_too_many_pending_requests_are_a_429():
+    engine = tiny_engine(max_waiting=1)
+    app = create_application(engine, ServerSettings(max_pending=2))
+    with served(app) as address, httpx.Client(base_url=f"http://{address}", timeout=30) as client:
+        client.post("/pause_generation", json={"mode": "retract"})
+        body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}}
+        answers = []
+        threads = [threading.Thread(target=lambda: answers.append(client.post("/generate", json=body))) for _ in range(2)]
+        threads[0].start()
+        time.sleep(0.3)
+        threads[1].start()  # the engine's own queue is full
+        threads[1].join(5)
+        assert answers[0].status_code == 429 and "max_waiting" in answers[0].json()["error"]["message"]
+        client.post("/continue_generation", json={})
+        threads[0].join(5)
+        assert answers[1].status_code == 200

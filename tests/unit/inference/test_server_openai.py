@@ -1,0 +1,282 @@
+"""The OpenAI protocol over a real engine, asked by the openai package where that is how users ask."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import openai
+import pytest
+from fastapi import FastAPI
+from server_parts import served, tiny_engine
+
+from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.server.errors import RequestError
+from rollwright.inference.server.openai import OpenAICall, OpenAIProtocol
+from rollwright.inference.server.openai_fields import CHAT, COMPLETION, FIELDS, check_fields
+
+TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}]
+ASK = [{"role": "user", "content": "hi"}]
+
+
+class Scripted(InferenceEngine):
+    """Answers with fixed texts, token by token, and keeps what it was asked."""
+
+    def __init__(self, tokenizer, texts):
+        self.tokenizer, self.texts, self.requests = tokenizer, list(texts), []
+        self.context_length = 256
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        self.requests.append(request)
+        tokens = self.tokenizer.encode(self.texts[len(self.requests) - 1], add_special_tokens=False)
+        tokens.append(self.tokenizer.eos_token_id)
+        return ModelResponse(
+            input_tokens=list(request.input_ids),
+            output_tokens=tokens,
+            output_logprobs=[-0.5] * len(tokens),
+            output_versions=[3] * (len(tokens) - 1) + [4],
+            stop_match=tokens[-1],
+        )
+
+    async def astream(self, request):
+        whole = await self.agenerate(request)
+        for end in range(1, len(whole.output_tokens) + 1):
+            yield ModelResponse(
+                input_tokens=whole.input_tokens,
+                output_tokens=whole.output_tokens[:end],
+                output_logprobs=whole.output_logprobs[:end],
+                output_versions=whole.output_versions[:end],
+                stop_match=whole.stop_match,
+            )
+
+    def get_version(self):
+        return 4
+
+    def set_version(self, version): ...
+    def pause(self): ...
+    def resume(self): ...
+    def abort(self, rid=None): ...
+
+
+@pytest.fixture(scope="module")
+def engine():
+    engine = tiny_engine()
+    yield engine
+    engine.destroy()
+
+
+@pytest.fixture(scope="module")
+def address(engine):
+    app = FastAPI()
+    app.include_router(OpenAIProtocol(engine, engine.tokenizer, "tiny", max_samples=8).router)
+    with served(app) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    return openai.OpenAI(base_url=f"http://{address}/v1", api_key="k", max_retries=0)
+
+
+@pytest.fixture
+def scripted(engine):
+    """A protocol over scripted answers: ``start(texts) -> (openai client, engine, calls)``."""
+    stack = []
+
+    def start(*texts, **settings):
+        script, calls = Scripted(engine.tokenizer, texts), []
+        app = FastAPI()
+        app.include_router(OpenAIProtocol(script, engine.tokenizer, "tiny", on_call=calls.append, **settings).router)
+        server = served(app)
+        stack.append(server)
+        return openai.OpenAI(base_url=f"http://{server.__enter__()}/v1", api_key="key-1", max_retries=0), script, calls
+
+    yield start
+    for server in stack:
+        server.__exit__(None, None, None)
+
+
+def test_models(client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_a_chat_answer_carries_its_tokens_and_their_logprobs(client, engine):
+    answer = client.chat.completions.create(
+        model="tiny", messages=ASK, max_tokens=6, seed=1, logprobs=True, temperature=0.7, extra_body={"return_token_ids": True}
+    )
+    choice = answer.choices[0]
+    assert answer.prompt_token_ids == engine.tokenizer.apply_chat_template(ASK, add_generation_prompt=True, return_dict=False)
+    assert engine.tokenizer.decode(choice.token_ids, skip_special_tokens=True) == choice.message.content
+    assert len(choice.logprobs.content) == len(choice.token_ids) == answer.usage.completion_tokens
+    assert choice.weight_versions == [{"version": "0", "start": 0, "end": len(choice.token_ids)}]
+    response = engine.generate(
+        [ModelRequest(input_ids=answer.prompt_token_ids, gconfig=_gconfig(max_new_tokens=6, temperature=0.7, seed=1))]
+    )[0]
+    assert response.output_tokens == choice.token_ids
+    assert [entry.logprob for entry in choice.logprobs.content] == pytest.approx(response.output_logprobs, abs=1e-6)
+
+
+def _gconfig(**values):
+    from rollwright.config.generation import GenerationHyperparameters
+
+    return GenerationHyperparameters(**values)
+
+
+def test_completions_of_texts_and_ids(client):
+    answer = client.completions.create(model="tiny", prompt=["ab", "cd"], max_tokens=3, n=2, seed=1, logprobs=1)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage.prompt_tokens == 4 and answer.usage.completion_tokens == 12
+    assert len(answer.choices[0].logprobs.token_logprobs) == 3
+    ids = client.completions.create(model="tiny", prompt=[10, 11], max_tokens=3, seed=1, extra_body={"return_token_ids": True})
+    assert ids.choices[0].prompt_token_ids == [10, 11]
+
+
+def test_a_stream_is_the_answer_in_pieces(client):
+    arguments = {"model": "tiny", "messages": ASK, "max_tokens": 12, "seed": 2}
+    whole = client.chat.completions.create(**arguments)
+    chunks = list(client.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_streamed_token_ids_join_to_the_sampled_ones(client):
+    arguments = {"model": "tiny", "prompt": "abc", "max_tokens": 9, "seed": 2}
+    whole = client.completions.create(**arguments, extra_body={"return_token_ids": True})
+    chunks = list(client.completions.create(**arguments, stream=True, logprobs=1, extra_body={"return_token_ids": True}))
+    assert sum((chunk.choices[0].token_ids for chunk in chunks), []) == whole.choices[0].token_ids
+    assert sum((c.choices[0].logprobs.token_logprobs for c in chunks if c.choices[0].logprobs), []) != []
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+
+
+def test_tool_calls_are_parsed_and_their_text_left_out(scripted):
+    text = 'I look.<tool_call>{"name": "search", "arguments": {"q": "rain"}}</tool_call>'
+    client, engine, calls = scripted(text, text)
+    arguments = {"model": "tiny", "messages": ASK, "tools": TOOLS}
+    message = client.chat.completions.create(**arguments).choices[0]
+    assert message.finish_reason == "tool_calls" and message.message.content == "I look."
+    call = message.message.tool_calls[0]
+    assert call.function.name == "search" and json.loads(call.function.arguments) == {"q": "rain"}
+    assert "search" in engine.tokenizer.decode(engine.requests[0].input_ids)  # the template saw the tools
+    chunks = list(client.chat.completions.create(**arguments, stream=True))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == "I look."
+    streamed = [c.choices[0].delta.tool_calls for c in chunks if c.choices[0].delta.tool_calls]
+    assert streamed[0][0].function.name == "search" and chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert len(calls) == 2  # a streamed call is shown too
+
+
+def test_without_tools_the_text_stays_and_history_goes_back_to_the_template(scripted):
+    text = '<tool_call>{"name": "search", "arguments": {}}</tool_call>'
+    client, engine, _ = scripted(text, "fine")
+    answer = client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS, tool_choice="none")
+    assert answer.choices[0].message.content == text and answer.choices[0].message.tool_calls is None
+    history = [
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": {"name": "search", "arguments": '{"q": 1}'}}]},
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "rain"}]},
+    ]  # fmt: skip
+    client.chat.completions.create(model="tiny", messages=history, tools=TOOLS)
+    assert 'search{"q": 1}' in engine.tokenizer.decode(engine.requests[1].input_ids)
+
+
+def test_the_hook_sees_key_requests_and_responses(scripted):
+    client, _, calls = scripted("one", "two")
+    client.chat.completions.create(model="tiny", messages=ASK, n=2, max_tokens=9, temperature=0.7)
+    (call,) = calls
+    assert isinstance(call, OpenAICall) and call.api_key == "key-1" and call.is_chat
+    assert [request.gconfig.temperature for request in call.requests] == [0.7, 0.7]
+    assert [response.output_versions[-1] for response in call.responses] == [4, 4]
+    assert [choice["message"]["content"] for choice in call.choices] == ["one", "two"]
+
+
+def test_each_key_may_have_an_engine_of_its_own(engine):
+    engines = {"a": Scripted(engine.tokenizer, ["from a"]), "b": Scripted(engine.tokenizer, ["from b"])}
+
+    def engine_for(key):
+        if key not in engines:
+            raise RequestError("No sample has this key.", status=401, kind="authentication_error")
+        return engines[key]
+
+    app = FastAPI()
+    app.include_router(OpenAIProtocol(None, engine.tokenizer, "tiny", engine_for_key=engine_for, context_length=64).router)
+    with served(app) as address:
+        for key in engines:
+            client = openai.OpenAI(base_url=f"http://{address}/v1", api_key=key, max_retries=0)
+            assert client.chat.completions.create(model="tiny", messages=ASK).choices[0].message.content == f"from {key}"
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"http://{address}/v1", api_key="x", max_retries=0).chat.completions.create(
+                model="tiny", messages=ASK
+            )
+    assert engines["a"].requests[0].gconfig.max_new_tokens == 64 - len(engines["a"].requests[0].input_ids)
+
+
+def test_stop_strings_are_left_out_of_the_text(client):
+    whole = client.completions.create(model="tiny", prompt="abc", max_tokens=12, seed=2).choices[0].text
+    mark = whole[4]
+    cut = client.completions.create(model="tiny", prompt="abc", max_tokens=12, seed=2, stop=[mark]).choices[0]
+    assert cut.text == whole[: whole.index(mark)] and cut.finish_reason == "stop"
+    kept = client.completions.create(
+        model="tiny", prompt="abc", max_tokens=12, seed=2, stop=mark, extra_body={"include_stop_str_in_output": True}
+    )
+    assert kept.choices[0].text == cut.text + mark
+    streamed = client.completions.create(model="tiny", prompt="abc", max_tokens=12, seed=2, stop=[mark], stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == cut.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("chat/completions", {"messages": ASK, "model": "other"}, 404, "other"),
+        ("chat/completions", {}, 400, "messages"),
+        ("chat/completions", {"messages": ASK, "surprise": 1}, 400, "surprise"),
+        ("chat/completions", {"messages": ASK, "temperature": "hot"}, 400, "temperature"),
+        ("chat/completions", {"messages": ASK, "temperature": True}, 400, "temperature"),
+        ("chat/completions", {"messages": ASK, "top_p": 1.5}, 400, "top_p"),
+        ("chat/completions", {"messages": ASK, "n": 9}, 400, "limit"),
+        ("chat/completions", {"messages": ASK, "top_logprobs": 3}, 400, "top_logprobs"),
+        ("chat/completions", {"messages": ASK, "presence_penalty": 0.5}, 400, "presence_penalty"),
+        ("chat/completions", {"messages": ASK, "response_format": {"type": "json_object"}}, 400, "response_format"),
+        ("chat/completions", {"messages": ASK, "tools": TOOLS, "tool_choice": "required"}, 400, "tool_choice"),
+        ("chat/completions", {"messages": ASK, "tools": [{"type": "function"}]}, 400, "tools[0]"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a" * 300}]}, 400, "context"),
+        ("completions", {"prompt": ""}, 400, "prompt"),
+        ("completions", {"prompt": [[]]}, 400, "prompt"),
+        ("completions", {"prompt": [10**6]}, 400, "outside"),
+        ("completions", {"prompt": "a", "best_of": 3}, 400, "best_of"),
+        ("completions", {"prompt": "a", "stop": [1]}, 400, "stop"),
+        ("completions", {"prompt": "a", "stream": True, "max_tokens": 5, "stop": ["x"], "echo": True}, 400, "echo"),
+    ],
+)
+def test_a_wrong_request_is_refused_by_parameter(address, path, body, status, said):
+    answer = httpx.post(f"http://{address}/v1/{path}", json=body)
+    assert answer.status_code == status
+    assert said in answer.json()["error"]["message"]
+
+
+def test_a_stream_that_cannot_start_has_an_error_status(address):
+    body = {"prompt": [10] * 300, "stream": True}
+    assert httpx.post(f"http://{address}/v1/completions", json=body).status_code == 400
+
+
+def test_the_table_is_walked_for_both_endpoints():
+    values = {str: "x", list: [1], int: 3, float: 0.5, bool: False, dict: {"x": 1}}
+    for endpoint in (CHAT, COMPLETION):
+        for field in FIELDS:
+            value = values[field.kinds[0]]
+            if endpoint not in field.endpoints:
+                with pytest.raises(RequestError, match=field.name):
+                    check_fields({field.name: value}, endpoint)
+            elif field.use == "honoured":
+                assert check_fields({field.name: 1 if field.high else value}, endpoint)
+            elif field.use == "ignored":
+                assert check_fields({field.name: value}, endpoint) == {}
+            else:
+                for neutral in field.neutral:
+                    assert check_fields({field.name: neutral}, endpoint) == {}
+                with pytest.raises(RequestError, match=field.name):
+                    check_fields({field.name: value if value not in field.neutral else 2}, endpoint)
