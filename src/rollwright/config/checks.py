@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from rollwright.config.experiment import BaseExperimentConfig, PPOConfig
+from rollwright.config.experiment import BaseExperimentConfig, PPOConfig, SFTConfig
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.config.sections import DatasetConfig, IntervalConfig
+from rollwright.config.sections import DatasetConfig, IntervalConfig, NormConfig
 from rollwright.config.source import KeyPath, dotted
 from rollwright.errors import ConfigError
 
@@ -20,8 +20,12 @@ def faults_of(config: Any) -> Iterator[Fault]:
     for path, section in _sections(config, ()):
         if isinstance(section, GenerationHyperparameters):
             yield from _generation(section, path)
+        if isinstance(section, NormConfig) and section.leave_one_out and section.mean_level == "none":
+            yield (*path, "leave_one_out"), "says what the mean leaves out, but mean_level is none, so there is no mean"
     if isinstance(config, BaseExperimentConfig):
         yield from _experiment(config)
+    if isinstance(config, SFTConfig) and config.stop_accuracy is not None:
+        yield from _stops_by_accuracy(config)
     if isinstance(config, PPOConfig):
         yield from _policy(config)
         if config.deterministic:
@@ -77,6 +81,16 @@ def _experiment(config: BaseExperimentConfig) -> Iterator[Fault]:
                 (name, "limit"),
                 f"is {dataset.limit}, less than one batch of {dataset.batch_size}; no batch would ever be full",
             )
+
+
+def _stops_by_accuracy(config: SFTConfig) -> Iterator[Fault]:
+    needed = {
+        "valid_dataset": config.valid_dataset,
+        "workflow": config.workflow,
+        "an interval in evaluator (such as every_steps)": _has_interval(config.evaluator),
+    }
+    if missing := [name for name, value in needed.items() if not value]:
+        yield ("stop_accuracy",), f"needs {' and '.join(missing)}, by which accuracy is measured"
 
 
 def _has_interval(section: IntervalConfig) -> bool:

@@ -229,7 +229,7 @@ def _build(
         faults.append(str(error))
         return None
     if not builder.faults:
-        for path, message in [*faults_of(config), *_missing(kind, config)]:
+        for path, message in [*faults_of(config), *_missing(kind, config), *_pointless(config)]:
             builder.fault(path, message)
     faults.extend(builder.faults)
     return Stage(name=str(name), kind=kind, config=config, index=index, source=document.file)
@@ -269,6 +269,12 @@ def _missing(kind: str, config: Any) -> list[tuple[KeyPath, str]]:
     return [
         (path, f"is not set: {what}") for path, what, value in zip(paths, needed.values(), values, strict=True) if not value
     ]
+
+
+def _pointless(config: Any) -> list[tuple[KeyPath, str]]:
+    if isinstance(config, EvalConfig) and not config.greedy and not config.samples:
+        return [(("samples",), "is 0 and greedy is false, so nothing would be evaluated; set one of them")]
+    return []
 
 
 def _refuse_repeated_names(stages: Sequence[Stage | None], document: Document, faults: list[str]) -> None:

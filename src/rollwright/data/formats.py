@@ -27,7 +27,9 @@ KNOWN_PAIRS = (
 )
 
 #: What a ``format`` of a dataset cannot say: these belong to tasksets, whose rows choose their workflow.
-_TASKSET_ONLY = ("workflow_key", "reward_fn_key", "reply_prefix", "enable_thinking", "chat_template")
+_TASKSET_ONLY = (
+    "workflow_key", "reward_fn_key", "reply_prefix", "enable_thinking", "chat_template", "chosen_key", "rejected_key",
+)  # fmt: skip
 
 
 def to_tasks(rows: Sequence[Row], layout: FormatConfig | None, source: str, supervised: bool = False) -> list[Row]:

@@ -25,10 +25,22 @@ REFUSED = [
     ("deterministic: true\nrollout: {backend: vllm}", "needs the built-in engine"),
     ("deterministic: true\nrollout: {max_head_offpolicyness: 1}", "max_head_offpolicyness: is above 0"),
     ("deterministic: true\nrollout: {over_sampling: 0.5}", "cuts the slowest samples"),
+    ("actor: {adv_norm: {mean_level: none, leave_one_out: true}}", "actor.adv_norm.leave_one_out: says what"),
     ("mode: explore", "needs a store"),
     ("train_dataset: {path: x}\ntasksets: [{path: y}]", "beside tasksets"),
     ("workflow: x\ntasksets: [{path: y}]", "beside tasksets"),
 ]
+
+REFUSED_SUPERVISED = [
+    ("stop_accuracy: 0.5", "needs valid_dataset and workflow and an interval in evaluator"),
+    ("stop_accuracy: 0.5\nvalid_dataset: {path: v}\nworkflow: w", "stop_accuracy: needs an interval in evaluator"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED_SUPERVISED)
+def test_a_warm_up_that_stops_by_accuracy_needs_what_measures_it(text, message):
+    with pytest.raises(ConfigError, match=message):
+        build_config(parse_yaml(text), [], SFTConfig)
 
 
 @pytest.mark.parametrize(("text", "message"), REFUSED)

@@ -103,6 +103,7 @@ def test_faults_of_all_stages_are_told_at_once_each_once(write):
         (("  - kind: eval\n    name: after", "  - name: after"), "stages.3: has no kind"),
         (("stages:\n", "stages: 3\nstage:\n"), "stages: expected a list"),
         (("dataset: {path: arithmetic}\n    samples: 8", "samples: 8"), "dataset.path: is not set"),
+        (("    samples: 8", "    samples: 0\n    greedy: false"), "nothing would be evaluated"),
     ],
 )
 def test_refused(write, change, expected):
