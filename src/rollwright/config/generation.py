@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+import copy
+import functools
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rollwright.errors import ConfigError
 
 #: Names that users of other systems know, and the field each stands for.
 ALIASES = {"n": "n_samples", "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+
+
+@functools.cache
+def _field_names(cls: type) -> frozenset[str]:
+    return frozenset(f.name for f in fields(cls))
 
 
 @dataclass
@@ -77,15 +84,17 @@ class GenerationHyperparameters:
         Raises:
             ConfigError: a name is not a generation argument.
         """
-        known = {f.name for f in fields(self)}
+        known = _field_names(type(self))
         changes = {ALIASES.get(key, key): value for key, value in changes.items()}
         if unknown := sorted(set(changes) - known):
             raise ConfigError(f"GenerationHyperparameters has no {', '.join(unknown)}; it has {', '.join(sorted(known))}.")
-        own_lists = {
-            "stop": None if self.stop is None else list(self.stop),
-            "stop_token_ids": list(self.stop_token_ids),
-        }
-        return replace(self, **{**own_lists, **changes})
+        made = copy.copy(self)  # not dataclasses.replace: every request and record makes one
+        made.stop = None if self.stop is None else list(self.stop)
+        made.stop_token_ids = list(self.stop_token_ids)
+        for name, value in changes.items():
+            setattr(made, name, value)
+        made.__post_init__()
+        return made
 
     @classmethod
     def from_names(cls, **names: Any) -> GenerationHyperparameters:

@@ -225,3 +225,37 @@ def test_workflow_by_string_with_a_path_for_the_tokenizer(start, tokenizer, tmp_
         },
     )
     assert batch["input_ids"].shape[0] == 1
+
+
+def test_every_token_carries_the_version_that_sampled_it_while_weights_change_under_running_requests(tokenizer, model):
+    """Snapshots of every version tell which one gives a token's log-probability, independently of the label."""
+    import copy
+
+    trained = copy.deepcopy(model)
+    config = RolloutConfig(max_head_offpolicyness=4, max_running_requests=24)
+    rollout = LocalRolloutEngine(config, trained, tokenizer)
+    rollout.initialize()
+    workflow = RLVRWorkflow(vowels, GenerationHyperparameters(max_new_tokens=40, min_new_tokens=30, temperature=0.8), tokenizer)
+    loader = [[task(n) for n in range(start, start + 4)] for start in range(0, 24, 4)]
+    snapshots, batches = [copy.deepcopy(trained)], []
+    try:
+        for version in range(1, 6):
+            batches.append(rollout.prepare_batch(loader, workflow, group_size=4))
+            rollout.pause()
+            with torch.no_grad():
+                for parameter in trained.parameters():
+                    parameter.mul_(1.15)
+            rollout.publish(version)
+            snapshots.append(copy.deepcopy(trained))
+            rollout.resume()
+    finally:
+        rollout.destroy()
+    mixed = 0
+    for trained_at, batch in enumerate(batches):
+        mask = batch["loss_mask"].bool()
+        by_version = torch.stack([trainer_logprobs(snapshot, batch) for snapshot in snapshots])
+        labelled = by_version.gather(0, batch["versions"].clamp(min=0).long()[None])[0]
+        assert torch.allclose(batch["logprobs"].double()[mask], labelled[mask], atol=1e-4)
+        assert (trained_at - batch["versions"][mask]).max() <= 4
+        mixed += sum(row[row_mask].unique().numel() > 1 for row, row_mask in zip(batch["versions"], mask, strict=True))
+    assert mixed > 0  # some rows did begin under one version and end under another
