@@ -291,8 +291,10 @@ class Experience:
                 f"serialised Experience has unknown fields {sorted(unknown)}; it was written by another version."
             )
         images = {name.split(".", 1)[1]: part for name, part in tensors.items() if name.startswith("multi_modal_inputs.")}
-        plain = {name: part for name, part in tensors.items() if "." not in name}
-        return cls(**plain, **rest, **({"multi_modal_inputs": images} if images else {}))
+        plain: dict[str, Any] = {name: part for name, part in tensors.items() if "." not in name}
+        if images:
+            plain["multi_modal_inputs"] = images
+        return cls(**plain, **rest)
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -38,7 +38,7 @@ def equivalent(found: str, wanted: str) -> bool:
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call that has no limit
-    gold, guess = (math_verify.parse(part, parsing_timeout=None) for part in (_delimited(wanted), _delimited(found)))
+    gold, guess = (math_verify.parse(part, parsing_timeout=0) for part in (_delimited(wanted), _delimited(found)))
     return bool(gold) and bool(guess) and math_verify.verify(gold, guess, timeout_seconds=None)
 
 
@@ -67,8 +67,8 @@ def _ends_with(completion: str, wanted: str) -> bool:
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    gold = math_verify.parse(_delimited(wanted), parsing_timeout=None)
-    guess = math_verify.parse(completion[-_LONGEST_ANSWER:], parsing_timeout=None)
+    gold = math_verify.parse(_delimited(wanted), parsing_timeout=0)
+    guess = math_verify.parse(completion[-_LONGEST_ANSWER:], parsing_timeout=0)
     return bool(gold) and bool(guess) and math_verify.verify(gold, guess, timeout_seconds=None)
 
 
@@ -116,7 +116,7 @@ def math_boxed_reward(
     boxed = last_boxed(completion)
     score = float(boxed is not None and any(equivalent(boxed, gsm8k_answer(one)) for one in references(answer)))
     if with_think:
-        thought, _, rest = completion.partition("</think>")
+        thought, __, rest = completion.partition("</think>")
         if not rest or "</think>" in rest or "\\boxed" not in rest or thought.count("<think>") > 1:
             score -= format_weight
     return score
