@@ -181,3 +181,24 @@ def test_uses_without_end():
         assert [store.sample(groups=1, sampling=sampling).groups[0].uses for _ in range(5)] == [1, 2, 3, 4, 5]
         store.commit("a")
         assert store.forget_used(sampling=sampling, keep_checkpoints=1) == 0
+
+
+@pytest.mark.parametrize("name", ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"])
+def test_stored_bytes_are_safetensors_and_repeat(name):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load
+
+    from rollwright.experience.serialisation import pack_bytes, unpack_bytes
+
+    dtype = getattr(torch, name)
+    tensors = {
+        "matrix": torch.arange(6).view(2, 3).t().to(dtype),  # not contiguous
+        "number": torch.tensor(1).to(dtype),
+        "empty": torch.zeros(0, dtype=dtype),
+        "odd": torch.ones(3, dtype=torch.bool),
+    }
+    data = pack_bytes(tensors, {"text": "é"})
+    assert data == pack_bytes(tensors, {"text": "é"})
+    read = load(data)
+    assert all(read[key].dtype == tensors[key].dtype and torch.equal(read[key], tensors[key]) for key in tensors)
+    assert unpack_bytes(data)[1] == {"text": "é"}
