@@ -14,17 +14,17 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollwright.config.building import Builder, names_besides, nearest
 from rollwright.config.checks import faults_of
+from rollwright.config.evaluation import EvalConfig
 from rollwright.config.experiment import BaseExperimentConfig, GRPOConfig, SFTConfig
-from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.loading import config_to_dict, merge_overrides
+from rollwright.config.new_model import NewModelConfig
 from rollwright.config.resolving import merge, resolve
-from rollwright.config.sections import ClusterConfig, DatasetConfig, RolloutConfig, StatsLoggerConfig
 from rollwright.config.source import Document, KeyPath, Origins, Override, parse_override, read_yaml
 from rollwright.config.trinity import is_trinity_shaped, translate
 from rollwright.errors import ConfigError
@@ -32,64 +32,12 @@ from rollwright.errors import ConfigError
 logger = logging.getLogger("rollwright.config")
 
 
-@dataclass
-class NewModelConfig:
-    """A model with random weights and a tokenizer, written in Hugging Face form."""
-
-    path: str = field(default="", metadata={"help": "Directory to write it to."})
-    architecture: str = field(default="qwen3", metadata={"help": "Transformer family.", "choices": ["qwen3", "qwen2", "llama"]})
-    hidden_size: int = field(default=128, metadata={"help": "Width of the residual stream.", "ge": 8})
-    layers: int = field(default=4, metadata={"help": "Transformer blocks.", "ge": 1})
-    heads: int = field(default=4, metadata={"help": "Attention heads.", "ge": 1})
-    kv_heads: int | None = field(default=None, metadata={"help": "Key-value heads; null: as many as heads.", "ge": 1})
-    head_dim: int | None = field(default=None, metadata={"help": "Size of a head; null: hidden_size / heads.", "ge": 2})
-    intermediate_size: int | None = field(
-        default=None, metadata={"help": "Width of the feed-forward; null: three times hidden_size.", "ge": 8}
-    )
-    tie_embeddings: bool = field(default=True, metadata={"help": "Input and output embeddings are one matrix."})
-    max_position_embeddings: int = field(default=512, metadata={"help": "Longest sequence, in tokens.", "ge": 8})
-    vocabulary_from: str = field(
-        default="", metadata={"help": "Tokenizer directory or name that is taken over; empty: a character tokenizer is made."}
-    )
-    characters: str = field(default="", metadata={"help": "Characters of the tokenizer; empty: printable ASCII and newline."})
-    pieces: list[str] = field(
-        default_factory=list, metadata={"help": "Strings that are one token each, such as '<answer>' or syllables."}
-    )
-    seed: int = field(default=1, metadata={"help": "Seed of the weights."})
-
-
-@dataclass
-class EvalConfig:
-    """Scores of a model on a split: greedy, and the mean of several samples beside it."""
-
-    experiment_name: str = field(default="experiment", metadata={"help": "Name of the experiment; paths derive from it."})
-    trial_name: str = field(default="trial", metadata={"help": "Name of this trial of the experiment."})
-    seed: int = field(default=1, metadata={"help": "Seed of everything that is random."})
-    deterministic: bool = field(default=False, metadata={"help": "The evaluation repeats bit for bit on one machine."})
-    path: str = field(default="", metadata={"help": "Model directory or Hugging Face name."})
-    label: str = field(default="", metadata={"help": "Name of the result in tables and summary.json; empty: the stage's."})
-    tokenizer_path: str = field(default="", metadata={"help": "Tokenizer directory or name; empty: the model's path."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with a model. Off unless asked for."})
-    dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(split="test", shuffle=False, drop_last=False))
-    workflow: str | None = field(default=None, metadata={"help": "Import path or registered name of the workflow."})
-    workflow_kwargs: dict[str, Any] = field(default_factory=dict, metadata={"help": "Arguments of the workflow's constructor."})
-    reward_fn: str | None = field(default=None, metadata={"help": "Import path or registered name of the reward function."})
-    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
-    greedy: bool = field(default=True, metadata={"help": "One greedy completion of each task."})
-    samples: int = field(
-        default=0, metadata={"help": "Completions of each task at gconfig.temperature, whose mean is reported.", "ge": 0}
-    )
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-
-
 #: What a stage of each kind is told.
 STAGE_CLASSES: dict[str, type] = {"model": NewModelConfig, "sft": SFTConfig, "rl": GRPOConfig, "eval": EvalConfig}
 
 #: Keys of a stage, and of a file, that are no settings of the stage's config.
 _STAGE_KEYS = ("kind", "name")
-_FILE_KEYS = ("stages", "kind", "name", "run_dir")
+_FILE_KEYS = ("stages", "kind", "name")
 
 
 #: What an evaluation from the command line alone starts from.
@@ -206,7 +154,7 @@ def _build(
 ) -> Stage | None:
     common = {key: value for key, value in written.items() if key not in _FILE_KEYS}
     place: KeyPath = () if own_keys is None else ("stages", index)
-    head = written if own_keys is None else own_keys
+    head = merge_overrides(written, shared) if own_keys is None else own_keys
     name = head.get("name", head.get("kind", "rl"))
     mine = [_relative(override, place, name) for override in own]
     origins = Origins(document, [*shared, *(override for override in mine if override)], (place, ()) if place else ((),))
@@ -220,7 +168,8 @@ def _build(
     known = {field.name for field in dataclasses.fields(cls)} | set(names_besides(cls))
     keys = {key: value for key, value in (own_keys or {}).items() if key not in _STAGE_KEYS}
     data = merge({key: value for key, value in common.items() if key in known or own_keys is None}, keys)
-    data = merge_overrides(data, [override for override in shared if override.path[0] in known or own_keys is None])
+    reaching = [o for o in shared if o.path[0] in known or (own_keys is None and o.path[0] not in _FILE_KEYS)]
+    data = merge_overrides(data, reaching)
     data = merge_overrides(data, [override for override in mine if override and override.path[0] not in _STAGE_KEYS])
     try:
         around = merge_overrides({**written, **common}, shared)
@@ -306,7 +255,7 @@ def _refuse_unused_keys(
         return  # a stage of unknown kind is told already, and might have the key
     known = {name for cls in classes for name in [*(field.name for field in dataclasses.fields(cls)), *names_besides(cls)]}
     origins = Origins(document, list(overrides))
-    given = [*(key for key in document.data if key not in _FILE_KEYS), *(str(override.path[0]) for override in shared)]
+    given = [*(key for key in document.data if key != "stages"), *(str(override.path[0]) for override in shared)]
     for key in dict.fromkeys(given):
-        if key not in known and key not in _FILE_KEYS:
+        if key not in known:
             faults.append(f"{origins.of((key,))}: {key}: no stage of this file has such a key; {nearest(key, known)}")

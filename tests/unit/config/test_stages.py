@@ -78,12 +78,18 @@ def test_a_file_without_stages_is_one_stage_of_its_kind(write):
     assert (stage.kind, stage.name) == ("rl", "rl")
     (stage,) = load_stages(write("kind: sft\nname: warm\nmodel: {path: m}\ntrain_dataset: {path: arithmetic}\n"))
     assert (stage.kind, stage.name) == ("sft", "warm")
+    sft = write("model: {path: m}\ntrain_dataset: {path: arithmetic}\n")
+    (stage,) = load_stages(sft, ["kind=sft", "name=warm"])
+    assert (stage.kind, stage.name) == ("sft", "warm")
     assert "did you mean 'actor'?" in fault(write("actr: {path: m}\n"))
 
 
 def test_a_shared_key_that_no_stage_has_is_refused(write):
     assert "c.yaml:1: seeed: no stage of this file has such a key; did you mean 'seed'?" in fault(write("seeed: 1\n" + TEXT))
     assert "override 'seeed=1': seeed: no stage" in fault(write(TEXT), "seeed=1")
+    for key in ("kind: rl", "name: x", "run_dir: x"):
+        assert "c.yaml:1: " in fault(write(f"{key}\n{TEXT}"))
+    assert "has no key 'run_dir'" in fault(write("run_dir: x\nactor: {path: m}\n"))
 
 
 def test_faults_of_all_stages_are_told_at_once_each_once(write):
