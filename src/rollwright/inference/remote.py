@@ -33,12 +33,16 @@ from rollwright.tracking.logging import getLogger
 logger = getLogger("RemoteEngine")
 
 #: Clients of this process that are connected; see ``connected_clients``.
-_CONNECTED: weakref.WeakSet[RemoteClient] = weakref.WeakSet()
+_CONNECTED: weakref.WeakValueDictionary[int, RemoteClient] = weakref.WeakValueDictionary()
+_connections_made = itertools.count()
 
 
 def connected_clients() -> list[RemoteClient]:
-    """The clients of this process that are connected to servers: where a trainer finds the rollout engine it was not given."""
-    return list(_CONNECTED)
+    """The clients of this process that are connected to servers, in the order in which they connected.
+
+    Here a trainer finds the rollout engine that it was not given.
+    """
+    return [client for _, client in sorted(_CONNECTED.items())]
 
 
 #: Statuses of a server that is busy or restarting, not of a wrong request.
@@ -160,12 +164,13 @@ class RemoteClient(InferenceEngine):
             raise
         self._monitor = HealthMonitor(router, self._is_healthy, self._bring_back, skip_in_service=lambda: self._paused)
         self._monitor.start()
-        _CONNECTED.add(self)
+        _CONNECTED[next(_connections_made)] = self
         logger.info("%s servers in use: %s", self.kind, ", ".join(server.address for server in router.servers))
 
     def destroy(self) -> None:
         """Stop watching the servers and close every connection. Servers run on unless they were handed over with ``own``."""
-        _CONNECTED.discard(self)
+        for number in [number for number, client in _CONNECTED.items() if client is self]:
+            del _CONNECTED[number]
         if self._monitor is not None:
             self._monitor.stop()
             self._monitor = None

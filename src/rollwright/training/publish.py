@@ -124,16 +124,16 @@ def _find_servers(meta: WeightUpdateMeta | None) -> Any:
     from rollwright.inference.remote import connected_clients
 
     if parallel.rank() == 0 and (clients := connected_clients()):
-        if len(clients) > 1:
+        if len({frozenset(client.addresses) for client in clients}) > 1:
             names = "; ".join(", ".join(client.addresses) for client in clients)
             raise WeightUpdateError(
                 f"This process is connected to several sets of servers ({names}): name the one that samples for this trainer "
                 "with actor.connect_engine(engine)."
             )
         logger.info(
-            "publishing to the %s servers that this process samples from: %s", clients[0].kind, ", ".join(clients[0].addresses)
+            "publishing to the %s servers that this process samples from: %s", clients[-1].kind, ", ".join(clients[-1].addresses)
         )
-        return clients[0]
+        return clients[-1]  # of several clients of the same servers, the one that connected last
     addresses = find_server_addresses()
     if not addresses:
         raise WeightUpdateError(
