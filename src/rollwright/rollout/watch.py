@@ -114,7 +114,8 @@ def _describe(frame: FrameType) -> str | None:
         sample = current.f_locals.get("sample")
         if isinstance(sample, SampleEngine) and workflow is None:
             workflow = sample.workflow
-        is_own = any(part in file for part in _OWN) or file.startswith(sys.base_prefix) or "site-packages" in file
+        is_own = any(part in file for part in _OWN) or file.startswith((sys.base_prefix, "<string>", "<frozen"))
+        is_own = is_own or "site-packages" in file
         if users is None and not is_own:
             users = current
         current = current.f_back
