@@ -76,23 +76,30 @@ class ModelWrapper:
         return [self._experience(response) for response in await asyncio.gather(*calls)]
 
     async def chat_async(
-        self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None, **generation: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        reply_prefix: str | None = None,
+        **generation: Any,
     ) -> list[Experience]:
         """Answer a conversation ``n`` times.
 
         Args:
             messages: ``{"role", "content"}`` messages, the last one to be answered.
             tools: tools offered through the chat template.
+            reply_prefix: text that the reply begins with; it is given, not sampled.
             generation: as in ``generate_async``.
         """
         messages = [dict(message) for message in messages]
         gconfig = self._generation(generation)
         prompt = self._conversation.encode(messages, tools)
+        if reply_prefix:
+            prompt = [*prompt, *self.tokenizer.encode(reply_prefix, add_special_tokens=False)]
         rids = [self._conversation_id if gconfig.n_samples == 1 else uuid.uuid4().hex for _ in range(gconfig.n_samples)]
         responses = await asyncio.gather(*(self._sample(prompt, gconfig, rid) for rid in rids))
         experiences = [self._experience(response) for response in responses]
         for response, experience in zip(responses, experiences, strict=True):
-            reply = {"role": "assistant", "content": experience.response_text}
+            reply = {"role": "assistant", "content": (reply_prefix or "") + (experience.response_text or "")}
             self._conversation.remember(messages, reply, response.input_tokens, response.output_tokens, tools)
         return experiences
 

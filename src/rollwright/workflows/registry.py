@@ -33,6 +33,9 @@ BUILT_IN = {
     "search_agent": "rollwright.workflows.search_agent.SearchAgentWorkflow",
     "grouped_search_agent": "rollwright.workflows.search_agent.GroupedSearchAgentWorkflow",
     "tool_integrated": "rollwright.workflows.tool_integrated.ToolIntegratedWorkflow",
+    "simple_workflow": "rollwright.workflows.simple.SimpleWorkflow",
+    "math_workflow": "rollwright.workflows.simple.MathWorkflow",
+    "math_boxed_workflow": "rollwright.workflows.simple.MathBoxedWorkflow",
     "webshop_workflow": "rollwright.workflows.webshop.WebShopWorkflow",
 }
 

@@ -1,0 +1,95 @@
+"""Task-style workflows of one turn: ask, score, return; and their forms for mathematics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollwright.errors import WorkflowError
+from rollwright.experience.experience import Experience
+from rollwright.rewards.wrapper import AsyncRewardWrapper
+from rollwright.workflows.registry import WORKFLOWS
+from rollwright.workflows.task import Task
+from rollwright.workflows.task_workflow import Workflow
+
+#: What the mathematical workflows tell the model where the task's format has no system prompt.
+THINK_ANSWER_PROMPT = (
+    "Solve the user's problem. First reason step by step between <think> and </think>, then give nothing but the final result "
+    "between <answer> and </answer>."
+)
+BOXED_PROMPT = "Solve the user's problem step by step, and put nothing but the final result into \\boxed{}."
+
+
+@WORKFLOWS.register_module("simple_workflow")
+class SimpleWorkflow(Workflow):
+    """Asks once and scores the answer with the task's reward function.
+
+    The conversation comes from the task's format (system prompt, prompt or messages). ``reply_prefix`` is where the
+    assistant's reply begins. The reward function gets the reference answer as ``answer``, the row's columns and
+    ``reward_fn_args``.
+    """
+
+    resettable = True
+    repeatable = True
+    default_system_prompt: str | None = None
+    default_reward_fn: str | None = None
+
+    def __init__(self, *, task: Task, model: Any, auxiliary_models: list[Any] | None = None) -> None:
+        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
+        self.reset(task)
+
+    def reset(self, task: Task) -> None:
+        """Take the next task."""
+        self.task = task
+        function = task.reward_function() or self.default_reward_fn
+        if function is None:
+            raise WorkflowError(
+                f"{type(self).__name__} scores with the task's reward function, but task {task.task_id!r} names none; set the "
+                "taskset's default_reward_fn_type."
+            )
+        self.reward_fn = AsyncRewardWrapper(function)
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation to be answered."""
+        messages = self.task.messages()
+        if self.default_system_prompt and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self.default_system_prompt})
+        return messages
+
+    async def run_async(self) -> list[Experience]:
+        """Ask ``rollout_args.n`` times and score each answer."""
+        layout = self.task.format_args
+        tools = self.task.raw_task.get(layout.tools_key) if layout.tools_key else None
+        experiences = await self.model.chat_async(
+            self.messages(), tools=tools, reply_prefix=layout.reply_prefix, n=self.task.rollout_args.n
+        )
+        for experience in experiences:
+            experience.reward = await self.score(experience)
+            experience.metrics = {"reward": experience.reward}
+        return experiences
+
+    async def score(self, experience: Experience) -> float:
+        """The reward of one answer."""
+        columns = {key: value for key, value in self.task.raw_task.items() if key != "answer"}
+        return await self.reward_fn(
+            experience.prompt_text,
+            experience.response_text,
+            experience.prompt_tokens.tolist(),
+            experience.response_tokens.tolist(),
+            **{**columns, "answer": self.task.truth, **self.task.reward_fn_args},
+        )
+
+
+@WORKFLOWS.register_module("math_workflow")
+class MathWorkflow(SimpleWorkflow):
+    """Mathematics with think and answer tags: 1 for a right answer, ±0.1 for keeping to the format or not."""
+
+    default_system_prompt = THINK_ANSWER_PROMPT
+    default_reward_fn = "math_reward"
+
+
+@WORKFLOWS.register_module("math_boxed_workflow")
+class MathBoxedWorkflow(SimpleWorkflow):
+    r"""Mathematics whose result stands in ``\boxed{}``."""
+
+    default_system_prompt = BOXED_PROMPT
+    default_reward_fn = "math_boxed_reward"

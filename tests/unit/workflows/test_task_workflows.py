@@ -1,0 +1,217 @@
+"""Task-style workflows: tasks from rows, traits, threads, the model wrapper, the built-in ones."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from rollwright import Experience, ModelWrapper, Task, Workflow
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.tasksets import FormatConfig, TasksetConfig
+from rollwright.data.tokenizer import build_character_tokenizer
+from rollwright.errors import RolloutError, WorkflowError
+from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.workflows.registry import WORKFLOWS
+from rollwright.workflows.task_runner import AbandonableThreads, TaskRunner
+from rollwright.workflows.task_workflow import class_trait, trait
+
+
+class Scripted(InferenceEngine):
+    """Answers with the given texts, one after the other."""
+
+    def __init__(self, tokenizer, *texts):
+        self.tokenizer, self.texts, self.requests = tokenizer, list(texts), []
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        await asyncio.sleep(0)
+        self.requests.append(request)
+        text = self.texts[(len(self.requests) - 1) % len(self.texts)]
+        output = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+        return ModelResponse(request.input_ids, output, [-0.1] * len(output), [3] * len(output), "stop")
+
+    def get_version(self):
+        return 3
+
+    def set_version(self, version): ...
+
+    def pause(self): ...
+
+    def resume(self): ...
+
+    def abort(self, rid=None): ...
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_character_tokenizer()
+
+
+TASKSET = TasksetConfig(format=FormatConfig(prompt_key="question", response_key="answer"))
+
+
+def run(workflow, row, engine, tokenizer, taskset=TASKSET, **options):
+    taskset.default_workflow_type = workflow
+    return asyncio.run(TaskRunner([taskset], tokenizer, **options).arun_episode(engine, row))
+
+
+class TwoAnswers(Workflow):
+    def run(self):
+        responses = self.model.chat(self.task.messages(), n=self.task.rollout_args.n, temperature=0.5)
+        for response in responses:
+            response.reward = float(response.response_text == self.task.truth)
+        return responses
+
+
+def test_a_synchronous_workflow_runs_in_a_thread_and_makes_its_own_group(tokenizer):
+    engine = Scripted(tokenizer, "4", "5")
+    experiences = run(TwoAnswers, {"question": "2+2=", "answer": "4"}, engine, tokenizer, n_samples=2)
+    assert [e.reward for e in experiences] == [1.0, 0.0]
+    assert engine.requests[0].gconfig.temperature == 0.5
+    assert experiences[0].versions.tolist() == [3, 3]
+    assert tokenizer.decode(experiences[0].tokens[: experiences[0].prompt_length]).count("2+2=") == 1
+
+
+@pytest.mark.parametrize("form", ["attribute", "property", "method"])
+def test_a_trait_may_have_three_forms(form):
+    body = {"attribute": True, "property": property(lambda self: True), "method": lambda self: True}[form]
+    kind = type("Kind", (Workflow,), {"resettable": body})
+    assert class_trait(kind, "resettable", Task())
+    assert trait(kind.__new__(kind), "resettable")
+    assert not class_trait(Workflow, "resettable", Task())
+
+
+def test_who_repeats(tokenizer):
+    row = {"question": "1", "answer": "1"}
+    once = TasksetConfig(default_workflow_type=TwoAnswers)
+    assert TaskRunner([once], tokenizer, n_samples=6).group_size_of(row) == 1
+    often = TasksetConfig(default_workflow_type="simple_workflow", default_reward_fn_type="exact_match_reward")
+    assert TaskRunner([often], tokenizer, n_samples=6).group_size_of(row) == 6
+
+
+def test_a_resettable_workflow_is_reused_with_its_next_task_and_arguments(tokenizer):
+    built = []
+
+    class Heavy(Workflow):
+        resettable = True
+
+        def __init__(self, *, task, model, auxiliary_models=None):
+            super().__init__(task=task, model=model)
+            built.append(self)
+            self.question = task.raw_task["question"]
+
+        def reset(self, task):
+            self.question = task.raw_task["question"]
+
+        def run(self):
+            (response,) = self.model.chat([{"role": "user", "content": self.question}])
+            response.reward = 0.0
+            return [response]
+
+    engine = Scripted(tokenizer, "x")
+    runner = TaskRunner([TasksetConfig(default_workflow_type=Heavy)], tokenizer, n_samples=1)
+    asyncio.run(runner.arun_episode(engine, {"question": "first"}))
+    asyncio.run(runner.arun_episode(engine, {"question": "second"}))
+    assert len(built) == 1
+    assert "second" in tokenizer.decode(engine.requests[1].input_ids)
+
+
+def test_the_math_workflow_asks_in_its_format_and_scores_accuracy_and_format(tokenizer):
+    taskset = TasksetConfig(format=FormatConfig(prompt_key="question", response_key="answer"), repeat_times=1)
+    good = "<think>easy</think> <answer>4</answer>"
+    row = {"question": "2+2=", "answer": "4"}
+    (right,) = run("math_workflow", row, Scripted(tokenizer, good), tokenizer, taskset)
+    assert right.reward == pytest.approx(1.1)
+    (wrong,) = run("math_workflow", row, Scripted(tokenizer, "7"), tokenizer, taskset)
+    assert wrong.reward == pytest.approx(-0.1)
+    assert "<think>" in tokenizer.decode(right.prompt_tokens)
+
+
+def test_a_missing_column_is_told(tokenizer):
+    taskset = TasksetConfig(format=FormatConfig(prompt_key="problem"), default_reward_fn_type="exact_match_reward")
+    with pytest.raises(WorkflowError, match="no column 'problem'"):
+        run("simple_workflow", {"question": "1"}, Scripted(tokenizer, "x"), tokenizer, taskset)
+
+
+def test_what_is_no_experience_is_refused(tokenizer):
+    class Wrong(Workflow):
+        def run(self):
+            return [{"reward": 1}]
+
+    with pytest.raises(WorkflowError, match="returned dict among its experiences"):
+        run(Wrong, {"question": "1"}, Scripted(tokenizer, "x"), tokenizer)
+
+
+def test_a_synchronous_call_on_the_loop_is_refused(tokenizer):
+    class Blocking(Workflow):
+        async def run_async(self):
+            return self.model.chat([{"role": "user", "content": "hi"}])
+
+    with pytest.raises(WorkflowError, match="await the _async form"):
+        run(Blocking, {"question": "1"}, Scripted(tokenizer, "x"), tokenizer)
+
+
+def test_history_of_a_conversation_is_one_experience(tokenizer):
+    from rollwright.experience.recorder import Recorder
+
+    recorder = Recorder()
+
+    class Recorded(Scripted):
+        async def agenerate(self, request):
+            response = await super().agenerate(request)
+            recorder.record(request, response)
+            return response
+
+    model = ModelWrapper(Recorded(tokenizer, "one", "two"), tokenizer, recorder=recorder)
+    messages = [{"role": "user", "content": "a"}]
+    (first,) = model.chat(messages)
+    messages += [{"role": "assistant", "content": first.response_text}, {"role": "user", "content": "b"}]
+    model.chat(messages)
+    (experience,) = model.extract_experience_from_history()
+    assert isinstance(experience, Experience)
+    assert tokenizer.decode(experience.tokens[experience.prompt_length :][experience.action_mask]).count("one") == 1
+    assert int(experience.action_mask.sum()) == len("one") + len("two") + 2
+    assert model.extract_experience_from_history() == []
+
+
+def test_a_thread_that_hangs_is_left_behind_and_counted():
+    release = threading.Event()
+
+    async def scenario():
+        threads = AbandonableThreads(limit=1)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(threads.run(release.wait, "stuck"), 0.05)
+        assert threads.abandoned == 1
+        with pytest.raises(RolloutError, match="cannot be killed"):
+            await threads.run(lambda: 1, "next")
+        release.set()
+        for _ in range(100):
+            if threads.abandoned == 0:
+                break
+            await asyncio.sleep(0.01)
+        assert await threads.run(lambda: 1, "next") == 1
+
+    asyncio.run(scenario())
+
+
+def test_threads_do_not_wait_for_each_other():
+    async def scenario():
+        threads = AbandonableThreads(limit=1)
+        started = time.monotonic()
+        await asyncio.gather(*(threads.run(lambda: time.sleep(0.2), str(i)) for i in range(20)))
+        return time.monotonic() - started
+
+    assert asyncio.run(scenario()) < 2.0
+
+
+def test_the_built_in_names_are_registered():
+    for name in ("simple_workflow", "math_workflow", "math_boxed_workflow"):
+        assert issubclass(WORKFLOWS.get(name), Workflow)
+
+
+def test_generation_arguments_have_trinitys_names():
+    arguments = GenerationHyperparameters.from_names(n=4, max_tokens=7)
+    assert (arguments.n, arguments.max_tokens) == (4, 7)
