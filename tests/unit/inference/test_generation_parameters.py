@@ -50,7 +50,8 @@ def test_each_field_reaches_the_server_or_is_refused(engine, parameter):
     try:
         check_parameters(gconfig, engine, where="here:1")
     except EngineError as error:
-        assert parameter.name in str(error) and "here:1" in str(error)
+        assert parameter.name in str(error)
+        assert "here:1" in str(error)
         assert wire.shifts_logprobs or wire.refusal(gconfig)
         return
     assert not wire.shifts_logprobs

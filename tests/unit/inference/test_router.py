@@ -18,16 +18,19 @@ def test_a_conversation_stays_and_new_ones_go_to_the_least_loaded():
     first = router.choose("one")
     second = router.choose("two")
     assert first is not second
-    assert router.choose("one") is first and first.load == 2
+    assert router.choose("one") is first
+    assert first.load == 2
     assert router.choose("three") is second
 
 
 def test_a_conversation_moves_when_its_server_is_taken_out_and_nobody_is_left_in_the_end():
     router = Router(["a:1", "b:1"])
     server = router.choose("one")
-    assert router.take_out(server, "gone") and not router.take_out(server, "again")
+    assert router.take_out(server, "gone")
+    assert not router.take_out(server, "again")
     other = router.choose("one")
-    assert other is not server and server.reason == "gone"
+    assert other is not server
+    assert server.reason == "gone"
     router.take_out(other, "gone too")
     assert router.choose("one") is None
     assert "gone too" in router.describe()

@@ -39,9 +39,12 @@ def test_ids_in_ids_and_logprobs_out(server):
     answer = generate(server, input_ids=[10, 20, 30], return_logprob=True, rid="r1").json()
     meta = answer["meta_info"]
     assert [pair[1] for pair in meta["output_token_logprobs"]] == answer["output_ids"]
-    assert meta["completion_tokens"] == 6 and meta["prompt_tokens"] == 3 and meta["id"] == "r1"
+    assert meta["completion_tokens"] == 6
+    assert meta["prompt_tokens"] == 3
+    assert meta["id"] == "r1"
     assert meta["finish_reason"] == {"type": "length", "length": 6}
-    assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": 6}] and meta["weight_version"] == "0"
+    assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": 6}]
+    assert meta["weight_version"] == "0"
     ids = torch.tensor([[10, 20, 30, *answer["output_ids"]]])
     with torch.no_grad():
         expected = torch.log_softmax(server.engine.model(ids).logits.double(), -1)[0, 2:-1]
@@ -51,12 +54,14 @@ def test_ids_in_ids_and_logprobs_out(server):
 
 def test_text_in_and_a_seed_repeats(server):
     first, second = (generate(server, text="hello").json() for _ in range(2))
-    assert first["text"] == second["text"] and first["output_ids"] == second["output_ids"]
+    assert first["text"] == second["text"]
+    assert first["output_ids"] == second["output_ids"]
 
 
 def test_n_and_batches_are_lists(server):
     several = generate(server, text="a", sampling_params={"n": 3, "max_new_tokens": 4, "sampling_seed": 1}).json()
-    assert len(several) == 3 and len({tuple(answer["output_ids"]) for answer in several}) > 1
+    assert len(several) == 3
+    assert len({tuple(answer["output_ids"]) for answer in several}) > 1
     batch = generate(server, input_ids=[[10], [11, 12]], rid=["x", "y"]).json()
     assert [answer["meta_info"]["id"] for answer in batch] == ["x", "y"]
 
@@ -67,7 +72,8 @@ def test_stop_strings_are_kept_in_ids_and_in_text_where_asked(server):
     params = {"max_new_tokens": 12, "sampling_seed": 3, "stop": [mark]}
     trimmed = generate(server, text="hello", sampling_params=params).json()
     kept = generate(server, text="hello", sampling_params={**params, "no_stop_trim": True}).json()
-    assert mark not in trimmed["text"] and kept["text"] == trimmed["text"] + mark
+    assert mark not in trimmed["text"]
+    assert kept["text"] == trimmed["text"] + mark
     assert trimmed["output_ids"] == kept["output_ids"] == whole["output_ids"][: len(kept["output_ids"])]
     assert kept["meta_info"]["finish_reason"] == {"type": "stop", "matched": mark}
 
@@ -83,7 +89,8 @@ def test_a_stream_grows_to_the_answer(server):
     assert events.pop() == "[DONE]"
     chunks = [json.loads(event) for event in events]
     lengths = [len(chunk["output_ids"]) for chunk in chunks]
-    assert lengths == sorted(lengths) and chunks[-1]["output_ids"] == whole["output_ids"]
+    assert lengths == sorted(lengths)
+    assert chunks[-1]["output_ids"] == whole["output_ids"]
     assert all(chunk["meta_info"]["finish_reason"] is None for chunk in chunks[:-1])
     assert chunks[-1]["meta_info"]["finish_reason"]["type"] == "length"
 
@@ -119,7 +126,8 @@ def test_what_is_not_json_and_what_is_too_large(server):
     assert server.post("/generate", content=b"{").status_code == 400
     assert server.post("/generate", content=b"[1]").status_code == 400
     large = server.post("/generate", json={"text": "a" * 5000})
-    assert large.status_code == 413 and "4096 bytes" in large.json()["error"]["message"]
+    assert large.status_code == 413
+    assert "4096 bytes" in large.json()["error"]["message"]
 
     def chunks():
         for _ in range(10):
@@ -170,7 +178,8 @@ def test_a_disconnected_client_frees_its_slot(server):
 
 def test_weights_are_loaded_from_below_the_root_alone(server, root, tmp_path):
     refused = server.post("/update_weights_from_disk", json={"model_path": str(tmp_path), "weight_version": "1"})
-    assert refused.status_code == 403 and "root" in refused.json()["error"]["message"]
+    assert refused.status_code == 403
+    assert "root" in refused.json()["error"]["message"]
     climbing = server.post("/update_weights_from_disk", json={"model_path": f"{root}/../..", "weight_version": "1"})
     assert climbing.status_code == 403
     missing = server.post("/update_weights_from_disk", json={"model_path": str(root / "none"), "weight_version": "1"})
@@ -185,10 +194,13 @@ def test_an_update_from_disk_changes_what_is_sampled_and_confirms_its_digest(ser
     digest = write_weights(root / "v1", changed.items(), 1)
     body = {"model_path": str(root / "v1"), "weight_version": "1", "content_digest": digest}
     wrong = server.post("/update_weights_from_disk", json={**body, "content_digest": "0" * 64})
-    assert wrong.status_code == 400 and wrong.json()["success"] is False and "digest" in wrong.json()["message"]
+    assert wrong.status_code == 400
+    assert wrong.json()["success"] is False
+    assert "digest" in wrong.json()["message"]
     assert server.get("/model_info").json()["weight_version"] == "0"
     answer = server.post("/update_weights_from_disk", json=body).json()
-    assert answer["success"] and answer["content_digest"] == digest == content_digest(changed.items())
+    assert answer["success"]
+    assert answer["content_digest"] == digest == content_digest(changed.items())
     after = generate(server, input_ids=[10, 20], return_logprob=True).json()
     assert after["output_ids"] != before["output_ids"]
     assert after["meta_info"]["weight_version"] == "1"
@@ -198,14 +210,17 @@ def test_an_update_from_disk_changes_what_is_sampled_and_confirms_its_digest(ser
     other_shape = {name: torch.zeros(3) for name in changed}
     write_weights(root / "wrong", other_shape.items(), 2)
     refused = server.post("/update_weights_from_disk", json={"model_path": str(root / "wrong"), "weight_version": "2"})
-    assert refused.status_code == 400 and "another model" in refused.json()["message"]
+    assert refused.status_code == 400
+    assert "another model" in refused.json()["message"]
 
 
 def test_health_metrics_and_memory(server):
-    assert server.get("/health").status_code == 200 and server.get("/ping").status_code == 200
+    assert server.get("/health").status_code == 200
+    assert server.get("/ping").status_code == 200
     text = server.get("/metrics").text
     assert 'rollwright_requests_total{path="/generate",status="200"}' in text
-    assert "# TYPE rollwright_request_seconds histogram" in text and "rollwright_running 0" in text
+    assert "# TYPE rollwright_request_seconds histogram" in text
+    assert "rollwright_running 0" in text
     assert server.post("/flush_cache").json()["success"]
     assert server.post("/release_memory_occupation", json={}).json()["success"]
     assert server.post("/resume_memory_occupation", json={"tags": ["kv_cache"]}).json()["success"]
@@ -235,7 +250,8 @@ def test_too_many_pending_requests_are_a_429():
         time.sleep(0.3)
         threads[1].start()  # the engine's own queue is full
         threads[1].join(5)
-        assert answers[0].status_code == 429 and "max_waiting" in answers[0].json()["error"]["message"]
+        assert answers[0].status_code == 429
+        assert "max_waiting" in answers[0].json()["error"]["message"]
         client.post("/continue_generation", json={})
         threads[0].join(5)
         assert answers[1].status_code == 200

@@ -45,5 +45,7 @@ def test_a_malformed_address_is_refused_by_name(monkeypatch, wrong):
 def test_urls_and_loopback():
     assert server_url("localhost:80") == "http://localhost:80"
     assert server_url("https://engine.example/v/") == "https://engine.example/v"
-    assert is_loopback("http://127.0.0.1:1") and is_loopback("http://[::1]:1") and not is_loopback("http://10.0.0.1:1")
+    assert is_loopback("http://127.0.0.1:1")
+    assert is_loopback("http://[::1]:1")
+    assert not is_loopback("http://10.0.0.1:1")
     assert own_address(["http://127.0.0.1:5", "http://localhost:6"]) == "127.0.0.1"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 
 import httpx
 import openai
@@ -129,7 +131,8 @@ def _gconfig(**values):
 def test_completions_of_texts_and_ids(client):
     answer = client.completions.create(model="tiny", prompt=["ab", "cd"], max_tokens=3, n=2, seed=1, logprobs=1)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    assert answer.usage.prompt_tokens == 4 and answer.usage.completion_tokens == 12
+    assert answer.usage.prompt_tokens == 4
+    assert answer.usage.completion_tokens == 12
     assert len(answer.choices[0].logprobs.token_logprobs) == 3
     ids = client.completions.create(model="tiny", prompt=[10, 11], max_tokens=3, seed=1, extra_body={"return_token_ids": True})
     assert ids.choices[0].prompt_token_ids == [10, 11]
@@ -149,8 +152,11 @@ def test_streamed_token_ids_join_to_the_sampled_ones(client):
     arguments = {"model": "tiny", "prompt": "abc", "max_tokens": 9, "seed": 2}
     whole = client.completions.create(**arguments, extra_body={"return_token_ids": True})
     chunks = list(client.completions.create(**arguments, stream=True, logprobs=1, extra_body={"return_token_ids": True}))
-    assert sum((chunk.choices[0].token_ids for chunk in chunks), []) == whole.choices[0].token_ids
-    assert sum((c.choices[0].logprobs.token_logprobs for c in chunks if c.choices[0].logprobs), []) != []
+    assert functools.reduce(operator.iadd, (chunk.choices[0].token_ids for chunk in chunks), []) == whole.choices[0].token_ids
+    assert (
+        functools.reduce(operator.iadd, (c.choices[0].logprobs.token_logprobs for c in chunks if c.choices[0].logprobs), [])
+        != []
+    )
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
 
 
@@ -159,14 +165,17 @@ def test_tool_calls_are_parsed_and_their_text_left_out(scripted):
     client, engine, calls = scripted(text, text)
     arguments = {"model": "tiny", "messages": ASK, "tools": TOOLS}
     message = client.chat.completions.create(**arguments).choices[0]
-    assert message.finish_reason == "tool_calls" and message.message.content == "I look."
+    assert message.finish_reason == "tool_calls"
+    assert message.message.content == "I look."
     call = message.message.tool_calls[0]
-    assert call.function.name == "search" and json.loads(call.function.arguments) == {"q": "rain"}
+    assert call.function.name == "search"
+    assert json.loads(call.function.arguments) == {"q": "rain"}
     assert "search" in engine.tokenizer.decode(engine.requests[0].input_ids)  # the template saw the tools
     chunks = list(client.chat.completions.create(**arguments, stream=True))
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == "I look."
     streamed = [c.choices[0].delta.tool_calls for c in chunks if c.choices[0].delta.tool_calls]
-    assert streamed[0][0].function.name == "search" and chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert streamed[0][0].function.name == "search"
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
     assert len(calls) == 2  # a streamed call is shown too
 
 
@@ -174,7 +183,8 @@ def test_without_tools_the_text_stays_and_history_goes_back_to_the_template(scri
     text = '<tool_call>{"name": "search", "arguments": {}}</tool_call>'
     client, engine, _ = scripted(text, "fine")
     answer = client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS, tool_choice="none")
-    assert answer.choices[0].message.content == text and answer.choices[0].message.tool_calls is None
+    assert answer.choices[0].message.content == text
+    assert answer.choices[0].message.tool_calls is None
     history = [
         *ASK,
         {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": {"name": "search", "arguments": '{"q": 1}'}}]},
@@ -188,7 +198,9 @@ def test_the_hook_sees_key_requests_and_responses(scripted):
     client, _, calls = scripted("one", "two")
     client.chat.completions.create(model="tiny", messages=ASK, n=2, max_tokens=9, temperature=0.7)
     (call,) = calls
-    assert isinstance(call, OpenAICall) and call.api_key == "key-1" and call.is_chat
+    assert isinstance(call, OpenAICall)
+    assert call.api_key == "key-1"
+    assert call.is_chat
     assert [request.gconfig.temperature for request in call.requests] == [0.7, 0.7]
     assert [response.output_versions[-1] for response in call.responses] == [4, 4]
     assert [choice["message"]["content"] for choice in call.choices] == ["one", "two"]
@@ -219,7 +231,8 @@ def test_stop_strings_are_left_out_of_the_text(client):
     whole = client.completions.create(model="tiny", prompt="abc", max_tokens=12, seed=2).choices[0].text
     mark = whole[4]
     cut = client.completions.create(model="tiny", prompt="abc", max_tokens=12, seed=2, stop=[mark]).choices[0]
-    assert cut.text == whole[: whole.index(mark)] and cut.finish_reason == "stop"
+    assert cut.text == whole[: whole.index(mark)]
+    assert cut.finish_reason == "stop"
     kept = client.completions.create(
         model="tiny", prompt="abc", max_tokens=12, seed=2, stop=mark, extra_body={"include_stop_str_in_output": True}
     )

@@ -47,7 +47,9 @@ def test_pieces_join_to_the_text_before_the_first_stop_string(byte_tokenizer, te
 
 def test_text_that_may_begin_a_stop_string_is_held_back(byte_tokenizer):
     found, _ = pieces(byte_tokenizer, "a</answer", [1], stop=["</answer>"])
-    assert found[0] == "a" and set(found[1:-1]) == {""} and found[-1] == "</answer"
+    assert found[0] == "a"
+    assert set(found[1:-1]) == {""}
+    assert found[-1] == "</answer"
     kept, _ = pieces(byte_tokenizer, "a</answer>b", [1], stop=["</answer>"], keep_stop=True)
     assert "".join(kept) == "a</answer>b"
 

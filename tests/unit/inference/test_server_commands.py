@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+
+from rollwright import LocalServerConfig, SGLangConfig, VLLMConfig
+from rollwright.config.servers import option_list
+from rollwright.errors import ConfigError
+
+
+def options_of(command):
+    pairs = {}
+    for index, word in enumerate(command):
+        if word.startswith("--"):
+            following = command[index + 1] if index + 1 < len(command) and not command[index + 1].startswith("--") else True
+            pairs.setdefault(word, []).append(following)
+    return pairs
+
+
+def test_options():
+    assert option_list({"a_b": 1, "flag": True, "off": False, "none": None, "many": ["x", "y"], "zero": 0}) == [
+        "--a-b", "1", "--flag", "--many", "x", "--many", "y", "--zero", "0"
+    ]  # fmt: skip
+
+
+def test_sglang_itself():
+    config = SGLangConfig(model_path="m", log_level="info", decode_log_interval=10, extra_args={"enable_metrics": True})
+    command = SGLangConfig.build_cmd(config, tp_size=2, base_gpu_id=1, host="127.0.0.1", port=11451)
+    assert command[:3] == [sys.executable, "-m", "sglang.launch_server"]
+    options = options_of(command)
+    assert options["--tp-size"] == ["2"]
+    assert options["--base-gpu-id"] == ["1"]
+    assert options["--port"] == ["11451"]
+    assert options["--decode-log-interval"] == ["10"]
+    assert options["--enable-metrics"] == [True]
+    assert "--dist-init-addr" not in options
+    assert "--skip-tokenizer-init" not in options
+
+
+def test_the_built_in_engine_in_sglangs_place_is_chosen_and_logged(caplog):
+    config = SGLangConfig(implementation="builtin", model_path="m", context_length=64)
+    with caplog.at_level(logging.INFO, logger="rollwright"):
+        command = SGLangConfig.build_cmd(config, host="127.0.0.1", port=5)
+    assert command[1:5] == ["-m", "rollwright", "serve-model", "m"]
+    assert options_of(command)["--context-length"] == ["64"]
+    assert any("built-in engine" in record.getMessage() for record in caplog.records)
+    with pytest.raises(ConfigError, match="tp_size is 2"):
+        SGLangConfig.build_cmd(config, tp_size=2)
+
+
+def test_vllm_is_started_with_what_the_client_needs():
+    config = VLLMConfig(model_path="m", python="/env/bin/python", enforce_eager=True, env={"VLLM_CPU_KVCACHE_SPACE": "1"})
+    command = VLLMConfig.build_cmd(config, tp_size=2, base_gpu_id=2, port=7)
+    assert command[0] == "env"
+    assert "VLLM_SERVER_DEV_MODE=1" in command
+    assert "CUDA_VISIBLE_DEVICES=2,3" in command
+    assert "VLLM_CPU_KVCACHE_SPACE=1" in command
+    assert "/env/bin/python" in command
+    options = options_of(command)
+    assert options["--logprobs-mode"] == ["processed_logprobs"]
+    assert "--enable-scale-out" in options
+    assert options["--tensor-parallel-size"] == ["2"]
+    assert "--enforce-eager" in options
+
+
+def test_the_local_server():
+    config = LocalServerConfig(model_path="m", threads=1, weights_roots=["/a", "/b"], extra_args={"no-prefix-cache": True})
+    options = options_of(LocalServerConfig.build_cmd(config, port=9))
+    assert options["--weights-root"] == ["/a", "/b"]
+    assert options["--threads"] == ["1"]
+    assert "--no-prefix-cache" in options
+
+
+@pytest.mark.parametrize("build", [SGLangConfig.build_cmd, VLLMConfig.build_cmd, LocalServerConfig.build_cmd])
+def test_a_server_without_a_model_is_refused(build):
+    config = {SGLangConfig.build_cmd: SGLangConfig, VLLMConfig.build_cmd: VLLMConfig}.get(build, LocalServerConfig)()
+    with pytest.raises(ConfigError, match="model_path"):
+        build(config)
+
+
+def test_sglang_without_a_tokenizer_is_refused():
+    with pytest.raises(ConfigError, match="stop strings"):
+        SGLangConfig.build_cmd(SGLangConfig(model_path="m", extra_args={"skip_tokenizer_init": True}))
+
+
+def test_binding_other_interfaces_needs_a_key():
+    from rollwright.inference.server.settings import ServerSettings
+
+    with pytest.raises(ConfigError, match="api_key"):
+        ServerSettings(host="0.0.0.0")
+    assert ServerSettings(host="0.0.0.0", api_key="k").api_key == "k"
