@@ -138,6 +138,12 @@ class BuiltinEngine(InferenceEngine):
             )
         if request.image_data and not request.multi_modal:
             raise EngineError("The built-in engine takes images as processor outputs in multi_modal, not as image_data.")
+        if request.multi_modal and not self._runner.takes_multi_modal:
+            raise EngineError(
+                f"{type(self.model).__name__} takes text only, and the request carries {sorted(request.multi_modal)}."
+            )
+        if request.multi_modal and request.branch_ids is not None:
+            raise EngineError("A multi-modal request cannot have branches in the built-in engine.")
         tokenizer = request.tokenizer or self.tokenizer
         if gconfig.stop and tokenizer is None:
             raise EngineError("Stop strings need a tokenizer: give one to the engine or set request.tokenizer.")

@@ -8,6 +8,7 @@ model, attention biases of its own) is found out by a probe when the engine star
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rollwright.errors import EngineError
-from rollwright.inference.builtin.forward_batch import ForwardBatch
+from rollwright.inference.builtin.forward_batch import ForwardBatch, prefill_batch
 from rollwright.inference.builtin.kv_cache import KVCache, LayerShape
+from rollwright.inference.builtin.sequence import Sequence
+from rollwright.inference.request import ModelRequest
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -68,20 +71,21 @@ class GeneralModel:
     def share_weights(self) -> None:
         """Nothing to do: the model's own parameters are read."""
 
-    def weights_are_shared(self) -> bool:
-        """True: the model's own parameters are read."""
-        return True
+    def _refusal(self, reason: str) -> EngineError:
+        return EngineError(
+            f"The built-in engine cannot serve {type(self._model).__name__}: {reason}. Use an SGLang or vLLM server for it."
+        )
 
     def _probe_layer_shapes(self) -> list[LayerShape]:
         probe = torch.zeros(1, 1, dtype=torch.int64, device=self._model.device)
-        with torch.inference_mode():
-            output = self._model(probe, past_key_values=DynamicCache(), use_cache=True)
-        layers = getattr(output.past_key_values, "layers", None)
+        try:
+            with torch.inference_mode():
+                output = self._model(probe, past_key_values=DynamicCache(), use_cache=True)
+        except Exception as error:
+            raise self._refusal(f"its forward takes no key-value cache ({type(error).__name__}: {error})") from error
+        layers = getattr(getattr(output, "past_key_values", None), "layers", None)
         if not layers or any(getattr(layer, "keys", None) is None or layer.keys.dim() != 4 for layer in layers):
-            raise EngineError(
-                f"The built-in engine cannot serve {type(self._model).__name__}: it does not keep keys and values for each "
-                "token (a recurrent or hybrid model). Use an SGLang or vLLM server for it."
-            )
+            raise self._refusal("it does not keep keys and values for each token (a recurrent or hybrid model)")
         return [LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in layers]
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
@@ -97,6 +101,8 @@ class GeneralModel:
         arguments: dict[str, Any] = {"logits_to_keep": 1} if self._keeps_last_logits else {}
         if self._takes_positions:
             arguments["position_ids"] = batch.pad(batch.positions)
+        if batch.multi_modal is not None:
+            arguments |= self._multi_modal_arguments(batch)
         output = self._model(
             input_ids=batch.pad(batch.token_ids),
             attention_mask=mask,
@@ -105,3 +111,82 @@ class GeneralModel:
             **arguments,
         )
         return output.logits[:, -1]
+
+    # ------------------------------------------------------------------ images and video
+
+    def multi_modal_position_delta(self, sequence: Sequence) -> int:
+        """Position of the token after a multi-modal prompt, less the prompt's length: an image takes fewer positions than
+        it has tokens where rotary positions have three axes (M-RoPE); 0 in other models."""
+        inputs = self._model_inputs(sequence.request.multi_modal, torch.tensor([sequence.tokens]))
+        return 0 if (positions := self._rope_index(inputs)) is None else int(positions.max()) + 1 - len(sequence.tokens)
+
+    def _multi_modal_arguments(self, batch: ForwardBatch) -> dict[str, Any]:
+        inputs = self._model_inputs(batch.multi_modal or {}, batch.token_ids[None])
+        positions = self._rope_index(inputs)
+        del inputs["input_ids"]
+        return inputs if positions is None else {**inputs, "position_ids": positions}
+
+    def _model_inputs(self, multi_modal: dict[str, Any], input_ids: Tensor) -> dict[str, Any]:
+        """What the model takes of the processor's outputs, on its device and in its dtype."""
+        device, dtype = self._model.device, self._model.dtype
+        inputs = {k: v for k, v in multi_modal.items() if k not in ("input_ids", "attention_mask", "position_ids")}
+        inputs = {
+            k: v.to(device, dtype if v.is_floating_point() else None) if isinstance(v, Tensor) else v for k, v in inputs.items()
+        }
+        if {"image_grid_thw", "video_grid_thw"} & inputs.keys():
+            config = self._model.config
+            kinds = (input_ids == config.image_token_id) + 2 * (input_ids == config.video_token_id)
+            inputs["mm_token_type_ids"] = kinds.int().to(device)
+        else:
+            inputs.pop("mm_token_type_ids", None)
+        return {**inputs, "input_ids": input_ids.to(device)}
+
+    def _rope_index(self, inputs: dict[str, Any]) -> Tensor | None:
+        """``[3, 1, L]`` positions of a model with M-RoPE; None for other models."""
+        if "mm_token_type_ids" not in inputs or not hasattr(self._model.model, "get_rope_index"):
+            return None
+        names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw")
+        return self._model.model.get_rope_index(**{name: inputs[name] for name in names if name in inputs})[0]
+
+    # ------------------------------------------------------------------ does it compute what the model computes?
+
+    @torch.inference_mode()
+    def verify(self, cache: KVCache) -> None:
+        """Compare chunked, ragged passes over the cache with plain forwards of the model.
+
+        Raises:
+            EngineError: they differ: the model does not honour the mask, the positions or the cache that it is given.
+        """
+        prompts = list(self._probe_prompts())
+        sequences = [
+            Sequence(ModelRequest(tokens), tokens=tokens, prompt_length=len(tokens), max_new_tokens=1, stop_ids=(), seed=0)
+            for tokens in prompts
+        ]
+        device = self._model.device
+        if not cache.make_room(len(prompts), max(map(len, prompts)), []):
+            return  # too small for more than one sequence: nothing is ever ragged
+        begin, end = (
+            [(s, 0, len(s.tokens) - 3) for s in sequences],
+            [(s, len(s.tokens) - 3, len(s.tokens)) for s in sequences],
+        )
+        try:
+            self.forward(prefill_batch(begin, 0, device), cache)
+            logits = self.forward(prefill_batch(end, 0, device), cache)
+        except Exception as error:
+            raise self._refusal(f"it takes no explicit mask and cache ({type(error).__name__}: {error})") from error
+        plain = torch.stack([self._model(torch.tensor([tokens], device=device)).logits[0, -1] for tokens in prompts])
+        scale = (plain - plain.mean(-1, keepdim=True)).abs().max().item()
+        tolerance = scale * (1e-3 if self._model.dtype == torch.float32 else 0.1)
+        if not (logits - plain).abs().max().item() <= tolerance:
+            raise self._refusal(
+                "with an explicit mask and cache it computes other logits than in a plain forward (it may have position biases "
+                "or a state of its own)"
+            )
+
+    def _probe_prompts(self) -> Iterator[list[int]]:
+        config = self._model.config
+        named = [v for c in (config, config.get_text_config()) for k, v in vars(c).items() if k.endswith("_token_id")]
+        special = {i for v in named for i in (v if isinstance(v, list) else [v])}
+        ordinary = [i for i in range(min(64, config.get_text_config().vocab_size)) if i not in special]
+        for length in (11, 5):
+            yield [ordinary[(7 * i + length) % len(ordinary)] for i in range(length)]

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rollwright.inference.builtin.forward_batch import ForwardBatch
-from rollwright.inference.builtin.fused_weights import are_fused, fuse_rows
+from rollwright.inference.builtin.fused_weights import fuse_rows
 from rollwright.inference.builtin.kv_cache import KVCache, LayerShape
+from rollwright.inference.builtin.sequence import Sequence
 
 _CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -52,13 +53,9 @@ class _Layer:
     def __init__(self, module: Any) -> None:
         attention, mlp = module.self_attn, module.mlp
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-        self.fused = [[p.weight for p in projections], [mlp.gate_proj.weight, mlp.up_proj.weight]]
-        self.qkv_weight = fuse_rows(self.fused[0])
-        self.qkv_bias = None
-        if attention.q_proj.bias is not None:
-            self.fused.append([p.bias for p in projections])
-            self.qkv_bias = fuse_rows(self.fused[-1])
-        self.gate_up_weight = fuse_rows(self.fused[1])
+        self.qkv_weight = fuse_rows([p.weight for p in projections])
+        self.qkv_bias = None if attention.q_proj.bias is None else fuse_rows([p.bias for p in projections])
+        self.gate_up_weight = fuse_rows([mlp.gate_proj.weight, mlp.up_proj.weight])
         self.output_weight = attention.o_proj.weight
         self.down_weight = mlp.down_proj.weight
         self.input_norm = module.input_layernorm.weight
@@ -94,21 +91,14 @@ class LlamaFamily:
         self._head_bias = model.lm_head.bias
         if self._has_head_norm:
             attention = [module.self_attn for module in model.model.layers]
-            self._head_norm_parameters = [norm.weight for a in attention for norm in (a.q_norm, a.k_norm)]
-            fused = fuse_rows(self._head_norm_parameters)
+            fused = fuse_rows([norm.weight for a in attention for norm in (a.q_norm, a.k_norm)])
             self._head_norms = fused.view(len(attention), 2, self._head_size)
             kinds = [0] * self._heads + [1] * self._kv_heads
             self._norm_of_head = torch.tensor(kinds, device=fused.device)
 
-    def weights_are_shared(self) -> bool:
-        """False where a parameter no longer lies in the fused storage that this forward reads."""
-        fused = all(are_fused(group) for layer in self._layers for group in layer.fused)
-        same = all(layer.qkv_weight.data_ptr() == layer.fused[0][0].data_ptr() for layer in self._layers)
-        same &= all(layer.gate_up_weight.data_ptr() == layer.fused[1][0].data_ptr() for layer in self._layers)
-        if self._has_head_norm:
-            same &= are_fused(self._head_norm_parameters)
-            same &= self._head_norms.data_ptr() == self._head_norm_parameters[0].data_ptr()
-        return fused and same
+    def multi_modal_position_delta(self, sequence: Sequence) -> int:
+        """0: the family reads text only, and the engine refuses other inputs."""
+        return 0
 
     def _rope(self, positions_T: Tensor, up_to: int) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine, ``[T, 1, D]`` each: ``rotate_half(x) * sin = swap_halves(x) * signed_sin``."""

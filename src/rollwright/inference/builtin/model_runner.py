@@ -12,6 +12,7 @@ from rollwright.inference.builtin.forward_batch import ForwardBatch
 from rollwright.inference.builtin.general_model import GeneralModel
 from rollwright.inference.builtin.kv_cache import KVCache, LayerShape
 from rollwright.inference.builtin.llama_family import LlamaFamily, why_not_llama_family
+from rollwright.inference.builtin.sequence import Sequence
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger(__name__)
@@ -26,7 +27,7 @@ class CachedForward(Protocol):
 
     def share_weights(self) -> None: ...
 
-    def weights_are_shared(self) -> bool: ...
+    def multi_modal_position_delta(self, sequence: Sequence) -> int: ...
 
 
 class ModelRunner:
@@ -58,6 +59,7 @@ class ModelRunner:
         else:
             self._forward = GeneralModel(model)
             logger.info("%s is computed by its own Hugging Face forward over the built-in cache: %s.", name, reason)
+        self.takes_multi_modal = reason is not None and "image_token_id" in model.config.to_dict()
         self.cache = KVCache(self._forward.layer_shapes, cache_bytes, max_rows, model.dtype, self.device)
         self.context_length: int = min(context_length or limit, self.cache.capacity_tokens)
         if self.cache.capacity_tokens < (context_length or 2):
@@ -66,12 +68,18 @@ class ModelRunner:
                 f"kv_cache_bytes={cache_bytes} holds {self.cache.capacity_tokens} tokens, and one sequence of "
                 f"context_length={context_length} needs {needed} bytes; raise the one or lower the other."
             )
+        if isinstance(self._forward, GeneralModel):
+            self._forward.verify(self.cache)
         if self.context_length < limit and context_length is None:
             logger.info("context_length is %d: what kv_cache_bytes holds (the model has %d).", self.context_length, limit)
 
     def run(self, batch: ForwardBatch) -> Tensor:
         """Logits ``[n, vocabulary]`` of each row's last token."""
         return self._forward.forward(batch, self.cache)
+
+    def multi_modal_position_delta(self, sequence: Sequence) -> int:
+        """By how much positions after a multi-modal prompt differ from the number of tokens before them."""
+        return self._forward.multi_modal_position_delta(sequence)
 
     def share_weights(self) -> None:
         """See that the forward reads the model's present parameters, whatever was put in their place."""

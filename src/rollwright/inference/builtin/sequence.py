@@ -41,6 +41,7 @@ class Sequence:
     row: int = -1
     prefix_source: object = None  # where a computed prefix is to be copied from
     is_current: bool = True  # False: some keys and values were computed by older weights
+    position_delta: int = 0  # position less index of the tokens after a multi-modal prompt
     hidden: Any = None  # columns that new tokens must not see, see forward_batch.hidden_columns
     on_token: Callable[[int, float, int], None] | None = None  # told each sampled token, its log-probability and version
     submitted_at: float = field(default_factory=time.monotonic)
@@ -64,7 +65,8 @@ class Sequence:
     @property
     def has_own_layout(self) -> bool:
         """True where positions or attention differ from a plain causal sequence."""
-        return self.request.branch_ids is not None or self.request.position_ids is not None
+        request = self.request
+        return request.branch_ids is not None or request.position_ids is not None or self.position_delta != 0
 
     @property
     def shareable_length(self) -> int:
@@ -85,7 +87,7 @@ class Sequence:
         """Rotary position of every token, ``[len(tokens)]``; new tokens go on from the last prompt token's."""
         length = len(self.tokens)
         if self.request.position_ids is None:
-            return np.arange(length)
+            return np.arange(length) + self.position_delta
         positions = np.asarray(self.request.position_ids, dtype=np.int64)
         return np.concatenate([positions, positions[-1] + 1 + np.arange(length - len(positions))])
 

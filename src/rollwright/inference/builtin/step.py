@@ -46,7 +46,9 @@ class Stepper:
         return bool(scheduler.running or scheduler.partial or (scheduler.waiting and not scheduler.holding))
 
     def prepare(self, sequence: Sequence) -> None:
-        """Set what of a new sequence depends on the device."""
+        """Set what of a new sequence depends on the model."""
+        if sequence.request.multi_modal:
+            sequence.position_delta = self._runner.multi_modal_position_delta(sequence)
         sequence.hidden = hidden_columns(sequence, self._runner.device)
 
     @torch.inference_mode()
