@@ -51,18 +51,21 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in config.items():
         if isinstance(value, Mapping):
             flat.update(_flatten(value, f"{prefix}{key}."))
+        elif key == "stages" and isinstance(value, list):
+            flat.update(_flatten({str(index): stage for index, stage in enumerate(value)}, f"{prefix}{key}."))
         else:
             flat[f"{prefix}{key}"] = value
     return flat
 
 
+def _is_identity(key: str) -> bool:
+    key = re.sub(r"^stages\.\d+\.", "", key)
+    return not any(key == name or key.startswith(f"{name}.") for name in NOT_IDENTITY)
+
+
 def identity_of(config: Mapping[str, Any]) -> str:
     """A hash of the config without the keys that a resumed run may change."""
-    relevant = {
-        key: value
-        for key, value in _flatten(config).items()
-        if not any(key == name or key.startswith(f"{name}.") for name in NOT_IDENTITY)
-    }
+    relevant = {key: value for key, value in _flatten(config).items() if _is_identity(key)}
     return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -123,15 +126,44 @@ class RunDirectory:
         return self.path / "trace.json"
 
     @property
+    def stages_file(self) -> Path:
+        """What the stages of a run that finished came to, in a run of several."""
+        return self.path / "stages.json"
+
+    @property
+    def has_metrics(self) -> bool:
+        """True where a step was logged."""
+        return self.metrics_file.exists() and self.metrics_file.stat().st_size > 0
+
+    def _parts(self) -> list[RunDirectory]:
+        """This directory and those of the stages that were begun."""
+        parts = [self]
+        for child in sorted(self.path.iterdir()) if self.path.is_dir() else []:
+            if child.name != "attempts" and (child / "recover").is_dir():
+                part = RunDirectory(self.path.parent.parent, self.experiment, self.trial)
+                part.path = child
+                parts.append(part)
+        return parts
+
+    @property
     def has_recover_checkpoint(self) -> bool:
         """True where a complete recover checkpoint exists."""
         return any(self.path.glob("recover/[!.]*")) or any(self.path.glob("*/recover/[!.]*"))
 
     def stage(self, name: str) -> RunDirectory:
-        """The directory of one stage of a run, inside of this one and of the same form; it is claimed with the run."""
+        """The directory of one stage of a run, inside of this one and of the same form; it is claimed with the run.
+
+        A stage that stopped before its first recover checkpoint begins anew; what it left is set aside.
+        """
         part = RunDirectory(self.path.parent.parent, self.experiment, self.trial)
         part.path = self.path / name
-        part.resumed = self.resumed
+        part.resumed = self.resumed and part.has_recover_checkpoint
+        if part.has_metrics and not part.resumed:
+            logger.warning(
+                "stage %s stopped before its first recover checkpoint; it begins anew, and what it left is in %s",
+                name,
+                part._set_aside(),
+            )
         for directory in (part.rollouts, part.checkpoints, part.recover, part.logs):
             directory.mkdir(parents=True, exist_ok=True)
         return part
@@ -206,13 +238,15 @@ class RunDirectory:
                 )
             return False
         began = f"{self.path} holds a run that began {marker.get('began', 'earlier')}"
-        used = self.metrics_file.exists() and self.metrics_file.stat().st_size > 0
+        parts = self._parts()
+        used = self.stages_file.exists() or any(part.has_metrics for part in parts)
+        resumable = self.stages_file.exists() or any(part.has_recover_checkpoint for part in parts)
         if mode == "off" and used:
             raise CheckpointError(
                 f"{began}, and recover.mode=off starts only fresh runs: set another trial_name, resume it with recover.mode=auto, "
                 "or move the directory away."
             )
-        if not used and not self.has_recover_checkpoint:
+        if not used and not resumable:
             if mode == "resume":
                 raise CheckpointError(f"{began} but has no recover checkpoint yet: start it with recover.mode=auto.")
             logger.info("%s has a run that did not finish its first step; it begins anew", self.path)
@@ -227,7 +261,7 @@ class RunDirectory:
                 f"{began} and has finished: set another trial_name for a new run, or recover.mode=resume (with more "
                 "total_train_steps) to train on."
             )
-        if self.has_recover_checkpoint:
+        if resumable:
             logger.info("resuming the run in %s", self.path)
             return True
         if mode == "resume":
@@ -290,7 +324,7 @@ def _difference(old: Mapping[str, Any], new: Mapping[str, Any], limit: int = 4) 
     before, after = _flatten(old), _flatten(json.loads(json.dumps(dict(new), default=str)))
     missing = object()
     keys = [key for key in sorted({*before, *after}) if before.get(key, missing) != after.get(key, missing)]
-    keys = [key for key in keys if not any(key == name or key.startswith(f"{name}.") for name in NOT_IDENTITY)]
+    keys = [key for key in keys if _is_identity(key)]
     parts = [f"{key}: {before.get(key, 'unset')!r} then, {after.get(key, 'unset')!r} now" for key in keys[:limit]]
     more = len(keys) - limit
     return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")

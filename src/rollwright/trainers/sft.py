@@ -61,7 +61,9 @@ class SFTTrainer:
         torch.manual_seed(self.config.seed)
         self.model = TrainEngine(self.config.model)
         self.model.initialize(None, self.spec)
-        self.rollout = make_local_engine(self.config, self.model, self.tokenizer) if self.config.workflow else None
+        self.rollout = None
+        if self.config.workflow and self.valid_dataset:  # nothing is sampled where nothing is evaluated
+            self.rollout = make_local_engine(self.config, self.model, self.tokenizer)
         if self.rollout is not None:
             self.rollout.initialize()
             self.weights = SharedWeights(self.rollout)

@@ -135,3 +135,65 @@ def test_two_processes_do_not_write_one_run(tmp_path):
 def test_names_that_are_no_directory_names(tmp_path, name):
     with pytest.raises(ConfigError, match="cannot name a directory"):
         RunDirectory(tmp_path, name, "first")
+
+
+STAGES = {"stages": [{"name": "warmup", "lr": 1e-3, "total_train_steps": 5}, {"name": "grpo", "lr": 1e-4}]}
+
+
+def leave_stages(root, *, warmup_done: bool, checkpoint: bool = False, finished: bool = False):
+    """What a run of two stages leaves that stopped in the first, or in the second."""
+    with claim(root, STAGES) as run:
+        warmup = run.stage("warmup")
+        warmup.metrics_file.write_text('{"step": 1}\n')
+        if warmup_done:
+            run.stages_file.write_text("{}")
+            grpo = run.stage("grpo")
+            grpo.metrics_file.write_text('{"step": 1}\n')
+            if checkpoint:
+                (grpo.recover / "step-000001").mkdir()
+        if finished:
+            run.finish()
+
+
+def test_a_run_of_stages_that_finished_is_not_reused(tmp_path):
+    leave_stages(tmp_path, warmup_done=True, checkpoint=True, finished=True)
+    with pytest.raises(CheckpointError, match="has finished"):
+        claim(tmp_path, STAGES)
+
+
+def test_a_run_that_stopped_in_its_first_stage_begins_anew(tmp_path):
+    leave_stages(tmp_path, warmup_done=False)
+    with claim(tmp_path, STAGES) as run:
+        assert not run.resumed
+        assert not run.stage("warmup").has_metrics
+        assert (run.path / "attempts" / "1" / "warmup" / "metrics.jsonl").exists()
+
+
+def test_a_run_that_stopped_in_a_later_stage_goes_on_there(tmp_path):
+    leave_stages(tmp_path, warmup_done=True, checkpoint=True)
+    with claim(tmp_path, STAGES) as run:
+        assert run.resumed
+        grpo = run.stage("grpo")
+        assert grpo.resumed
+        assert grpo.has_metrics
+
+
+def test_a_later_stage_without_a_checkpoint_begins_anew_after_what_was_finished(tmp_path):
+    leave_stages(tmp_path, warmup_done=True)
+    with claim(tmp_path, STAGES) as run:
+        assert run.resumed
+        grpo = run.stage("grpo")
+        assert not grpo.resumed
+        assert not grpo.has_metrics
+        assert (grpo.path / "attempts" / "1" / "metrics.jsonl").exists()
+        assert run.stages_file.exists()
+
+
+def test_keys_of_stages_that_may_change_and_those_that_may_not(tmp_path):
+    leave_stages(tmp_path, warmup_done=True, checkpoint=True)
+    longer = {"stages": [{**STAGES["stages"][0], "total_train_steps": 9}, STAGES["stages"][1]]}
+    with claim(tmp_path, longer) as run:
+        assert run.resumed
+    other = {"stages": [STAGES["stages"][0], {**STAGES["stages"][1], "lr": 1.0}]}
+    with pytest.raises(CheckpointError, match=r"stages\.1\.lr: 0\.0001 then, 1\.0 now"):
+        claim(tmp_path, other)
