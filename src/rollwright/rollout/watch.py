@@ -68,8 +68,11 @@ class LoopWatch:
 
     def _watch(self) -> None:
         step, since, reported = None, 0.0, False
+        woke = time.monotonic()
         while not self._ended.wait(BEAT):
             now = time.monotonic()
+            since += max(0.0, now - woke - 2 * BEAT)  # this thread was kept waiting too: the machine is busy, not the loop
+            woke = now
             current = self._step() if now - self._beat > 2 * BEAT else None
             if current is None or current != step:
                 step, since, reported = current, now, False
@@ -104,7 +107,7 @@ class LoopWatch:
 
 def _describe(frame: FrameType) -> str | None:
     """The innermost line of user code that is on the stack, and the workflow whose episode it belongs to."""
-    workflow, users, innermost = None, None, frame
+    workflow, users = None, None
     current: FrameType | None = frame
     while current is not None:
         code = current.f_code
@@ -119,9 +122,8 @@ def _describe(frame: FrameType) -> str | None:
         if users is None and not is_own:
             users = current
         current = current.f_back
-    if workflow is None and users is None:
-        return None  # the loop itself, between two steps
-    spot = users or innermost
-    file, line = spot.f_code.co_filename, spot.f_lineno
+    if users is None:
+        return None  # the executor's own work
+    file, line = users.f_code.co_filename, users.f_lineno
     source = linecache.getline(file, line).strip()
-    return f"{workflow or 'a task of a workflow'} at {file}:{line} in {spot.f_code.co_name}: {source}"
+    return f"{workflow or 'a task of a workflow'} at {file}:{line} in {users.f_code.co_name}: {source}"

@@ -19,18 +19,26 @@ import asyncio.queues
 import asyncio.taskgroups
 import asyncio.tasks
 import contextvars
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from rollwright.errors import EngineError, RequestAborted
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.rollout.sample import CURRENT_SAMPLE, SampleEngine
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("rollout")
 
 #: Seconds between two looks at samples that gave no sign (one passed from a tool to a lock, say). It delays a wave, and
 #: never changes what is in it.
 LOOK_AGAIN = 0.02
+
+#: Seconds after which a sample that holds up all others is named in the log.
+HELD_UP_WARNING_SECONDS = 30.0
 
 _STRUCTURAL_FILES = {asyncio.locks.__file__, asyncio.queues.__file__, asyncio.taskgroups.__file__}
 _STRUCTURAL_CODE = {asyncio.tasks._wait.__code__, asyncio.tasks.wait_for.__code__}  # type: ignore[attr-defined]
@@ -74,6 +82,8 @@ class WaveGate:
         self._later: asyncio.TimerHandle | None = None
         self._from_threads: set[int] = set()
         self.waves = 0
+        self._busy: SampleEngine | None = None
+        self._busy_since = 0.0
         loop.set_task_factory(self._make_task)
 
     def enter(self, sample: SampleEngine, task: asyncio.Task[Any]) -> None:
@@ -121,13 +131,16 @@ class WaveGate:
         self._look = None
         if self._in_flight or not self._held or not self._is_open():
             return
-        if self._all_wait():
+        busy = self._busy_sample()
+        if busy is None:
             self._in_flight = True
             wave = sorted((held for own in self._held.values() for held in own), key=lambda held: held.order)
             self._held = {}
             self._suspects = dict.fromkeys(self._samples)
             self._wave = self._loop.create_task(self._run(wave), name=f"wave {self.waves}")
-        elif self._later is None:
+            return
+        self._warn_of(busy)
+        if self._later is None:
             self._later = self._loop.call_later(LOOK_AGAIN, self._try_later)
 
     def _try_later(self) -> None:
@@ -136,13 +149,10 @@ class WaveGate:
 
     async def _run(self, wave: list[_Held]) -> None:
         self.waves += 1
-        requests = [held.request for held in wave]
         try:
-            answers = await self._generate(requests)
-        except BaseException as error:
+            answers = await self._generate([held.request for held in wave])
+        except Exception as error:
             answers = [error] * len(wave)
-            if isinstance(error, asyncio.CancelledError):
-                raise
         finally:
             self._in_flight = False
         for held, answer in zip(wave, answers, strict=True):
@@ -155,10 +165,31 @@ class WaveGate:
         self.look()
 
     async def _generate(self, requests: list[ModelRequest]) -> list[ModelResponse | BaseException]:
+        """Answers in the order of the requests. One that is refused must not take the others of its wave with it."""
         batch = getattr(self._engine, "agenerate_batch", None)
         if batch is None:
             return await asyncio.gather(*(self._engine.agenerate(r) for r in requests), return_exceptions=True)
-        return list(await batch(requests))
+        try:
+            return list(await batch(requests))
+        except RequestAborted:
+            raise
+        except EngineError as error:
+            if len(requests) == 1:
+                return [error]
+        answers: dict[int, ModelResponse | BaseException] = {}
+        for part in self._parts(requests):
+            for place, answer in zip(part, await self._generate([requests[place] for place in part]), strict=True):
+                answers[place] = answer
+        return [answers[place] for place in range(len(requests))]
+
+    def _parts(self, requests: list[ModelRequest]) -> list[list[int]]:
+        """Places of the requests in smaller batches, the refused ones apart; the same parts for the same requests."""
+        room = getattr(self._engine, "context_length", None) or math.inf
+        too_long = [place for place, request in enumerate(requests) if len(request.input_ids) >= room]
+        if 0 < len(too_long) < len(requests):
+            return [[place for place in range(len(requests)) if place not in set(too_long)], *([place] for place in too_long)]
+        half = len(requests) // 2
+        return [list(range(half)), list(range(half, len(requests)))]
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) -> asyncio.Task[Any]:
         task = asyncio.Task(coroutine, loop=loop, **kwargs)
@@ -181,15 +212,34 @@ class WaveGate:
         if held.sample in self._samples:
             self._suspects[held.sample] = None
 
-    def _all_wait(self) -> bool:
-        """True where no sample can go on without an answer. A sample that waits for answers only is not looked at again."""
+    def _busy_sample(self) -> SampleEngine | None:
+        """A sample that can go on without an answer, or None. One that waits for answers only is not looked at again."""
         for sample in list(self._suspects):
             wait = self._wait_of(sample)
             if wait is _Wait.NOTHING:
-                return False
+                return sample
             if wait is _Wait.ANSWER:
                 del self._suspects[sample]
-        return True
+        return None
+
+    def _warn_of(self, busy: SampleEngine) -> None:
+        """Name a sample that holds everybody up for long."""
+        now = self._loop.time()
+        if busy is not self._busy:
+            self._busy, self._busy_since = busy, now
+        elif now - self._busy_since > HELD_UP_WARNING_SECONDS:
+            self._busy_since = now
+            places = [_place(task) for task in busy.tasks if not task.done()]
+            logger.warning(
+                "%s has held up %d model requests of other samples for %.0f s: %s in %s awaits something that is no answer of the "
+                "model (%s). Give its tools a limit, and end its background tasks with the episode.",
+                busy.name,
+                sum(map(len, self._held.values())),
+                HELD_UP_WARNING_SECONDS,
+                "a task" if len(places) > 1 else "its task",
+                busy.workflow,
+                "; ".join(places),
+            )
 
     def _wait_of(self, sample: SampleEngine) -> _Wait:
         held_requests = self._held.get(sample, [])
@@ -231,3 +281,9 @@ def _innermost_code(task: asyncio.Task[Any]) -> Any:
             getattr(current, "cr_await", None) or getattr(current, "gi_yieldfrom", None) or getattr(current, "ag_await", None)
         )
     return code
+
+
+def _place(task: asyncio.Task[Any]) -> str:
+    """File and line at which a task waits."""
+    frames = task.get_stack()
+    return f"{frames[-1].f_code.co_filename}:{frames[-1].f_lineno}" if frames else "unknown"

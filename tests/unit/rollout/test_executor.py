@@ -388,3 +388,54 @@ def test_a_resumed_executor_trains_each_task_once(make):
         resumed.set_version(version)
     assert sorted(trained) == list(range(24))
     assert resumed.state_dict()["frontier"] == 24
+
+
+def accept_odd(trajectory):
+    return bool(trajectory["input_ids"][0, 2] % 2)
+
+
+def test_a_workflow_may_say_how_often_each_task_is_run(make):
+    class Says(OneTurn):
+        def group_size(self, data):
+            return data["id"] + 1
+
+    class HoldsANumber(OneTurn):
+        group_size = 7
+
+    assert make().rollout_batch(tasks(3), Says())["group_ids"].unique(return_counts=True)[1].tolist() == [1, 2, 3]
+    assert make().rollout_batch(tasks(3), HoldsANumber())["input_ids"].shape[0] == 3
+
+
+def test_should_accept_fn_by_import_path(make):
+    batch = make().rollout_batch(tasks(4), OneTurn, should_accept_fn=f"{__name__}.accept_odd")
+    assert batch["input_ids"][:, 2].tolist() == [1, 3]
+
+
+def test_a_workflow_is_built_once_for_equal_arguments(make):
+    built = []
+
+    class Counted(OneTurn):
+        def __init__(self, gconfig):
+            built.append(gconfig.max_new_tokens)
+            super().__init__()
+
+    executor = make()
+    gconfig = GenerationHyperparameters(max_new_tokens=3)
+    for _ in range(3):
+        executor.rollout_batch(tasks(2), Counted, {"gconfig": gconfig.new()})
+    gconfig.max_new_tokens = 4
+    executor.rollout_batch(tasks(2), Counted, {"gconfig": gconfig})
+    gconfig.max_new_tokens = 5  # the same object, changed since
+    executor.rollout_batch(tasks(2), Counted, {"gconfig": gconfig})
+    assert built == [3, 4, 5]
+
+
+def test_tasks_are_not_changed_by_what_a_workflow_does_to_them(make):
+    class Pops(OneTurn):
+        async def arun_episode(self, engine, data):
+            identity = data.pop("id")
+            return await super().arun_episode(engine, {"id": identity})
+
+    rows = tasks(2)
+    make().rollout_batch(rows, Pops(), group_size=3)
+    assert rows == tasks(2)

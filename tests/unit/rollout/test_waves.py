@@ -9,6 +9,7 @@ from echo import EchoBatchEngine
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
+from rollwright.errors import PromptTooLongError
 from rollwright.inference.request import ModelRequest
 from rollwright.rollout.executor import RolloutExecutor
 
@@ -169,3 +170,48 @@ def test_a_failed_wave_fails_its_samples_and_no_others():
         assert executor.counters()["samples/retried"] == 3
     finally:
         executor.destroy()
+
+
+@pytest.mark.parametrize("says_its_room", [True, False])
+def test_a_refused_request_does_not_take_its_wave_with_it(says_its_room):
+    class Narrow(EchoBatchEngine):
+        async def agenerate_batch(self, requests):
+            for request in requests:
+                if len(request.input_ids) > 5:
+                    raise PromptTooLongError("no room")
+            return await super().agenerate_batch(requests)
+
+    class Grows:
+        async def arun_episode(self, engine, data):
+            response = await ask(engine, [1] * (3 + data["ordinal"] % 4), "main")
+            return row(response)
+
+    engine = Narrow()
+    if says_its_room:
+        engine.context_length = 6
+    executor = RolloutExecutor(engine, RolloutConfig(max_failed_share=1.0, max_sample_retries=0), deterministic=True)
+    try:
+        batch = executor.rollout_batch([{"ordinal": n} for n in range(8)], Grows())
+        assert batch["input_ids"].shape[0] == 6
+        assert all("no room" in failure.cause for failure in executor.failures)
+        assert len(engine.batches) == (1 if says_its_room else 4)
+    finally:
+        executor.destroy()
+
+
+def test_a_sample_that_holds_everybody_up_is_named(monkeypatch, caplog):
+    import logging
+
+    monkeypatch.setattr("rollwright.rollout.waves.HELD_UP_WARNING_SECONDS", 0.1)
+    monkeypatch.setattr(logging.getLogger("rollwright"), "propagate", True)
+
+    class Slow:
+        async def arun_episode(self, engine, data):
+            if data["ordinal"] == 1:
+                await asyncio.sleep(0.4)  # this line
+            return row(await ask(engine, [1, 2], "main"))
+
+    assert deterministic(Slow(), tasks=2, group_size=1) == [2]
+    report = next(record.getMessage() for record in caplog.records if "held up" in record.getMessage())
+    assert "task 1, sample 0 has held up 1 model requests" in report
+    assert "Slow" in report
