@@ -60,7 +60,8 @@ def _generation(gconfig: GenerationHyperparameters, path: KeyPath) -> Iterator[F
 
 
 def _experiment(config: BaseExperimentConfig) -> Iterator[Fault]:
-    if config.valid_dataset is None and _has_interval(config.evaluator):
+    evaluates = config.valid_dataset is not None or getattr(config, "eval_tasksets", None)
+    if not evaluates and _has_interval(config.evaluator):
         yield ("evaluator",), "evaluates every so often, but there is no valid_dataset; give one"
     if config.recover.mode == "off" and _has_interval(config.recover):
         yield ("recover",), "mode is off, so nothing is saved every so often; take the interval or the mode out"
