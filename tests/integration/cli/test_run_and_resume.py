@@ -1,0 +1,68 @@
+"""A run of several stages as a process: stopped in the third, it goes on there; finished, it is not run again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+TEXT = """\
+experiment_name: cli
+cluster: {fileroot: FILEROOT, threads: 1}
+workflow: rollwright.workflows.rlvr.RLVRWorkflow
+reward_fn: numeric_reward
+gconfig: {n_samples: 2, max_new_tokens: 8}
+stages:
+  - {kind: model, name: model, path: "${run_dir}/model", layers: 1, hidden_size: 32, heads: 2, characters: "0123456789+= "}
+  - kind: sft
+    name: warmup
+    model: {path: "${run_dir}/model"}
+    train_dataset: {path: arithmetic, batch_size: 4, kwargs: {answer_format: "{answer}"}}
+    total_train_steps: 2
+  - kind: rl
+    name: grpo
+    actor: {path: "${run_dir}/warmup/checkpoints/final"}
+    train_dataset: {path: arithmetic, batch_size: 4}
+    total_train_steps: 400
+    recover: {every_steps: 1}
+  - {kind: eval, name: after, path: "${run_dir}/grpo/checkpoints/final", dataset: {path: arithmetic, limit: 4}, samples: 2}
+"""
+
+
+def steps(file):
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@pytest.mark.slow
+def test_stopped_resumed_finished(tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text(TEXT.replace("FILEROOT", str(tmp_path / "runs")))
+    run = tmp_path / "runs" / "cli" / "trial"
+    command = [sys.executable, "-m", "rollwright", "run", str(config)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    with (tmp_path / "first.log").open("w") as log:
+        first = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        deadline = time.monotonic() + 200
+        while first.poll() is None and len(steps(run / "grpo" / "metrics.jsonl")) < 3 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(60) == 128 + signal.SIGTERM, (tmp_path / "first.log").read_text()
+    stopped = max(steps(run / "grpo" / "metrics.jsonl"))
+    assert set(json.loads((run / "stages.json").read_text())) == {"model", "warmup"}
+
+    again = [*command, f"stages.grpo.total_train_steps={stopped + 2}"]
+    second = subprocess.run(again, capture_output=True, text=True, timeout=200, env=environment)
+    assert second.returncode == 0, second.stderr
+    assert "stage warmup was finished before" in second.stderr
+    assert sorted(set(steps(run / "grpo" / "metrics.jsonl"))) == list(range(1, stopped + 3))
+    summary = json.loads((run / "summary.json").read_text())
+    assert set(summary["eval"]) == {"after"}
+    assert set(summary["seconds"]) == {"model", "warmup", "grpo", "after"}
+
+    third = subprocess.run(again, capture_output=True, text=True, timeout=100, env=environment)
+    assert third.returncode == 1
+    assert "has finished" in third.stderr
