@@ -1,0 +1,211 @@
+"""One GRPO step (sample, reward, advantages, update, publish) against TRL's GRPOTrainer on CPU.
+
+    python benchmarks/grpo_step.py [--json FILE]
+
+Both sides: the same model and prompts, 4 prompts × 8 samples, float32, completions of one forced length, every row trained,
+one optimizer step, the same number of threads. TRL runs in an environment of its own, which this command makes the first
+time (.venv-trl beside the README); the two sides alternate, and the ratio is that of the median steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from report import Report
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+GROUPS, GROUP_SIZE, PROMPT_TOKENS = 4, 8, 32
+
+#: Name -> sizes of a Qwen3-shaped model, and new tokens a sample.
+SIZES: dict[str, dict[str, int]] = {
+    "0.13M": {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "new_tokens": 32},
+    "3.9M": {"vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 4, "new_tokens": 64},
+    "31.5M": {"vocab_size": 8192, "hidden_size": 512, "num_hidden_layers": 8, "new_tokens": 64},
+}
+
+
+def make_environment(directory: Path) -> Path:
+    """The interpreter of an environment that has TRL, made where it is missing."""
+    python, complete = directory / "bin" / "python", directory / ".complete"
+    if not complete.exists():
+        print(f"making {directory} with TRL (some minutes)", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
+        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        index = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
+        if subprocess.run([*install, "torch==2.13.0+cpu"], check=False).returncode:
+            subprocess.run([*install, *index, "torch==2.13.0+cpu"], check=True)
+        subprocess.run([*install, "trl", "-c", str(REPOSITORY / "constraints" / "cpu.txt")], check=True)
+        complete.touch()
+    return python
+
+
+def write_inputs(directory: Path, size: dict[str, int]) -> None:
+    """A model, a tokenizer of one token a word, and prompts, in Hugging Face form."""
+    import random
+
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from rollwright.training.model import new_model
+
+    vocabulary = size["vocab_size"]
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{index}": index for index in range(2, vocabulary)}}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
+    new_model(
+        directory,
+        tokenizer=tokenizer,
+        vocab_size=vocabulary,
+        hidden_size=size["hidden_size"],
+        intermediate_size=3 * size["hidden_size"],
+        num_hidden_layers=size["num_hidden_layers"],
+    )
+    draw = random.Random(0)
+    prompts = [" ".join(f"w{draw.randrange(2, vocabulary)}" for _ in range(PROMPT_TOKENS)) for _ in range(GROUPS)]
+    (directory / "prompts.json").write_text(json.dumps(prompts))
+
+
+class FixedLength:
+    """A workflow: one completion of a forced length, rewarded by its tokens."""
+
+    def __init__(self, new_tokens: int, eos_id: int) -> None:
+        from rollwright import GenerationHyperparameters
+
+        self.gconfig = GenerationHyperparameters(max_new_tokens=new_tokens, min_new_tokens=new_tokens, stop_token_ids=[eos_id])
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any]:
+        """Sample and score one completion."""
+        import torch
+
+        from rollwright import ModelRequest
+
+        response = await engine.agenerate(ModelRequest(input_ids=data["ids"], gconfig=self.gconfig))
+        return {
+            "input_ids": torch.tensor(response.input_tokens),
+            "output_ids": torch.tensor(response.output_tokens),
+            "reward": sum(response.output_tokens) % 7 / 7,
+        }
+
+
+def measure_ours(directory: Path, new_tokens: int, warmup: int, steps: int) -> dict[str, Any]:
+    """Seconds of our steps and of their parts."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from rollwright import __version__
+    from rollwright.config.experiment import FinetuneSpec
+    from rollwright.config.sections import OptimizerConfig, PPOActorConfig, RolloutConfig
+    from rollwright.rollout.engines import LocalRolloutEngine
+    from rollwright.training.actor import FSDPPPOActor
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tasks = [{"ids": tokenizer.encode(prompt)} for prompt in json.loads((directory / "prompts.json").read_text())]
+    actor = FSDPPPOActor(PPOActorConfig(path=str(directory), device="cpu", optimizer=OptimizerConfig(lr=1e-6)))
+    actor.initialize(None, FinetuneSpec(1, len(tasks) * 100, len(tasks)))
+    rollout_config = RolloutConfig(max_running_requests=GROUPS * GROUP_SIZE, device="cpu")
+    rollout = LocalRolloutEngine(rollout_config, model=actor.model, tokenizer=tokenizer)
+    rollout.initialize()
+    actor.connect_engine(rollout)
+    workflow = FixedLength(new_tokens, tokenizer.eos_token_id)
+    seconds: dict[str, list[float]] = {"step": [], "generate": [], "train": [], "publish": []}
+    for _ in range(warmup + steps):
+        marks = [time.perf_counter()]
+        batch = rollout.rollout_batch(tasks, workflow, group_size=GROUP_SIZE)
+        marks.append(time.perf_counter())
+        actor.compute_advantages(batch)
+        stats = actor.ppo_update(batch)
+        actor.step_lr_scheduler()
+        marks.append(time.perf_counter())
+        actor.update_weights()
+        marks.append(time.perf_counter())
+        for name, begin, end in (("generate", 0, 1), ("train", 1, 2), ("publish", 2, 3), ("step", 0, 3)):
+            seconds[name].append(marks[end] - marks[begin])
+        trained = batch["loss_mask"].sum(1)
+        assert bool((trained == new_tokens).all()), f"completions of {trained.tolist()} tokens, not {new_tokens}"
+        assert stats["groups_without_variance"] == 0
+        assert stats["logprob_difference/max"] < 1e-3
+    rollout.destroy()
+    rows = int(batch["input_ids"].shape[0])
+    return {
+        **{name: values[warmup:] for name, values in seconds.items()},
+        "rows": rows,
+        "version": f"Rollwright {__version__}, torch {torch.__version__}",
+    }
+
+
+def run_side(command: list[str], threads: int) -> dict[str, Any]:
+    """The JSON object that a side prints last."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+    """Measure both sides and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default=",".join(SIZES), help="which sizes, separated by commas")
+    parser.add_argument("--steps", type=int, default=5, help="steps that count, in each round")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    parser.add_argument("--rounds", type=int, default=2, help="times that the two sides alternate")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="compute threads of both sides")
+    parser.add_argument("--environment", type=Path, default=REPOSITORY / ".venv-trl", help="where TRL is, or is put")
+    parser.add_argument("--json", type=Path, help="write machine, results and ratios to this file")
+    parser.add_argument("--measure", nargs=4, metavar=("DIRECTORY", "TOKENS", "WARMUP", "STEPS"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        directory, *numbers = arguments.measure
+        print(json.dumps(measure_ours(Path(directory), *map(int, numbers))))
+        return
+
+    report = Report("GRPO step, 4 prompts × 8 samples, seconds (median)")
+    peer = make_environment(arguments.environment)
+    for name in arguments.sizes.split(","):
+        with tempfile.TemporaryDirectory() as temporary:
+            directory = Path(temporary)
+            write_inputs(directory, SIZES[name])
+            numbers = [str(SIZES[name]["new_tokens"]), str(arguments.warmup), str(arguments.steps)]
+            sides = {
+                "rollwright": [sys.executable, __file__, "--measure", str(directory), *numbers],
+                "trl": [str(peer), str(REPOSITORY / "benchmarks" / "peers" / "trl_grpo_step.py"), str(directory), *numbers],
+            }
+            measured: dict[str, dict[str, list[float]]] = {side: {} for side in sides}
+            for _ in range(arguments.rounds):
+                for side, command in sides.items():
+                    result = run_side(command, arguments.threads)
+                    for part, values in result.items():
+                        if isinstance(values, list):
+                            measured[side].setdefault(part, []).extend(values)
+                    measured[side]["about"] = result["version"]
+        medians = {
+            side: {k: statistics.median(v) for k, v in parts.items() if k != "about"} for side, parts in measured.items()
+        }
+        for side, parts in medians.items():
+            train = parts.get("train", parts["step"] - parts["generate"])
+            report.row(
+                size=name,
+                side=measured[side]["about"],
+                new_tokens=SIZES[name]["new_tokens"],
+                step=parts["step"],
+                generate=parts["generate"],
+                train=train,
+                publish=parts.get("publish"),
+                generate_share=parts["generate"] / parts["step"],
+            )
+        report.ratio(f"trl/{name}", medians["trl"]["step"] / medians["rollwright"]["step"])
+    report.finish(arguments.json)
+
+
+if __name__ == "__main__":
+    main()
