@@ -18,7 +18,7 @@ except ModuleNotFoundError:
         "the experience store needs SQLAlchemy, which is not installed: pip install 'rollwright[store]'."
     ) from None
 
-from sqlalchemy import Connection, Engine, create_engine, event, func, insert, select, text, update
+from sqlalchemy import Connection, Engine, bindparam, create_engine, event, func, insert, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError
 from sqlalchemy.pool import StaticPool
@@ -27,6 +27,12 @@ from rollwright.experience.store_schema import SCHEMA_VERSION, counters, facts, 
 
 #: Seconds that a writer waits for others.
 BUSY_SECONDS = 60.0
+_COUNT = (
+    update(counters)
+    .where(counters.c.name == bindparam("counter"))
+    .values(value=counters.c.value + bindparam("by"))
+    .returning(counters.c.value)
+)
 _COUNTERS = ("next_ordinal", "sequence", "batch", "epoch")
 _READ_ONLY = "rollwright_read_only"
 _CREATION_LOCK = 0x524F4C4C  # PostgreSQL advisory lock that serialises the creation of the tables
@@ -96,10 +102,7 @@ class Database:
 
     def count(self, connection: Connection, name: str, by: int = 1) -> int:
         """Adds to a counter; returns its value before."""
-        statement = (
-            update(counters).where(counters.c.name == name).values(value=counters.c.value + by).returning(counters.c.value)
-        )
-        return int(connection.execute(statement).scalar_one()) - by
+        return int(connection.execute(_COUNT, {"counter": name, "by": by}).scalar_one()) - by
 
     def counter(self, connection: Connection, name: str) -> int:
         """A counter's value."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, case, delete, func, insert, or_, select, update
+from sqlalchemy import Connection, bindparam, case, delete, func, insert, or_, select, update
 
 from rollwright.errors import StoreError
 from rollwright.experience.store_database import Database
@@ -14,6 +14,8 @@ from rollwright.experience.store_schema import CLAIMED, FINISHED, OPEN, READY, R
 from rollwright.experience.store_writing import complete_group, count_drops, write_group
 
 _DECLARED = "declared_tasks"
+_TASK = select(tasks.c.state, tasks.c.attempt).where(tasks.c.ordinal == bindparam("task"))
+_FINISH = update(tasks).where(tasks.c.ordinal == bindparam("task")).values(state=FINISHED)
 
 
 def group_name(ordinal: int) -> str:
@@ -74,8 +76,7 @@ def claim_tasks(
 
 def holds(connection: Connection, claim: TaskClaim) -> bool:
     """True where the claim is still its owner's."""
-    statement = select(tasks.c.state, tasks.c.attempt).where(tasks.c.ordinal == claim.ordinal)
-    row = connection.execute(statement).one_or_none()
+    row = connection.execute(_TASK, {"task": claim.ordinal}).one_or_none()
     return row is not None and row.state == CLAIMED and row.attempt == claim.attempt
 
 
@@ -101,7 +102,7 @@ def finish_task(
     else:
         _end_open_group(database, connection, claim, keep=rows is None)
     count_drops(database, connection, dict(drops))
-    connection.execute(update(tasks).where(tasks.c.ordinal == claim.ordinal).values(state=FINISHED))
+    connection.execute(_FINISH, {"task": claim.ordinal})
     return True
 
 

@@ -14,6 +14,18 @@ from rollwright.experience.store_schema import OPEN, READY, drops, experiences, 
 LATE = "late"
 
 
+#: Statements of every write are built once: building one takes SQLAlchemy longer than SQLite takes to run it.
+_INSERT_ROWS = insert(experiences)
+_insert_group_of: dict[str, Any] = {}
+
+
+def _insert_group(database: Database) -> Any:
+    if database.dialect not in _insert_group_of:
+        statement = database.upsert(groups).on_conflict_do_nothing(index_elements=["name"]).returning(groups.c.id)
+        _insert_group_of[database.dialect] = statement
+    return _insert_group_of[database.dialect]
+
+
 def write_group(
     database: Database,
     connection: Connection,
@@ -52,10 +64,9 @@ def write_group(
         "available_at": 0.0,
         **_summary(rows),
     }
-    statement = database.upsert(groups).values(**group).on_conflict_do_nothing(index_elements=["name"]).returning(groups.c.id)
-    group_id = connection.execute(statement).scalar_one_or_none()
+    group_id = connection.execute(_insert_group(database), group).scalar_one_or_none()
     if group_id is not None:
-        connection.execute(insert(experiences), [{**row, "group_id": group_id} for row in rows])
+        connection.execute(_INSERT_ROWS, [{**row, "group_id": group_id} for row in rows])
         return len(rows)
     return _add_rows(database, connection, name, attempt, rows, group_size)
 
