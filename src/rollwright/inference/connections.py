@@ -1,4 +1,8 @@
-"""HTTP to inference servers: pools for each event loop, and errors that tell whether a response had begun."""
+"""HTTP to inference servers: pools for each event loop, and errors that tell whether a response had begun.
+
+Generation goes through aiohttp, which costs a fifth of a millisecond of this process for each request (httpx costs several
+where hundreds run at once); the rare control calls are synchronous and go through httpx.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,17 @@ import functools
 import json
 import ssl
 import threading
-import weakref
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator
 from typing import Any
 
+import aiohttp
 import httpx
 
 from rollwright.errors import EngineError
 
-#: httpx looks at every connection of a pool on each event, so its cost per request grows with the pool. Small pools keep it
-#: flat: 1,000 requests at once over pools of 64 cost about a quarter of the time that one pool of 1,000 takes.
-POOL_SIZE = 64
+#: Below the keep-alive limits of servers (uvicorn's is 5 s), so that a reused connection is seldom just being closed.
+_KEEP_ALIVE_SECONDS = 4.0
+_RESPONSE_BYTES = 1 << 20
 
 
 class ConnectionLostError(EngineError):
@@ -38,41 +42,35 @@ def _ssl_context() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-@dataclass
-class _Pool:
-    client: httpx.AsyncClient
-    in_flight: int = 0
-
-
-@dataclass
-class _LoopPools:
-    pools: list[_Pool] = field(default_factory=list)
-
-    def emptiest(self, make: Any) -> _Pool:
-        pool = min(self.pools, key=lambda candidate: candidate.in_flight, default=None)
-        if pool is None or pool.in_flight >= POOL_SIZE:
-            pool = _Pool(make())
-            self.pools.append(pool)
-        return pool
-
-
-def _message_of(response: httpx.Response) -> str:
+def _message_of(content: bytes) -> str:
     """What an error response says, in one line."""
+    text = content.decode(errors="replace").strip()
     try:
-        body = response.json()
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        return response.text.strip()[:500]
+        body = json.loads(text)
+    except json.JSONDecodeError:
+        return text[:500]
     for key in ("error", "detail", "message"):
         if isinstance(body, dict) and key in body:
             value = body[key]
             return str(value.get("message", value) if isinstance(value, dict) else value)[:1000]
-    return json.dumps(body)[:500]
+    return text[:500]
+
+
+def _parse(url: str, status: int, content: bytes) -> dict[str, Any]:
+    if status >= 400:
+        raise ServerRefusedError(f"{url} answered {status}: {_message_of(content)}", status)
+    if not content:
+        return {}
+    try:
+        return json.loads(content)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return {"text": content.decode(errors="replace")}
 
 
 class Connections:
     """Requests to any number of servers, awaited on any event loop or made synchronously.
 
-    One set of pools belongs to each event loop, because a connection cannot be awaited on another loop than its own.
+    One session belongs to each event loop, because a connection cannot be awaited on another loop than its own.
     """
 
     def __init__(self, *, api_key: str | None = None, timeout: float = 3600.0, connect_timeout: float = 10.0) -> None:
@@ -82,17 +80,35 @@ class Connections:
         connect_timeout: seconds for opening a connection.
         """
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._timeout = httpx.Timeout(timeout, connect=connect_timeout)
-        self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopPools] = weakref.WeakKeyDictionary()
+        self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=connect_timeout)
+        self._sessions: dict[asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, AsyncGenerator]] = {}
         self._lock = threading.Lock()
-        self._sync = httpx.Client(headers=self._headers, timeout=self._timeout, trust_env=False, verify=_ssl_context())
+        limits = httpx.Timeout(timeout, connect=connect_timeout)
+        self._sync = httpx.Client(headers=self._headers, timeout=limits, trust_env=False, verify=_ssl_context())
         self._closed = False
 
-    def _make(self) -> httpx.AsyncClient:
-        limits = httpx.Limits(max_connections=POOL_SIZE, max_keepalive_connections=POOL_SIZE, keepalive_expiry=4.0)
-        return httpx.AsyncClient(
-            headers=self._headers, timeout=self._timeout, limits=limits, trust_env=False, verify=_ssl_context()
+    async def _open_session(self) -> AsyncGenerator[aiohttp.ClientSession, None]:
+        """Yields the session of this loop once, and closes it when the loop shuts its asynchronous generators down."""
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS, ssl=_ssl_context())
+        session = aiohttp.ClientSession(
+            connector=connector, headers=self._headers, timeout=self._timeout, read_bufsize=_RESPONSE_BYTES
         )
+        try:
+            yield session
+        finally:
+            await session.close()
+
+    async def _session(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        known = self._sessions.get(loop)
+        if known is not None:
+            return known[0]
+        owner = self._open_session()
+        session = await anext(owner)
+        with self._lock:
+            self._sessions = {other: entry for other, entry in self._sessions.items() if not other.is_closed()}
+            self._sessions[loop] = (session, owner)
+        return session
 
     async def post(self, url: str, payload: Any) -> dict[str, Any]:
         """POST JSON and give back the JSON of a 2xx response.
@@ -104,34 +120,23 @@ class Connections:
         """
         if self._closed:
             raise EngineError(f"The client is closed; {url} was not asked. Call initialize() first.")
-        with self._lock:
-            pools = self._by_loop.setdefault(asyncio.get_running_loop(), _LoopPools())
-            pool = pools.emptiest(self._make)
-            pool.in_flight += 1
+        session = await self._session()
+        response: aiohttp.ClientResponse | None = None
         try:
-            request = pool.client.build_request("POST", url, json=payload)
-            try:
-                response = await pool.client.send(request, stream=True)
-            except httpx.TimeoutException as error:
-                if isinstance(error, httpx.ConnectTimeout | httpx.PoolTimeout):
-                    raise ConnectionLostError(f"{url} did not accept a connection ({type(error).__name__}).") from error
-                raise EngineError(
-                    f"{url} did not answer within {self._timeout.read:g} s; raise rollout.request_timeout if requests take longer."
-                ) from error
-            except httpx.TransportError as error:
-                raise ConnectionLostError(
-                    f"The connection to {url} was lost before a response began ({type(error).__name__}: {error})."
-                ) from error
-            try:
-                await response.aread()
-            except httpx.TransportError as error:
+            async with session.post(url, json=payload) as response:
+                return _parse(url, response.status, await response.read())
+        except TimeoutError as error:
+            if isinstance(error, aiohttp.ConnectionTimeoutError):
+                raise ConnectionLostError(f"{url} did not accept a connection in time.") from error
+            raise EngineError(
+                f"{url} did not answer within {self._timeout.total:g} s; raise rollout.request_timeout if requests take longer."
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            if response is not None:
                 raise EngineError(f"The response of {url} broke off ({type(error).__name__}: {error}).") from error
-            finally:
-                await response.aclose()
-        finally:
-            with self._lock:
-                pool.in_flight -= 1
-        return self._parse(response)
+            raise ConnectionLostError(
+                f"The connection to {url} was lost before a response began ({type(error).__name__}: {error})."
+            ) from error
 
     def request(self, method: str, url: str, payload: Any = None, *, timeout: float | None = None) -> dict[str, Any]:
         """The same, synchronously; works while an event loop runs in this thread.
@@ -139,36 +144,21 @@ class Connections:
         Raises:
             ConnectionLostError, ServerRefusedError, EngineError: as ``post``.
         """
+        limit = httpx.USE_CLIENT_DEFAULT if timeout is None else timeout
         try:
-            response = self._sync.request(method, url, json=payload, timeout=self._timeout if timeout is None else timeout)
+            response = self._sync.request(method, url, json=payload, timeout=limit)
         except httpx.TimeoutException as error:
             raise EngineError(f"{url} did not answer in time ({type(error).__name__}).") from error
         except httpx.TransportError as error:
             raise ConnectionLostError(f"{url} cannot be reached ({type(error).__name__}: {error}).") from error
-        return self._parse(response)
-
-    @staticmethod
-    def _parse(response: httpx.Response) -> dict[str, Any]:
-        if response.status_code >= 400:
-            raise ServerRefusedError(
-                f"{response.request.url} answered {response.status_code}: {_message_of(response)}", response.status_code
-            )
-        if not response.content:
-            return {}
-        try:
-            return response.json()
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            return {"text": response.text}
+        return _parse(url, response.status_code, response.content)
 
     def close(self) -> None:
-        """Close every pool. Those of another loop are closed on it where it still runs, and dropped where it does not."""
+        """Close every session: on its loop, where that runs; else when its loop ends."""
         self._closed = True
         self._sync.close()
         with self._lock:
-            owned = list(self._by_loop.items())
-            self._by_loop.clear()
-        for loop, pools in owned:
-            for pool in pools.pools:
-                if loop.is_closed() or not loop.is_running():
-                    continue
-                loop.call_soon_threadsafe(lambda client=pool.client: asyncio.ensure_future(client.aclose()))
+            sessions, self._sessions = self._sessions, {}
+        for loop, (session, _) in sessions.items():
+            if loop.is_running():
+                asyncio.run_coroutine_threadsafe(session.close(), loop)

@@ -99,7 +99,7 @@ def test_a_failed_write_leaves_the_old_version(tmp_path):
 
 
 def test_damaged_and_missing_files_are_said(tmp_path):
-    with pytest.raises(WeightUpdateError, match="no \\*.safetensors"):
+    with pytest.raises(WeightUpdateError, match=r"no \*\.safetensors"):
         dict(read_weights(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(WeightUpdateError, match="cannot be read"):

@@ -1,0 +1,138 @@
+"""A tiny model on disk, ``rollwright serve-model`` processes over it, and a trainer to compare them with."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from rollwright.cluster.local import LocalServers
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.sections import RolloutConfig
+from rollwright.data.tokenizer import build_character_tokenizer
+from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.sglang import SGLangClient
+
+
+def write_model(directory: Path, *, tied: bool = False, seed: int = 0) -> Path:
+    """A random Qwen3 of 0.1 M parameters whose distributions are far from uniform, and a character tokenizer."""
+    tokenizer = build_character_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0 if parameter.ndim == 2 else 1.0)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+class Trainer:
+    """An actor as publication sees it: weights that change, and their log-probabilities by Transformers in float64."""
+
+    def __init__(self, path: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.version = 0
+        self.history = {0: self._copy()}
+
+    def _copy(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+    def step(self) -> int:
+        """Change every weight; returns the version that the new ones will have."""
+        generator = torch.Generator().manual_seed(self.version)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator))
+        self.version += 1
+        self.history[self.version] = self._copy()
+        return self.version
+
+    @torch.no_grad()
+    def compute_logp(self, batch: dict[str, Tensor]) -> Tensor:
+        ids, temperature = batch["input_ids"], batch["temperature"]
+        logprobs = torch.log_softmax(self.model(ids).logits.double() / temperature[:, None, None], -1)
+        result = torch.zeros(ids.shape, dtype=torch.float64)
+        result[:, 1:] = logprobs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+        return result
+
+    def expected(self, response: ModelResponse, version: int) -> Tensor:
+        """Log-probabilities of the output tokens under the weights of ``version``, given everything before each."""
+        self.model.load_state_dict(self.history[version])
+        ids = torch.tensor([response.input_tokens + response.output_tokens])
+        batch = {"input_ids": ids, "temperature": torch.tensor([response.temperature])}
+        return self.compute_logp(batch)[0, len(response.input_tokens) :]
+
+    def check_versions(self, responses: list[ModelResponse], tolerance: float = 1e-3) -> set[int]:
+        """Every token's log-probability is that of the version it is labelled with; returns the versions seen.
+
+        The versions' weights differ, so a wrong label shows as a wrong log-probability.
+        """
+        seen: set[int] = set()
+        for response in responses:
+            versions = torch.tensor(response.output_versions)
+            given = torch.tensor(response.output_logprobs, dtype=torch.float64)
+            for version in sorted(set(response.output_versions)):
+                mask = versions == version
+                difference = (given - self.expected(response, version)).abs()[mask].max()
+                assert difference < tolerance, f"tokens labelled {version} are not of version {version}: {difference:.2e}"
+                seen.add(version)
+            assert response.output_versions == sorted(response.output_versions)
+        self.model.load_state_dict(self.history[self.version])
+        return seen
+
+
+@contextlib.contextmanager
+def served_model(path: Path, logs: Path, count: int = 1, **settings) -> Iterator[tuple[LocalServers, SGLangClient]]:
+    """``count`` processes of ``rollwright serve-model`` and a client of theirs."""
+    config = RolloutConfig(backend="builtin_process", max_running_requests=64, setup_timeout=120, **settings)
+    with LocalServers(config, model_path=str(path), logs=logs, count=count, threads=1) as servers:
+        client = SGLangClient(config, addresses=servers.addresses)
+        client.initialize()
+        try:
+            yield servers, client
+        finally:
+            client.destroy()
+
+
+def ask(count: int, *, tokens: int, seed: int = 0, temperature: float = 0.7) -> list[ModelRequest]:
+    """Requests of forced length with prompts and seeds of their own."""
+    gconfig = GenerationHyperparameters(max_new_tokens=tokens, temperature=temperature, ignore_eos=True)
+    return [
+        ModelRequest(input_ids=[6 + i % 90, 7, 8 + i % 7], gconfig=gconfig, rid=f"talk {seed}-{i}", seed=seed + i)
+        for i in range(count)
+    ]
+
+
+async def gather_while(client, requests: list[ModelRequest], act) -> list[ModelResponse]:
+    """Send ``requests`` at once, and run ``act`` in a thread when every server is generating."""
+
+    def generated() -> list[int]:
+        infos = (client.connections.request("GET", f"{server.url}/server_info") for server in client.router.servers)
+        return [info["stats"]["generated_tokens"] for info in infos]
+
+    before = await asyncio.to_thread(generated)
+    running = [asyncio.ensure_future(client.agenerate(request)) for request in requests]
+    while any(now == old for now, old in zip(await asyncio.to_thread(generated), before, strict=True)):
+        await asyncio.sleep(0.01)
+    await asyncio.to_thread(act)
+    return list(await asyncio.gather(*running))

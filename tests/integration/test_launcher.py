@@ -1,0 +1,181 @@
+"""Servers never outlive who started them, however that ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from rollwright.errors import EngineError
+from rollwright.inference.launcher import Launcher
+
+#: A server that starts a child and a grandchild in the background, as real ones do, and says their process ids.
+SERVER = textwrap.dedent(
+    """
+    import http.server, os, subprocess, sys
+    if "--stubborn" in sys.argv:
+        import signal
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"])
+    print("pids", os.getpid(), child.pid, flush=True)
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+        def log_message(self, *a): ...
+    http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+    """
+)
+
+#: A program that launches two of them and then waits, or ends in one of several ways.
+OWNER = textwrap.dedent(
+    """
+    import sys, time, os
+    from rollwright.inference.launcher import Launcher
+    server, logs, ending = sys.argv[1:4]
+    launcher = Launcher(logs)
+    launcher.start(lambda host, port, index: [sys.executable, server, str(port)], count=2)
+    launcher.wait_healthy(30)
+    print("ready", flush=True)
+    if ending == "forked":  # a child that inherits every descriptor and lives on
+        if os.fork() == 0:
+            time.sleep(20)
+            os._exit(0)
+    if ending == "raise":
+        raise RuntimeError("on purpose")
+    if ending == "exit":
+        sys.exit(0)
+    if ending == "abandon":
+        os._exit(3)
+    time.sleep(600)
+    """
+)
+
+
+@pytest.fixture
+def server_script(tmp_path: Path) -> Path:
+    path = tmp_path / "server.py"
+    path.write_text(SERVER)
+    return path
+
+
+def family(logs: Path) -> list[psutil.Process]:
+    """Every process of the servers, by what they wrote into their logs."""
+    members: list[psutil.Process] = []
+    for log in logs.glob("*.log"):
+        line = next(line for line in log.read_text().splitlines() if line.startswith("pids"))
+        for pid in map(int, line.split()[1:]):
+            process = psutil.Process(pid)
+            members += [process, *process.children(recursive=True)]
+    return members
+
+
+def wait_gone(processes: list[psutil.Process], seconds: float = 10.0) -> None:
+    _gone, alive = psutil.wait_procs(processes, timeout=seconds)
+    alive = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not alive, f"still running: {alive}"
+
+
+def test_start_health_logs_and_close(server_script, tmp_path):
+    logs = tmp_path / "logs"
+    with Launcher(logs) as launcher:
+        addresses = launcher.start(
+            lambda host, port, index: [sys.executable, str(server_script), str(port)], count=2, name="fake"
+        )
+        assert launcher.wait_healthy(30) == addresses
+        assert all(httpx.get(f"http://{address}/health").status_code == 200 for address in addresses)
+        assert sorted(path.name for path in logs.iterdir()) == ["fake-0.log", "fake-1.log"]
+        launcher.check()
+        processes = family(logs)
+        assert len(processes) >= 6  # two servers, their children and grandchildren
+    wait_gone(processes)
+
+
+def test_a_server_that_ends_early_is_an_error_with_its_log(tmp_path):
+    with Launcher(tmp_path) as launcher:
+        launcher.start(lambda host, port, index: [sys.executable, "-c", "print('no such model'); raise SystemExit(7)"])
+        with pytest.raises(EngineError, match=r"status 7[\s\S]*no such model"):
+            launcher.wait_healthy(20)
+        assert launcher.servers == []
+
+
+def test_a_server_that_is_too_slow_is_ended(tmp_path):
+    with Launcher(tmp_path) as launcher:
+        launcher.start(lambda host, port, index: [sys.executable, "-c", "import time; time.sleep(600)"])
+        (server,) = launcher.servers
+        with pytest.raises(EngineError, match="not healthy in time"):
+            launcher.wait_healthy(1.0)
+        assert server.exit_status is not None
+
+
+def test_a_command_that_ignores_requests_to_end_is_killed(server_script, tmp_path, monkeypatch):
+    logs = tmp_path / "logs"
+    with Launcher(logs) as launcher:
+        launcher.start(lambda host, port, index: [sys.executable, str(server_script), str(port), "--stubborn"])
+        launcher.wait_healthy(30)
+        processes = family(logs)
+    wait_gone(processes)
+
+
+def test_a_killed_supervisor_takes_its_server_along(server_script, tmp_path):
+    logs = tmp_path / "logs"
+    with Launcher(logs) as launcher:
+        launcher.start(lambda host, port, index: [sys.executable, str(server_script), str(port)])
+        launcher.wait_healthy(30)
+        (server,) = launcher.servers
+        direct = family(logs)[0]
+        os.kill(server.pid, signal.SIGKILL)
+        wait_gone([direct])
+        with pytest.raises(EngineError, match="ended with status"):
+            launcher.check()
+        for process in family_after(logs):
+            process.kill()
+
+
+def family_after(logs: Path) -> list[psutil.Process]:
+    """What a killed supervisor may leave: only descendants of a server that nobody supervises any more."""
+    left = []
+    for log in logs.glob("*.log"):
+        line = next(line for line in log.read_text().splitlines() if line.startswith("pids"))
+        for pid in map(int, line.split()[2:]):
+            if psutil.pid_exists(pid):
+                process = psutil.Process(pid)
+                left += [*process.children(recursive=True), process]
+    return left
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, "raise", "exit", "abandon", "forked"])
+def test_no_process_is_left_however_the_owner_ends(server_script, tmp_path, ending):
+    owner, logs = tmp_path / "owner.py", tmp_path / "logs"
+    owner.write_text(OWNER)
+    name = ending if isinstance(ending, str) else "wait"
+    process = subprocess.Popen(
+        [sys.executable, str(owner), str(server_script), str(logs), name],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "ready"
+        processes = family(logs) if isinstance(ending, signal.Signals) or ending == "forked" else []
+        if isinstance(ending, signal.Signals):
+            process.send_signal(ending)
+        elif ending == "forked":
+            time.sleep(0.2)
+            process.kill()
+        process.wait(30)
+    finally:
+        process.kill()
+    if not processes:  # the owner ended by itself: look for what its servers wrote
+        pids = [int(pid) for log in logs.glob("*.log") for pid in log.read_text().split("pids", 1)[1].split()[:2]]
+        processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    wait_gone(processes)

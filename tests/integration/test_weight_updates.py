@@ -1,0 +1,148 @@
+"""Weights reach real servers on every way, under running requests, and every token's version is right."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import psutil
+import pytest
+import torch
+from real_servers import Trainer, ask, gather_while, served_model, write_model
+
+from rollwright.errors import WeightUpdateError
+from rollwright.inference.weights import WeightUpdateMeta
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def two_servers(model_path, tmp_path_factory):
+    with served_model(model_path, tmp_path_factory.mktemp("logs"), count=2) as (servers, client):
+        yield servers, client, Trainer(model_path)
+
+
+def test_every_way_reaches_every_server_and_is_audited(two_servers):
+    servers, client, trainer = two_servers
+    ways = [
+        None,
+        WeightUpdateMeta.shared(),
+        WeightUpdateMeta.from_disk(servers.weights_root / "disk"),
+        WeightUpdateMeta.from_fsdp_xccl("sglang:d2p1t1+d1p1t1"),
+        WeightUpdateMeta.from_fsdp_xccl("sglang:d2p1t1"),
+    ]
+    for meta in ways:
+        version = trainer.step()
+        publication = client.update_weights(meta, version=version, weights=trainer.model.state_dict(), trainer=trainer)
+        assert sorted(publication.engines) == sorted(client.addresses)
+        assert client.get_version() == version
+        assert len(client.agreements) == 2
+        assert max(agreement.mean for agreement in client.agreements) < 1e-4
+        responses = asyncio.run(gather_while(client, ask(8, tokens=6, seed=version), lambda: None))
+        assert trainer.check_versions(responses) == {version}
+        client.set_version(version)
+    assert [path.name for path in sorted((servers.weights_root / "disk").iterdir())] == ["v3"]
+
+
+@pytest.mark.parametrize("way", ["shared", "disk", "xccl"])
+def test_versions_are_right_when_weights_change_under_hundreds_of_requests(two_servers, way):
+    servers, client, trainer = two_servers
+    meta = {
+        "shared": WeightUpdateMeta.shared(),
+        "disk": WeightUpdateMeta.from_disk(servers.weights_root / "under-way"),
+        "xccl": WeightUpdateMeta.from_fsdp_xccl("sglang:d2p1t1"),
+    }[way]
+    before = trainer.version
+
+    def update_twice() -> None:
+        for _ in range(2):
+            version = trainer.step()
+            client.update_weights(meta, version=version, weights=trainer.model.state_dict(), trainer=trainer)
+            time.sleep(0.2)
+
+    responses = asyncio.run(gather_while(client, ask(300, tokens=60, seed=1000 * before), update_twice))
+    assert all(len(response.output_tokens) == 60 for response in responses)
+    seen = trainer.check_versions(responses)
+    assert {before, before + 2} <= seen
+    assert any(len(set(response.output_versions)) > 1 for response in responses)
+
+
+def test_a_paused_client_is_audited_when_it_resumes(two_servers):
+    _, client, trainer = two_servers
+    client.pause()
+    version = trainer.step()
+    client.agreements = []
+    client.update_weights(version=version, weights=trainer.model.state_dict(), trainer=trainer)
+    assert client.agreements == []
+    client.resume()
+    assert len(client.agreements) == 2
+
+
+def test_an_engine_that_does_not_hold_what_was_published_is_named(two_servers):
+    _, client, trainer = two_servers
+    other = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in trainer.model.state_dict().items()}
+    version = trainer.step()
+    with pytest.raises(WeightUpdateError, match=r"server at 127\.0\.0\.1:\d+ says that it holds version"):
+        client.update_weights(version=version, weights=other, trainer=trainer)
+    version = trainer.step()
+    client.update_weights(version=version, weights=trainer.model.state_dict(), trainer=trainer)
+
+
+def test_damaged_weights_are_refused_and_the_old_ones_serve_on(two_servers, tmp_path):
+    servers, client, trainer = two_servers
+    from rollwright.inference.weight_files import write_weights
+
+    directory = servers.weights_root / "damaged"
+    digest = write_weights(directory, trainer.model.state_dict().items(), trainer.version + 1)
+    path = directory / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 0xFF
+    path.write_bytes(content)
+    with pytest.raises(WeightUpdateError, match="digest"):
+        client.update_weights_from_disk(str(directory), trainer.version + 1, digest)
+    assert client.get_version() == trainer.version
+    deadline = time.monotonic() + 20  # both were taken out; the monitor finds them fit and puts them back
+    while len(client.router.in_service()) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    responses = asyncio.run(gather_while(client, ask(4, tokens=5), lambda: None))
+    assert trainer.check_versions(responses) == {trainer.version}
+
+
+@pytest.mark.parametrize("policy", ["keep", "wait"])
+def test_other_policies_for_running_requests(model_path, tmp_path, policy):
+    with served_model(model_path, tmp_path, on_weight_update=policy) as (_, client):
+        trainer = Trainer(model_path)
+
+        def update() -> None:
+            client.update_weights(version=trainer.step(), weights=trainer.model.state_dict(), trainer=trainer)
+
+        responses = asyncio.run(gather_while(client, ask(40, tokens=60), update))
+        versions = [set(response.output_versions) for response in responses]
+        if policy == "wait":
+            assert all(len(seen) == 1 for seen in versions)
+            trainer.check_versions(responses)
+        else:
+            assert {0, 1} in versions  # the versions are labelled; the cache is the old weights', so logprobs are a mixture
+
+
+def test_a_server_killed_in_the_middle_of_a_batch_loses_no_request(model_path, tmp_path):
+    with served_model(model_path, tmp_path, count=2) as (servers, client):
+        trainer = Trainer(model_path)
+        client.update_weights(version=trainer.step(), weights=trainer.model.state_dict(), trainer=trainer)
+        supervisor = servers._launcher.servers[0]
+        (victim,) = psutil.Process(supervisor.pid).children()
+        responses = asyncio.run(gather_while(client, ask(200, tokens=60), lambda: os.kill(victim.pid, signal.SIGKILL)))
+        assert len(responses) == 200
+        assert trainer.check_versions(responses) == {1}
+        assert [server.address for server in client.router.in_service()] == [servers.addresses[1]]
+        everything = [psutil.Process(os.getpid()), *psutil.Process(os.getpid()).children(recursive=True)]
+    children = [process for process in everything[1:] if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not [process for process in children if "serve-model" in " ".join(process.cmdline())]
