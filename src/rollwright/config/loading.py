@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rollwright.config.building import Builder
 from rollwright.config.checks import faults_of
 from rollwright.config.experiment import BaseExperimentConfig
+from rollwright.config.recipes import apply_recipe
 from rollwright.config.resolving import apply_override, plain, resolve
 from rollwright.config.source import Document, Origins, Override, dump_yaml, parse_override, read_yaml
 from rollwright.errors import ConfigError
@@ -70,12 +71,27 @@ def build_config(document: Document, overrides: Sequence[str | Override], config
     origins = Origins(document, parsed)
     data = merge_overrides(document.data, parsed)
     builder = Builder(origins)
-    config = builder.build(config_class, resolve(data, [BaseExperimentConfig, config_class], origins))
+    resolved = resolve(data, [BaseExperimentConfig, config_class], origins)
+    config = builder.build(config_class, resolved)
     builder.raise_faults()
+    if hasattr(config, "actor"):
+        try:
+            apply_recipe(config, set(_leaves(resolved)))
+        except ConfigError as error:
+            builder.fault(("actor", "recipe"), str(error))
     for path, message in faults_of(config):
         builder.fault(path, message)
     builder.raise_faults()
     return config
+
+
+def _leaves(data: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted names of the keys that hold values rather than sections."""
+    for key, value in data.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
 
 
 def merge_overrides(data: dict[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:

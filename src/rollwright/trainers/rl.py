@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rollwright.config.experiment import FinetuneSpec, PPOConfig
+from rollwright.config.recipes import apply_recipe
 from rollwright.data.loader import TaskLoader
 from rollwright.data.mixture import TaskMixture
 from rollwright.data.tokenizer import load_tokenizer
@@ -57,7 +58,7 @@ class PPOTrainer:
         *,
         directory: RunDirectory | None = None,
     ) -> None:
-        self.config = config
+        self.config = apply_recipe(config)
         self.valid_dataset = list(valid_dataset or [])[: config.evaluator.limit]
         self.tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, config.actor.trust_remote_code)
         dataset = config.train_dataset

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rollwright.algorithms.advantages import baseline_and_scale, returns_to_go
 from rollwright.algorithms.aggregation import aggregation_weights
 from rollwright.algorithms.losses import check_policy_loss
-from rollwright.algorithms.recipes import find_recipe
+from rollwright.algorithms.recipes import apply_recipe
 from rollwright.config.sections import PPOActorConfig
 from rollwright.errors import TrainingError, WeightUpdateError
 from rollwright.experience.trajectory import Trajectory, tensor_container_to
@@ -43,7 +43,7 @@ class FSDPPPOActor(TrainEngine):
         Raises:
             ConfigError: the recipe or the loss is unknown, or needs what is not built.
         """
-        find_recipe(config.recipe)
+        apply_recipe(config)
         check_policy_loss(config.policy_loss, config.policy_loss_kwargs)
         super().__init__(config, model)
         self.reference: TrainEngine | None = None
@@ -206,10 +206,9 @@ class FSDPPPOActor(TrainEngine):
         self.version += 1
 
     def republish(self) -> None:
-        """Publish the present weights as the present version, after a state was loaded."""
+        """Publish the present weights under their present version: at a start, and after ``load_state_dict``."""
         if self._publisher is None:
             self._publisher = publisher_for(self, self._engine, self._meta)
-        self._publisher.before_first_step()
         self._publisher.publish(self, self.version)
 
     def get_version(self) -> int:

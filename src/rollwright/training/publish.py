@@ -131,7 +131,9 @@ def _find_servers(meta: WeightUpdateMeta | None) -> Any:
                 "with actor.connect_engine(engine)."
             )
         logger.info(
-            "publishing to the %s servers that this process samples from: %s", clients[-1].kind, ", ".join(clients[-1].addresses)
+            "publishing to the %s servers that this process samples from: %s",
+            clients[-1].kind,
+            ", ".join(clients[-1].addresses),
         )
         return clients[-1]  # of several clients of the same servers, the one that connected last
     addresses = find_server_addresses()

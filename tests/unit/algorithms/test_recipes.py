@@ -5,6 +5,7 @@ import pytest
 from rollwright.algorithms.losses import check_policy_loss
 from rollwright.algorithms.recipes import RECIPES, apply_recipe, find_recipe
 from rollwright.config.experiment import GRPOConfig
+from rollwright.config.loading import load_expr_config
 from rollwright.config.sections import PPOActorConfig
 from rollwright.errors import ConfigError
 
@@ -41,8 +42,29 @@ def test_a_section_that_was_set_is_left_alone():
     apply_recipe(config, {"adv_norm"})
     assert config.adv_norm is None
     assert config.loss_aggregation == "constant"
+
+
+def test_a_config_made_in_python_keeps_what_is_not_the_default():
+    config = PPOActorConfig(recipe="gspo", eps_clip=0.1)
     apply_recipe(config)
-    assert config.adv_norm.std_level == "none"
+    assert (config.eps_clip, config.eps_clip_higher, config.importance_level) == (0.1, 4e-4, "sequence")
+    config.importance_level = "token"
+    apply_recipe(config)
+    assert config.importance_level == "token"  # once is enough
+
+
+def test_a_file_sets_the_recipe_and_what_differs_from_it(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "actor: {path: m, recipe: dapo, eps_clip_higher: null, adv_norm: {std_level: batch}}\ntrain_dataset: {path: d}\n"
+    )
+    config, _ = load_expr_config([str(file), "actor.eps_clip=0.2"], GRPOConfig)
+    assert config.actor.eps_clip_higher is None
+    assert config.actor.mask_truncated
+    assert config.rollout.dynamic_filter == "no_variance"
+    file.write_text("actor: {path: m, recipe: dap}\n")
+    with pytest.raises(ConfigError, match=r"actor.recipe.*Did you mean 'dapo'"):
+        load_expr_config([str(file)], GRPOConfig)
 
 
 def test_other_spellings():

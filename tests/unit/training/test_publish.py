@@ -93,3 +93,12 @@ def test_servers_are_sent_whole_weights():
 def test_what_is_no_engine_is_refused():
     with pytest.raises(WeightUpdateError, match="neither update_weights"):
         publisher_for(tiny_actor(), object(), None)
+
+
+def test_republishing_keeps_the_version(shared):
+    actor, engine = shared
+    actor.connect_engine(engine)
+    actor.version = 7  # as after load_state_dict
+    actor.republish()
+    assert engine.get_version() == actor.version == 7
+    assert sampled(engine, actor)[0].output_versions == [7] * 6

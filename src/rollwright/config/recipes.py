@@ -1,0 +1,147 @@
+"""Named recipes: what an algorithm of the literature sets, as a table of config keys.
+
+A recipe is nothing but defaults: whatever the user sets wins. ``docs/algorithms.md`` says of each how it differs from its
+paper.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+from rollwright.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What an algorithm sets. Keys are those of ``actor``; ``rollout.`` keys apply where the config has that section."""
+
+    source: str
+    actor: dict[str, Any] = field(default_factory=dict)
+    rollout: dict[str, Any] = field(default_factory=dict)
+
+
+_APPLIED = "_recipe_applied"
+
+
+def _norm(mean: str, std: str, *, leave_one_out: bool = False) -> dict[str, Any]:
+    return {"adv_norm.mean_level": mean, "adv_norm.std_level": std, "adv_norm.leave_one_out": leave_one_out}
+
+
+RECIPES: dict[str, Recipe] = {
+    "grpo": Recipe("GRPO, arXiv 2402.03300; tokens weigh alike (DAPO's aggregation)", {}),
+    "dr_grpo": Recipe("Dr. GRPO, arXiv 2503.20783", {**_norm("group", "none"), "loss_aggregation": "constant"}),
+    "dapo": Recipe(
+        "DAPO, arXiv 2503.14476",
+        {"eps_clip": 0.2, "eps_clip_higher": 0.28, "loss_aggregation": "token", "mask_truncated": True, "kl_ctl": 0.0},
+        {"dynamic_filter": "no_variance"},
+    ),
+    "rloo": Recipe("RLOO, arXiv 2402.14740", {**_norm("group", "none", leave_one_out=True), "policy_loss": "reinforce"}),
+    "reinforceplusplus": Recipe("REINFORCE++, arXiv 2501.03262", {**_norm("batch", "batch"), "kl_estimator": "k1"}),
+    "reinforceplusplus_baseline": Recipe(
+        "REINFORCE++ with a group baseline, arXiv 2501.03262", {**_norm("group", "batch"), "kl_estimator": "k2"}
+    ),
+    "lite_ppo": Recipe("Lite PPO, arXiv 2508.08221", {**_norm("group", "batch"), "loss_aggregation": "token"}),
+    "gspo": Recipe(
+        "GSPO, arXiv 2507.18071",
+        {"importance_level": "sequence", "eps_clip": 3e-4, "eps_clip_higher": 4e-4, "loss_aggregation": "row"},
+    ),
+    "cispo": Recipe("CISPO, MiniMax-M1, arXiv 2506.13585", {"policy_loss": "cispo", "loss_aggregation": "token"}),
+    "sapo": Recipe("SAPO, arXiv 2511.20347", {"policy_loss": "sapo", "loss_aggregation": "row"}),
+    "opmd": Recipe("OPMD, Trinity-RFT, arXiv 2505.17826", {**_norm("group", "none"), "policy_loss": "opmd"}),
+    "topr": Recipe("TOPR, arXiv 2503.14286", {**_norm("group", "none"), "policy_loss": "topr"}),
+    "decoupled_ppo": Recipe("Decoupled PPO, AReaL, arXiv 2505.24298", {"use_decoupled_loss": True}),
+}
+
+#: Other names under which the same recipes are known.
+ALIASES = {
+    "drgrpo": "dr_grpo",
+    "reinforce++": "reinforceplusplus",
+    "reinforce_plus_plus": "reinforceplusplus",
+    "reinforceplusplus++": "reinforceplusplus_baseline",
+    "reinforce++-baseline": "reinforceplusplus_baseline",
+    "litppo": "lite_ppo",
+}
+
+
+def find_recipe(name: str) -> Recipe:
+    """The recipe of a name.
+
+    Raises:
+        ConfigError: the name is unknown (with the list, and the nearest), or needs a critic.
+    """
+    key = name.strip().lower().replace("-", "_") if name not in ALIASES else name
+    key = ALIASES.get(key, key)
+    if key in RECIPES:
+        return RECIPES[key]
+    if key in ("ppo", "gae"):
+        raise ConfigError(
+            f"actor.recipe is {name!r}, which needs a critic, and there is none yet. Use grpo (a group of samples is the "
+            "baseline) or reinforceplusplus (the batch is)."
+        )
+    near = get_close_matches(key, RECIPES, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"actor.recipe is {name!r}, which is no recipe.{hint} There are: {', '.join(RECIPES)}.")
+
+
+def apply_recipe(config: Any, explicitly_set_keys: Collection[str] | None = None) -> Any:
+    """Set, in place, the keys that the recipe of ``config`` gives and that the user did not set.
+
+    Doing it again changes nothing: a config remembers that its recipe was applied.
+
+    Args:
+        config: an experiment config with an ``actor`` section, or a ``PPOActorConfig`` alone.
+        explicitly_set_keys: dotted names of the keys that came from the user (file, overrides), as seen from ``config``,
+            e.g. ``actor.eps_clip`` or ``actor.adv_norm.mean_level``; a name of a section stands for all in it. None (a
+            config made in Python): those whose value is not the default.
+
+    Returns:
+        ``config``.
+
+    Raises:
+        ConfigError: the recipe is unknown.
+    """
+    whole = hasattr(config, "actor")
+    actor = config.actor if whole else config
+    if getattr(actor, _APPLIED, None) == actor.recipe:
+        return config
+    recipe = find_recipe(actor.recipe)
+    parts = [(actor, "actor." if whole else "", recipe.actor)]
+    if whole and hasattr(config, "rollout"):
+        parts.append((config.rollout, "rollout.", recipe.rollout))
+    for section, prefix, defaults in parts:
+        given = _changed(section, prefix, defaults) if explicitly_set_keys is None else set(explicitly_set_keys)
+        _set_defaults(section, defaults, prefix, given)
+    setattr(actor, _APPLIED, actor.recipe)
+    return config
+
+
+def _changed(section: Any, prefix: str, keys: Collection[str]) -> set[str]:
+    """Those of the keys whose value is not that of a section made without arguments."""
+    plain, changed = type(section)(), set()
+    for dotted in keys:
+        mine, default = section, plain
+        for name in dotted.split("."):
+            mine, default = getattr(mine, name, None), getattr(default, name, None)
+        if mine != default:
+            changed.add(prefix + dotted)
+    return changed
+
+
+def _set_defaults(section: Any, defaults: dict[str, Any], prefix: str, given: set[str]) -> None:
+    for dotted, value in defaults.items():
+        *parents, name = dotted.split(".")
+        covering = {prefix + ".".join([*parents, name][:depth]) for depth in range(1, len(parents) + 2)}
+        if covering & given:
+            continue
+        holder = section
+        for parent in parents:
+            if getattr(holder, parent) is None:
+                default = next(field for field in dataclasses.fields(holder) if field.name == parent).default_factory
+                setattr(holder, parent, default())  # type: ignore[operator,misc]
+            holder = getattr(holder, parent)
+        setattr(holder, name, copy.deepcopy(value))
