@@ -79,13 +79,12 @@ class ForwardBatch:
         return padded[self.is_query] if self.is_ragged else padded.flatten(0, 1)
 
 
-def decode_batch(table: RowTable, running: list[Sequence], hidden: dict[int, Tensor], device: torch.device) -> ForwardBatch:
-    """One new token for each running row.
+def decode_batch(table: RowTable, count: int, hidden: dict[int, Tensor], device: torch.device) -> ForwardBatch:
+    """One new token for each of the first ``count`` rows.
 
     Args:
         hidden: for rows with branches, the columns ``[K']`` that their new tokens must not see.
     """
-    count = len(running)
     cached = table.cached[:count]
     kv_length = int(cached.max()) + 1
     columns = torch.from_numpy(cached).to(device)

@@ -118,7 +118,7 @@ class LlamaFamily:
         cos, sin = self._rope(batch.positions, int(batch.positions.max()) + 1)
         head_norms = self._head_norms.index_select(1, self._norm_of_head) if self._has_head_norm else None
         attend = _DecodeAttention(batch, H // G) if batch.decoding else _PrefillAttention(batch, H // G)
-        slots = (batch.rows, slice(None), batch.columns)
+        places = cache.places(batch.rows, batch.columns, G)
 
         x = F.embedding(batch.token_ids, self._embedding)
         for index, layer in enumerate(self._layers):
@@ -129,8 +129,8 @@ class LlamaFamily:
                 qk = F.rms_norm(qk, (D,), None, eps).mul_(head_norms[index])
             qk = torch.addcmul(qk * cos, qk.roll(D // 2, -1), sin)
             keys = qk[:, H:]
-            cache.keys[index][slots] = keys
-            cache.values[index][slots] = values
+            cache.flat_keys[index].index_copy_(0, places, keys.reshape(-1, D))
+            cache.flat_values[index].index_copy_(0, places, values.reshape(-1, D))
             attended = attend(qk[:, :H], keys, values, cache.keys[index], cache.values[index])
             x.addmm_(attended, layer.output_weight.t())
             normed = F.rms_norm(x, (x.shape[1],), layer.mlp_norm, eps)
@@ -152,17 +152,15 @@ class _DecodeAttention:
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor, cached_keys: Tensor, cached_values: Tensor) -> Tensor:
         batch, group = self._batch, self._group
         n, kv_heads, D = batch.row_count, cached_keys.shape[1], q.shape[-1]
-        q = q.reshape(n * kv_heads, group, D)
+        q = (q * D**-0.5).view(n * kv_heads, group, D)  # a copy in any case: q is a slice
         k = cached_keys[:n].flatten(0, 1)[:, : batch.kv_length]
         v = cached_values[:n].flatten(0, 1)[:, : batch.kv_length]
-        if batch.visible is None:
-            scores = torch.bmm(q, k.transpose(1, 2)).mul_(D**-0.5)
-        else:
+        scores = torch.bmm(q, k.transpose(1, 2))
+        if batch.visible is not None:
             if self._bias is None:
                 bias = torch.zeros(batch.visible.shape, dtype=q.dtype, device=q.device)
-                bias.masked_fill_(~batch.visible, float("-inf"))
-                self._bias = bias[:, None].expand(n, kv_heads, group, -1).reshape(n * kv_heads, group, -1)
-            scores = torch.baddbmm(self._bias, q, k.transpose(1, 2), alpha=D**-0.5)
+                self._bias = bias.masked_fill_(~batch.visible, float("-inf"))
+            scores.view(n, kv_heads * group, -1).add_(self._bias)  # broadcast over heads; baddbmm would need it spread out
         weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
         return torch.bmm(weights, v).view(n, -1)
 

@@ -30,6 +30,8 @@ class RowTable:
         self.top_k = np.zeros(rows, dtype=np.int64)
         self.frequency_penalty = np.zeros(rows, dtype=np.float32)
         self.has_stop_strings = np.zeros(rows, dtype=bool)
+        self.has_hidden = np.zeros(rows, dtype=bool)
+        self.version = np.full(rows, -1, dtype=np.int64)  # that sampled the newest token
         self.has_listener = np.zeros(rows, dtype=bool)
         self.stop_ids = np.full((rows, 2), _NO_TOKEN, dtype=np.int64)
         self.tokens = np.zeros((rows, 64), dtype=np.int64)
@@ -61,6 +63,8 @@ class RowTable:
         self.top_k[row] = gconfig.top_k if 0 < gconfig.top_k < vocabulary else 0
         self.frequency_penalty[row] = gconfig.frequency_penalty
         self.has_stop_strings[row] = sequence.stop_strings is not None
+        self.has_hidden[row] = sequence.hidden is not None
+        self.version[row] = -1
         self.has_listener[row] = sequence.on_token is not None
         self.stop_ids[row] = _NO_TOKEN
         self.stop_ids[row, : len(stop_ids)] = stop_ids

@@ -8,6 +8,8 @@ Axes: ``B`` rows, ``V`` vocabulary.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -36,6 +38,7 @@ def counter_uniforms(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:
     return (state >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
+@functools.cache
 def _block_size(vocabulary: int) -> int | None:
     """A divisor of the vocabulary near its square root, or None where there is none in a useful range."""
     candidates = [size for size in range(16, 1025) if vocabulary % size == 0]

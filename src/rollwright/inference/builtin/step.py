@@ -91,8 +91,9 @@ class Stepper:
 
     def _decode(self) -> list[Finished]:
         running = self.scheduler.running
-        hidden = {sequence.row: sequence.hidden for sequence in running if sequence.hidden is not None}
-        logits = self._runner.run(decode_batch(self._table, running, hidden, self._runner.device))
+        branched = self._table.has_hidden[: len(running)].nonzero()[0].tolist()
+        hidden = {row: running[row].hidden for row in branched}
+        logits = self._runner.run(decode_batch(self._table, len(running), hidden, self._runner.device))
         self._table.advance(len(running))
         return self._sample(logits, 0, len(running))
 
@@ -108,10 +109,9 @@ class Stepper:
             now = time.monotonic()
             for index in is_first.nonzero()[0].tolist():
                 running[first + index].first_token_at = now
-        for row in range(first, last):
-            sequence = running[row]
-            if not sequence.version_spans or sequence.version_spans[-1][1] != self.version:
-                sequence.mark_version(int(table.generated[row]), self.version)
+        for index in (table.version[first:last] != self.version).nonzero()[0].tolist():
+            running[first + index].mark_version(int(table.generated[first + index]), self.version)
+        table.version[first:last] = self.version
         table.append(first, last, tokens, logprobs)
         for index in table.has_listener[first:last].nonzero()[0].tolist():
             running[first + index].on_token(int(tokens[index]), float(logprobs[index]), self.version)
