@@ -12,6 +12,7 @@ import torch
 
 from rollwright.errors import WorkflowError
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
+from rollwright.rollout.sample import SampleEngine
 
 AcceptFunction = Callable[[Trajectory], bool]
 
@@ -46,7 +47,7 @@ class Group:
     admitted: int = 0  # version at which it was admitted
     rows: list[Trajectory | None] = field(default_factory=list)
     missing: int = 0
-    running: set[asyncio.Task[None]] = field(default_factory=set)
+    running: dict[asyncio.Task[Any], SampleEngine] = field(default_factory=dict)
     head_version: int | None = None  # of the oldest token
     finished_order: int = 0
     trajectory: Trajectory | None = None
@@ -70,6 +71,12 @@ class Group:
         text = repr(self.data)
         kind = "evaluation task" if self.is_eval else "task"
         return f"{kind} {self.ordinal} ({text if len(text) <= 160 else text[:157] + '…'})"
+
+    def cancel(self, because: str) -> None:
+        """End the samples that run; a workflow that goes on all the same gets no answers."""
+        for task, sample in self.running.items():
+            sample.close(because)
+            task.cancel()
 
     def renumber(self) -> None:
         """Give the ids of this group to a trajectory that came from elsewhere (a checkpoint)."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 from collections import Counter, deque
 
 from rollwright.config.sections import RolloutConfig
@@ -146,31 +147,31 @@ class Runner:
         context = contextvars.Context()
         context.run(CURRENT_SAMPLE.set, sample)
         task = context.run(self.loop.create_task, self._run(group, sample))
-        group.running.add(task)
+        group.running[task] = sample
+        # Not at the end of the coroutine: a task that is cancelled before its first step never runs any of it.
+        task.add_done_callback(functools.partial(self._ended, group, sample), context=contextvars.Context())
         if self._gate is not None:
             self._gate.enter(sample, task)
 
-    async def _run(self, group: Group, sample: SampleEngine) -> None:
-        outcome: Trajectory | BaseException | None
+    async def _run(self, group: Group, sample: SampleEngine) -> Trajectory | BaseException | None:
         try:
-            outcome = await self._episode(group, sample)
+            return await self._episode(group, sample)
         except asyncio.CancelledError:
-            if group.is_over or self.fatal is not None:
-                outcome = None
-            else:
-                outcome = RolloutError(
-                    "the workflow ended by a CancelledError of its own; a cancelled part must be caught there."
-                )
+            return RolloutError("the workflow ended by a CancelledError of its own; a cancelled part must be caught there.")
         except (Exception, SystemExit) as error:
-            outcome = error
+            return error
+
+    def _ended(self, group: Group, sample: SampleEngine, task: asyncio.Task[Trajectory | BaseException | None]) -> None:
         sample.close("has ended")
         self.running_samples -= 1
-        group.running.discard(asyncio.current_task())  # type: ignore[arg-type]
+        del group.running[task]
         try:
-            if group.is_over:
+            if group.is_over or self.fatal is not None:
                 self.samples["cut"] += 1
+            elif task.cancelled():
+                self._sample_ended(group, sample, RolloutError("somebody else cancelled the sample's task."))
             else:
-                self._sample_ended(group, sample, outcome)
+                self._sample_ended(group, sample, task.result())
         except Exception as error:  # a fault of ours must not leave callers waiting
             self.stop(error)
         finally:
@@ -182,7 +183,7 @@ class Runner:
         limit = None if self.deterministic else self.config.sample_timeout
         # The timer that refuses model calls fires before the one that cancels: a workflow that catches its cancellation
         # finds them refused already.
-        closing = limit and self.loop.call_later(limit, sample.close, f"ran out of its {limit:g} s")
+        closing = None if limit is None else self.loop.call_later(limit, sample.close, f"ran out of its {limit:g} s")
         try:
             async with asyncio.timeout(limit) as scope:
                 result = await group.workflow.arun_episode(sample, dict(group.data))
@@ -194,7 +195,7 @@ class Runner:
                 ) from error
             raise
         finally:
-            if closing:
+            if closing is not None:
                 closing.cancel()
         task = str(sample.name)
         trajectory = normalise(result, sample.recorder, workflow=group.workflow_name, task=task)
@@ -262,9 +263,7 @@ class Runner:
         group.state, group.reason = state, reason
         group.trajectory, group.rows = None, []
         self.groups[count] += 1
-        for task in list(group.running):
-            if task is not asyncio.current_task():
-                task.cancel()
+        group.cancel(f"belongs to a group that has come to its end ({reason})")
         self._active.discard(group)
         if group.batch is not None:
             group.batch.group_ended(group)
@@ -318,9 +317,7 @@ class Runner:
         if self.fatal is None:
             self.fatal = error
         for group in self._active:
-            for task in group.running:
-                if task is not asyncio.current_task(self.loop):
-                    task.cancel()
+            group.cancel("belongs to a rollout that was stopped")
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             waiter.fail(error)

@@ -42,9 +42,8 @@ class GroupFactory:
             place: ordinal of an evaluation task that carries none; None: counted.
         """
         instance = self._instance(workflow, workflow_kwargs)
-        own_size = getattr(instance, "group_size", None)
-        if callable(own_size):
-            group_size = own_size(data)
+        if callable(getattr(instance, "group_size", None)):
+            group_size = int(instance.group_size(data))
         if group_size < 1:
             raise RolloutError(f"group_size={group_size}: a group has at least one sample.")
         return Group(

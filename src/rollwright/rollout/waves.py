@@ -75,7 +75,7 @@ class WaveGate:
         self._loop = loop
         self._is_open = is_open
         self._held: dict[SampleEngine, list[_Held]] = {}
-        self._samples: set[SampleEngine] = set()
+        self._samples: dict[SampleEngine, asyncio.Task[Any]] = {}  # with the task of the episode
         self._suspects: dict[SampleEngine, None] = {}  # samples that are not known to wait for answers only
         self._in_flight = False
         self._look: asyncio.Handle | None = None
@@ -88,14 +88,14 @@ class WaveGate:
 
     def enter(self, sample: SampleEngine, task: asyncio.Task[Any]) -> None:
         """A sample begins to run in ``task``: no wave goes out until it is blocked too."""
-        self._samples.add(sample)
+        self._samples[sample] = task
         self._suspects[sample] = None
         self._from_threads.discard(id(task))
         sample.tasks.add(task)
 
     def leave(self, sample: SampleEngine) -> None:
         """A sample has ended; what it still asked for is forgotten."""
-        self._samples.discard(sample)
+        self._samples.pop(sample, None)
         self._suspects.pop(sample, None)
         for held in self._held.pop(sample, ()):
             held.answer.cancel()
@@ -242,6 +242,8 @@ class WaveGate:
             )
 
     def _wait_of(self, sample: SampleEngine) -> _Wait:
+        if self._samples[sample].done():
+            return _Wait.NOTHING  # it leaves in a moment, and others may start in its place
         held_requests = self._held.get(sample, [])
         held = {id(held.answer) for held in held_requests}
         in_thread = any(held.from_thread for held in held_requests)

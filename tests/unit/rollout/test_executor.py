@@ -439,3 +439,67 @@ def test_tasks_are_not_changed_by_what_a_workflow_does_to_them(make):
     rows = tasks(2)
     make().rollout_batch(rows, Pops(), group_size=3)
     assert rows == tasks(2)
+
+
+def test_a_cut_sample_that_goes_on_gets_no_more_answers(make):
+    seen = []
+
+    class Stubborn:
+        async def arun_episode(self, engine, data):
+            if engine.name.index == 0:
+                await asyncio.sleep(0.01)
+                return None  # the group is rejected while its other member runs
+            try:
+                await asyncio.sleep(30)
+            except asyncio.CancelledError:
+                try:
+                    await engine.agenerate(ModelRequest(input_ids=[1], gconfig=GCONFIG))
+                except RequestAborted as error:
+                    seen.append(str(error))
+
+    executor = make()
+    with pytest.raises(RolloutError, match=r"rejected by its workflow"):
+        executor.rollout_batch(tasks(1), Stubborn(), group_size=2)
+    deadline = time.monotonic() + 5
+    while not executor.counters()["samples/cut"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "belongs to a group that has come to its end" in seen[0]
+    assert executor.counters()["running_samples"] == 0
+
+
+def test_samples_that_are_cut_before_their_first_step_give_their_places_back(make):
+    executor = make(max_concurrent_samples=4)
+    for _ in range(3):
+        with pytest.raises(RolloutError, match=r"rejected by its workflow"):
+            executor.rollout_batch(tasks(3, does="reject"), OneTurn, group_size=4)
+    assert executor.rollout_batch(tasks(3), OneTurn, group_size=4)["input_ids"].shape[0] == 12
+    assert executor.counters()["running_samples"] == 0
+
+
+def test_a_workflow_that_exits_or_cancels_itself_is_a_failure_not_the_end(make):
+    class Exits:
+        async def arun_episode(self, engine, data):
+            if data["id"] == 0:
+                raise SystemExit(3)
+            raise asyncio.CancelledError
+
+    executor = make(max_sample_retries=0)
+    with pytest.raises(RolloutError, match=r"none of 2 tasks was accepted"):
+        executor.rollout_batch(tasks(2), Exits())
+    assert {failure.cause.partition(":")[0] for failure in executor.failures} == {
+        "SystemExit",
+        "rollwright.errors.RolloutError",
+    }
+
+
+@pytest.mark.slow
+def test_thousands_of_samples_at_once(make):
+    """All of them wait at the same time; none is lost, and no batch is short (10,000: benchmarks/executor.py)."""
+    engine = EchoEngine(latency=0.2, output_length=1)
+    executor = make(engine, max_concurrent_samples=2_000)
+    running = []
+    engine.fails = lambda request: running.append(executor._runner.running_samples) or False
+    batch = executor.rollout_batch(tasks(250), OneTurn, group_size=8)
+    assert batch["input_ids"].shape[0] == 2_000
+    assert batch["sample_ids"].unique().numel() == 2_000
+    assert max(running) > 1_000
