@@ -132,7 +132,7 @@ async def gather_while(client, requests: list[ModelRequest], act) -> list[ModelR
 
     before = await asyncio.to_thread(generated)
     running = [asyncio.ensure_future(client.agenerate(request)) for request in requests]
-    while any(now == old for now, old in zip(await asyncio.to_thread(generated), before, strict=True)):
+    while any(now == old for now, old in zip(await asyncio.to_thread(generated), before, strict=True)):  # noqa: ASYNC110 - another process
         await asyncio.sleep(0.01)
     await asyncio.to_thread(act)
     return list(await asyncio.gather(*running))

@@ -1,0 +1,227 @@
+"""The real vLLM (its CPU build): sampling, log-probabilities, weights that change under requests, and where it is wrong.
+
+``scripts/make_vllm_env.sh`` builds the environment; ``ROLLWRIGHT_VLLM_PYTHON`` names another one's interpreter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from real_servers import Trainer, ask, write_model
+
+from rollwright.cluster.local import LocalServers
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.sections import RolloutConfig, VLLMConfig
+from rollwright.errors import EngineError, PromptTooLongError, WeightUpdateError
+from rollwright.inference.request import ModelRequest
+from rollwright.inference.vllm import VLLMClient
+from rollwright.inference.weights import WeightUpdateMeta
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PYTHON = Path(os.environ.get("ROLLWRIGHT_VLLM_PYTHON", REPOSITORY / ".venv-vllm" / "bin" / "python"))
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM at {PYTHON}: build it with scripts/make_vllm_env.sh"),
+]
+
+
+def vllm_config() -> VLLMConfig:
+    return VLLMConfig(
+        python=str(PYTHON),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=64,
+        env={"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"},
+    )
+
+
+@contextlib.contextmanager
+def vllm_server(model: Path, logs: Path, **settings):
+    config = RolloutConfig(backend="vllm", setup_timeout=400, **settings)
+    with LocalServers(config, model_path=str(model), logs=logs, vllm=vllm_config()) as servers:
+        client = VLLMClient(config, addresses=servers.addresses)
+        client.initialize()
+        try:
+            yield client
+        finally:
+            client.destroy()
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(model_path, tmp_path_factory):
+    with vllm_server(model_path, tmp_path_factory.mktemp("logs")) as client:
+        yield client, Trainer(model_path)
+
+
+def generate(client, requests):
+    async def together():
+        return await asyncio.gather(*(client.agenerate(request) for request in requests))
+
+    return asyncio.run(together())
+
+
+def test_logprobs_are_those_of_transformers_at_temperature_0_7(server):
+    client, trainer = server
+    responses = generate(client, ask(16, tokens=12, temperature=0.7))
+    assert all(len(response.output_tokens) == 12 and response.stop_reason == "length" for response in responses)
+    assert trainer.check_versions(responses, tolerance=1e-3) == {trainer.version}
+    greedy = generate(client, [ModelRequest(input_ids=[10, 11], gconfig=GenerationHyperparameters(greedy=True, max_new_tokens=8))])
+    assert trainer.check_versions(greedy) == {trainer.version}
+
+
+def test_seeds_stops_and_limits(server):
+    client, _ = server
+    first, second = (generate(client, ask(1, tokens=20))[0].output_tokens for _ in range(2))
+    assert first == second
+    from rollwright.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(str(client_model(client)))
+    mark = tokenizer.decode(first[5:6])
+    request = ask(1, tokens=20)[0]
+    request.gconfig = request.gconfig.new(stop=[mark])
+    (stopped,) = generate(client, [request])
+    assert stopped.output_tokens == first[: len(stopped.output_tokens)] and stopped.stop_reason == "stop"
+    assert tokenizer.decode(stopped.output_tokens).endswith(mark) and stopped.stop_match == mark
+    request.gconfig = request.gconfig.new(stop=None, stop_token_ids=[first[3]])
+    (stopped,) = generate(client, [request])
+    assert stopped.output_tokens[-1] == first[3] and stopped.stop_reason == "stop"
+    with pytest.raises(PromptTooLongError):
+        generate(client, [ModelRequest(input_ids=[5] * 600)])
+    with pytest.raises(EngineError, match="top_p"):
+        generate(client, [ModelRequest(input_ids=[5], gconfig=GenerationHyperparameters(top_p=0.5))])
+
+
+def client_model(client) -> str:
+    return client.connections.request("GET", f"{client.router.servers[0].url}/v1/models")["data"][0]["id"]
+
+
+@pytest.mark.parametrize("way", ["disk", "shared"])
+def test_a_published_weight_changes_what_is_sampled_and_agrees_with_the_trainer(server, tmp_path, way):
+    client, trainer = server
+    meta = WeightUpdateMeta.from_disk(tmp_path) if way == "disk" else WeightUpdateMeta.shared()
+    for _ in range(3):
+        before = generate(client, ask(4, tokens=12))
+        version = trainer.step()
+        client.update_weights(meta, version=version, weights=trainer.model.state_dict(), trainer=trainer)
+        assert client.agreements[0].mean < 1e-4
+        after = generate(client, ask(4, tokens=12))
+        assert [r.output_tokens for r in before] != [r.output_tokens for r in after]
+        assert trainer.check_versions(after) == {version}
+
+
+def test_versions_are_right_when_weights_change_under_running_requests(server, tmp_path):
+    client, trainer = server
+    before = trainer.version
+
+    async def scenario():
+        running = [asyncio.ensure_future(client.agenerate(request)) for request in ask(120, tokens=150)]
+        await asyncio.sleep(2.0)
+
+        def update():
+            version = trainer.step()
+            meta = WeightUpdateMeta.from_disk(tmp_path)
+            client.update_weights(meta, version=version, weights=trainer.model.state_dict(), trainer=trainer)
+
+        await asyncio.to_thread(update)
+        return await asyncio.gather(*running)
+
+    responses = asyncio.run(scenario())
+    assert all(len(response.output_tokens) == 150 for response in responses)
+    assert trainer.check_versions(responses, tolerance=2e-3) == {before, before + 1}
+
+
+def test_abort_and_a_cancelled_request(server):
+    client, _ = server
+
+    async def scenario():
+        (request,) = ask(1, tokens=400)
+        task = asyncio.ensure_future(client.agenerate(request))
+        await asyncio.sleep(1.0)
+        await asyncio.to_thread(client.abort, request.rid)
+        aborted = await task
+        cancelled = asyncio.ensure_future(client.agenerate(ask(1, tokens=400)[0]))
+        await asyncio.sleep(0.5)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        return aborted
+
+    aborted = asyncio.run(scenario())
+    assert aborted.stop_reason == "abort" and 0 < len(aborted.output_tokens) < 400
+    assert all(router_server.load == 0 for router_server in client.router.servers)
+
+
+def test_a_tied_head_that_keeps_its_old_copy_is_caught_and_told(tmp_path):
+    """vLLM's CPU build answers 200 and says the new version, and computes with the old output head."""
+    path = write_model(tmp_path / "model", tied=True)
+    with vllm_server(path, tmp_path / "logs") as client:
+        trainer = Trainer(path)
+        client.update_weights(version=0, weights=trainer.model.state_dict(), trainer=trainer)  # unchanged weights agree
+        version = trainer.step()
+        with pytest.raises(WeightUpdateError, match="tied embeddings"):
+            client.update_weights(version=version, weights=trainer.model.state_dict(), trainer=trainer)
+        assert client._read_version(client.router.servers[0]) == str(version)  # the label alone would have passed
+
+
+def test_training_for_several_steps_against_the_server(server, model_path, tmp_path):
+    """The whole loop: sample from vLLM, train, publish by disk, and agree after every update."""
+    from rollwright import RemoteVLLMEngine
+    from rollwright.config.experiment import FinetuneSpec
+    from rollwright.config.sections import NormConfig, OptimizerConfig, PPOActorConfig
+    from rollwright.training.actor import FSDPPPOActor
+    from rollwright.workflows.rlvr import RLVRWorkflow
+
+    client, _ = server
+    actor = FSDPPPOActor(
+        PPOActorConfig(path=str(model_path), optimizer=OptimizerConfig(lr=1e-3), adv_norm=NormConfig(mean_level="batch", std_level="batch"))
+    )
+    actor.initialize(None, FinetuneSpec(1, 64, 4, 4))
+    actor.version = client.get_version()
+    config = RolloutConfig(backend="vllm", addresses=client.addresses, setup_timeout=60)
+    rollout = RemoteVLLMEngine(config)
+    rollout.initialize()
+    try:
+        from rollwright.data.tokenizer import load_tokenizer
+
+        workflow = RLVRWorkflow(
+            reward_fn=lambda prompt, completion, prompt_ids, completion_ids, **data: float(len(set(completion_ids))),
+            gconfig=GenerationHyperparameters(n_samples=1, max_new_tokens=16, temperature=0.7),
+            tokenizer=load_tokenizer(str(model_path)),
+        )
+        actor.connect_engine(rollout, WeightUpdateMeta.from_disk(tmp_path / "weights"))
+        actor.republish()
+        start = actor.version
+        for step in range(3):
+            tasks = [{"messages": [{"role": "user", "content": f"task {step} {index}"}], "answer": "x"} for index in range(4)]
+            batch = rollout.rollout_batch(tasks, workflow=workflow, group_size=2)
+            mask = batch["loss_mask"].bool()
+            assert set(batch["versions"][mask].tolist()) == {start + step}
+            trained = actor.compute_logp(batch)
+            assert (trained - batch["logprobs"])[mask].abs().mean() < 1e-3
+            actor.compute_advantages(batch)
+            actor.ppo_update(batch)
+            actor.step_lr_scheduler()
+            rollout.pause()
+            actor.update_weights()
+            rollout.resume()
+            actor.set_version(start + step + 1)
+            rollout.set_version(start + step + 1)
+            assert rollout.client.agreements[0].mean < 1e-3
+        assert not torch.equal(
+            actor.model.get_input_embeddings().weight, Trainer(model_path).model.get_input_embeddings().weight
+        )
+    finally:
+        rollout.destroy()
+        actor.destroy()
