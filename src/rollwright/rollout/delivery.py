@@ -93,10 +93,8 @@ class Delivery:
         if not picked or (len(picked) < count and not final):
             return None
         cut = self._stragglers(picked)
-        if self._waits_for_old and self.staleness.batch is not None:
-            leaving = [group.admitted for group in (*picked, *cut)]
-            if self.staleness.must_wait(leaving, self.staleness.batch):
-                return None
+        if self._waits_for_old and self._should_wait_for_older(picked, cut):
+            return None
         self._deliver(picked)
         for group in cut:
             self._drop(group, "over_sampling", "cut: its batch was complete")
@@ -116,6 +114,15 @@ class Delivery:
             self._deliver([group])
             return True
         return False
+
+    def _should_wait_for_older(self, picked: list[Group], cut: list[Group]) -> bool:
+        """True where somebody left behind could not be in time, and an older group that still runs could take a place."""
+        if self.staleness.batch is None:
+            return False
+        youngest = max(group.admitted for group in picked)
+        if not any(group.admitted < youngest for group in self.running.difference(cut)):
+            return False  # the oldest there are: waiting would change nothing
+        return self.staleness.must_wait([group.admitted for group in (*picked, *cut)], self.staleness.batch)
 
     def _in_order(self) -> list[Group]:
         ready = [group for group in self.ready if not group.is_eval]

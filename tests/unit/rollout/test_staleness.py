@@ -115,6 +115,36 @@ class Scheduled:
         return {"input_ids": response.input_tokens, "output_ids": response.output_tokens, "reward": reward}
 
 
+def test_versions_that_jump_drop_what_is_too_old_and_wait_for_nothing(caplog):
+    """Somebody published without taking the batches between; what is fresh enough is still trained."""
+
+    class AsksLate:
+        async def arun_episode(self, engine, data):
+            from rollwright.inference.request import ModelRequest
+
+            if data["late"]:
+                await released.wait()
+            response = await engine.agenerate(ModelRequest(input_ids=[1, data["ordinal"] + 1]))
+            return {"input_ids": response.input_tokens, "output_ids": response.output_tokens, "reward": 0.0}
+
+    released = asyncio.Event()
+    engine = EchoEngine()
+    executor = RolloutExecutor(engine, RolloutConfig(max_head_offpolicyness=1), batch_size=2)
+    try:
+        for ordinal in range(4):
+            executor.submit({"ordinal": ordinal, "late": ordinal > 0}, AsksLate())
+        executor._call(lambda: None)
+        engine.set_version(3)
+        executor.set_version(3)
+        executor._call(released.set)
+        first = executor.wait(2, timeout=10)  # admitted at 0, sampled at 3
+        assert (first["versions"].max(dim=1).values == 3).all()
+        assert executor.wait(1, timeout=10)["input_ids"].shape[0] == 1
+        assert executor.counters()["groups/dropped/stale"] == 1
+    finally:
+        executor.destroy()
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     limit=st.integers(0, 3),
