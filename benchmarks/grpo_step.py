@@ -195,15 +195,15 @@ def main() -> None:
             train = parts.get("train", parts["step"] - parts["generate"])
             report.row(
                 size=name,
-                side=measured[side]["about"],
-                new_tokens=SIZES[name]["new_tokens"],
+                side=side,
                 step=parts["step"],
                 generate=parts["generate"],
                 train=train,
                 publish=parts.get("publish"),
-                generate_share=parts["generate"] / parts["step"],
             )
         report.ratio(f"trl/{name}", medians["trl"]["step"] / medians["rollwright"]["step"])
+    report.machine["versions"] = [parts["about"] for parts in measured.values()]
+    report.machine["threads"] = arguments.threads
     report.finish(arguments.json)
 
 

@@ -21,7 +21,7 @@ from rollwright.training import parallel
 from rollwright.training.engine import TrainEngine, trained_tokens
 from rollwright.training.microbatch import split_minibatches, take_rows
 from rollwright.training.policy_update import PolicyUpdate, batch_diagnostics, with_effective_sample_size
-from rollwright.training.publish import Publisher, publisher_for
+from rollwright.training.publish import Publisher, SharedWeights, publisher_for
 from rollwright.training.statistics import TokenStatistics
 
 
@@ -199,9 +199,11 @@ class FSDPPPOActor(TrainEngine):
         Raises:
             WeightUpdateError: there is no engine, or it did not confirm the version.
         """
-        if self._publisher is None or (meta is not None and meta is not self._meta):
+        if self._publisher is None or (meta is not None and meta != self._meta):
             self._meta = meta if meta is not None else self._meta
-            self._publisher = publisher_for(self, self._engine, self._meta)
+            before, self._publisher = self._publisher, publisher_for(self, self._engine, self._meta)
+            if isinstance(before, SharedWeights):
+                self._publisher = before.succeeded_by(self._publisher)
         self._publisher.publish(self, self.version + 1)
         self.version += 1
 

@@ -27,6 +27,7 @@ from rollwright.experience.trajectory import Trajectory, tensor_container_to
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
 from rollwright.training.checkpoint import engine_state, load_engine_state
+from rollwright.training.fast_norm import use_fast_norms
 from rollwright.training.logprobs import TokenScorer
 from rollwright.training.microbatch import micro_batches
 from rollwright.training.model import load_model, resolve_device, resolve_dtype
@@ -77,6 +78,8 @@ class TrainEngine:
         if self.model is None:
             self.model = load_model(self.config, device=self.device)
         self._before_sharding()
+        if self.device.type == "cpu" and self.compute_dtype == next(self.model.parameters()).dtype == torch.float32:
+            use_fast_norms(self.model)
         self._scorer = TokenScorer(self.model, chunk_tokens=self.config.logits_chunk_tokens)
         self._scorer = parallel.shard(self._scorer, parallel.transformer_layers(self.model), self.compute_dtype)
         if self.config.optimizer is not None:

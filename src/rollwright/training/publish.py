@@ -50,6 +50,15 @@ class SharedWeights:
             self._paused = False
             self.engine.resume()
 
+    def succeeded_by(self, other: Publisher) -> Publisher:
+        """Hand over to another way in the middle of an update: an engine that was paused stays so until it publishes."""
+        if isinstance(other, SharedWeights):
+            return self
+        if self._paused:
+            self._paused = False
+            self.engine.resume()
+        return other
+
 
 class CopiedWeights:
     """The engine in this process has weights of its own, and copies the trainer's."""

@@ -295,6 +295,16 @@ def test_an_engine_that_shares_weights_does_not_step_while_they_change():
         actor.set_version(2)
 
 
+def test_naming_the_way_only_at_publication_still_lets_the_engine_go_on():
+    from rollwright.inference.weights import WeightUpdateMeta
+
+    actor, engine = tiny_actor(), RecordingEngine()
+    actor.connect_engine(engine)
+    actor.ppo_update(actor.compute_advantages(tiny_batch()))
+    actor.update_weights(WeightUpdateMeta.shared())
+    assert engine.calls == ["pause", ("publish", 1), "resume"]
+
+
 def test_publishing_to_nobody_is_an_error(monkeypatch):
     for name in ("ROLLWRIGHT_LLM_SERVER_ADDRS", "AREAL_LLM_SERVER_ADDRS"):
         monkeypatch.delenv(name, raising=False)
