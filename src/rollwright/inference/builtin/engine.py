@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -21,12 +20,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rollwright.errors import ConfigError, EngineError, PromptTooLongError, RequestAborted, WeightUpdateError
+from rollwright.errors import ConfigError, EngineError, RequestAborted, WeightUpdateError
 from rollwright.inference.builtin.model_loading import cache_bytes_by_default, load_model_for_inference
 from rollwright.inference.builtin.model_runner import ModelRunner
+from rollwright.inference.builtin.request_intake import RequestIntake
 from rollwright.inference.builtin.sequence import Sequence
 from rollwright.inference.builtin.step import Finished, Stepper
-from rollwright.inference.builtin.stop import StopStrings
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.tracking.logging import getLogger
@@ -87,8 +86,7 @@ class BuiltinEngine(InferenceEngine):
         self._stepper = Stepper(self._runner, max_running_requests, kept_bytes, prefill_tokens, version)
         self._max_waiting = max_waiting
         self._on_weight_update = on_weight_update
-        self._end_ids = _end_token_ids(self.model, self.tokenizer)
-        self._random = random.Random(seed)
+        self._intake = RequestIntake(self._runner, self.tokenizer, seed)
 
         # ``_state`` guards the fields below. ``_control`` is held by the one caller that changes weights or queues.
         self._state = threading.Condition()
@@ -109,60 +107,6 @@ class BuiltinEngine(InferenceEngine):
         """Most tokens of a prompt and its output together."""
         return self._runner.context_length
 
-    def _sequence(self, request: ModelRequest) -> Sequence:
-        """Check a request and make it a sequence.
-
-        Raises:
-            PromptTooLongError: no room for a new token.
-            EngineError: the request cannot be served as asked.
-        """
-        gconfig, length = request.gconfig, len(request.input_ids)
-        room = self.context_length - length
-        if room < 1:
-            raise PromptTooLongError(
-                f"The prompt has {length} tokens and the engine's context is {self.context_length} (rid {request.rid}): shorten "
-                "the prompt or start the engine with a larger context_length."
-            )
-        if (largest := max(request.input_ids)) >= self._runner.vocabulary:
-            raise EngineError(
-                f"input_ids hold {largest}, and the model's vocabulary ends at {self._runner.vocabulary - 1} (rid {request.rid}): "
-                "the prompt was encoded by another model's tokenizer."
-            )
-        for name in ("position_ids", "branch_ids"):
-            ids = getattr(request, name)
-            if ids is not None and len(ids) != length:
-                raise EngineError(f"{name} has {len(ids)} entries for {length} tokens (rid {request.rid}); give one for each.")
-        if request.lora_name is not None:
-            raise EngineError(
-                "The built-in engine serves one set of weights and no named LoRA adapters: leave lora_name unset."
-            )
-        if request.image_data and not request.multi_modal:
-            raise EngineError("The built-in engine takes images as processor outputs in multi_modal, not as image_data.")
-        if request.multi_modal and not self._runner.takes_multi_modal:
-            raise EngineError(
-                f"{type(self.model).__name__} takes text only, and the request carries {sorted(request.multi_modal)}."
-            )
-        if request.multi_modal and request.branch_ids is not None:
-            raise EngineError("A multi-modal request cannot have branches in the built-in engine.")
-        tokenizer = request.tokenizer or self.tokenizer
-        if gconfig.stop and tokenizer is None:
-            raise EngineError("Stop strings need a tokenizer: give one to the engine or set request.tokenizer.")
-        stop_ids = {i for i in gconfig.stop_token_ids if not (gconfig.ignore_eos and i in self._end_ids)}
-        if not gconfig.ignore_eos:
-            stop_ids |= self._end_ids
-        seed = gconfig.seed if gconfig.seed is not None else request.seed
-        sequence = Sequence(
-            request=request,
-            tokens=list(request.input_ids),
-            prompt_length=length,
-            max_new_tokens=min(gconfig.max_new_tokens, room),
-            stop_ids=tuple(sorted(stop_ids)),
-            seed=self._random.getrandbits(63) if seed is None else seed,
-            stop_strings=StopStrings(tokenizer, gconfig.stop) if gconfig.stop else None,
-        )
-        self._stepper.prepare(sequence)
-        return sequence
-
     def submit(self, requests: Iterable[ModelRequest]) -> list[Future[ModelResponse]]:
         """Queue requests together, in this order: no step runs between them.
 
@@ -171,7 +115,7 @@ class BuiltinEngine(InferenceEngine):
             EngineError: a request cannot be served as asked, or the queue is full; then none is queued.
         """
         self._raise_if_closed()
-        return self._enqueue([self._sequence(request) for request in requests])
+        return self._enqueue([self._intake.sequence(request) for request in requests])
 
     def _enqueue(self, sequences: list[Sequence]) -> list[Future[ModelResponse]]:
         with self._state:
@@ -213,7 +157,7 @@ class BuiltinEngine(InferenceEngine):
         """
         loop = asyncio.get_running_loop()
         news = asyncio.Event()
-        sequence = self._sequence(request)
+        sequence = self._intake.sequence(request)
         sequence.on_token = _token_listener(loop, news, sampled := [])
         (pending,) = self._enqueue([sequence])
         future = asyncio.wrap_future(pending)
@@ -445,14 +389,6 @@ def _copy_weights(state: dict[str, Tensor], pairs: list[tuple[str, Tensor]]) -> 
     with torch.no_grad():
         for name, tensor in pairs:
             state[name].copy_(tensor)
-
-
-def _end_token_ids(model: Any, tokenizer: Any) -> set[int]:
-    """End tokens by the model's generation config and the tokenizer."""
-    generation = getattr(model, "generation_config", None)
-    ends = [getattr(generation, "eos_token_id", None), getattr(model.config.get_text_config(), "eos_token_id", None)]
-    ends.append(getattr(tokenizer, "eos_token_id", None))
-    return {i for end in ends for i in (end if isinstance(end, list) else [end]) if i is not None}
 
 
 def _resolve(finished: list[Finished]) -> None:

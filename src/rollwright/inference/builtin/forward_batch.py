@@ -23,6 +23,7 @@ class ForwardBatch:
 
     Attributes:
         token_ids, positions, rows, columns: ``[T]``: the token, its rotary position, its cache row and column.
+        position_limit: one more than the largest position.
         first_row, row_count: the contiguous rows ``first_row .. first_row + row_count - 1``, in packed order.
         query_lengths: tokens of each row.
         kv_length: columns that attention reads (``K``).
@@ -36,6 +37,7 @@ class ForwardBatch:
     positions: Tensor
     rows: Tensor
     columns: Tensor
+    position_limit: int
     first_row: int
     row_count: int
     query_lengths: list[int]
@@ -98,6 +100,7 @@ def decode_batch(table: RowTable, count: int, hidden: dict[int, Tensor], device:
         positions=torch.from_numpy(table.position[:count]).to(device),
         rows=torch.arange(count, device=device),
         columns=columns,
+        position_limit=int(table.position[:count].max()) + 1,
         first_row=0,
         row_count=count,
         query_lengths=[1] * count,
@@ -124,6 +127,7 @@ def prefill_batch(chunks: list[tuple[Sequence, int, int]], first_row: int, devic
         positions=torch.from_numpy(positions).to(device),
         rows=torch.from_numpy(np.repeat(np.arange(first_row, first_row + len(chunks)), lengths)).to(device),
         columns=torch.from_numpy(columns).to(device),
+        position_limit=int(positions.max()) + 1,
         first_row=first_row,
         row_count=len(chunks),
         query_lengths=lengths,

@@ -115,7 +115,7 @@ class LlamaFamily:
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Logits ``[n, vocabulary]`` of each row's last token; the keys and values of all tokens go into the cache."""
         H, G, D, eps = self._heads, self._kv_heads, self._head_size, self._eps
-        cos, sin = self._rope(batch.positions, int(batch.positions.max()) + 1)
+        cos, sin = self._rope(batch.positions, batch.position_limit)
         head_norms = self._head_norms.index_select(1, self._norm_of_head) if self._has_head_norm else None
         attend = _DecodeAttention(batch, H // G) if batch.decoding else _PrefillAttention(batch, H // G)
         places = cache.places(batch.rows, batch.columns, G)

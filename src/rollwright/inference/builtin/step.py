@@ -7,7 +7,7 @@ import time
 import torch
 from torch import Tensor
 
-from rollwright.inference.builtin.forward_batch import decode_batch, hidden_columns, prefill_batch
+from rollwright.inference.builtin.forward_batch import decode_batch, prefill_batch
 from rollwright.inference.builtin.model_runner import ModelRunner
 from rollwright.inference.builtin.prefix_cache import PrefixCache
 from rollwright.inference.builtin.row_table import RowTable
@@ -44,12 +44,6 @@ class Stepper:
         """True where a step would compute something."""
         scheduler = self.scheduler
         return bool(scheduler.running or scheduler.partial or (scheduler.waiting and not scheduler.holding))
-
-    def prepare(self, sequence: Sequence) -> None:
-        """Set what of a new sequence depends on the model."""
-        if sequence.request.multi_modal:
-            sequence.position_delta = self._runner.multi_modal_position_delta(sequence)
-        sequence.hidden = hidden_columns(sequence, self._runner.device)
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
