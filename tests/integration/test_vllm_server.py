@@ -36,10 +36,10 @@ def vllm_config() -> VLLMConfig:
     return VLLMConfig(
         python=str(PYTHON),
         dtype="float32",
-        enforce_eager=True,
+        device="cpu",
         max_model_len=512,
         max_num_seqs=64,
-        env={"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"},
+        env={"HF_HUB_OFFLINE": "1"},
     )
 
 
@@ -66,6 +66,16 @@ def server(model_path, tmp_path_factory):
         yield client, Trainer(model_path)
 
 
+def test_the_server_says_what_the_client_has_to_know(server):
+    client, _ = server
+    url = f"{client.router.servers[0].url}/server_info?config_format=json"
+    config = client.connections.request("GET", url)["vllm_config"]
+    assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
+    assert config["device_config"]["device_type"] == "cpu"
+    assert config["scheduler_config"]["enable_chunked_prefill"] is False
+    assert not client._dies_of_seeds
+
+
 def generate(client, requests):
     async def together():
         return await asyncio.gather(*(client.agenerate(request) for request in requests))
@@ -78,7 +88,9 @@ def test_logprobs_are_those_of_transformers_at_temperature_0_7(server):
     responses = generate(client, ask(16, tokens=12, temperature=0.7))
     assert all(len(response.output_tokens) == 12 and response.stop_reason == "length" for response in responses)
     assert trainer.check_versions(responses, tolerance=1e-3) == {trainer.version}
-    greedy = generate(client, [ModelRequest(input_ids=[10, 11], gconfig=GenerationHyperparameters(greedy=True, max_new_tokens=8))])
+    greedy = generate(
+        client, [ModelRequest(input_ids=[10, 11], gconfig=GenerationHyperparameters(greedy=True, max_new_tokens=8))]
+    )
     assert trainer.check_versions(greedy) == {trainer.version}
 
 
@@ -93,11 +105,14 @@ def test_seeds_stops_and_limits(server):
     request = ask(1, tokens=20)[0]
     request.gconfig = request.gconfig.new(stop=[mark])
     (stopped,) = generate(client, [request])
-    assert stopped.output_tokens == first[: len(stopped.output_tokens)] and stopped.stop_reason == "stop"
-    assert tokenizer.decode(stopped.output_tokens).endswith(mark) and stopped.stop_match == mark
+    assert stopped.output_tokens == first[: len(stopped.output_tokens)]
+    assert stopped.stop_reason == "stop"
+    assert tokenizer.decode(stopped.output_tokens).endswith(mark)
+    assert stopped.stop_match == mark
     request.gconfig = request.gconfig.new(stop=None, stop_token_ids=[first[3]])
     (stopped,) = generate(client, [request])
-    assert stopped.output_tokens[-1] == first[3] and stopped.stop_reason == "stop"
+    assert stopped.output_tokens[-1] == first[3]
+    assert stopped.stop_reason == "stop"
     with pytest.raises(PromptTooLongError):
         generate(client, [ModelRequest(input_ids=[5] * 600)])
     with pytest.raises(EngineError, match="top_p"):
@@ -159,7 +174,8 @@ def test_abort_and_a_cancelled_request(server):
         return aborted
 
     aborted = asyncio.run(scenario())
-    assert aborted.stop_reason == "abort" and 0 < len(aborted.output_tokens) < 400
+    assert aborted.stop_reason == "abort"
+    assert 0 < len(aborted.output_tokens) < 400
     assert all(router_server.load == 0 for router_server in client.router.servers)
 
 
@@ -185,7 +201,9 @@ def test_training_for_several_steps_against_the_server(server, model_path, tmp_p
 
     client, _ = server
     actor = FSDPPPOActor(
-        PPOActorConfig(path=str(model_path), optimizer=OptimizerConfig(lr=1e-3), adv_norm=NormConfig(mean_level="batch", std_level="batch"))
+        PPOActorConfig(
+            path=str(model_path), optimizer=OptimizerConfig(lr=1e-3), adv_norm=NormConfig(mean_level="batch", std_level="batch")
+        )
     )
     actor.initialize(None, FinetuneSpec(1, 64, 4, 4))
     actor.version = client.get_version()

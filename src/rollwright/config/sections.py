@@ -419,7 +419,15 @@ class VLLMConfig:
     max_model_len: int | None = field(default=None, metadata=_help("Prompt and new tokens together.", ge=2))
     gpu_memory_utilization: float | None = field(default=None, metadata=_help("Share of GPU memory.", gt=0.0, le=1.0))
     max_num_seqs: int | None = field(default=None, metadata=_help("Sequences decoded together.", ge=1))
-    enforce_eager: bool = field(default=False, metadata=_help("No compiled graphs (needed by the CPU build)."))
+    device: str = field(
+        default="auto",
+        metadata=_help(
+            "auto: as vLLM finds it; cpu: its CPU build, started without compiled graphs and with prompts computed whole (it ends "
+            "when a request with a seed is prefilled in parts).",
+            choices=["auto", "cpu"],
+        ),
+    )
+    enforce_eager: bool = field(default=False, metadata=_help("No compiled graphs."))
     python: str | None = field(
         default=None, metadata=_help("Interpreter of the environment that vLLM is installed in; None: this one.")
     )

@@ -13,6 +13,9 @@ from rollwright.errors import ConfigError
 
 logger = logging.getLogger("rollwright.config.servers")
 
+#: Prompt tokens of one step of vLLM's CPU build, at least the longest prompt.
+_PREFILL_TOKENS = 4096
+
 
 @dataclass
 class LocalServerConfig:
@@ -137,6 +140,11 @@ def vllm_command(config: VLLMConfig, *, tp_size: int, base_gpu_id: int, host: st
         ConfigError: no model is named.
     """
     environment = {"VLLM_SERVER_DEV_MODE": "1", **{name: str(value) for name, value in config.env.items()}}
+    whole_prompts: dict[str, Any] = {}
+    if config.device == "cpu":
+        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; its default is most of the memory
+        tokens = max(_PREFILL_TOKENS, config.max_model_len or _PREFILL_TOKENS)
+        whole_prompts = {"no-enable-chunked-prefill": True, "max-num-batched-tokens": tokens}
     if base_gpu_id:
         environment.setdefault("CUDA_VISIBLE_DEVICES", ",".join(str(base_gpu_id + index) for index in range(tp_size)))
     options: dict[str, Any] = {
@@ -148,8 +156,9 @@ def vllm_command(config: VLLMConfig, *, tp_size: int, base_gpu_id: int, host: st
         "max-model-len": config.max_model_len,
         "gpu-memory-utilization": config.gpu_memory_utilization,
         "max-num-seqs": config.max_num_seqs,
-        "enforce-eager": config.enforce_eager,
+        "enforce-eager": config.enforce_eager or config.device == "cpu",
         "trust-remote-code": config.trust_remote_code,
+        **whole_prompts,
         "enable-scale-out": True,
         "logprobs-mode": "processed_logprobs",
         **config.extra_args,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rollwright.config.generation import GenerationHyperparameters
@@ -115,6 +116,14 @@ class _TrainerScore:
 def score_of(trainer: Any) -> Score:
     """How the audit asks an actor for log-probabilities."""
     return _TrainerScore(trainer)
+
+
+def is_sharded() -> bool:
+    """True where several processes train together: one of them cannot ask for log-probabilities alone.
+
+    There the next batch's tokens of the new version are compared instead, by all ranks.
+    """
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def tolerance_of(config: Any, trainer: Any) -> float:

@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, WeightUpdateError
-from rollwright.inference.audit import Agreement, Score, audit, probe_request, score_of, tolerance_of
+from rollwright.inference.audit import Agreement, Score, audit, is_sharded, probe_request, score_of, tolerance_of
 from rollwright.inference.network import is_loopback
 from rollwright.inference.remote import RemoteClient
 from rollwright.inference.request import ModelRequest, ModelResponse
@@ -70,7 +71,7 @@ class PublishingClient(RemoteClient):
         """
         config = getattr(getattr(trainer, "model", None), "config", None)
         publication = publish_weights(self, weights, version, meta or self.default_meta(), config=config)
-        if trainer is not None:
+        if trainer is not None and not is_sharded():
             self._pending_audit = lambda: self.audit(score_of(trainer), tolerance_of(self.config, trainer))
             if not self._paused:
                 self._run_pending_audit()
@@ -187,8 +188,16 @@ class PublishingClient(RemoteClient):
                         self.router.put_back(server)
             finally:
                 if not was_paused:
+                    self._let_go_on(chosen)
                     self.resume()
             return [server.address for server in confirmed]
+
+    def _let_go_on(self, servers: list[Server]) -> None:
+        """Resume servers that were taken out while they were paused: requests that they still hold end by themselves."""
+        for server in servers:
+            if not server.in_service:
+                with contextlib.suppress(EngineError):
+                    self._resume_server(server)
 
     def answering_servers(self) -> list[Server]:
         """Servers in service, and those out of service that answer again."""
@@ -238,4 +247,6 @@ class PublishingClient(RemoteClient):
                     )
             if self._paused:
                 self._pause_server(server)
+            else:
+                self._resume_server(server)
             self.router.put_back(server)

@@ -7,8 +7,10 @@ The server has to be started with ``--enable-scale-out``, ``--logprobs-mode proc
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
+from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, WeightUpdateError
 from rollwright.inference.connections import ServerRefusedError
 from rollwright.inference.parameters import check_parameters, vllm_sampling_params
@@ -27,11 +29,21 @@ PAUSE_MODES = {"recompute": "keep", "keep": "keep", "wait": "wait"}
 _ENGINE_ID_PREFIX = "generate-tokens-"
 
 
+def _setting(config: Any, section: str, name: str) -> Any:
+    """One setting of the server's config, or None where it does not say."""
+    part = config.get(section) if isinstance(config, dict) else None
+    return part.get(name) if isinstance(part, dict) else None
+
+
 class VLLMClient(PublishingClient):
     """Tokens in and out over ``/inference/v1/generate``."""
 
     kind = "vllm"
     generate_path = "/inference/v1/generate"
+
+    def __init__(self, config: RolloutConfig | None = None, *, addresses: Iterable[str] | None = None) -> None:
+        super().__init__(config, addresses=addresses)
+        self._dies_of_seeds: set[str] = set()
 
     def _on_connected(self, server: Server) -> None:
         try:
@@ -44,13 +56,26 @@ class VLLMClient(PublishingClient):
         config = self.connections.request("GET", f"{server.url}/server_info?config_format=json", timeout=120.0).get(
             "vllm_config"
         )
-        model_config = config.get("model_config") if isinstance(config, dict) else None
-        mode = model_config.get("logprobs_mode") if isinstance(model_config, dict) else None
+        mode = _setting(config, "model_config", "logprobs_mode")
         if mode is not None and mode != "processed_logprobs":
             raise EngineError(
-                f"The vLLM server at {server.address} gives {mode}, which are not those of the temperature that tokens are sampled "
-                "at. Start it with --logprobs-mode processed_logprobs, as VLLMConfig.build_cmd does."
+                f"The vLLM server at {server.address} gives {mode}, which are not those of the temperature that tokens are "
+                "sampled at. Start it with --logprobs-mode processed_logprobs, as VLLMConfig.build_cmd does."
             )
+        is_cpu = _setting(config, "device_config", "device_type") == "cpu"
+        if is_cpu and _setting(config, "scheduler_config", "enable_chunked_prefill"):
+            self._dies_of_seeds.add(server.address)
+            logger.warning(
+                "The vLLM server at %s runs on a CPU with chunked prefill, where a request with a seed can end it: seeds are not "
+                "sent. Start it with --no-enable-chunked-prefill (vllm.device: cpu) to have them.",
+                server.address,
+            )
+
+    def _seed(self, request: ModelRequest) -> int | None:
+        """The seed that is sent: none where it could end the server."""
+        if self._dies_of_seeds:
+            return None
+        return request.seed if request.gconfig.seed is None else request.gconfig.seed
 
     def _check(self, request: ModelRequest, server: str) -> bool:
         for name, remedy in {
@@ -61,10 +86,16 @@ class VLLMClient(PublishingClient):
         }.items():
             if getattr(request, name) is not None:
                 raise EngineError(f"{name} cannot travel to the vLLM server at {server}; {remedy}.")
+        if request.gconfig.seed is not None and self._dies_of_seeds:
+            raise EngineError(
+                f"gconfig.seed={request.gconfig.seed} cannot be honoured: the CPU build of vLLM at "
+                f"{', '.join(sorted(self._dies_of_seeds))} ends when a request with a seed is prefilled in parts. Start it with "
+                "--no-enable-chunked-prefill (vllm.device: cpu), or leave the seed out."
+            )
         return check_parameters(request.gconfig, "vllm", where=server, accept_shifted=self.config.accept_shifted_logprobs)
 
     def _payload(self, request: ModelRequest, wire_id: str) -> dict[str, Any]:
-        seed = request.seed if request.gconfig.seed is None else request.gconfig.seed
+        seed = self._seed(request)
         payload: dict[str, Any] = {
             "request_id": wire_id,
             "token_ids": request.input_ids,
@@ -104,7 +135,7 @@ class VLLMClient(PublishingClient):
             stop_match=choice.get("stop_reason"),
             temperature=request.gconfig.effective_temperature,
             rid=request.rid,
-            seed=request.seed if request.gconfig.seed is None else request.gconfig.seed,
+            seed=self._seed(request),
         )
 
     # -- control -------------------------------------------------------------------------------------------------------

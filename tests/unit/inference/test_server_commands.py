@@ -65,6 +65,13 @@ def test_vllm_is_started_with_what_the_client_needs():
     assert "--enforce-eager" in options
 
 
+def test_vllms_cpu_build_computes_prompts_whole():
+    options = options_of(VLLMConfig.build_cmd(VLLMConfig(model_path="m", device="cpu", max_model_len=9000)))
+    assert "--no-enable-chunked-prefill" in options
+    assert "--enforce-eager" in options
+    assert options["--max-num-batched-tokens"] == ["9000"]
+
+
 def test_the_local_server():
     config = LocalServerConfig(model_path="m", threads=1, weights_roots=["/a", "/b"], extra_args={"no-prefix-cache": True})
     options = options_of(LocalServerConfig.build_cmd(config, port=9))

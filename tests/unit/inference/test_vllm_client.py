@@ -26,7 +26,8 @@ class FakeVLLM:
         self.app = FastAPI()
         self.app.get("/health")(lambda: {})
         self.app.get("/weight_info")(self.weight_info)
-        self.app.get("/server_info")(lambda: {"vllm_config": {"model_config": {"logprobs_mode": self.mode}}})
+        self.sections = {}
+        self.app.get("/server_info")(lambda: {"vllm_config": {"model_config": {"logprobs_mode": self.mode}, **self.sections}})
         self.app.post("/inference/v1/generate")(self.generate)
         for path in ("pause", "resume", "collective_rpc", "reset_prefix_cache", "update_weight_version", "abort_requests"):
             self.app.post(f"/{path}")(self.control)
@@ -161,3 +162,19 @@ def test_a_server_that_does_not_take_the_version_is_an_error(tmp_path):
 def test_a_distributed_group_is_refused_with_the_ways_that_work():
     with connected(FakeVLLM()) as client, pytest.raises(WeightUpdateError, match="from_disk"):
         client.broadcast_weights([], 1, WeightUpdateMeta.from_fsdp_xccl("vllm:d1p1t1"))
+
+
+def test_seeds_are_kept_from_a_server_that_they_could_end():
+    """The CPU build rewinds a seeded generator after a partial prefill, which CPU generators cannot do."""
+    fake = FakeVLLM()
+    fake.sections = {"device_config": {"device_type": "cpu"}, "scheduler_config": {"enable_chunked_prefill": True}}
+    with connected(fake) as client:
+        assert ask(client, request={"seed": 7}).seed is None
+        assert "seed" not in fake.bodies[0]["sampling_params"]
+        with pytest.raises(EngineError, match=r"gconfig\.seed=7.*--no-enable-chunked-prefill"):
+            ask(client, seed=7)
+    fake = FakeVLLM()
+    fake.sections = {"device_config": {"device_type": "cpu"}, "scheduler_config": {"enable_chunked_prefill": False}}
+    with connected(fake) as client:
+        assert ask(client, seed=7).seed == 7
+        assert fake.bodies[0]["sampling_params"]["seed"] == 7
