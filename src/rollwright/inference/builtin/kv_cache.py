@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,14 +44,14 @@ class KVCache:
         self.rows = 0
         self.length = 0
         # One flat buffer for all slabs of one shape (a layer's keys are a slab, its values another): an operation on all
-        # layers is one call where they are alike. On CPU, pages that were never written take no memory.
+        # layers is one call where they are alike.
         shapes = [(s.heads, s.key_size) for s in layers] + [(s.heads, s.value_size) for s in layers]
         slabs: dict[tuple[int, int], list[int]] = {}
         for index, shape in enumerate(shapes):
             slabs.setdefault(shape, []).append(index)
         self._slab_of = [(shape, slabs[shape].index(index)) for index, shape in enumerate(shapes)]
         self._flat = {
-            (heads, size): torch.zeros(len(members), self.capacity_tokens * heads * size, dtype=dtype, device=device)
+            (heads, size): _zeros(len(members), self.capacity_tokens * heads * size, dtype, device)
             for (heads, size), members in slabs.items()
         }
         self._layer_count = len(layers)
@@ -118,3 +119,13 @@ class KVCache:
         """Write the first ``length`` tokens of what ``extract`` gave into a row."""
         for view, tensor in zip(self._views.values(), tensors, strict=True):
             view[:, row, :, :length] = tensor[:, :, :length]
+
+
+def _zeros(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, as a masked column's weight of 0 times garbage that happens to be NaN would be NaN.
+
+    On CPU the pages are the system's untouched zero pages: they take no memory until they are written.
+    """
+    if device.type != "cpu":
+        return torch.zeros(rows, columns, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros((rows, columns * dtype.itemsize), dtype=np.uint8)).view(dtype)
