@@ -4,7 +4,8 @@ A trajectory is a dict of tensors over ``B`` rows, right-padded to ``L`` tokens.
 listed here: tensors ``[B, L, ...]`` go with the tokens, tensors ``[B, ...]`` and lists of length ``B`` go with the rows.
 
 ``branch_ids`` describe isolated branches: token ``i`` attends to token ``j <= i`` where ``branch_ids[j] == 0`` or
-``branch_ids[i] == 0`` or both are equal; 0 is the trunk.
+``branch_ids[i] == 0`` or both are equal; 0 is the trunk. ``other_context`` marks tokens that were sampled behind other text
+than their row shows; the trainer's log-probabilities of them differ from those at sampling, and are compared apart.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ COLUMNS: dict[str, Column] = {
     "sample_ids": Column("B", torch.int64, required=False),
     "position_ids": Column("BL", torch.int64, required=False),
     "branch_ids": Column("BL", torch.int64, required=False),
+    "other_context": Column("BL", torch.bool, False, required=False),
     "token_rewards": Column("BL", torch.float32, 0.0, required=False),
     "seeds": Column("B", torch.int64, required=False),
 }

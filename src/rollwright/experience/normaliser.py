@@ -98,6 +98,8 @@ def _with_common_keys(trajectories: list[Trajectory]) -> list[Trajectory]:
         for key in keys - set(trajectory):
             if key == "branch_ids":
                 trajectory[key] = torch.zeros_like(ids)
+            elif key == "other_context":
+                trajectory[key] = torch.zeros_like(ids, dtype=torch.bool)
             elif key == "position_ids":
                 trajectory[key] = torch.arange(ids.shape[1]).expand_as(ids).clone()
             elif key == "multi_modal_inputs":

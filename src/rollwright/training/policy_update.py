@@ -119,6 +119,11 @@ class PolicyUpdate:
             if part.get("versions") is not None:
                 fresh_BL = mask_BL * (part["versions"] == self.version)
             difference_BL = (logp_BL - behaviour_BL).abs()
+            if part.get("other_context") is not None:  # these differ by construction, not because an engine is wrong
+                elsewhere_BL = fresh_BL * part["other_context"]
+                fresh_BL = fresh_BL - elsewhere_BL
+                statistics.mean("context_mismatch/mean", difference_BL, elsewhere_BL)
+                statistics.largest("context_mismatch/max", difference_BL, elsewhere_BL)
             statistics.mean("mismatch/kl", kl_estimate(behaviour_BL, logp_BL, "k3"), fresh_BL)
             statistics.mean("logprob_difference/mean", difference_BL, fresh_BL)
             statistics.largest("logprob_difference/max", difference_BL, fresh_BL)

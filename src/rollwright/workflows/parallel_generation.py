@@ -1,0 +1,319 @@
+"""Reasoning that forks: a goal with numbered outlines, a path for each, written in parallel, and a conclusion from all.
+
+The row that results reads::
+
+    <Goal>
+    …<Outline>1. …</Outline>…
+    </Goal>
+    <Path>
+    1. …
+    </Path>
+    <Conclusion>
+    …
+    </Conclusion>
+
+The opening tags, the numbers, and the closing tags with their line breaks are markers: log-probability 0.0, version -1, no
+loss. What the model wrote between them is trained as it was sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.errors import ConfigError, PromptTooLongError
+from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
+from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.rewards.wrapper import AsyncRewardWrapper
+from rollwright.tracking.metrics import get_tracker
+from rollwright.workflows.base import RolloutWorkflow
+from rollwright.workflows.branched_sequence import BranchedSequence
+from rollwright.workflows.dumping import dump_sample, task_name
+from rollwright.workflows.prompting import (
+    InputIdsFunction,
+    PromptFunction,
+    as_gconfig,
+    as_tokenizer,
+    chat_input_ids,
+    extract_messages,
+)
+from rollwright.workflows.registry import WORKFLOWS, resolve_function
+
+BranchAttention = Literal["plain", "isolated"]
+
+#: A number that an outline begins with: ``<Outline>2. …``, ``<Outline> 2: …``, or a line ``2) …`` without tags.
+_OUTLINE = re.compile(r"<Outline>\s*(\d+(?:\.\d+)*)\s*[.:)]|^[ \t]*(\d+(?:\.\d+)*)[.:)]\s", re.MULTILINE)
+
+
+def outline_numbers(goal: str) -> list[str]:
+    """The numbers of the outlines in a goal, each once, in order of appearance.
+
+    Where there are ``<Outline>`` tags, only they count; else lines that begin with a number do.
+    """
+    found = list(_OUTLINE.finditer(goal))
+    tagged = [match[1] for match in found if match[1]]
+    return list(dict.fromkeys(tagged or [match[2] for match in found]))
+
+
+@dataclass
+class Part:
+    """A goal, path or conclusion: marker, what was sampled, marker.
+
+    Attributes:
+        response: what was sampled; None where the engine had no room for it.
+        content: sampled tokens before the closing tag.
+        is_closed: the model wrote the closing tag.
+    """
+
+    opening: list[int]
+    response: ModelResponse | None
+    content: int
+    is_closed: bool
+    closing: list[int]
+
+    @property
+    def is_cut(self) -> bool:
+        """A limit ended it: its own, or the engine's context."""
+        return self.response is None or self.response.truncated
+
+    @property
+    def is_aborted(self) -> bool:
+        """Somebody ended the request."""
+        return self.response is not None and self.response.stop_reason == "abort"
+
+
+@WORKFLOWS.register_module("parallel_generation")
+class ParallelGenerationWorkflow(RolloutWorkflow):
+    """A goal, its paths in parallel, a conclusion: one row, one reward.
+
+    No request samples more than ``gconfig.max_new_tokens``, whatever the limits below say. What happens where the model does
+    not keep to the form:
+
+    * a goal without outlines, or one cut by its limit before the first: one path, numbered 1;
+    * a goal, path or conclusion that ends without its closing tag (cut by a limit, or ended by the end token): the tag is put
+      there as a marker, and the row goes on. Where a limit did it, the row counts as truncated;
+    * no room in the engine's context: a path stays empty; without room for the conclusion the row ends after the paths.
+
+    The reward function always sees the whole, as it stands in the row.
+
+    Args:
+        reward_fn: function ``(prompt, completion, prompt_ids, completion_ids, **data) -> float``, plain or async, or its
+            registered name or import path. The completion is goal, paths and conclusion, markers and all.
+        gconfig: how each part is sampled.
+        tokenizer: the policy's tokenizer, or its path or name.
+        enable_thinking: given to chat templates that know it.
+        max_goal_tokens, max_path_tokens, max_conclusion_tokens: most tokens of the goal, of each path, of the conclusion.
+        rollout_stat_scope: scope that statistics are reported under.
+        dump_dir: where each sample is written to, readable; None: nowhere.
+        get_input_ids_fn: ``(prompt, tokenizer, enable_thinking) -> token ids``, or its import path; None: the chat template.
+        data_extract_prompt_fn: ``(task) -> prompt``, or its import path; None: the task's ``messages``.
+        branch_attention: ``plain`` trains the row as one causal sequence, in which a path follows paths that it was sampled
+            without (the trainer reports by how much this changes log-probabilities as ``actor/context_mismatch/…``);
+            ``isolated`` samples and trains it with paths that do not see each other and a conclusion that sees all, which is
+            exact, and needs the built-in engine.
+        max_paths: outlines beyond this many get no path.
+        train_closing_tags: train closing tags that the model wrote, too, so that it learns to end its parts.
+        reward_timeout: seconds that the reward function may take.
+    """
+
+    def __init__(
+        self,
+        reward_fn: Callable[..., Any] | str,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        enable_thinking: bool = False,
+        max_goal_tokens: int = 2048,
+        max_path_tokens: int = 4096,
+        max_conclusion_tokens: int = 2048,
+        rollout_stat_scope: str = "rollout",
+        dump_dir: str | None = None,
+        get_input_ids_fn: InputIdsFunction | str | None = None,
+        data_extract_prompt_fn: PromptFunction | str | None = None,
+        branch_attention: BranchAttention = "plain",
+        max_paths: int = 16,
+        train_closing_tags: bool = False,
+        reward_timeout: float = 15.0,
+    ) -> None:
+        if branch_attention not in ("plain", "isolated"):
+            raise ConfigError(f"branch_attention is {branch_attention!r}: choose 'plain' or 'isolated'.")
+        limits = {"max_goal_tokens": max_goal_tokens, "max_path_tokens": max_path_tokens}
+        limits |= {"max_conclusion_tokens": max_conclusion_tokens, "max_paths": max_paths}
+        if low := [name for name, value in limits.items() if value < 1]:
+            raise ConfigError(f"ParallelGenerationWorkflow: {low[0]} is {limits[low[0]]}; it is at least 1.")
+        self.tokenizer = as_tokenizer(tokenizer)
+        self.gconfig = as_gconfig(gconfig, self.tokenizer)
+        self.async_reward_fn = AsyncRewardWrapper(reward_fn, timeout_seconds=reward_timeout)
+        self.enable_thinking = enable_thinking
+        self.max_goal_tokens = max_goal_tokens
+        self.max_path_tokens = max_path_tokens
+        self.max_conclusion_tokens = max_conclusion_tokens
+        self.rollout_stat_scope = rollout_stat_scope
+        self.dump_dir = dump_dir
+        self.get_input_ids_fn = resolve_function(get_input_ids_fn or chat_input_ids, "get_input_ids_fn")
+        self.data_extract_prompt_fn = resolve_function(data_extract_prompt_fn or extract_messages, "data_extract_prompt_fn")
+        self.branch_attention = branch_attention
+        self.max_paths = max_paths
+        self.train_closing_tags = train_closing_tags
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory | None:
+        """Run one episode; see :class:`RolloutWorkflow`."""
+        prompt_ids = list(self.get_input_ids_fn(self.data_extract_prompt_fn(data), self.tokenizer, self.enable_thinking))
+        rows = await asyncio.gather(*(self._sample(engine, data, prompt_ids) for _ in range(self.gconfig.n_samples)))
+        whole = [row for row in rows if row is not None]
+        return concat_padded_tensors(whole) if len(whole) == len(rows) else None  # a group is whole or not at all
+
+    async def _sample(self, engine: InferenceEngine, data: dict[str, Any], prompt_ids: list[int]) -> Trajectory | None:
+        rid = uuid.uuid4().hex
+        row = BranchedSequence(prompt_ids, isolated=self.branch_attention == "isolated")
+        goal = await self._write(engine, rid, row, "<Goal>\n", "</Goal>", self.max_goal_tokens)
+        if goal.response is None:
+            raise PromptTooLongError(
+                f"The prompt of {len(prompt_ids)} tokens leaves the engine no room for a goal: shorten it or raise context_length."
+            )
+        if goal.is_aborted:
+            return None
+        self._append(row, goal)
+        numbers = outline_numbers(self._text(goal))
+        paths = await asyncio.gather(
+            *(
+                self._write(engine, rid, row, f"<Path>\n{number}.", "</Path>", self.max_path_tokens, in_new_branch=True)
+                for number in (numbers or ["1"])[: self.max_paths]
+            )
+        )
+        if any(path.is_aborted for path in paths):
+            return None
+        for path in paths:
+            row.open_branch()
+            self._append(row, path)
+        row.close_branches()
+        conclusion = await self._write(engine, rid, row, "<Conclusion>\n", "</Conclusion>", self.max_conclusion_tokens)
+        if conclusion.is_aborted:
+            return None
+        if conclusion.response is not None:
+            self._append(row, conclusion)
+        return await self._score(engine, data, row, goal, paths, conclusion, has_outlines=bool(numbers))
+
+    async def _write(
+        self,
+        engine: InferenceEngine,
+        rid: str,
+        row: BranchedSequence,
+        opening: str,
+        closing: str,
+        limit: int,
+        in_new_branch: bool = False,
+    ) -> Part:
+        """Sample one part, behind ``row`` and its opening; the row is left as it is."""
+        opening_ids = self._encode(opening)
+        gconfig = self.gconfig.new(
+            n_samples=1,
+            max_new_tokens=min(limit, self.gconfig.max_new_tokens),
+            stop=[*(self.gconfig.stop or []), closing],
+        )
+        request = ModelRequest(
+            rid=rid,
+            input_ids=row.input_ids + opening_ids,
+            gconfig=gconfig,
+            tokenizer=self.tokenizer,
+            **row.layout_before(opening_ids, in_new_branch=in_new_branch),  # type: ignore[arg-type]
+        )
+        try:
+            response = await engine.agenerate(request)
+        except PromptTooLongError:
+            return Part(opening_ids, None, 0, False, self._encode(f"\n{closing}\n"))
+        content = self._content_length(response.output_tokens, closing)
+        is_closed = content < response.output_len
+        closing_ids = self._encode("\n" if is_closed else f"\n{closing}\n")
+        return Part(opening_ids, response, content, is_closed, closing_ids)
+
+    def _content_length(self, tokens: list[int], closing: str) -> int:
+        """Tokens before the closing tag that ends ``tokens``; all of them where none does.
+
+        A token that holds the tag's first characters behind other text counts as content.
+        """
+        for count in range(1, min(len(tokens), len(closing) + 1) + 1):
+            tail = self.tokenizer.decode(tokens[-count:], skip_special_tokens=False)
+            if closing in tail:
+                begins_with_tag = tail.lstrip().startswith(closing)
+                return len(tokens) - count + (0 if begins_with_tag else 1)
+        return len(tokens)
+
+    def _append(self, row: BranchedSequence, part: Part) -> None:
+        row.append_context(part.opening)
+        if part.response is not None:
+            row.append_response(part.response, trained=None if self.train_closing_tags else part.content)
+        row.append_context(part.closing)
+
+    async def _score(
+        self,
+        engine: InferenceEngine,
+        data: dict[str, Any],
+        row: BranchedSequence,
+        goal: Part,
+        paths: list[Part],
+        conclusion: Part,
+        *,
+        has_outlines: bool,
+    ) -> Trajectory:
+        prompt_ids = row.input_ids[: row.prompt_length]
+        prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
+        completion = self.tokenizer.decode(row.completion_ids, skip_special_tokens=self.gconfig.skip_special_tokens)
+        reward = await self.async_reward_fn(prompt, completion, prompt_ids, row.completion_ids, **data)
+        truncated = any(part.is_cut for part in (goal, *paths, conclusion))
+        get_tracker(self.rollout_stat_scope).scalar(
+            reward=reward,
+            prompt_tokens=len(prompt_ids),
+            response_tokens=sum(row.loss_mask),
+            goal_tokens=goal.content,
+            path_tokens=sum(path.content for path in paths) / len(paths),
+            conclusion_tokens=conclusion.content,
+            paths=len(paths),
+            goal_malformed=not has_outlines or not goal.is_closed,
+            paths_cut=sum(path.is_cut for path in paths) / len(paths),
+            conclusion_missing=conclusion.content == 0,
+            conclusion_unclosed=not conclusion.is_closed,
+            other_context_share=sum(row.other_context) / max(1, sum(row.loss_mask)),
+            truncated=truncated,
+        )
+        if self.dump_dir is not None:
+            await self._dump(data, row, prompt, reward, goal, paths, conclusion)
+        return row.trajectory(reward, truncated=truncated, temperature=self.gconfig.effective_temperature)
+
+    async def _dump(
+        self,
+        data: dict[str, Any],
+        row: BranchedSequence,
+        prompt: str,
+        reward: float,
+        goal: Part,
+        paths: list[Part],
+        conclusion: Part,
+    ) -> None:
+        sections = {"prompt": prompt, "goal": self._text(goal)}
+        sections |= {f"path {number}": self._text(path) for number, path in enumerate(paths, 1)}
+        sections["conclusion"] = self._text(conclusion) if conclusion.response is not None else "(no room for one)"
+        await dump_sample(
+            self.dump_dir,  # type: ignore[arg-type]
+            version=min((version for version in row.versions if version >= 0), default=0),
+            task=task_name(data),
+            sections=sections,
+            facts={
+                "reward": reward,
+                "tokens": f"{row.prompt_length} + {len(row) - row.prompt_length}, {sum(row.loss_mask)} of them trained",
+                "branches": self.branch_attention,
+            },
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _text(self, part: Part) -> str:
+        """A part as it stands in the row."""
+        sampled = part.response.output_tokens if part.response is not None else []
+        return self.tokenizer.decode([*part.opening, *sampled, *part.closing], skip_special_tokens=False)
