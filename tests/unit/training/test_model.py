@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
-from tiny_policy import tiny_actor, tiny_model
+from tiny_policy import tiny_actor, tiny_batch, tiny_model
 from transformers import AutoModelForCausalLM
 
-from rollwright.config.sections import TrainEngineConfig
+from rollwright.config.sections import PPOActorConfig, TrainEngineConfig
 from rollwright.errors import ConfigError
+from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.model import load_model, new_model, parameter_count
 from rollwright.training.saving import save_model
 
@@ -75,10 +76,8 @@ def test_saving_in_another_type(tmp_path):
 
 
 def test_bfloat16_compute_keeps_float32_weights():
-    actor = tiny_actor(dtype=torch.float32)
-    actor.compute_dtype = torch.bfloat16
-    from tiny_policy import tiny_batch
-
+    actor = FSDPPPOActor(PPOActorConfig(device="cpu", dtype="bfloat16"), model=tiny_model(dtype=torch.float32))
+    actor.initialize()
     batch = tiny_batch()
     exact = tiny_actor().compute_logp(batch)
     rough = actor.compute_logp(batch)
