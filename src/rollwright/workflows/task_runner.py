@@ -79,7 +79,7 @@ class TaskRunner(RolloutWorkflow):
             task.rollout_args = self.gconfig.new()
         return task
 
-    def group_size_of(self, data: dict[str, Any]) -> int:
+    def group_size(self, data: dict[str, Any]) -> int:
         """How often the executor repeats this row: once where its workflow makes the group itself."""
         task = self.task_of(data)
         return self._samples(task) if class_trait(task.workflow_class(), "repeatable", task) else 1

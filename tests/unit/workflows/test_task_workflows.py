@@ -87,9 +87,9 @@ def test_a_trait_may_have_three_forms(form):
 def test_who_repeats(tokenizer):
     row = {"question": "1", "answer": "1"}
     once = TasksetConfig(default_workflow_type=TwoAnswers)
-    assert TaskRunner([once], tokenizer, n_samples=6).group_size_of(row) == 1
+    assert TaskRunner([once], tokenizer, n_samples=6).group_size(row) == 1
     often = TasksetConfig(default_workflow_type="simple_workflow", default_reward_fn_type="exact_match_reward")
-    assert TaskRunner([often], tokenizer, n_samples=6).group_size_of(row) == 6
+    assert TaskRunner([often], tokenizer, n_samples=6).group_size(row) == 6
 
 
 def test_a_resettable_workflow_is_reused_with_its_next_task_and_arguments(tokenizer):
