@@ -65,6 +65,8 @@ class LocalServers:
         roots = [str(self.weights_root), *weights_roots]
         build = _builder(rollout, sglang, vllm, model_path, tensor_parallel, base_gpu, threads, roots)
         environment = {"OMP_WAIT_POLICY": "PASSIVE"}
+        if rollout.api_key:  # in the environment, as command lines can be read by everybody on the machine
+            environment |= {"ROLLWRIGHT_API_KEY": rollout.api_key, "VLLM_API_KEY": rollout.api_key}
         if threads is not None:
             environment["OMP_NUM_THREADS"] = str(threads)
         try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -151,7 +152,8 @@ class RemoteClient(InferenceEngine):
             return
         found = list(addresses) if addresses is not None else self._given_addresses
         router = Router(found if found is not None else find_server_addresses(self.config.addresses))
-        self._connections = Connections(api_key=self.config.api_key, timeout=self.config.request_timeout)
+        api_key = self.config.api_key or os.environ.get("ROLLWRIGHT_API_KEY")
+        self._connections = Connections(api_key=api_key, timeout=self.config.request_timeout)
         self._fan_out = ThreadPoolExecutor(max(4, len(router.servers)), thread_name_prefix=f"{self.kind}-control")
         self._router = router
         try:

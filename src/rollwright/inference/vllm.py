@@ -62,7 +62,7 @@ class VLLMClient(PublishingClient):
                 f"The vLLM server at {server.address} gives {mode}, which are not those of the temperature that tokens are "
                 "sampled at. Start it with --logprobs-mode processed_logprobs, as VLLMConfig.build_cmd does."
             )
-        is_cpu = _setting(config, "device_config", "device_type") == "cpu"
+        is_cpu = "cpu" in (_setting(config, "device_config", "device_type"), _setting(config, "device_config", "device"))
         if is_cpu and _setting(config, "scheduler_config", "enable_chunked_prefill"):
             self._dies_of_seeds.add(server.address)
             logger.warning(

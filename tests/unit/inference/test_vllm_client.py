@@ -167,7 +167,7 @@ def test_a_distributed_group_is_refused_with_the_ways_that_work():
 def test_seeds_are_kept_from_a_server_that_they_could_end():
     """The CPU build rewinds a seeded generator after a partial prefill, which CPU generators cannot do."""
     fake = FakeVLLM()
-    fake.sections = {"device_config": {"device_type": "cpu"}, "scheduler_config": {"enable_chunked_prefill": True}}
+    fake.sections = {"device_config": {"device": "cpu"}, "scheduler_config": {"enable_chunked_prefill": True}}
     with connected(fake) as client:
         assert ask(client, request={"seed": 7}).seed is None
         assert "seed" not in fake.bodies[0]["sampling_params"]
