@@ -28,7 +28,14 @@ def retrieve(
     """Serve BM25 search over a corpus at /retrieve, whole pages at /access, and /health."""
     from rollwright.environments.bm25 import open_index
     from rollwright.environments.corpus import Corpus
-    from rollwright.environments.retrieval_service import check_exposure, create_app, open_sockets, serve
+    from rollwright.errors import ConfigError
+
+    try:
+        from rollwright.environments.retrieval_service import check_exposure, create_app, open_sockets, serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"rollwright retrieve needs the package {error.name}: pip install 'rollwright[retrieval]'."
+        ) from error
 
     check_exposure(host, api_key)
     documents, index = open_index(corpus, index_dir)
