@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,7 @@ from rollwright.config.stages import EvalConfig
 from rollwright.errors import RolloutError
 from rollwright.experience.trajectory import Trajectory
 from rollwright.rollout.engines import RolloutEngine
+from rollwright.workflows.task_runner import TaskRunner
 
 
 @dataclass
@@ -40,10 +43,17 @@ def evaluate(
 ) -> EvaluationResult:
     """Run ``gconfig.n_samples`` samples of every task and average their rewards.
 
+    A :class:`TaskRunner` has its own generation arguments: those of its tasksets, or the ones that it was built with.
+
     Raises:
         RolloutError: a task gave no sample, so that the mean would be over other tasks than those asked for.
     """
-    kwargs = {**(workflow_kwargs or {}), "gconfig": gconfig.new(n_samples=1)}
+    kwargs: dict[str, Any] | None = None
+    if inspect.isclass(workflow) or isinstance(workflow, str):
+        kwargs = {**(workflow_kwargs or {}), "gconfig": gconfig.new(n_samples=1)}
+    elif not isinstance(workflow, TaskRunner) and hasattr(workflow, "gconfig"):  # an instance: the same with other arguments
+        workflow = copy.copy(workflow)
+        workflow.gconfig = gconfig.new(n_samples=1)
     trajectory = rollout.rollout_batch(
         list(tasks), workflow=workflow, workflow_kwargs=kwargs, group_size=gconfig.n_samples, is_eval=True
     )

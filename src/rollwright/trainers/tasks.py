@@ -21,19 +21,22 @@ def evaluation_rows(config: PPOConfig) -> list[dict[str, Any]]:
 
 
 def training_runner(config: PPOConfig, tokenizer: Any, mixture: TaskMixture) -> TaskRunner:
-    """Runs training tasks; every task's reward is told to the mixture's selectors."""
+    """Runs training tasks; every task's reward is told to the mixture's selectors.
+
+    A task is sampled as often as its taskset's ``repeat_times`` says, else ``gconfig.n_samples``, else the taskset's
+    ``rollout_args.n``.
+    """
     return TaskRunner(
         config.tasksets,
         tokenizer,
-        n_samples=config.gconfig.n_samples,
+        n_samples=config.gconfig.n_samples if config.gconfig.n_samples > 1 else None,
         model_path=config.actor.path,
         feedback=mixture.feedback,
     )
 
 
 def evaluation_runner(config: PPOConfig, tokenizer: Any) -> TaskRunner:
-    """Runs evaluation tasks, with the evaluator's own generation arguments."""
-    gconfig = config.evaluator.gconfig
+    """Runs evaluation tasks: with their taskset's ``rollout_args``, or the evaluator's where the taskset sets none."""
     return TaskRunner(
-        config.eval_tasksets, tokenizer, gconfig=gconfig, n_samples=gconfig.n_samples, is_eval=True, model_path=config.actor.path
+        config.eval_tasksets, tokenizer, gconfig=config.evaluator.gconfig, is_eval=True, model_path=config.actor.path
     )

@@ -34,7 +34,7 @@ class TaskRunner(RolloutWorkflow):
     Args:
         tasksets: the tasksets that rows come from; a row's ``"taskset"`` names its own, the first is the default.
         tokenizer: the policy's tokenizer.
-        gconfig: generation arguments in place of the tasksets' own (evaluation); None: the tasksets'.
+        gconfig: generation arguments of tasksets that set no ``rollout_args`` (evaluation); None: the defaults.
         n_samples: samples of a task whose taskset sets no ``repeat_times``; None: the tasksets' ``rollout_args.n``.
         is_eval: tasks are evaluation.
         auxiliary_models: OpenAI clients of models that are not trained.
@@ -75,7 +75,7 @@ class TaskRunner(RolloutWorkflow):
         """The task of a row."""
         taskset = self.tasksets.get(data.get("taskset", ""), self.default_taskset)
         task = Task.from_row({key: value for key, value in data.items() if key != "taskset"}, taskset, is_eval=self.is_eval)
-        if self.gconfig is not None:
+        if self.gconfig is not None and taskset.rollout_args == GenerationHyperparameters():
             task.rollout_args = self.gconfig.new()
         return task
 
