@@ -10,6 +10,7 @@ import json
 import random
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +31,11 @@ _TENSOR = "__tensor__"
 _FORMAT = 1
 
 
-def write_state(directory: str | Path, state: dict[str, Any]) -> None:
-    """Write a nested dict of tensors and JSON values; the directory appears whole or not at all."""
+def write_state(directory: str | Path, state: dict[str, Any], *, before_visible: Callable[[], None] | None = None) -> None:
+    """Write a nested dict of tensors and JSON values; the directory appears whole or not at all, after ``before_visible()``."""
     tensors: dict[str, Tensor] = {}
     plain = _separate(state, "", tensors)
-    with replaced_directory(directory) as draft:
+    with replaced_directory(directory, before_visible=before_visible) as draft:
         save_file(tensors, draft / "state.safetensors")
         (draft / "state.json").write_text(json.dumps({"format": _FORMAT, "state": plain}), encoding="utf-8")
 
@@ -110,10 +111,17 @@ class RecoverCheckpoints:
         """Where the checkpoint of a step is."""
         return self.directory / f"step_{step:08d}"
 
-    def save(self, step: int, state: dict[str, Any]) -> Path:
-        """Write the checkpoint of a step, then remove the oldest above ``keep``. Only rank 0 writes."""
+    def save(self, step: int, state: dict[str, Any], *, before_visible: Callable[[], None] | None = None) -> Path:
+        """Write the checkpoint of a step, then remove the oldest above ``keep``. Only rank 0 writes.
+
+        Args:
+            step: its number.
+            state: what is kept.
+            before_visible: called when the files are written and before the checkpoint can be found: what has to be in
+                step with it (a store's cursor) commits there.
+        """
         if parallel.rank() == 0:
-            write_state(self.path(step), state)
+            write_state(self.path(step), state, before_visible=before_visible)
             for old in self.steps()[: -self.keep]:
                 shutil.rmtree(self.path(old))
         return self.path(step)
@@ -140,7 +148,8 @@ class RecoverCheckpoints:
 def random_states() -> dict[str, Any]:
     """The states of Python's, NumPy's and torch's global generators."""
     kind, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = numpy.random.get_state()
+    legacy: Any = numpy.random.get_state()
+    name, keys, position, has_gauss, cached = legacy
     states: dict[str, Any] = {
         "python": {"kind": kind, "internal": list(internal), "gauss": gauss},
         "numpy": {

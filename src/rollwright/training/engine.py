@@ -95,7 +95,8 @@ class TrainEngine:
         config.optimizer = None
         model = copy.deepcopy(self.model).requires_grad_(False)
         if self.compute_dtype == torch.bfloat16:
-            model = model.to(self.compute_dtype)
+            for parameter in model.parameters():  # not the buffers: rotary frequencies stay exact
+                parameter.data = parameter.data.to(self.compute_dtype)
         engine = TrainEngine(config, model)
         engine.initialize()
         return engine

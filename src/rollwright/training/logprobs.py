@@ -6,6 +6,7 @@ backward pass each chunk's logits are computed again.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -182,12 +183,29 @@ def model_inputs(batch: Trajectory, model: nn.Module) -> dict[str, Any]:
         dtype = _compute_dtype(model, ids_BL.device)
         bias_BLL = torch.zeros(allowed_BLL.shape, dtype=dtype, device=ids_BL.device)
         inputs["attention_mask"] = bias_BLL.masked_fill_(~allowed_BLL, torch.finfo(dtype).min)[:, None]
-    pictures = [entry for entry in batch.get(MULTI_MODAL) or [] if entry]
-    if pictures:
+    if any(batch.get(MULTI_MODAL) or []):
         if mask_BL is not None:
             inputs["attention_mask"] = mask_BL.to(torch.long)
-        for name in dict.fromkeys(key for entry in pictures for key in entry):
-            inputs[name] = torch.cat([entry[name] for entry in pictures if name in entry]).to(ids_BL.device)
+        inputs |= _picture_inputs(batch[MULTI_MODAL], ids_BL, model)
+    return inputs
+
+
+#: Processor outputs that go with the tokens; the trainer's rows have their own.
+_TOKEN_OUTPUTS = {"input_ids", "attention_mask", "mm_token_type_ids"}
+
+
+def _picture_inputs(entries: list[dict[str, Tensor] | None], ids_BL: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    """Images of all rows joined in the order of the rows, and, where the model asks, which tokens stand for them."""
+    pictures = [entry for entry in entries if entry]
+    names = [name for name in dict.fromkeys(key for entry in pictures for key in entry) if name not in _TOKEN_OUTPUTS]
+    inputs = {name: torch.cat([entry[name] for entry in pictures if name in entry]).to(ids_BL.device) for name in names}
+    if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+        config: Any = model.config
+        kinds_BL = torch.zeros_like(ids_BL)
+        for kind, name in ((1, "image_token_id"), (2, "video_token_id")):
+            if getattr(config, name, None) is not None:
+                kinds_BL[ids_BL == getattr(config, name)] = kind
+        inputs["mm_token_type_ids"] = kinds_BL
     return inputs
 
 

@@ -6,6 +6,7 @@ One process is the ordinary case and needs none of this: every function is then 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,10 +102,11 @@ def shard(module: nn.Module, layers: list[nn.Module], compute_dtype: torch.dtype
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in layers:
         fully_shard(layer, mp_policy=policy)
-    return fully_shard(module, mp_policy=policy)
+    fully_shard(module, mp_policy=policy)  # in place
+    return module
 
 
-def full_tensor(value: Tensor) -> Tensor:
+def full_tensor(value: Any) -> Tensor:
     """A sharded tensor put together (on every rank); an ordinary one as it is."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 

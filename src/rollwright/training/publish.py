@@ -87,8 +87,10 @@ class SentWeights:
     def publish(self, trainer: TrainEngine, version: int) -> None:
         """Send the whole weights (from the first rank); the servers have confirmed the version on return."""
         weights = trainer.full_weights()
+        # The audit scores a probe with the trainer, which over several ranks only all of them together can do.
+        auditor = trainer if parallel.world_size() == 1 else None
         if parallel.rank() == 0:
-            self.engine.update_weights(self.meta, version=version, weights=weights, trainer=trainer)
+            self.engine.update_weights(self.meta, version=version, weights=weights, trainer=auditor)
         parallel.wait_for_all()
 
 

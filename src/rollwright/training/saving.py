@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,16 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def replaced_directory(directory: str | Path) -> Iterator[Path]:
+def replaced_directory(directory: str | Path, *, before_visible: Callable[[], None] | None = None) -> Iterator[Path]:
     """A directory to fill that takes the place of ``directory`` when the block ends without an exception.
 
     It is written beside the target and renamed, after its files have reached the disk, so that a reader (or a run that is
     killed half-way) sees the old directory or the new one, never a part.
+
+    Args:
+        directory: the target.
+        before_visible: called when the files are on the disk, just before they can be seen under the target's name; where
+            it raises, nothing appears.
     """
     target = Path(directory).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -31,6 +36,8 @@ def replaced_directory(directory: str | Path) -> Iterator[Path]:
         for path in draft.rglob("*"):
             _flush(path)
         _flush(draft)
+        if before_visible is not None:
+            before_visible()
         if target.exists():
             old = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.old"
             target.rename(old)
