@@ -66,7 +66,9 @@ class HealthMonitor:
                 return
             healthy = self._is_healthy(server)
             self._last_suspicion[server.address] = time.monotonic()
-        if not healthy and self._router.take_out(server, reason):
+        if healthy:
+            logger.warning("%s The server answers its health check; the request is sent again.", reason)
+        elif self._router.take_out(server, reason):
             logger.error("The server at %s does not answer and is out of service: %s", server.address, reason)
 
     def _run(self) -> None:

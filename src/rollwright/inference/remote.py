@@ -248,7 +248,7 @@ class RemoteClient(InferenceEngine):
                 data = await self.connections.post(server.url + self.generate_path, payload)
             except ConnectionLostError as error:
                 last_error = error
-                logger.warning("%s Trying again (%d of %d).", error, attempt + 1, self.config.request_retries)
+                logger.debug("%s Trying again (%d of %d).", error, attempt + 1, self.config.request_retries)
                 await asyncio.to_thread(self._suspect, server, str(error))
                 continue
             except ServerRefusedError as error:
