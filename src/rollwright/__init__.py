@@ -94,6 +94,7 @@ _EXPORTS: dict[str, str] = {
     "GenerationConfig": "rollwright.sequence_processing",
     "BatchedSequences": "rollwright.sequence_processing",
     "LogprobResults": "rollwright.sequence_processing",
+    "StopAfterAnswer": "rollwright.sequence_processing",
 }
 
 __all__ = [*_EXPORTS, "logging"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,12 @@ from rollwright.inference.builtin.sequence import Sequence
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger(__name__)
+
+
+@functools.cache
+def _tell_once(message: str) -> None:
+    """Log what is the same for every engine over a model; sequence processing starts one for each call."""
+    logger.info(message)
 
 
 class CachedForward(Protocol):
@@ -55,10 +62,10 @@ class ModelRunner:
         self._forward: CachedForward
         if reason is None:
             self._forward = LlamaFamily(model)
-            logger.info("%s is computed by the built-in Llama-family forward, on its own weights.", name)
+            _tell_once(f"{name} is computed by the built-in Llama-family forward, on its own weights.")
         else:
             self._forward = GeneralModel(model)
-            logger.info("%s is computed by its own Hugging Face forward over the built-in cache: %s.", name, reason)
+            _tell_once(f"{name} is computed by its own Hugging Face forward over the built-in cache: {reason}.")
         self.takes_multi_modal = reason is not None and "image_token_id" in model.config.to_dict()
         self.cache = KVCache(self._forward.layer_shapes, cache_bytes, max_rows, model.dtype, self.device)
         self.context_length: int = min(context_length or limit, self.cache.capacity_tokens)

@@ -1,1 +1,0 @@
-"""Sequence generation and log-probabilities for notebooks and experiments."""

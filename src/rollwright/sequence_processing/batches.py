@@ -1,0 +1,142 @@
+"""What generation and scoring return. Axes: ``B`` prompts, ``G`` responses to each, ``L`` padded length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollwright.errors import ConfigError
+
+
+@dataclass
+class BatchedSequences:
+    """Prompts with their responses, right-padded.
+
+    ``sequences[b, g, p : p + n]`` is the response, for ``p = prompt_lens[b]`` and ``n = gen_lens[b][g]``. It includes the end
+    token, or the tokens of the stop string, that ended it; ``gen_lens`` counts them.
+
+    Attributes:
+        sequences: ``[B, G, L]`` int64, prompt and response, then the pad token.
+        prompt_lens: ``[B]`` tokens of each prompt.
+        gen_lens: ``[B][G]`` tokens of each response.
+        attention_masks: ``[B, G, L]`` int64, 1 where a token of prompt or response is.
+        responses_text: ``[B][G]`` decoded responses, without special tokens.
+        stop_reasons: ``[B][G]`` ``"stop"``, or ``"length"`` where a limit cut the response; empty where not known.
+    """
+
+    sequences: Tensor
+    prompt_lens: list[int]
+    gen_lens: list[list[int]]
+    attention_masks: Tensor
+    responses_text: list[list[str]]
+    stop_reasons: list[list[str]] = field(default_factory=list)
+
+    @classmethod
+    def from_tokens(
+        cls,
+        prompts: Sequence[list[int]],
+        responses: Sequence[Sequence[list[int]]],
+        texts: list[list[str]],
+        pad_id: int,
+        device: torch.device | str = "cpu",
+        stop_reasons: list[list[str]] | None = None,
+    ) -> BatchedSequences:
+        """Pad token lists.
+
+        Args:
+            prompts: ``[B]`` ids.
+            responses: ``[B][G]`` ids.
+            texts: ``[B][G]`` the responses' text.
+            pad_id: fills the rows.
+            device: of the tensors.
+            stop_reasons: see the attribute.
+        """
+        count = {len(row) for row in responses}
+        if len(prompts) != len(responses) or len(count) != 1:
+            raise ConfigError(f"{len(prompts)} prompts came with responses {[len(row) for row in responses]}: give each G.")
+        prompt_lens, gen_lens = [len(p) for p in prompts], [[len(r) for r in row] for row in responses]
+        length = max(p + max(row) for p, row in zip(prompt_lens, gen_lens, strict=True))
+        tokens = np.full((len(prompts), count.pop(), length), pad_id, dtype=np.int64)
+        mask = np.zeros(tokens.shape, dtype=np.int64)
+        for b, (prompt, row) in enumerate(zip(prompts, responses, strict=True)):
+            for g, response in enumerate(row):
+                end = len(prompt) + len(response)
+                tokens[b, g, : len(prompt)] = prompt
+                tokens[b, g, len(prompt) : end] = response
+                mask[b, g, :end] = 1
+        return cls(
+            sequences=torch.from_numpy(tokens).to(device),
+            prompt_lens=prompt_lens,
+            gen_lens=gen_lens,
+            attention_masks=torch.from_numpy(mask).to(device),
+            responses_text=texts,
+            stop_reasons=stop_reasons or [],
+        )
+
+    def prompt(self, b: int) -> Tensor:
+        """The ids of prompt ``b``."""
+        return self.sequences[b, 0, : self.prompt_lens[b]]
+
+    def response(self, b: int, g: int) -> Tensor:
+        """The ids of response ``g`` to prompt ``b``."""
+        start = self.prompt_lens[b]
+        return self.sequences[b, g, start : start + self.gen_lens[b][g]]
+
+    def share_changed(self, other: BatchedSequences) -> float:
+        """The share of responses that differ from ``other``'s in any token.
+
+        With one seed, two batch sizes compute the same logits up to rounding; where two tokens are nearly tied the sample
+        flips. This says how often that happened.
+
+        Raises:
+            ConfigError: the two hold different numbers of prompts or responses.
+        """
+        if self.sequences.shape[:2] != other.sequences.shape[:2]:
+            raise ConfigError(
+                f"{tuple(self.sequences.shape[:2])} and {tuple(other.sequences.shape[:2])} prompts and responses cannot be "
+                "compared one by one: generate both with the same prompts and G."
+            )
+        prompts, group = self.sequences.shape[:2]
+        pairs = [(self.response(b, g), other.response(b, g)) for b in range(prompts) for g in range(group)]
+        return sum(not torch.equal(mine, theirs.to(mine.device)) for mine, theirs in pairs) / len(pairs)
+
+
+@dataclass
+class LogprobResults:
+    """Log-probabilities of responses; every response's arrays have its ``gen_lens`` entries, in nats.
+
+    Attributes:
+        logprobs: ``[B][G]`` tensors of float32 (float64 for a float64 model): log-probability of each response token at the
+            sampling temperature, before top-p. With ``with_grad=True`` gradients flow through them to the model.
+        entropies: ``[B][G]`` arrays: entropy of the distribution that each token was drawn from.
+        sequence_logprobs: ``[B][G]`` sums of ``logprobs``.
+    """
+
+    logprobs: list[list[Tensor]]
+    entropies: list[list[np.ndarray]]
+    sequence_logprobs: list[list[float]]
+
+
+def experiment_metrics(sequences: BatchedSequences, logprobs: LogprobResults) -> dict[str, float]:
+    """Means over responses and tokens, for the metric sinks."""
+    lengths = np.asarray(sequences.gen_lens, dtype=float)
+    entropies: list[Any] = [entropy for row in logprobs.entropies for entropy in row]
+    tokens = max(1.0, float(lengths.sum()))
+    totals = np.asarray(logprobs.sequence_logprobs, dtype=float)
+    metrics = {
+        "sequences": float(lengths.size),
+        "generated_tokens": float(lengths.sum()),
+        "response_length": float(lengths.mean()),
+        "entropy": float(sum(float(entropy.sum()) for entropy in entropies)) / tokens,
+        "token_logprob": float(totals.sum()) / tokens,
+        "sequence_logprob": float(totals.mean()),
+    }
+    if sequences.stop_reasons:
+        reasons = [reason for row in sequences.stop_reasons for reason in row]
+        metrics["truncated"] = reasons.count("length") / len(reasons)
+    return metrics

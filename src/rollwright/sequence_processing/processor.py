@@ -1,0 +1,336 @@
+"""``SequenceProcessor``: prompts in, responses with log-probabilities and entropies out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollwright.errors import ConfigError
+from rollwright.sequence_processing import generation, memory, processes
+from rollwright.sequence_processing.batches import BatchedSequences, LogprobResults
+from rollwright.sequence_processing.config import BatchSize, GenerationConfig, check_batch_size
+from rollwright.sequence_processing.models import module_with_gradients, plain_model, unwrapped
+from rollwright.sequence_processing.progress import progress_bar
+from rollwright.sequence_processing.prompts import Prompt, dataset_prompts, encoded, sampled
+from rollwright.sequence_processing.scoring import score
+from rollwright.training.parallel import world_size
+
+
+class SequenceProcessor:
+    """Generates responses and scores them, on a model that is in memory.
+
+    Generation runs on the built-in engine, which shares the model's weights: what an optimizer step changes is what the next
+    call samples from. Dropout is off in both, whatever mode the model is in.
+
+    Args:
+        model: a Hugging Face causal language model, as it is or inside DDP, FSDP, ``torch.compile`` or PEFT; see
+            ``sequence_processing.models``.
+        tokenizer: its tokenizer; without a pad token it gets the end token as one.
+        config: how to sample, and how much at a time.
+        progress: show progress bars; None: on a terminal and in a notebook.
+
+    Raises:
+        ConfigError: the model is no Hugging Face model, or the tokenizer has neither a pad nor an end token.
+    """
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, config: GenerationConfig | None = None, *, progress: bool | None = None
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.config = config or GenerationConfig()
+        self.progress = progress
+        self._inner = unwrapped(model)
+        if tokenizer.pad_token_id is None:
+            if tokenizer.eos_token_id is None:
+                raise ConfigError("The tokenizer has neither a pad nor an end token: set tokenizer.pad_token.")
+            tokenizer.pad_token = tokenizer.eos_token
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is, and where results are put."""
+        return next(self.model.parameters()).device
+
+    # ------------------------------------------------------------------ the text's four methods
+
+    def generate_with_logprobs(
+        self,
+        prompts: Sequence[Prompt] | None = None,
+        G: int = 8,
+        dataset_name: str | None = None,
+        split: str = "train",
+        num_prompts: int | None = None,
+        seed: int | None = None,
+        with_grad: bool = False,
+        gen_batch_size: BatchSize | None = None,
+        tf_batch_size: BatchSize | None = None,
+        *,
+        dataset_kwargs: dict[str, Any] | None = None,
+        across_processes: bool = False,
+    ) -> tuple[BatchedSequences, LogprobResults]:
+        """Generate ``G`` responses to each prompt and score them.
+
+        Args:
+            prompts: texts, token ids or conversations; or else ``dataset_name``.
+            G: responses to each prompt.
+            dataset_name: registered dataset, or the path of a file; see ``sample_prompts``.
+            split: of the dataset.
+            num_prompts: how many to draw from it; None: all.
+            seed: of the draw and of the sampling. With a seed, a call repeats bit for bit at the same batch sizes; at another
+                gen_batch_size rounding may change a few responses (``BatchedSequences.share_changed``). None: drawn from
+                torch's global generator.
+            with_grad: gradients flow through the log-probabilities.
+            gen_batch_size, tf_batch_size: in place of the config's.
+            dataset_kwargs: arguments of the dataset's builder.
+            across_processes: under torchrun, give each process a share of the prompts, and every process all results.
+                Otherwise each process works on what it is given.
+
+        Returns:
+            The sequences, and their log-probabilities at the sampling temperature.
+
+        Raises:
+            ConfigError: neither or both of prompts and dataset_name, or an argument out of its range.
+            DataError: an unknown dataset or split.
+            PromptTooLongError: a prompt fills the model's context.
+        """
+        chosen = self.chosen_prompts(prompts, G, dataset_name, split, num_prompts, seed, dataset_kwargs)
+        if across_processes and world_size() > 1:
+            if with_grad:
+                raise ConfigError(
+                    "with_grad keeps a graph on its process: leave across_processes off and give each its prompts."
+                )
+            return self._across_processes(chosen, G, seed, gen_batch_size, tf_batch_size)
+        ids = encoded(chosen, self.tokenizer)
+        with plain_model(self.model) as model:
+            sequences = self._generate(model, ids, G, self._seed(seed), gen_batch_size)
+            module = module_with_gradients(self.model) if with_grad else model
+            return sequences, self._score(module, sequences, with_grad, tf_batch_size)
+
+    def generate_batched(
+        self,
+        prompts: Sequence[Prompt],
+        G: int = 8,
+        seed: int | None = None,
+        gen_batch_size: BatchSize | None = None,
+    ) -> BatchedSequences:
+        """Generate ``G`` responses to each prompt; arguments and errors as for ``generate_with_logprobs``."""
+        _check_group(G)
+        with plain_model(self.model) as model:
+            return self._generate(model, encoded(prompts, self.tokenizer), G, self._seed(seed), gen_batch_size)
+
+    def teacher_force_logprobs(
+        self,
+        sequences: BatchedSequences,
+        with_grad: bool = False,
+        tf_batch_size: BatchSize | None = None,
+        temperature: float | None = None,
+    ) -> LogprobResults:
+        """Score responses that were generated before, by this model or another.
+
+        Args:
+            sequences: prompts and responses; empty responses give empty arrays.
+            with_grad: gradients flow through the log-probabilities to the model's parameters.
+            tf_batch_size: in place of the config's.
+            temperature: of the softmax; None: the config's sampling temperature.
+
+        Raises:
+            ConfigError: ``with_grad`` where no parameter requires a gradient, or a temperature that is not positive.
+        """
+        if with_grad:
+            return self._score(module_with_gradients(self.model), sequences, True, tf_batch_size, temperature)
+        with plain_model(self.model) as model:
+            return self._score(model, sequences, False, tf_batch_size, temperature)
+
+    def sample_prompts(
+        self,
+        dataset_name: str,
+        split: str = "train",
+        num_prompts: int | None = None,
+        seed: int | None = None,
+        **dataset_kwargs: Any,
+    ) -> list[str]:
+        """Prompts drawn without replacement.
+
+        Args:
+            dataset_name: a name in ``DATASET_REGISTRY``, the path of a ``.jsonl``, ``.json`` or ``.parquet`` file or of a
+                directory of them, ``reasoning_gym:NAME``, ``module:builder``, or ``owner/name`` at Hugging Face.
+            split: its split.
+            num_prompts: how many; None: all, in the dataset's order.
+            seed: the same seed draws the same prompts.
+            **dataset_kwargs: arguments of the dataset's builder, such as ``path="data/gsm8k"``.
+
+        Raises:
+            DataError: an unknown dataset (with the known names) or split.
+            ConfigError: more prompts than there are.
+        """
+        prompts = dataset_prompts(dataset_name, split, **dataset_kwargs)
+        return sampled(prompts, num_prompts, seed, f"{dataset_name} ({split})")
+
+    # ------------------------------------------------------------------ very large experiments
+
+    def generate_to_shards(
+        self,
+        directory: str | Path,
+        prompts: Sequence[Prompt] | None = None,
+        G: int = 8,
+        dataset_name: str | None = None,
+        split: str = "train",
+        num_prompts: int | None = None,
+        seed: int | None = None,
+        *,
+        dataset_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Generate and score shard by shard, each written to a file when it is done; only one is ever in memory.
+
+        Arguments and errors are those of ``generate_with_logprobs``, and ``options`` those of
+        ``sequence_processing.shards.ShardOptions``: ``prompts_per_shard``, ``file_format``, ``resume``, ``sinks``, … Under
+        torchrun the shards are dealt out to the processes.
+
+        Returns:
+            A ``ShardedExperiment``, whose ``rows()`` reads the files back.
+        """
+        from rollwright.sequence_processing.shards import ShardOptions, run_experiment
+
+        chosen = self.chosen_prompts(prompts, G, dataset_name, split, num_prompts, seed, dataset_kwargs)
+        return run_experiment(self, Path(directory), chosen, G, seed, ShardOptions(**options))
+
+    # ------------------------------------------------------------------ inside
+
+    def chosen_prompts(
+        self,
+        prompts: Sequence[Prompt] | None,
+        G: int,
+        dataset_name: str | None,
+        split: str,
+        num_prompts: int | None,
+        seed: int | None,
+        dataset_kwargs: dict[str, Any] | None,
+    ) -> Sequence[Prompt]:
+        """The explicit prompts, or those of the dataset; see ``generate_with_logprobs``."""
+        _check_group(G)
+        if prompts is not None and dataset_name is not None:
+            raise ConfigError("prompts and dataset_name are both given: give one of them.")
+        if prompts is not None:
+            if num_prompts is not None:
+                raise ConfigError("num_prompts says how many to draw from a dataset: leave it out where prompts are given.")
+            return prompts
+        if dataset_name is None:
+            raise ConfigError("There is nothing to generate from: give prompts or dataset_name.")
+        return self.sample_prompts(dataset_name, split, num_prompts, seed, **(dataset_kwargs or {}))
+
+    def _seed(self, seed: int | None) -> int:
+        return int(torch.randint(1 << 62, ())) if seed is None else seed
+
+    def _generate(
+        self, model: Any, prompts: list[list[int]], group: int, seed: int, batch_size: BatchSize | None, first_prompt: int = 0
+    ) -> BatchedSequences:
+        config = self.config
+        config.check()
+        generation.check_lengths(prompts, model)
+        if config.max_new_tokens == 0:
+            nothing: list[list[list[int]]] = [[[] for _ in range(group)] for _ in prompts]
+            return self._batched(prompts, nothing, [["length"] * group for _ in prompts])
+        total = len(prompts) * group
+        size = self._batch_size("gen_batch_size", batch_size)
+        if size == "auto":
+            longest = max(map(len, prompts)) + config.max_new_tokens
+            size = memory.generation_batch_size(model, total, min(longest, generation.context_of(model) or longest))
+        requests = generation.make_requests(prompts, group, config.hyperparameters(), seed, first_prompt)
+        with progress_bar(total, "generating", self.progress) as advance:
+            responses = generation.generate(
+                model, self.tokenizer, requests, size, may_halve=not config.deterministic, advance=advance
+            )
+        rows = [responses[start : start + group] for start in range(0, total, group)]
+        tokens = [[response.output_tokens for response in row] for row in rows]
+        return self._batched(prompts, tokens, [[response.stop_reason for response in row] for row in rows])
+
+    def _batched(
+        self, prompts: list[list[int]], responses: list[list[list[int]]], stop_reasons: list[list[str]]
+    ) -> BatchedSequences:
+        texts = [self.tokenizer.batch_decode(row, skip_special_tokens=True) for row in responses]
+        return BatchedSequences.from_tokens(prompts, responses, texts, self.tokenizer.pad_token_id, self.device, stop_reasons)
+
+    def _score(
+        self,
+        module: nn.Module,
+        sequences: BatchedSequences,
+        with_grad: bool,
+        batch_size: BatchSize | None,
+        temperature: float | None = None,
+    ) -> LogprobResults:
+        if with_grad and not any(parameter.requires_grad for parameter in module.parameters()):
+            raise ConfigError("with_grad=True, and no parameter of the model requires a gradient: unfreeze some.")
+        if temperature is not None and not temperature > 0:
+            raise ConfigError(f"temperature is {temperature}: give a positive one; greedy responses are scored at 1.")
+        prompts, group, length = sequences.sequences.shape
+        size = self._batch_size("tf_batch_size", batch_size)
+        if size == "auto":
+            size = memory.scoring_batch_size(self._inner, prompts * group, length, with_grad)
+        with progress_bar(prompts * group, "scoring", self.progress) as advance:
+            return score(
+                module,
+                sequences,
+                vocabulary=self._inner.config.get_text_config().vocab_size,
+                temperature=self.config.logprob_temperature if temperature is None else temperature,
+                batch_size=size,
+                with_grad=with_grad,
+                may_halve=not self.config.deterministic,
+                advance=advance,
+            )
+
+    def _batch_size(self, name: str, override: BatchSize | None) -> BatchSize:
+        size = getattr(self.config, name) if override is None else override
+        check_batch_size(name, size, self.config.deterministic)
+        return size
+
+    def shard(
+        self,
+        prompts: list[list[int]],
+        group: int,
+        seed: int,
+        first_prompt: int,
+        gen_batch_size: BatchSize | None = None,
+        tf_batch_size: BatchSize | None = None,
+    ) -> tuple[BatchedSequences, LogprobResults]:
+        """A part of an experiment, drawn as it would be within the whole.
+
+        Args:
+            prompts: ids of its prompts.
+            group: responses to each.
+            seed: of the whole experiment.
+            first_prompt: number of its first prompt in the experiment.
+            gen_batch_size, tf_batch_size: in place of the config's.
+        """
+        with plain_model(self.model) as model:
+            sequences = self._generate(model, prompts, group, seed, gen_batch_size, first_prompt)
+            return sequences, self._score(model, sequences, False, tf_batch_size)
+
+    def _across_processes(
+        self,
+        prompts: Sequence[Prompt],
+        group: int,
+        seed: int | None,
+        gen_batch_size: BatchSize | None,
+        tf_batch_size: BatchSize | None,
+    ) -> tuple[BatchedSequences, LogprobResults]:
+        ids = encoded(prompts, self.tokenizer)
+        generation.check_lengths(ids, self._inner)  # on every process, so that none waits for one that was refused
+        seed = processes.agreed_seed(self._seed(seed), self.device)
+        own = processes.own_share(len(ids))
+        mine = None
+        with plain_model(self.model) as model:
+            if own:
+                part = self._generate(model, ids[own.start : own.stop], group, seed, gen_batch_size, own.start)
+                mine = part, self._score(model, part, False, tf_batch_size)
+        dtype = torch.promote_types(self._inner.dtype, torch.float32)
+        return processes.gathered(ids, group, mine, self.tokenizer, self.device, dtype)
+
+
+def _check_group(G: int) -> None:
+    if isinstance(G, bool) or not isinstance(G, int) or G < 1:
+        raise ConfigError(f"G is {G!r}: give the number of responses to each prompt, from 1 on.")

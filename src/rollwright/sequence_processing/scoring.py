@@ -1,0 +1,114 @@
+"""Teacher forcing: log-probabilities and entropies of responses, ``tf_batch_size`` sequences in a forward pass.
+
+The training code's ``TokenScorer`` computes them: only hidden states before response tokens go through the output layer, a
+chunk of them at a time, so no ``[B, L, V]`` tensor of log-probabilities is ever held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rollwright.sequence_processing.batches import BatchedSequences, LogprobResults
+from rollwright.sequence_processing.memory import halved, is_out_of_memory, release
+from rollwright.sequence_processing.models import evaluation_mode
+from rollwright.training.logprobs import TokenScorer
+
+#: Logits computed at a time, in entries: each takes several float32 tensors of this size while it is worked on.
+_CHUNK_ENTRIES = {"cpu": 1 << 21, "cuda": 1 << 25}
+
+
+def score(
+    module: nn.Module,
+    sequences: BatchedSequences,
+    *,
+    vocabulary: int,
+    temperature: float,
+    batch_size: int,
+    with_grad: bool = False,
+    may_halve: bool = True,
+    advance: Callable[[int], None] = lambda steps: None,
+) -> LogprobResults:
+    """Score every response.
+
+    Args:
+        module: a Hugging Face causal model, or what forwards to one.
+        sequences: what to score.
+        vocabulary: width of the logits.
+        temperature: that logits are divided by.
+        batch_size: sequences in a forward pass.
+        with_grad: keep the graph. With more than one batch each is computed again in the backward pass, so that activations
+            of one batch at a time are held.
+        may_halve: out of memory, go on with half the batch size where it stopped; False: raise.
+        advance: told how many more sequences are scored.
+    """
+    prompts, group, _ = sequences.sequences.shape
+    device = next(module.parameters()).device
+    rows = [(b, g) for b in range(prompts) for g in range(group) if sequences.gen_lens[b][g]]
+    # Long ones first: rows of a batch have like lengths, and if memory does not do, that shows at once.
+    rows.sort(key=lambda row: sequences.prompt_lens[row[0]] + sequences.gen_lens[row[0]][row[1]], reverse=True)
+    scorer = TokenScorer(module, chunk_tokens=max(16, _CHUNK_ENTRIES.get(device.type, 1 << 21) // vocabulary))
+    dtype = torch.promote_types(next(module.parameters()).dtype, torch.float32)
+    scored: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    recompute = with_grad and len(rows) > batch_size
+    while remaining := rows[len(scored) :]:
+        batch = remaining[:batch_size]
+        try:
+            logprobs_T, entropy_T = _score_batch(scorer, sequences, batch, temperature, device, with_grad, recompute)
+        except Exception as error:
+            if not (may_halve and len(batch) > 1 and is_out_of_memory(error)):
+                raise
+            batch_size, recompute = halved(len(batch), "tf_batch_size", error), with_grad
+            error.__traceback__ = None
+            release()
+            continue
+        lengths = [sequences.gen_lens[b][g] for b, g in batch]
+        pieces = zip(logprobs_T.split(lengths), entropy_T.split(lengths), strict=True)
+        scored.update(zip(batch, pieces, strict=True))
+        advance(len(batch))
+    return _results(scored, prompts, group, torch.empty(0, dtype=dtype, device=device))
+
+
+def _score_batch(
+    scorer: TokenScorer,
+    sequences: BatchedSequences,
+    batch: list[tuple[int, int]],
+    temperature: float,
+    device: torch.device,
+    with_grad: bool,
+    recompute: bool,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of the batch's response tokens, row after row."""
+    b_B, g_B = (torch.tensor(column) for column in zip(*batch, strict=True))
+    start_B = torch.tensor([sequences.prompt_lens[b] for b, _ in batch])
+    end_B = start_B + torch.tensor([sequences.gen_lens[b][g] for b, g in batch])
+    stored = sequences.sequences.device
+    ids_BL = sequences.sequences[b_B.to(stored), g_B.to(stored), : int(end_B.max())].to(device)
+    columns_L = torch.arange(ids_BL.shape[1])
+    wanted_BL = ((columns_L >= start_B[:, None]) & (columns_L < end_B[:, None])).to(device)
+    inputs = {"input_ids": ids_BL, "temperature": torch.full((len(batch),), temperature, device=device)}
+
+    def compute(inputs: dict[str, Tensor], wanted_BL: Tensor) -> tuple[Tensor, Tensor]:
+        with evaluation_mode(scorer.model):  # also when it runs again in the backward pass
+            logprobs_BL, entropy_BL = scorer(inputs, wanted_BL, with_entropy=True)
+        return logprobs_BL[wanted_BL], entropy_BL[wanted_BL].detach()
+
+    if not with_grad:
+        with torch.no_grad():
+            return compute(inputs, wanted_BL)
+    with torch.enable_grad():
+        if recompute:
+            return checkpoint(compute, inputs, wanted_BL, use_reentrant=False)
+        return compute(inputs, wanted_BL)
+
+
+def _results(scored: dict[tuple[int, int], tuple[Tensor, Tensor]], prompts: int, group: int, nothing: Tensor) -> LogprobResults:
+    pairs = [[scored.get((b, g), (nothing, nothing)) for g in range(group)] for b in range(prompts)]
+    return LogprobResults(
+        logprobs=[[logprobs_T for logprobs_T, _ in row] for row in pairs],
+        entropies=[[entropy_T.cpu().numpy() for _, entropy_T in row] for row in pairs],
+        sequence_logprobs=[[float(logprobs_T.detach().double().sum()) for logprobs_T, _ in row] for row in pairs],
+    )
