@@ -89,7 +89,7 @@ def test_the_yaml_of_the_guide_is_understood(text, tmp_path, monkeypatch, number
     """Both listings are parts of a file: what the guide leaves out as "other fields" is put before them."""
     monkeypatch.setenv("TRINITY_TASKSET_PATH", str(tmp_path / "tasks.jsonl"))
     head = f"model: {{model_path: {tmp_path}}}\n"
-    tail = "  batch_size: 2\n" if number else "  batch_size: 2\n"
+    tail = "  batch_size: 2\n"
     file = tmp_path / "guide.yaml"
     file.write_text(head + blocks(text, "yaml")[number].rstrip() + "\n" + tail)
     (stage,) = load_stages(file)

@@ -197,6 +197,8 @@ class Experience:
     def to_trajectory(self) -> Trajectory:
         """One row ``[1, L]``. Left out: log-probabilities, versions, temperature and truncation that are not known here.
 
+        ``info`` and ``metrics`` go along under the key ``details``, one dict a row.
+
         Raises:
             TrajectoryError: there is no reward.
         """
@@ -227,6 +229,7 @@ class Experience:
             out["truncated"] = torch.tensor([self.truncated])
         if self.multi_modal_inputs is not None:
             out["multi_modal_inputs"] = [self.multi_modal_inputs]
+        out["details"] = [{"info": dict(self.info), "metrics": dict(self.metrics)}]
         return out
 
     @classmethod
@@ -251,6 +254,7 @@ class Experience:
                     reward=trajectory["rewards"][row].item(),
                     action_mask=mask[prompt:].clone(),
                     multi_modal_inputs=trajectory.get("multi_modal_inputs", [None] * len(lengths))[row],
+                    **{key: dict(value) for key, value in trajectory.get("details", [{}] * len(lengths))[row].items()},
                     **response,
                     **scalars,
                     **whole,

@@ -291,6 +291,11 @@ class RolloutExecutor:
         }
 
     @property
+    def stopped_by(self) -> BaseException | None:
+        """What stopped rollout for good (too many failures, a fault of ours); None while it can go on."""
+        return self._runner.fatal
+
+    @property
     def failures(self) -> list[Failure]:
         """The latest failures, each with task, cause and traceback."""
         return list(self._runner.failures.recent)

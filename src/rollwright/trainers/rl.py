@@ -13,15 +13,17 @@ from rollwright.config.recipes import apply_recipe
 from rollwright.data.loader import TaskLoader
 from rollwright.data.mixture import TaskMixture
 from rollwright.data.tokenizer import load_tokenizer
-from rollwright.errors import ConfigError, WeightUpdateError
-from rollwright.experience.trajectory import Trajectory, tensor_container_to
+from rollwright.errors import ConfigError
+from rollwright.experience.trajectory import tensor_container_to
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.trainers.evaluation import EvaluationResult, evaluate, sample_means
+from rollwright.trainers.evaluation import EvaluationResult, evaluate
+from rollwright.trainers.group_operators import GroupOperators
 from rollwright.trainers.rollout_backend import make_rollout_engine
 from rollwright.trainers.schedule import Schedule
 from rollwright.trainers.stage_run import StageRun
+from rollwright.trainers.step_report import check_agreement, report_step
 from rollwright.trainers.stop_signal import StopSignal
 from rollwright.trainers.workflow_arguments import with_defaults
 from rollwright.training.actor import FSDPPPOActor
@@ -141,6 +143,7 @@ class PPOTrainer:
         trained = resolve_workflow(workflow, kwargs)
         evaluated, evaluated_kwargs = self._evaluation_workflow(workflow, kwargs, eval_workflow, eval_workflow_kwargs)
 
+        operators = GroupOperators(config.store.operators) if config.store is not None and config.store.operators else None
         total = self.spec.total_steps
         saving, recovering, evaluating = (
             Schedule(section, self.spec.steps_per_epoch) for section in (config.saver, config.recover, config.evaluator)
@@ -155,7 +158,9 @@ class PPOTrainer:
                 evaluations[0] = self._evaluate(run, evaluated, evaluated_kwargs)
             while self.step < total and stop.received is None:
                 with run.timer.phase("generate"):
-                    batch = self.rollout.prepare_batch(self.loader, workflow=trained, group_size=config.gconfig.n_samples)
+                    batch = self.rollout.prepare_batch(
+                        self.loader, workflow=trained, should_accept_fn=operators, group_size=config.gconfig.n_samples
+                    )
                     batch = tensor_container_to(batch, self.actor.device)
                 with run.timer.phase("train"):
                     self.actor.compute_advantages(batch)
@@ -167,8 +172,8 @@ class PPOTrainer:
                     self.rollout.resume()
                     self.rollout.set_version(self.actor.version)
                 self.step += 1
-                reward = self._report(run, batch, stats)
-                self._check_agreement(stats)
+                reward = report_step(run, self.step, batch, stats, self.actor.version)
+                check_agreement(config, self.actor, self.step, stats)
                 if self.valid_dataset and (evaluating.due(self.step) or self.step == total):
                     evaluations[self.step] = self._evaluate(run, evaluated, evaluated_kwargs)
                 with run.timer.phase("checkpoint"):
@@ -206,55 +211,6 @@ class PPOTrainer:
         run.display.evaluation(self.step, result.reward)
         run.dumper.dump(self.step, result.trajectory, name="eval")
         return result.reward
-
-    def _report(self, run: StageRun, batch: Trajectory, stats: dict[str, float]) -> float:
-        rewards = sample_means(batch, batch["rewards"])
-        sampled = float(batch["loss_mask"].sum())
-        lengths = batch["attention_mask"].sum(1).float()
-        seconds = run.timer.export()
-        versions = batch["versions"][batch["loss_mask"].bool()]
-        staleness = float((self.actor.version - 1 - versions).float().mean()) if len(versions) else 0.0
-        reward = float(rewards.mean())
-        generation = sampled / seconds["generate"] if seconds.get("generate") else 0.0
-        training = float(lengths.sum()) / seconds["train"] if seconds.get("train") else 0.0
-        run.log(
-            self.step,
-            {
-                "reward": reward,
-                "reward/std": float(rewards.std(unbiased=False)),
-                "samples": float(len(rewards)),
-                "response_tokens": sampled / len(rewards),
-                "sequence_tokens": float(lengths.mean()),
-                "truncated": float(sample_means(batch, batch["truncated"].float()).mean()),
-                "staleness": staleness,
-                "version": float(self.actor.version),
-                "tokens_per_second/generate": generation,
-                "tokens_per_second/train": training,
-                **{f"seconds/{name}": value for name, value in seconds.items()},
-                **{f"actor/{name}": value for name, value in stats.items()},
-                **run.tracker.export(reset=True),
-            },
-        )
-        run.dumper.dump(self.step, batch)
-        run.display.step(
-            self.step,
-            reward,
-            generate_tokens_per_second=generation,
-            train_tokens_per_second=training,
-            staleness=staleness,
-            seconds=seconds,
-        )
-        return reward
-
-    def _check_agreement(self, stats: dict[str, float]) -> None:
-        difference = stats.get("logprob_difference/mean")
-        limit = self.config.rollout.logprob_tolerance or (1e-3 if self.actor.compute_dtype == torch.float32 else 5e-2)
-        if difference is not None and difference > limit:
-            raise WeightUpdateError(
-                f"step {self.step}: the {self.config.rollout.backend} engine's log-probabilities differ from the trainer's by "
-                f"{difference:.2e} on average for tokens of the current version (limit {limit:.0e}): it does not compute with "
-                "the published weights. Check the engine's dtype and weight update; rollout.logprob_tolerance sets the limit."
-            )
 
     def _save_recover(self) -> None:
         self.recover.save(

@@ -94,6 +94,7 @@ def save_model(
     directory: str | Path,
     *,
     tokenizer: Any = None,
+    image_processor: Any = None,
     state: dict[str, Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
@@ -103,6 +104,7 @@ def save_model(
         model: a Hugging Face model.
         directory: replaced where it exists.
         tokenizer: its files and chat template are written too.
+        image_processor: of a model that sees; its file is written too.
         state: the tensors to write; None: the model's own.
         dtype: type that floating-point tensors are written in; None: as they are.
     """
@@ -116,6 +118,8 @@ def save_model(
             _note_dtype(draft / "config.json", dtype)
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)
+        if image_processor is not None:
+            image_processor.save_pretrained(draft)
 
 
 def _note_dtype(config_file: Path, dtype: torch.dtype) -> None:
