@@ -62,7 +62,7 @@ class ModelRequest:
     position_ids: list[int] | None = None  # [len(input_ids)], for isolated branches
     branch_ids: list[int] | None = None  # [len(input_ids)]: see experience.trajectory
     multi_modal: dict[str, Any] | None = None  # processor outputs, e.g. pixel_values
-    image_data: list[Any] | None = None  # encoded images, for servers
+    image_data: list[Any] | None = None  # PIL images, or encoded ones in text, for servers
     lora_name: str | None = None
 
     def __post_init__(self) -> None:

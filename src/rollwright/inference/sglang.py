@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from rollwright.config.sections import RolloutConfig
+from rollwright.data.vision import encoded_image
 from rollwright.errors import EngineError, WeightUpdateError
 from rollwright.inference.connections import ServerRefusedError
 from rollwright.inference.network import find_free_ports, own_address
@@ -70,6 +71,8 @@ class SGLangClient(PublishingClient):
     def _check(self, request: ModelRequest, server: str) -> bool:
         if not self._is_builtin:
             for name in ("position_ids", "branch_ids", "multi_modal"):
+                if name == "multi_modal" and request.image_data:
+                    continue  # the server processes the images itself
                 if getattr(request, name) is not None:
                     raise EngineError(
                         f"The SGLang server at {server} has no {name}; use the built-in engine or rollwright serve-model, or for "
@@ -102,7 +105,7 @@ class SGLangClient(PublishingClient):
             "stream": False,
         }
         if request.image_data is not None:
-            payload["image_data"] = request.image_data
+            payload["image_data"] = [encoded_image(image) for image in request.image_data]
         if request.lora_name is not None:
             payload["lora_path"] = request.lora_name
         for name in ("position_ids", "branch_ids"):  # extensions of rollwright serve-model

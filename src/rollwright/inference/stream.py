@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from rollwright.inference.request import ModelRequest, ModelResponse
 
 
-async def stream_response(engine: Any, request: ModelRequest) -> AsyncIterator[ModelResponse]:
+async def stream_response(engine: Any, request: ModelRequest) -> AsyncGenerator[ModelResponse, None]:
     """The response of ``engine`` as it grows.
 
     Args:

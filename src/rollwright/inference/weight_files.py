@@ -38,7 +38,7 @@ def _tensor_digest(name: str, tensor: Tensor) -> bytes:
     digest = hashlib.sha256(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     if flat.numel():
-        digest.update(memoryview(flat.view(torch.uint8).numpy()))
+        digest.update(memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]
     return digest.digest()
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
 from torch import Tensor
 
 from rollwright.errors import WeightUpdateError
@@ -45,12 +47,15 @@ class WeightGroup:
         limit = timedelta(seconds=timeout)
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         try:
-            self._store = dist.TCPStore(master_address, master_port, world_size, rank == 0, limit)
-            store = dist.PrefixStore(f"{self.device.type}/", dist.PrefixStore(name, self._store))
+            self._store = TCPStore(master_address, master_port, world_size, rank == 0, limit)
+            store = PrefixStore(f"{self.device.type}/", PrefixStore(name, self._store))
+            self._group: Any
             if backend == "gloo":
                 self._group = dist.ProcessGroupGloo(store, rank, world_size, limit)
             else:
-                self._group = dist.ProcessGroupNCCL(store, rank, world_size)
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = limit
+                self._group = dist.ProcessGroupNCCL(store, rank, world_size, options)
         except (RuntimeError, dist.DistError) as error:
             raise WeightUpdateError(
                 f"Rank {rank} of {world_size} could not join the group {name!r} at {master_address}:{master_port} within "
@@ -64,7 +69,7 @@ class WeightGroup:
         Raises:
             WeightUpdateError: a rank is gone.
         """
-        options = dist.BroadcastOptions()
+        options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         try:
             self._group.broadcast([tensor], options).wait()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -104,7 +104,7 @@ class Publication:
 
 def distinct_weights(weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     """Named tensors without those that are another one's memory (tied weights), whose first name counts."""
-    pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
+    pairs = cast("Iterable[tuple[str, Tensor]]", weights.items() if isinstance(weights, Mapping) else weights)
     seen: set[tuple[Any, ...]] = set()
     distinct: list[tuple[str, Tensor]] = []
     for name, tensor in pairs:

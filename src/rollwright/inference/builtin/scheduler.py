@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from rollwright.inference.builtin.kv_cache import KVCache
-from rollwright.inference.builtin.prefix_cache import PrefixCache, PrefixIndex
+from rollwright.inference.builtin.prefix_cache import KeptPrefix, PrefixCache, PrefixIndex
 from rollwright.inference.builtin.row_table import RowTable
 from rollwright.inference.builtin.sequence import Sequence
 
@@ -188,7 +188,7 @@ class Scheduler:
         self.reused_tokens += sequence.cached
         if isinstance(source, Sequence):
             self._cache.copy(source.row, sequence.row, sequence.cached)
-        else:
+        elif isinstance(source, KeptPrefix):
             self._cache.insert(sequence.row, source.tensors, sequence.cached)
 
     @staticmethod

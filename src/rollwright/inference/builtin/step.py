@@ -121,9 +121,9 @@ class Stepper:
         stopped, exhausted = table.stopped(first, last), table.exhausted(first, last)
         matches: dict[int, str] = {}
         for index in table.has_stop_strings[first:last].nonzero()[0].tolist():
-            sequence = running[first + index]
-            may_stop = bool(table.generated[first + index] >= table.min_new_tokens[first + index])
-            if (match := sequence.stop_strings.find(self._output(sequence), may_stop)) is not None:
+            watch, row = running[first + index].stop_strings, first + index
+            may_stop = bool(table.generated[row] >= table.min_new_tokens[row])
+            if watch is not None and (match := watch.find(int(table.last_token[row]), may_stop)) is not None:
                 matches[index] = match
         ended = stopped | exhausted
         ended[list(matches)] = True

@@ -23,31 +23,30 @@ class StopStrings:
         self._tokenizer = tokenizer
         self._stop = [text for text in stop if text]
         self._overlap = max((len(text) for text in self._stop), default=1) - 1
-        self._settled = 0  # decoding begins here: tokens before it no longer change how later ones read
-        self._read = 0  # tokens whose text is known
+        self._pending: list[int] = []  # the newest settled piece, as context, and the tokens after it
+        self._known = ""  # the text of that piece
+        self._known_tokens = 0
         self._tail = ""  # the last characters of the known text, in which a stop string may have begun
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def find(self, output_tokens: list[int], may_stop: bool = True) -> str | None:
-        """The stop string that the newest tokens complete, if any.
+    def find(self, token: int, may_stop: bool = True) -> str | None:
+        """The stop string that a new token completes, if any.
 
         Args:
-            output_tokens: all output so far, new tokens at the end.
+            token: the output token after those given before.
             may_stop: False below ``min_new_tokens``: the text is followed but no match is reported.
         """
-        if self._read >= len(output_tokens):
-            return None
-        known = self._decode(output_tokens[self._settled : self._read]) if self._read > self._settled else ""
-        text = self._decode(output_tokens[self._settled :])
-        if text.endswith(_INCOMPLETE):
-            new = text[len(known) :].rstrip(_INCOMPLETE)
+        self._pending.append(token)
+        text = self._decode(self._pending)
+        new = text[len(self._known) :]
+        searched = self._tail + new.rstrip(_INCOMPLETE)
+        if not text.endswith(_INCOMPLETE):
             searched = self._tail + new
-        else:
-            new = text[len(known) :]
-            searched = self._tail + new
-            self._settled, self._read = self._read, len(output_tokens)
+            self._pending = self._pending[self._known_tokens :]
+            self._known_tokens = len(self._pending)
+            self._known = self._decode(self._pending)
             self._tail = searched[-self._overlap :] if self._overlap else ""
         if not may_stop:
             return None

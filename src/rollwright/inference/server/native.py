@@ -121,7 +121,9 @@ class NativeProtocol:
         )
 
     def _prompts(self, body: dict[str, Any]) -> tuple[list[list[int]], bool]:
-        ids, text = body.get("input_ids"), body.get("text")
+        ids: Any = body.get("input_ids")
+        text = body.get("text")
+        prompts: list[Any]
         if (ids is None) == (text is None):
             raise RequestError("Give either input_ids or text.", param="input_ids")
         if text is not None:
@@ -133,10 +135,9 @@ class NativeProtocol:
                 prompts, is_batch = [self.tokenizer.encode(item) for item in text], True
             else:
                 raise RequestError("text has to be a text or a list of texts.", param="text")
-        elif isinstance(ids, list) and ids and isinstance(ids[0], list):
-            prompts, is_batch = ids, True
         else:
-            prompts, is_batch = [ids], False
+            is_batch = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
+            prompts = list(ids) if is_batch else [ids]
         vocabulary = len(self.tokenizer) if self.tokenizer is not None else None
         for prompt in prompts:
             self._check_prompt(prompt, vocabulary)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,7 +100,7 @@ class OpenAIProtocol:
         """
         if (engine is None) == (engine_for_key is None):
             raise ValueError("give either engine or engine_for_key")
-        self._engine_for_key = engine_for_key or (lambda _: engine)
+        self._engine_for_key: Callable[[str | None], Any] = engine_for_key or (lambda _: engine)
         self.tokenizer = tokenizer
         self.model_name = model_name
         self._on_call = on_call
@@ -329,7 +329,7 @@ class OpenAIProtocol:
         chunks = chunks_of(self, engine, call, include_usage)
         first = await anext(chunks)  # a request that is refused gets its status, not a stream that breaks off
 
-        async def body() -> Any:
+        async def body() -> AsyncIterator[str]:
             try:
                 yield first
                 async for chunk in chunks:

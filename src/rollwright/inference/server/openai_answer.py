@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 from rollwright.inference.request import ModelRequest, ModelResponse
@@ -191,7 +191,7 @@ class _ChoiceStream:
         return chunk
 
 
-async def chunks_of(protocol: OpenAIProtocol, engine: Any, call: OpenAICall, include_usage: bool) -> AsyncIterator[str]:
+async def chunks_of(protocol: OpenAIProtocol, engine: Any, call: OpenAICall, include_usage: bool) -> AsyncGenerator[str, None]:
     """The server-sent events of a streamed call. The first is yielded only after the engine took every request."""
     head = {
         "id": ("chatcmpl-" if call.is_chat else "cmpl-") + call.id,
