@@ -8,6 +8,7 @@ from typing import Any
 
 from rollwright.config.experiment import BaseExperimentConfig, PPOConfig, SFTConfig
 from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.new_model import NewModelConfig
 from rollwright.config.sections import DatasetConfig, IntervalConfig, NormConfig
 from rollwright.config.source import KeyPath, dotted
 from rollwright.errors import ConfigError
@@ -22,6 +23,8 @@ def faults_of(config: Any) -> Iterator[Fault]:
             yield from _generation(section, path)
         if isinstance(section, NormConfig) and section.leave_one_out and section.mean_level == "none":
             yield (*path, "leave_one_out"), "says what the mean leaves out, but mean_level is none, so there is no mean"
+    if isinstance(config, NewModelConfig):
+        yield from _new_model(config)
     if isinstance(config, BaseExperimentConfig):
         yield from _experiment(config)
     if isinstance(config, SFTConfig) and config.stop_accuracy is not None:
@@ -50,6 +53,14 @@ def _sections(config: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
         yield path, config
         for field in fields(config):
             yield from _sections(getattr(config, field.name), (*path, field.name))
+
+
+def _new_model(config: NewModelConfig) -> Iterator[Fault]:
+    sees = config.architecture == "qwen2_vl"
+    if config.vision is not None and not sees:
+        yield ("vision",), f"is set, but a {config.architecture} model sees nothing; choose architecture qwen2_vl"
+    if config.head_dim is not None and sees:
+        yield ("head_dim",), "is hidden_size / heads in architecture qwen2_vl; leave it out"
 
 
 def _generation(gconfig: GenerationHyperparameters, path: KeyPath) -> Iterator[Fault]:

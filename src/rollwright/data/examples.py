@@ -18,6 +18,7 @@ from typing import Any
 
 from rollwright.config.building import nearest
 from rollwright.config.sections import DatasetConfig
+from rollwright.data.counting import counting_squares
 from rollwright.data.formats import to_tasks
 from rollwright.data.gsm8k import R1_TEMPLATE, final_answer, gsm8k, read_gsm8k
 from rollwright.data.procedural import arithmetic
@@ -153,6 +154,7 @@ def _identity(builder: Builder) -> tuple[str, str]:
 DATASET_REGISTRY = DatasetRegistry()
 DATASET_REGISTRY["arithmetic"] = arithmetic
 DATASET_REGISTRY["gsm8k"] = gsm8k
+DATASET_REGISTRY["counting_squares"] = counting_squares
 
 
 @DATASET_REGISTRY.register("gsm8k_r1_template")

@@ -11,7 +11,9 @@ import torch
 from rollwright.config.experiment import FinetuneSpec, SFTConfig
 from rollwright.data.loader import TaskLoader
 from rollwright.data.tokenizer import load_tokenizer
+from rollwright.data.vision import as_images, image_placeholder, load_processor, multi_modal_outputs, place_images
 from rollwright.errors import ConfigError, DataError
+from rollwright.experience.contract import MULTI_MODAL
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors, tensor_container_to
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.evaluation import evaluate
@@ -51,6 +53,9 @@ class SFTTrainer:
         self.valid_dataset = list(valid_dataset or [])[: config.evaluator.limit]
         self.directory = directory
         self.tokenizer = load_tokenizer(config.tokenizer_path or config.model.path, config.model.trust_remote_code)
+        self.processor = None
+        if any(row.get("images") for row in train_dataset[:1]):
+            self.processor = load_processor(config.tokenizer_path or config.model.path, self.tokenizer)
         dataset = config.train_dataset
         self.loader = TaskLoader(
             train_dataset, dataset.batch_size, shuffle=dataset.shuffle, drop_last=dataset.drop_last, seed=config.seed
@@ -95,7 +100,7 @@ class SFTTrainer:
         ):
             while step < total and stop.received is None:
                 with run.timer.phase("train"):
-                    batch = supervised_batch(next(batches), self.tokenizer)
+                    batch = supervised_batch(next(batches), self.tokenizer, self.processor)
                     if self.rollout is not None:
                         self.weights.before_first_step()
                     stats = self.model.sft_update(tensor_container_to(batch, self.model.device))
@@ -135,8 +140,10 @@ class SFTTrainer:
         return evaluate(self.rollout, self.valid_dataset, self.config.workflow, kwargs, gconfig).reward
 
 
-def supervised_batch(rows: Sequence[dict[str, Any]], tokenizer: Any) -> Trajectory:
+def supervised_batch(rows: Sequence[dict[str, Any]], tokenizer: Any, processor: Any = None) -> Trajectory:
     """Rows with ``messages`` and ``completion`` as a batch: ``input_ids``, ``attention_mask``, ``loss_mask`` ``[B, L]``.
+
+    Rows with ``images`` need the model's ``processor``; then the batch has ``multi_modal_inputs``, too.
 
     A row may instead carry ``input_ids`` and ``loss_mask`` (a worked episode of several turns). The end token follows the
     completion and is learned.
@@ -144,10 +151,11 @@ def supervised_batch(rows: Sequence[dict[str, Any]], tokenizer: Any) -> Trajecto
     Raises:
         DataError: a row lacks the columns.
     """
-    return concat_padded_tensors([_encode(row, tokenizer) for row in rows])
+    return concat_padded_tensors([_encode(row, tokenizer, processor) for row in rows])
 
 
-def _encode(row: dict[str, Any], tokenizer: Any) -> dict[str, torch.Tensor]:
+def _encode(row: dict[str, Any], tokenizer: Any, processor: Any = None) -> Trajectory:
+    seen: dict[str, Any] = {}
     if "input_ids" in row and "loss_mask" in row:
         ids, mask = list(row["input_ids"]), list(row["loss_mask"])
     elif "segments" in row:  # [{"text": str, "train": bool}]: a worked episode of several turns
@@ -155,7 +163,10 @@ def _encode(row: dict[str, Any], tokenizer: Any) -> dict[str, torch.Tensor]:
         ids = [token for tokens, _ in encoded for token in tokens]
         mask = [int(trained) for tokens, trained in encoded for _ in tokens]
     elif "messages" in row and "completion" in row:
-        prompt = tokenizer.apply_chat_template(row["messages"], tokenize=True, add_generation_prompt=True)
+        if processor is None:
+            prompt = tokenizer.apply_chat_template(row["messages"], tokenize=True, add_generation_prompt=True)
+        else:
+            prompt, seen = _seen_prompt(row, tokenizer, processor)
         completion = [*tokenizer.encode(row["completion"], add_special_tokens=False), tokenizer.eos_token_id]
         ids, mask = [*prompt, *completion], [0] * len(prompt) + [1] * len(completion)
     else:
@@ -163,8 +174,18 @@ def _encode(row: dict[str, Any], tokenizer: Any) -> dict[str, torch.Tensor]:
             f"a row for supervised training has the columns {', '.join(sorted(row))}; it needs messages and completion, "
             "segments, or input_ids and loss_mask."
         )
-    return {
+    encoded = {
         "input_ids": torch.tensor([ids], dtype=torch.long),
         "attention_mask": torch.ones(1, len(ids), dtype=torch.bool),
         "loss_mask": torch.tensor([mask], dtype=torch.long),
     }
+    return encoded if processor is None else {**encoded, MULTI_MODAL: [seen or None]}
+
+
+def _seen_prompt(row: dict[str, Any], tokenizer: Any, processor: Any) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """Prompt ids with every image token, and what the model takes of the images; as ``VisionRLVRWorkflow`` makes them."""
+    images = as_images(row.get("images") or [])
+    messages = place_images(row["messages"], len(images), image_placeholder(processor))
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    processed = processor(images=images or None, text=text, padding=False, return_tensors="pt")
+    return processed["input_ids"][0].tolist(), multi_modal_outputs(processed) if images else {}

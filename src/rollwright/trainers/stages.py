@@ -96,26 +96,31 @@ def _finished_stages(directory: RunDirectory) -> dict[str, Any]:
 def make_model(config: NewModelConfig) -> dict[str, Any]:
     """Write a model with random weights and its tokenizer; returns its ``path`` and the number of ``parameters``."""
     from rollwright.data.tokenizer import ASCII, build_character_tokenizer, load_tokenizer
+    from rollwright.data.vision import VISION_PIECES
     from rollwright.training.model import new_model, parameter_count
+    from rollwright.training.vision_model import new_vision_model
 
+    sees = config.architecture == "qwen2_vl"
     if config.vocabulary_from:
         tokenizer = load_tokenizer(config.vocabulary_from)
     else:
-        tokenizer = build_character_tokenizer(config.characters or ASCII, pieces=config.pieces)
-    model = new_model(
-        config.path,
-        config.architecture,
-        tokenizer=tokenizer,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        tie_word_embeddings=config.tie_embeddings,
-        seed=config.seed,
-    )
+        pieces = [*config.pieces, *(VISION_PIECES if sees else ())]
+        tokenizer = build_character_tokenizer(config.characters or ASCII, pieces=pieces)
+    sizes: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": config.tie_embeddings,
+        "seed": config.seed,
+    }
+    if sees:
+        model = new_vision_model(config.path, vision=config.vision, **sizes)
+    else:
+        model = new_model(config.path, config.architecture, head_dim=config.head_dim, **sizes)
     count = parameter_count(model)
     logging.console().print(
         f"a {config.architecture} model of {count / 1e6:.2f} M parameters, {len(tokenizer)} tokens: {config.path}"

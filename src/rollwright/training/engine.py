@@ -227,7 +227,19 @@ class TrainEngine:
         """Write the model in Hugging Face form; the directory appears whole or not at all."""
         state = self.full_weights()
         if parallel.rank() == 0:
-            save_model(self.model, path, tokenizer=tokenizer, state=state)
+            save_model(self.model, path, tokenizer=tokenizer, image_processor=self._image_processor(), state=state)
+
+    def _image_processor(self) -> Any:
+        """Of a model that sees, that of the directory it was loaded from, so that its checkpoints see, too."""
+        if not self.config.path or not hasattr(self.model.config, "vision_config"):
+            return None
+        from transformers import AutoImageProcessor
+
+        try:
+            return AutoImageProcessor.from_pretrained(self.config.path)
+        except (OSError, ValueError, ImportError) as error:
+            logger.warning("%s has no image processor to copy into checkpoints: %s", self.config.path, error)
+            return None
 
     def full_weights(self) -> dict[str, Tensor]:
         """The model's tensors by name, whole, as copies on the CPU; tied tensors are one object."""

@@ -186,12 +186,26 @@ def model_inputs(batch: Trajectory, model: nn.Module) -> dict[str, Any]:
     if any(batch.get(MULTI_MODAL) or []):
         if mask_BL is not None:
             inputs["attention_mask"] = mask_BL.to(torch.long)
+        inputs["input_ids"] = ids_BL = _without_sampled_images(batch, model.config)
         inputs |= _picture_inputs(batch[MULTI_MODAL], ids_BL, model)
     return inputs
 
 
 #: Processor outputs that go with the tokens; the trainer's rows have their own.
 _TOKEN_OUTPUTS = {"input_ids", "attention_mask", "mm_token_type_ids"}
+
+
+def _without_sampled_images(batch: Trajectory, config: Any) -> Tensor:
+    """``input_ids`` in which image tokens that were sampled are another token: they stand for no image.
+
+    Such a token ends its row (``VisionRLVRWorkflow`` stops there), so that nothing is computed from it.
+    """
+    ids_BL = batch["input_ids"]
+    if batch.get("loss_mask") is None:
+        return ids_BL
+    names = ("image_token_id", "video_token_id")
+    images = torch.tensor([i for i in (getattr(config, n, None) for n in names) if i is not None], device=ids_BL.device)
+    return ids_BL.masked_fill(torch.isin(ids_BL, images) & (batch["loss_mask"] > 0), 0)
 
 
 def _picture_inputs(entries: list[dict[str, Tensor] | None], ids_BL: Tensor, model: nn.Module) -> dict[str, Tensor]:

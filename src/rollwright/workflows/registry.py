@@ -30,6 +30,7 @@ Registered = TypeVar("Registered")
 BUILT_IN = {
     "rlvr": "rollwright.workflows.rlvr.RLVRWorkflow",
     "multi_turn": "rollwright.workflows.multi_turn.MultiTurnWorkflow",
+    "vision_rlvr": "rollwright.workflows.vision_rlvr.VisionRLVRWorkflow",
     "parallel_generation": "rollwright.workflows.parallel_generation.ParallelGenerationWorkflow",
     "search_agent": "rollwright.workflows.search_agent.SearchAgentWorkflow",
     "grouped_search_agent": "rollwright.workflows.search_agent.GroupedSearchAgentWorkflow",
