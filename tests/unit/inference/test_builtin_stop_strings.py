@@ -35,9 +35,9 @@ def first_match(tokens: list[int], stop: list[str]) -> tuple[int, str] | None:
 def test_incremental_search_equals_decoding_everything(pieces, stop):
     tokens = TOKENIZER.encode("".join(pieces))
     watch, found = StopStrings(TOKENIZER, stop), None
-    for end in range(1, len(tokens) + 1):
-        if match := watch.find(tokens[:end]):
-            found = end, match
+    for index, token in enumerate(tokens):
+        if match := watch.find(token):
+            found = index + 1, match
             break
     assert found == first_match(tokens, stop)
 
@@ -45,13 +45,13 @@ def test_incremental_search_equals_decoding_everything(pieces, stop):
 def test_a_special_token_may_be_a_stop_string():
     watch = StopStrings(TOKENIZER, ["<eos>"])
     tokens = [*TOKENIZER.encode("abc"), 0]
-    assert [watch.find(tokens[:end]) for end in range(1, len(tokens) + 1)][-1] == "<eos>"
+    assert [watch.find(token) for token in tokens][-1] == "<eos>"
 
 
 def test_below_the_minimum_text_is_followed_but_nothing_matches():
     watch = StopStrings(TOKENIZER, ["ab"])
     tokens = TOKENIZER.encode("c") + TOKENIZER.encode("a") + TOKENIZER.encode("b") + TOKENIZER.encode("ab")
-    found = [watch.find(tokens[:end], may_stop=end >= 4) for end in range(1, len(tokens) + 1)]
+    found = [watch.find(token, may_stop=index >= 3) for index, token in enumerate(tokens)]
     assert found == [None, None, None, "ab"]
 
 

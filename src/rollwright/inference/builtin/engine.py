@@ -344,7 +344,7 @@ class BuiltinEngine(InferenceEngine):
         Raises:
             WeightUpdateError: a name or shape is not the model's; then no weight has changed.
         """
-        pairs = list(named.items() if isinstance(named, dict) else named)
+        pairs: list[tuple[str, Tensor]] = list(dict(named).items())
         state = self.model.state_dict(keep_vars=True)
         for name, tensor in pairs:
             if name not in state or state[name].shape != tensor.shape:

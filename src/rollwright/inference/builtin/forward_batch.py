@@ -139,7 +139,7 @@ def prefill_batch(chunks: list[tuple[Sequence, int, int]], first_row: int, devic
     branched = any(sequence.request.branch_ids is not None for sequence, _, _ in chunks)
     if branched or batch.is_ragged or any(start for _, start, _ in chunks):
         batch.visible = torch.arange(kv_length, device=device) <= batch.pad(batch.columns)[:, :, None]
-    if branched:
+    if branched and batch.visible is not None:
         for index, (sequence, start, end) in enumerate(chunks):
             if sequence.request.branch_ids is not None:
                 branches = torch.from_numpy(sequence.branch_ids()[:end]).to(device)

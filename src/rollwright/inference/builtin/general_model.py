@@ -97,7 +97,7 @@ class GeneralModel:
         dtype = self._model.dtype
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
         mask = mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
-        layers = [_SlotLayer(index, batch, cache) for index in range(len(self.layer_shapes))]
+        layers: list[Any] = [_SlotLayer(index, batch, cache) for index in range(len(self.layer_shapes))]
         arguments: dict[str, Any] = {"logits_to_keep": 1} if self._keeps_last_logits else {}
         if self._takes_positions:
             arguments["position_ids"] = batch.pad(batch.positions)
@@ -117,7 +117,7 @@ class GeneralModel:
     def multi_modal_position_delta(self, sequence: Sequence) -> int:
         """Position of the token after a multi-modal prompt, less the prompt's length: an image takes fewer positions than
         it has tokens where rotary positions have three axes (M-RoPE); 0 in other models."""
-        inputs = self._model_inputs(sequence.request.multi_modal, torch.tensor([sequence.tokens]))
+        inputs = self._model_inputs(sequence.request.multi_modal or {}, torch.tensor([sequence.tokens]))
         return 0 if (positions := self._rope_index(inputs)) is None else int(positions.max()) + 1 - len(sequence.tokens)
 
     def _multi_modal_arguments(self, batch: ForwardBatch) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rollwright.data.tokenizer import load_tokenizer
 
@@ -26,7 +26,7 @@ def load_model_for_inference(
         tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     loader = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-    model: PreTrainedModel = loader.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
+    model: Any = loader.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
     return model.to(default_device(device)).eval(), tokenizer
 
 

@@ -108,7 +108,8 @@ class Stepper:
         table.version[first:last] = self.version
         table.append(first, last, tokens, logprobs)
         for index in table.has_listener[first:last].nonzero()[0].tolist():
-            running[first + index].on_token(int(tokens[index]), float(logprobs[index]), self.version)
+            if (listener := running[first + index].on_token) is not None:
+                listener(int(tokens[index]), float(logprobs[index]), self.version)
         self._counts["generated_tokens"] += last - first
         return self._take_finished(first, last)
 
