@@ -38,6 +38,7 @@ def arithmetic(
     operation: str = "+",
     worked: bool = True,
     answer_format: str = "<answer>{answer}</answer>",
+    carries: float | None = None,
     seed: int = 1,
 ) -> list[dict[str, Any]]:
     """Sums, differences and products of whole numbers, with the solution worked digit by digit from the right.
@@ -50,6 +51,8 @@ def arithmetic(
         operation: ``+``, ``-``, ``*`` or several of them, such as ``+-``.
         worked: the completion shows its work; otherwise it is the answer alone.
         answer_format: how the answer stands at the completion's end; ``{answer}`` is the number.
+        carries: share of the sums in which a column carries into the next one; None: as they come (about half of two-digit
+            sums). Tasks of the kind that is too frequent are left out.
         seed: which tasks, and in which order.
 
     Returns:
@@ -75,13 +78,34 @@ def arithmetic(
                 f"arithmetic: {size} tasks of split {split!r} were asked for, but there are {len(tasks)} with operation "
                 f"{operation!r} and {low} to {digits} digits; lower size or raise digits."
             )
-        tasks = tasks[:size]
+        tasks = (tasks if carries is None else _with_carries(tasks, carries))[:size]
     else:
         tasks = _drawn(split, min(size, count), low, digits, operation, random.Random(seed))
     return [_row(task, worked, answer_format) for task in tasks]
 
 
 Task = tuple[int, str, int]
+
+
+def _with_carries(tasks: list[Task], share: float) -> list[Task]:
+    """As many tasks as there are with this share of carries, spread evenly, otherwise in their order."""
+    if not 0 <= share <= 1 or any(symbol != "+" for _, symbol, _ in tasks):
+        raise DataError(f"arithmetic: carries is {share!r}; it is a share from 0 to 1, and for operation '+' alone.")
+    kinds = {kind: [task for task in tasks if _carries(task) is kind] for kind in (True, False)}
+    chosen: list[Task] = []
+    taken = {True: 0, False: 0}
+    while True:
+        kind = (len(chosen) + 1) * share >= taken[True] + 1
+        if taken[kind] == len(kinds[kind]):
+            return chosen
+        chosen.append(kinds[kind][taken[kind]])
+        taken[kind] += 1
+
+
+def _carries(task: Task) -> bool:
+    """True where a column of the sum, other than the highest, reaches ten."""
+    a, _, b = task
+    return any("+1=" in step for step in _worked_sum(a, b))
 
 
 def _check_arguments(split: str, size: int | None, digits: int, low: int, operation: str, answer_format: str) -> None:

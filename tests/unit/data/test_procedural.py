@@ -81,3 +81,11 @@ def test_a_seed_gives_the_same_tasks_and_another_others():
 def test_refused(arguments):
     with pytest.raises(DataError, match="arithmetic"):
         arithmetic(**arguments)
+
+
+def test_the_share_of_carries_is_what_was_asked_for():
+    rows = arithmetic("train", 200, carries=0.1)
+    assert sum("+1=" in row["completion"] for row in rows) == 20
+    assert not any("+1=" in row["completion"] for row in arithmetic("train", 50, carries=0.0))
+    with pytest.raises(DataError, match="carries is 2"):
+        arithmetic("train", 10, carries=2)
