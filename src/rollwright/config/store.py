@@ -32,6 +32,14 @@ class StoreConfig:
             "help": "SQLAlchemy URL, such as sqlite:///path.db or postgresql://…, or the file's path; empty: in the run directory."
         },
     )
+    train_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Experiences in a training step: whole groups until there are at least so many; None: "
+            "train_dataset.batch_size groups.",
+            "ge": 1,
+        },
+    )
     order: str = field(
         default="fifo",
         metadata={

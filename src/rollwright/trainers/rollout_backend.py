@@ -9,12 +9,14 @@ import torch
 
 from rollwright.cluster.local import LocalServers
 from rollwright.config.experiment import PPOConfig
+from rollwright.errors import ConfigError
 from rollwright.inference.network import find_server_addresses
 from rollwright.inference.sglang import SGLangClient
 from rollwright.inference.vllm import VLLMClient
 from rollwright.rollout.engines import LocalRolloutEngine, RemoteSGLangEngine, RemoteVLLMEngine, RolloutEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
+from rollwright.training.model import load_model
 
 logger = getLogger("rollout")
 
@@ -31,6 +33,22 @@ def make_engine_alone(config: Any, tokenizer: Any) -> LocalRolloutEngine:
     return LocalRolloutEngine(
         config.rollout, model=config.path, tokenizer=tokenizer, seed=config.seed, deterministic=config.deterministic
     )
+
+
+def make_explorer_engine(config: PPOConfig, tokenizer: Any, directory: RunDirectory) -> RolloutEngine:
+    """The engine of an explorer, over the model at ``actor.path``: weights come to it as files."""
+    logger.info("exploring with the %s engine", config.rollout.backend)
+    if config.rollout.backend == "builtin":
+        model = load_model(config.actor) if config.actor.init_from_scratch else config.actor.path
+        return LocalRolloutEngine(
+            config.rollout, model=model, tokenizer=tokenizer, seed=config.seed, deterministic=config.deterministic
+        )
+    if config.actor.init_from_scratch and not find_server_addresses(config.rollout.addresses):
+        raise ConfigError(
+            f"actor.init_from_scratch leaves no weights that a {config.rollout.backend} server could load; make the model first "
+            "(rollwright model new), or explore with rollout.backend=builtin."
+        )
+    return _make_server_engine(config, None, tokenizer, directory)
 
 
 def make_rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: RunDirectory) -> RolloutEngine:

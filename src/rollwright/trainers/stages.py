@@ -36,9 +36,7 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
         0. The summary is in ``summary.json``:
         ``{"eval": {label: {...}}, "seconds": {stage: s}, "stages": {name: results}, "run_directory": path}``.
     """
-    directory = RunDirectory(*_place(stages))
-    mode = next((stage.config.recover.mode for stage in stages if hasattr(stage.config, "recover")), "off")
-    directory.claim({"stages": [stage.to_dict() for stage in stages]}, mode)
+    directory = _claimed(stages)
     if source_path is not None:
         shutil.copyfile(source_path, directory.path / "source.yaml")
     console = logging.console()
@@ -61,6 +59,22 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
         directory.finish()
     _show(summary, directory)
     return 0
+
+
+def _claimed(stages: Sequence[Stage]) -> RunDirectory:
+    parts = [stage for stage in stages if getattr(stage.config, "mode", "both") != "both"]
+    if parts and len(stages) > 1:
+        raise ConfigError(
+            f"stage {parts[0].name} is in mode {parts[0].config.mode}, which is one process of a run of several and has no other "
+            "stages: give it a file of its own, and carry the other stages out before."
+        )
+    if parts:
+        from rollwright.trainers.shared_run import claim_part
+
+        return claim_part(parts[0].config)
+    directory = RunDirectory(*_place(stages))
+    mode = next((stage.config.recover.mode for stage in stages if hasattr(stage.config, "recover")), "off")
+    return directory.claim({"stages": [stage.to_dict() for stage in stages]}, mode)
 
 
 def _place(stages: Sequence[Stage]) -> tuple[str, str, str]:
@@ -148,6 +162,8 @@ def _train_policy(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
     from rollwright.trainers.rl import PPOTrainer
 
     config = stage.config
+    if config.mode != "both":
+        return _play_part(config, directory)
     if config.tasksets:
         return _train_on_tasksets(config, directory)
     tokenizer = config.tokenizer_path or config.actor.path  # counts prompts where max_length is set
@@ -164,6 +180,27 @@ def _train_on_tasksets(config: PPOConfig, directory: RunDirectory) -> dict[str, 
     with PPOTrainer(config, mixture, tasks.evaluation_rows(config), directory=directory) as trainer:
         evaluated = tasks.evaluation_runner(config, trainer.tokenizer) if config.eval_tasksets else None
         return trainer.train(tasks.training_runner(config, trainer.tokenizer, mixture), eval_workflow=evaluated)
+
+
+def _play_part(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
+    """What this process does in a run of several."""
+    if config.mode == "explore":
+        from rollwright.trainers.explore import Explorer
+
+        with Explorer(config, directory) as explorer:
+            return explorer.explore()
+    if config.mode == "train":
+        from rollwright.trainers.train_from_store import StoreTrainer
+
+        with StoreTrainer(config, directory) as trainer:
+            return trainer.train()
+    if config.mode == "bench":
+        from rollwright.trainers.bench import bench
+
+        return bench(config, directory)
+    from rollwright.trainers.serve import serve
+
+    return serve(config, directory)
 
 
 def _evaluate(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
@@ -214,7 +251,7 @@ def _show(summary: dict[str, Any], directory: RunDirectory) -> None:
     for picture in sorted(directory.path.glob("**/reward.png")):
         places.add_row("reward curve", str(picture))
     for result in summary["stages"].values():
-        if result["kind"] == "rl":
+        if "checkpoint" in result and result["kind"] == "rl":
             places.add_row("checkpoint", f"{result['checkpoint']}  (transformers.AutoModelForCausalLM.from_pretrained)")
     places.add_row("summary", str(directory.summary_file))
     console.print(places)

@@ -1,0 +1,343 @@
+"""Exploring: claim tasks from the store, sample them with the newest weights that a trainer published, store their groups.
+
+Invariants:
+
+* a claimed task starts with weights at least as new as those whose publication gave it its place;
+* a task is finished by storing its group (or that there is none) in one transaction; what is left when the explorer ends is
+  given back.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from rollwright.config.experiment import PPOConfig
+from rollwright.data.mixture import TaskMixture
+from rollwright.data.tokenizer import load_tokenizer
+from rollwright.errors import ConfigError, RolloutError, WeightUpdateError
+from rollwright.experience.operators import ExperiencePipeline
+from rollwright.experience.store import ExperienceStore
+from rollwright.experience.store_records import Announcement, TaskClaim
+from rollwright.experience.trajectory import Trajectory
+from rollwright.inference.weight_files import read_weights
+from rollwright.rollout.engines import LocalRolloutEngine, RolloutEngine
+from rollwright.tracking.logging import getLogger
+from rollwright.tracking.run_directory import RunDirectory
+from rollwright.trainers import tasks
+from rollwright.trainers.drawn_tasks import count_tasks, training_tasks
+from rollwright.trainers.evaluation import evaluate, sample_means
+from rollwright.trainers.group_operators import samples_of
+from rollwright.trainers.rollout_backend import make_explorer_engine
+from rollwright.trainers.shared_run import open_run_store, run_length, trial_path
+from rollwright.trainers.stage_run import StageRun
+from rollwright.trainers.stop_signal import StopSignal
+from rollwright.trainers.workflow_arguments import with_defaults
+from rollwright.workflows.registry import resolve_workflow
+
+logger = getLogger("explorer")
+
+LEASE_SECONDS = 60.0
+POLL_SECONDS = 0.05
+REMINDER_SECONDS = 60.0
+EPOCHS_WITHOUT_GROUP = 2
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a task ended."""
+
+    claim: TaskClaim
+    group: Trajectory | None = None  # None: rejected or failed, or given back
+    stored: int = 0  # experiences
+    reason: str = ""  # why there is no group
+
+
+class Explorer:
+    """An explorer of mode ``explore``; several may run at once.
+
+    Args:
+        config: the experiment, the same as the trainer's but for ``mode``.
+        directory: claimed for this process; its name is the explorer's.
+    """
+
+    def __init__(self, config: PPOConfig, directory: RunDirectory) -> None:
+        self.config = config
+        self.directory = directory
+        self.name = directory.trial
+        self.tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, config.actor.trust_remote_code)
+        self.tasks = training_tasks(config)
+        self.spec = run_length(config, count_tasks(self.tasks.source))
+        self.limit = (config.rollout.max_head_offpolicyness + 1) * config.train_dataset.batch_size
+        self.loaded: tuple[int, int] | None = None  # (epoch, version) of the trainer's announcement
+        self.groups = 0  # stored so far
+        self.missed = 0  # tasks in a row that gave no group
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Explorer:
+        config = self.config
+        store = open_run_store(config)
+        if not isinstance(store, ExperienceStore):
+            raise ConfigError("mode explore claims its tasks in a database: set store.type to sql or queue, not file.")
+        self.store = store
+        torch.manual_seed(config.seed)
+        self.pipeline = ExperiencePipeline(config.store.operators if config.store is not None else ())
+        self.workflow, self.evaluated, self.evaluation_tasks = self._workflows()
+        self.pool = ThreadPoolExecutor(self.limit, thread_name_prefix="explored-task")
+        self.running: dict[Future[Finished], TaskClaim] = {}
+        self._ending = False
+        self.rollout = self._start_engine()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stop_engine()
+        self.pool.shutdown(wait=True, cancel_futures=True)
+        self.store.close()
+
+    def _start_engine(self) -> RolloutEngine:
+        rollout = make_explorer_engine(self.config, self.tokenizer, self.directory)
+        rollout.initialize()
+        return rollout
+
+    def _stop_engine(self) -> None:
+        self._ending = True
+        self.rollout.destroy()
+        wait(self.running)
+        self._ending = False
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def explore(self) -> dict[str, Any]:
+        """Explore until the trainer has published its last version or a signal comes.
+
+        Where no trainer has announced anything, it ends when the groups of all steps are stored.
+
+        Returns:
+            ``{"groups", "version", "eval": {version: reward}}``.
+        """
+        evaluations: dict[int, float] = {}
+        with (
+            StopSignal() as stop,
+            StageRun(
+                self.config, self.directory, total_steps=self.spec.total_steps, resume_step=None, tokenizer=self.tokenizer
+            ) as run,
+            self.store.keeping_claims(self.name, lease_seconds=LEASE_SECONDS),
+        ):
+            self._wait_for_first_weights(stop)
+            self._last_news = time.monotonic()
+            while not self._is_over() and stop.received is None:
+                claims = self._claim()
+                if self.follow_trainer():
+                    self._report(run)
+                    self._evaluate(run, evaluations)
+                for claim in claims:
+                    task = self.tasks.row(claim.ordinal)
+                    self.running[self.pool.submit(self._run, claim, task)] = claim
+                for finished in self._finished():
+                    self._note(run, finished)
+                self._remind()
+            self.follow_trainer()
+            self._report(run)
+            self._evaluate(run, evaluations, last=stop.received is None)
+            self._stop_engine()  # before the claims that are left are given back
+        return {"groups": self.groups, "version": self.rollout_version, "eval": evaluations}
+
+    def _claim(self) -> list[TaskClaim]:
+        """A few tasks at a time, so that explorers share what there is."""
+        room = min(self.limit - len(self.running), max(1, self.config.train_dataset.batch_size // 2))
+        if room <= 0 or self._is_enough():
+            return []
+        return self.store.claim_tasks(self.name, room, lease_seconds=LEASE_SECONDS, max_outstanding=self.limit)
+
+    def _run(self, claim: TaskClaim, task: dict[str, Any]) -> Finished:
+        """One task, in a thread of its own: sample its group, pass it through the operators, store it."""
+        rollout = self.rollout
+        try:
+            group = rollout.wait_for_task(
+                rollout.submit({**task, "ordinal": claim.ordinal}, self.workflow, group_size=self.config.gconfig.n_samples)
+            )
+        except RolloutError as error:
+            if self._ending or rollout.executor.stopped_by is not None:
+                raise  # the task goes back to the store
+            self.store.finish_task(claim, [], drops={"no_group": 1})
+            return Finished(claim, reason=str(error))
+        result = self.pipeline.apply(samples_of(group, claim.ordinal))
+        kept = self.store.finish_task(claim, result.samples, drops=result.drops)
+        stored = sum(map(len, result.samples)) if kept else 0
+        return Finished(claim, group, stored, "" if stored else "nothing left by the operators" if kept else "claim was lost")
+
+    def _finished(self) -> list[Finished]:
+        done, _ = wait(self.running, POLL_SECONDS, FIRST_COMPLETED) if self.running else (time.sleep(POLL_SECONDS) or (), ())
+        ended = []
+        for future in done:
+            del self.running[future]
+            ended.append(future.result())
+        return ended
+
+    def _is_over(self) -> bool:
+        newest = self.store.latest_version()
+        if newest is None:
+            return self._is_enough()  # nobody trains yet: what was asked for is there
+        return newest.version >= self.spec.total_steps
+
+    def _is_enough(self) -> bool:
+        """True where all groups of the run's steps are stored; not known where the store decides what a step is."""
+        config = self.config
+        assert config.store is not None
+        if config.store.uses != 1 or config.store.train_batch_size is not None:
+            return False
+        status = self.store.status()
+        return status.unused_groups + status.used_groups >= self.spec.total_steps * config.train_dataset.batch_size
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    @property
+    def rollout_version(self) -> int:
+        """Version that the next token is sampled with."""
+        return 0 if self.loaded is None else self.loaded[1]
+
+    def follow_trainer(self) -> bool:
+        """Load the weights that were announced last; true where they are others than before."""
+        for _ in range(5):
+            newest = self.store.latest_version()
+            if newest is None or (newest.epoch, newest.version) == self.loaded:
+                return False
+            try:
+                self._load(newest)
+                return True
+            except WeightUpdateError as error:  # removed while it was read: a newer one is there
+                again = self.store.latest_version()
+                if again == newest:
+                    raise
+                logger.info("version %d is gone (%s); reading a newer one", newest.version, error)
+        raise WeightUpdateError("five versions in a row were replaced while they were read: publish less often, or keep more.")
+
+    def _load(self, newest: Announcement) -> None:
+        if newest.version < self.rollout_version:
+            logger.warning(
+                "the trainer went back from version %d to %d: the tasks that run are given back",
+                self.rollout_version,
+                newest.version,
+            )
+            self._stop_engine()
+            self.running.clear()
+            self.store.release_claims(self.name)
+            self.rollout = self._start_engine()
+        weights = dict(read_weights(newest.path))
+        self.rollout.pause()
+        try:
+            if isinstance(self.rollout, LocalRolloutEngine):
+                self.rollout.load_weights(weights, newest.version)
+            else:
+                self.rollout.update_weights(version=newest.version, weights=weights)  # type: ignore[attr-defined]
+        finally:
+            self.rollout.resume()
+        self.loaded = (newest.epoch, newest.version)
+
+    def _wait_for_first_weights(self, stop: StopSignal) -> None:
+        """Weights made at random are the trainer's own: there is nothing to begin with until it has announced them."""
+        if not self.config.actor.init_from_scratch:
+            return
+        while (
+            stop.received is None
+            and self.store.wait_for_version(0, REMINDER_SECONDS, lambda: stop.received is not None) is None
+        ):
+            logger.info("waiting for the trainer's first weights (actor.init_from_scratch)")
+
+    # -- what is told --------------------------------------------------------------------------------------------------
+
+    def _note(self, run: StageRun, finished: Finished) -> None:
+        self._last_news = time.monotonic()
+        if finished.group is None or not finished.stored:
+            self.missed += 1
+            logger.info("task %d is stored without a group: %s", finished.claim.ordinal, finished.reason)
+        else:
+            self.groups += 1
+            self.missed = 0
+        per_epoch = max(1, self.spec.steps_per_epoch * self.config.train_dataset.batch_size)
+        if self.missed > EPOCHS_WITHOUT_GROUP * per_epoch:
+            raise RolloutError(
+                f"no group of the last {self.ends['missed in a row']} tasks was kept, which is more than {EPOCHS_WITHOUT_GROUP} epochs: "
+                f"look at the workflow, rollout.dynamic_filter and store.operators. The last: {finished.reason}"
+            )
+        if finished.group is not None:
+            rewards = sample_means(finished.group, finished.group["rewards"])
+            run.tracker.scalar(
+                reward=float(rewards.mean()), response_tokens=float(finished.group["loss_mask"].sum()) / len(rewards)
+            )
+            run.tracker.sum(groups=1.0, samples=float(len(rewards)))
+            run.dumper.dump(self.rollout_version, finished.group)
+
+    def _report(self, run: StageRun) -> None:
+        numbers = run.tracker.export(reset=True)
+        if "reward" in numbers:
+            run.log(self.rollout_version, numbers)
+            run.display.step(self.rollout_version, numbers["reward"])
+
+    def _remind(self) -> None:
+        if time.monotonic() - self._last_news > REMINDER_SECONDS:
+            self._last_news = time.monotonic()
+            logger.info(
+                "%d tasks run; at the limit of %d groups ahead of the trainer (version %d); is a trainer running?",
+                len(self.running),
+                self.limit,
+                self.rollout_version,
+            )
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def _evaluate(self, run: StageRun, evaluations: dict[int, float], last: bool = False) -> None:
+        """Evaluate where it is due since the last time, in one of the explorers."""
+        version, every = self.rollout_version, self.config.evaluator.every_steps
+        done = max(evaluations, default=-1 if self.config.evaluator.at_start else 0)
+        due = every is not None and version // every > done // every
+        if version == done or not self.evaluation_tasks or not (due or last or (done < 0 and version == 0)):
+            return
+        lock = os.open(trial_path(self.config) / "evaluation.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            return  # another explorer evaluates
+        try:
+            workflow, kwargs = self.evaluated
+            result = evaluate(self.rollout, self.evaluation_tasks, workflow, kwargs, self.config.evaluator.gconfig)
+        finally:
+            os.close(lock)
+        evaluations[version] = result.reward
+        run.log(version, {f"eval/{name}": value for name, value in result.as_metrics().items()})
+        run.display.evaluation(version, result.reward)
+        run.dumper.dump(version, result.trajectory, name="eval")
+
+    def _workflows(self) -> tuple[Any, tuple[Any, dict[str, Any]], list[dict[str, Any]]]:
+        """The workflow of exploration, that of evaluation with its arguments, and the tasks of evaluation."""
+        config = self.config
+        if config.tasksets:
+            mixture = self.tasks.source
+            assert isinstance(mixture, TaskMixture)
+            runner = tasks.training_runner(config, self.tokenizer, mixture)
+            if not config.eval_tasksets:
+                return runner, (runner, {}), []
+            return (
+                runner,
+                (tasks.evaluation_runner(config, self.tokenizer), {}),
+                tasks.evaluation_rows(config)[: config.evaluator.limit],
+            )
+        if config.workflow is None:
+            raise ConfigError("no workflow: set `workflow:` in the config, or give tasksets that name theirs.")
+        defaults = {"reward_fn": config.reward_fn, "gconfig": config.gconfig.new(n_samples=1), "tokenizer": self.tokenizer}
+        kwargs = with_defaults(config.workflow, config.workflow_kwargs, defaults)
+        rows: list[dict[str, Any]] = []
+        if config.valid_dataset is not None:
+            from rollwright.data.examples import get_dataset
+
+            rows = list(get_dataset(config.valid_dataset, config.tokenizer_path or config.actor.path))[: config.evaluator.limit]
+        return resolve_workflow(config.workflow, kwargs), (config.eval_workflow or config.workflow, kwargs), rows

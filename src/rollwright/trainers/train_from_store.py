@@ -1,0 +1,187 @@
+"""Training from the store: read a batch that explorers made, take a step, publish the weights, again.
+
+What is drawn from the store becomes the trainer's own when a recover checkpoint is committed with it; a trainer that is
+killed goes on from its newest checkpoint and draws again what was drawn after it, and nothing else.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from rollwright.config.experiment import PPOConfig
+from rollwright.config.recipes import apply_recipe
+from rollwright.data.tokenizer import load_tokenizer
+from rollwright.experience.store import ExperienceStore
+from rollwright.experience.store_records import Batch
+from rollwright.experience.store_sampling import Sampling
+from rollwright.experience.trajectory import Trajectory, concat_padded_tensors, tensor_container_to
+from rollwright.tracking.logging import getLogger
+from rollwright.tracking.run_directory import RunDirectory
+from rollwright.trainers.drawn_tasks import count_tasks, training_tasks
+from rollwright.trainers.group_operators import joined_samples
+from rollwright.trainers.published_weights import PublishedWeights
+from rollwright.trainers.schedule import Schedule
+from rollwright.trainers.shared_run import open_run_store, run_length
+from rollwright.trainers.stage_run import StageRun
+from rollwright.trainers.step_report import check_agreement, report_step
+from rollwright.trainers.stop_signal import StopSignal
+from rollwright.training.actor import FSDPPPOActor
+from rollwright.training.checkpoint import RecoverCheckpoints
+
+logger = getLogger("trainer")
+
+#: Seconds between two messages that the trainer waits for experiences.
+REMINDER_SECONDS = 60.0
+
+
+class StoreTrainer:
+    """The trainer of mode ``train``.
+
+    Args:
+        config: the experiment.
+        directory: claimed for this process.
+    """
+
+    def __init__(self, config: PPOConfig, directory: RunDirectory) -> None:
+        self.config = apply_recipe(config)
+        self.directory = directory
+        self.tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, config.actor.trust_remote_code)
+        size = 0 if config.total_train_steps is not None else count_tasks(training_tasks(config).source)
+        self.spec = run_length(config, size)
+        self.step = 0
+
+    def __enter__(self) -> StoreTrainer:
+        config = self.config
+        assert config.store is not None
+        torch.manual_seed(config.seed)
+        self.store = open_run_store(config)
+        announced = self.store if isinstance(self.store, ExperienceStore) else None
+        self.sampling = Sampling.from_config(config.store, config.seed)
+        self.actor = FSDPPPOActor(config.actor)
+        self.actor.initialize(None, self.spec)
+        self.actor.connect_engine(PublishedWeights(self.directory.path / "weights", announced))
+        self.recover = RecoverCheckpoints(self.directory.recover, keep=config.recover.keep)
+        self._begin()
+        self.actor.republish()  # what explorers begin with
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.actor.destroy()
+        self.store.close()
+
+    def _begin(self) -> None:
+        """Become the store's trainer: at the newest checkpoint, or at the beginning."""
+        if self.directory.resumed and self.recover.steps():
+            self.step, state = self.recover.load()
+            self.actor.load_state_dict(state["actor"])
+            undone = self.store.recover(self.recover.path(self.step).name)
+            logger.info("resumed after step %d; %s uses of experiences are made again", self.step, undone or "no")
+        else:
+            self.store.recover(None)
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def train(self) -> dict[str, Any]:
+        """Train to the last step, until the experiences end, or until a signal asks to stop.
+
+        Returns:
+            ``{"steps", "reward", "seconds": {...}, "checkpoint": path}``.
+        """
+        config, total = self.config, self.spec.total_steps
+        saving, recovering = (Schedule(section, self.spec.steps_per_epoch) for section in (config.saver, config.recover))
+        reward = float("nan")
+        with (
+            StopSignal() as stop,
+            StageRun(config, self.directory, total_steps=total, resume_step=self.step or None, tokenizer=self.tokenizer) as run,
+        ):
+            while self.step < total and stop.received is None:
+                with run.timer.phase("wait"):
+                    drawn = self._draw(stop)
+                if drawn is None:
+                    break
+                batch = tensor_container_to(trajectory_of(drawn), self.actor.device)
+                with run.timer.phase("train"):
+                    self.actor.compute_advantages(batch)
+                    stats = self.actor.ppo_update(batch)
+                    self.actor.step_lr_scheduler()
+                with run.timer.phase("publish"):
+                    self.actor.update_weights()
+                self.step += 1
+                reward = report_step(run, self.step, batch, stats, self.actor.version, waiting="wait")
+                check_agreement(config, self.actor, self.step, stats)
+                with run.timer.phase("checkpoint"):
+                    if saving.due(self.step):
+                        self.actor.save(self.directory.checkpoints / f"step-{self.step:06d}", self.tokenizer)
+                    if recovering.due(self.step):
+                        self._save_recover()
+            if self.step and self.step not in self.recover.steps():
+                self._save_recover()  # so that what was drawn stays drawn, also when the run is made longer
+            if stop.received is not None and self.step < total:
+                raise SystemExit(stop.exit_code)
+            checkpoint = self.directory.checkpoints / "final"
+            self.actor.save(checkpoint, self.tokenizer)
+            run.plot(f"{config.experiment_name}: reward")
+            return {"steps": self.step, "reward": reward, "seconds": run.timer.totals, "checkpoint": str(checkpoint)}
+
+    def _draw(self, stop: StopSignal) -> Batch | None:
+        """The next batch; None where no more will come, or a signal asks to stop."""
+        config = self.config
+        assert config.store is not None
+        wanted: dict[str, Any] = {"groups": config.train_dataset.batch_size}
+        if config.store.train_batch_size is not None:
+            wanted = {"experiences": config.store.train_batch_size}
+        wanted["cancelled"] = lambda: stop.received is not None
+        if not isinstance(self.store, ExperienceStore):
+            batch = self.store.sample(**wanted)
+            if batch is None:
+                logger.info("%s has no further batch; training ends after step %d", self.store.path, self.step)
+            return batch
+        oldest = self._oldest_version()
+        while stop.received is None:
+            if oldest is not None and (dropped := self.store.drop_older_than(oldest, sampling=self.sampling)):
+                logger.info("%d groups were older than max_head_offpolicyness allows and are dropped", dropped)
+            batch = self.store.sample(sampling=self.sampling, min_version=oldest, timeout=REMINDER_SECONDS, **wanted)
+            if batch is not None:
+                return batch
+            status = self.store.status()
+            if status.production_ended:
+                logger.info("every task is finished; %d groups are left, less than a batch", status.unused_groups)
+                return None
+            if stop.received is None:
+                logger.info(
+                    "waiting for experiences: %d groups are ready and %d tasks run; is an explorer running?",
+                    status.unused_groups,
+                    status.claimed_tasks,
+                )
+        return None
+
+    def _oldest_version(self) -> int | None:
+        """The oldest version that may be trained; None where experiences are used again, whatever their age."""
+        assert self.config.store is not None
+        if self.config.store.uses != 1:
+            return None
+        return max(0, self.actor.version - self.config.rollout.max_head_offpolicyness)
+
+    def _save_recover(self) -> None:
+        name = self.recover.path(self.step).name
+        self.recover.save(
+            self.step,
+            {"actor": self.actor.state_dict()},
+            before_visible=lambda: self.store.commit(name, version=self.actor.version),
+        )
+
+
+def trajectory_of(batch: Batch) -> Trajectory:
+    """A batch of the store in tensor form; a group's samples are told apart by ``eid.run``."""
+    groups = []
+    first_sample = 0
+    for number, group in enumerate(batch):
+        samples: dict[Any, list[Any]] = {}
+        for experience in group.experiences:
+            samples.setdefault(experience.eid.run, []).append(experience)
+        groups.append(joined_samples(list(samples.values()), number, first_sample))
+        first_sample += len(samples)
+    return concat_padded_tensors(groups)
