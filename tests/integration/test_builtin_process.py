@@ -44,7 +44,8 @@ def test_a_run_trains_with_generation_in_a_process_of_its_own(tmp_path, init_fro
         assert len(children) == 2  # the server and its supervisor
         summary = trainer.train("rollwright.workflows.rlvr.RLVRWorkflow", {"reward_fn": reward})
         assert summary["steps"] == 3
-        assert client.get_version() == 3 and client.agreements[0].mean < 1e-3
+        assert client.get_version() == 3
+        assert client.agreements[0].mean < 1e-3
         log = trainer.directory.logs / "builtin_process-0.log"
         assert log.exists()
     _, alive = psutil.wait_procs(children, timeout=10)

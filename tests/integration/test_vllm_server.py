@@ -168,7 +168,7 @@ def test_abort_and_a_cancelled_request(server):
     client, _ = server
 
     async def is_running() -> None:
-        while await asyncio.to_thread(running_requests, client) < 1:  # noqa: ASYNC110 - another process
+        while await asyncio.to_thread(running_requests, client) < 1:
             pass
 
     async def scenario():

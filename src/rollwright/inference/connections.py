@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import httpx
 
-from rollwright.errors import EngineError
+from rollwright.errors import EngineError, PromptTooLongError
 
 #: Below the keep-alive limits of servers (uvicorn's is 5 s), so that a reused connection is seldom just being closed.
 _KEEP_ALIVE_SECONDS = 4.0
@@ -34,6 +34,18 @@ class ServerRefusedError(EngineError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+#: What servers say, each in its own words, when a prompt leaves no room for a token.
+_TOO_LONG = ("longer than", "too long", "context length", "no room", "maximum model length", "exceeds")
+
+
+def refusal_of(error: ServerRefusedError) -> EngineError:
+    """What a refused generation request is to its caller: a prompt that is too long has a type of its own."""
+    text = str(error).lower()
+    if error.status in (400, 422) and any(sign in text for sign in _TOO_LONG):
+        return PromptTooLongError(f"{error} Shorten the prompt, or start the server with a larger context.")
+    return EngineError(str(error))
 
 
 @functools.cache

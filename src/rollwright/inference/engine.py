@@ -18,10 +18,10 @@ from rollwright.inference.request import ModelRequest, ModelResponse
 class InferenceEngine(ABC):
     """Tokens in, tokens and log-probabilities out."""
 
-    def initialize(self, *args: Any, **kwargs: Any) -> None:
+    def initialize(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - an engine may have nothing to do
         """Make ready: load or connect, and wait until requests are answered."""
 
-    def destroy(self) -> None:
+    def destroy(self) -> None:  # noqa: B027
         """Give back threads, processes and connections; requests that run raise ``RequestAborted``."""
 
     @abstractmethod

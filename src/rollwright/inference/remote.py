@@ -17,13 +17,13 @@ import threading
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rollwright.config.sections import RolloutConfig
-from rollwright.errors import EngineError, PromptTooLongError, RequestAborted, WeightUpdateError
-from rollwright.inference.connections import ConnectionLostError, Connections, ServerRefusedError
+from rollwright.errors import EngineError, RequestAborted, WeightUpdateError
+from rollwright.inference.connections import ConnectionLostError, Connections, ServerRefusedError, refusal_of
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.health import HealthMonitor
 from rollwright.inference.network import find_server_addresses
@@ -48,28 +48,6 @@ def connected_clients() -> list[RemoteClient]:
 
 #: Statuses of a server that is busy or restarting, not of a wrong request.
 _TRY_AGAIN_STATUSES = {429, 502, 503, 504}
-
-
-def versions_of_spans(spans: Sequence[dict[str, Any]], count: int, number: Callable[[Any], int]) -> list[int]:
-    """One version for each of ``count`` output tokens from ``weight_versions`` spans.
-
-    Args:
-        spans: ``{"version", "start", "end"}`` over the output tokens, in order.
-        count: output tokens.
-        number: turns a server's version label into a number.
-
-    Raises:
-        EngineError: the spans do not cover the tokens exactly once.
-    """
-    versions: list[int] = []
-    for span in spans:
-        start, end = int(span["start"]), min(int(span["end"]), count)
-        if start != len(versions) or (end < start):
-            raise EngineError(f"weight_versions {list(spans)} do not cover {count} output tokens exactly once.")
-        versions.extend([number(span["version"])] * (end - start))
-    if len(versions) != count:
-        raise EngineError(f"weight_versions {list(spans)} cover {len(versions)} of {count} output tokens.")
-    return versions
 
 
 class RemoteClient(InferenceEngine):
@@ -253,7 +231,7 @@ class RemoteClient(InferenceEngine):
                 continue
             except ServerRefusedError as error:
                 if error.status not in _TRY_AGAIN_STATUSES:
-                    raise self._refusal(error) from error
+                    raise refusal_of(error) from error
                 last_error = error
                 await asyncio.sleep(min(0.1 * 2**attempt, 2.0))
                 continue
@@ -304,15 +282,6 @@ class RemoteClient(InferenceEngine):
         """Take ``server`` out unless it answers: one check for a burst of failures."""
         if self._monitor is not None:
             self._monitor.suspect(server, reason)
-
-    @staticmethod
-    def _refusal(error: ServerRefusedError) -> EngineError:
-        text = str(error).lower()
-        if error.status in (400, 422) and any(
-            sign in text for sign in ("longer than", "too long", "context length", "no room", "maximum model length", "exceeds")
-        ):
-            return PromptTooLongError(f"{error} Shorten the prompt, or start the server with a larger context.")
-        return EngineError(str(error))
 
     # -- versions ------------------------------------------------------------------------------------------------------
 

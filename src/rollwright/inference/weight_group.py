@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
 from torch import Tensor
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
 
 from rollwright.errors import WeightUpdateError
 

@@ -17,9 +17,9 @@ from server_parts import served
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, PromptTooLongError, RequestAborted, WeightUpdateError
-from rollwright.inference.remote import versions_of_spans
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.sglang import SGLangClient
+from rollwright.inference.version_spans import version_spans, versions_of_spans
 from rollwright.inference.weights import WeightUpdateMeta, publish_weights
 
 #: What SGLang 0.5.23 accepts, from its definitions of a generation request and of sampling parameters.
@@ -181,6 +181,8 @@ def test_spans_become_one_version_for_each_token():
     spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 9}]
     assert versions_of_spans(spans, 4, int) == [3, 3, 4, 4]
     assert versions_of_spans([], 0, int) == []
+    for versions in ([3, 3, 4, 4, 4], [7], []):
+        assert versions_of_spans(version_spans(versions), len(versions), int) == versions
     for wrong in ([{"version": "3", "start": 1, "end": 4}], [{"version": "3", "start": 0, "end": 2}], []):
         with pytest.raises(EngineError, match="weight_versions"):
             versions_of_spans(wrong, 4, int)

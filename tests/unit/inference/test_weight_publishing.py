@@ -220,7 +220,7 @@ def test_an_engine_with_other_weights_is_named(answered):
     stale = tiny_model("qwen3")
     with torch.no_grad():
         stale.get_input_embeddings().weight.add_(0.05 * torch.randn_like(stale.get_input_embeddings().weight))
-    with pytest.raises(WeightUpdateError, match="engine 7.*tied"):
+    with pytest.raises(WeightUpdateError, match=r"engine 7.*tied"):
         auditing.audit({"engine 7": response}, auditing.score_of(Trainer(stale)), version=2, tolerance=1e-3)
 
 

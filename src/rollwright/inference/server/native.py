@@ -23,9 +23,9 @@ from rollwright.inference.server.errors import (
     while_connected,
 )
 from rollwright.inference.server.native_fields import check_request, generation_arguments
-from rollwright.inference.server.openai_answer import version_spans
 from rollwright.inference.server.text_stream import completion_text
 from rollwright.inference.stream import generate_all, stream_response
+from rollwright.inference.version_spans import version_spans
 
 
 @dataclass

@@ -12,20 +12,10 @@ from rollwright.inference.server.errors import as_request_error, error_body
 from rollwright.inference.server.text_stream import TextStream, completion_text, held_back
 from rollwright.inference.server.tool_calls import ToolCall, ToolConvention
 from rollwright.inference.stream import stream_response
+from rollwright.inference.version_spans import version_spans
 
 if TYPE_CHECKING:
     from rollwright.inference.server.openai import OpenAICall, OpenAIProtocol
-
-
-def version_spans(versions: list[int]) -> list[dict[str, Any]]:
-    """``weight_versions`` spans over output tokens: each run of one version, labels as text."""
-    spans: list[dict[str, Any]] = []
-    for index, version in enumerate(versions):
-        if spans and spans[-1]["version"] == str(version):
-            spans[-1]["end"] = index + 1
-        else:
-            spans.append({"version": str(version), "start": index, "end": index + 1})
-    return spans
 
 
 def usage_of(call: OpenAICall) -> dict[str, int]:
