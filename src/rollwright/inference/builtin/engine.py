@@ -199,11 +199,12 @@ class BuiltinEngine(InferenceEngine):
                     return
                 self._is_stepping = True
                 self._take_inbox()
+            finished: list[Finished] = []
             try:
-                finished = self._stepper.step()
+                self._stepper.step(finished)
             except BaseException as error:
                 logger.exception("A step of the engine failed; its requests fail with it.")
-                finished = self._fail_all(error)
+                finished += self._fail_all(error)
             with self._state:
                 self._is_stepping = False
                 self._state.notify_all()

@@ -46,14 +46,17 @@ class Stepper:
         return bool(scheduler.running or scheduler.partial or (scheduler.waiting and not scheduler.holding))
 
     @torch.inference_mode()
-    def step(self) -> list[Finished]:
+    def step(self, finished: list[Finished] | None = None) -> list[Finished]:
         """Compute some prompt tokens and one new token for every running sequence.
+
+        Args:
+            finished: sequences are added to it as they end; where the step fails, those in it have ended all the same.
 
         Returns:
             The sequences that ended, with their responses.
         """
         self._counts["steps"] += 1
-        finished: list[Finished] = []
+        finished = [] if finished is None else finished
         prefill = self.scheduler.schedule_prefill()
         if prefill.groups:
             finished += self._prefill(prefill)
