@@ -120,6 +120,13 @@ def _policy(config: PPOConfig) -> Iterator[Fault]:
         yield ("train_dataset", "path"), "is given beside tasksets, which take its place; keep one"
     if config.tasksets and config.workflow:
         yield ("workflow",), "is given beside tasksets, which name their workflows; keep one"
+    for index, auxiliary in enumerate(config.auxiliary_models):
+        if bool(auxiliary.model_path) == bool(auxiliary.base_url):
+            which = "both" if auxiliary.model_path else "neither"
+            yield (
+                ("auxiliary_models", index),
+                f"has {which} of model_path (a model to serve) and base_url (a server that runs); give one",
+            )
     if config.critic is not None:
         yield ("critic",), "a value model is not built yet; take the section out (GRPO compares the samples of a group)"
     if actor.optimizer is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollwright.config.auxiliary import AuxiliaryModelConfig
+from rollwright.config.bench import BenchConfig
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import (
     ClusterConfig,
@@ -93,6 +95,11 @@ class PPOConfig(BaseExperimentConfig):
         default=None,
         metadata={"help": "Experience store between explorer and trainer; modes explore, train and serve need it."},
     )
+    auxiliary_models: list[AuxiliaryModelConfig] = field(
+        default_factory=list,
+        metadata={"help": "Models that are not trained; task-style workflows get an OpenAI client of each."},
+    )
+    bench: BenchConfig = field(default_factory=BenchConfig)
     workflow: str | None = field(default=None, metadata={"help": "Import path or registered name of the workflow."})
     workflow_kwargs: dict[str, Any] = field(default_factory=dict, metadata={"help": "Arguments of the workflow's constructor."})
     eval_workflow: str | None = field(default=None, metadata={"help": "Workflow of evaluation; None: the same."})

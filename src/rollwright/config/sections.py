@@ -235,6 +235,10 @@ class RolloutConfig:
     prefix_cache: bool = field(
         default=True, metadata=_help("Keep the cache of finished requests so that the next turn starts from it.")
     )
+    openai_front: bool = field(
+        default=False,
+        metadata=_help("Give task-style workflows OpenAI clients whose calls are recorded (docs/openai-front.md)."),
+    )
     max_concurrent_samples: int = field(default=1024, metadata=_help("Samples that run at once.", ge=1))
     max_head_offpolicyness: int = field(
         default=0, metadata=_help("Most versions between sampling and training; 0 is exactly synchronous.", ge=0)

@@ -98,6 +98,8 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(content, list) and all(block.get("type") == "text" for block in content):
         content = "".join(block["text"] for block in content)
     plain["content"] = "" if content is None else content
+    if message.get("role") == "tool" and message.get("name"):
+        plain["name"] = message["name"]  # some templates say which tool answered; the names of speakers are left out
     if calls := plain.get("tool_calls"):
         plain["tool_calls"] = [_plain_call(call) for call in calls]
     return plain

@@ -323,12 +323,13 @@ class Explorer:
         if config.tasksets:
             mixture = self.tasks.source
             assert isinstance(mixture, TaskMixture)
-            runner = tasks.training_runner(config, self.tokenizer, mixture)
+            services = tasks.TaskServices(config, self.tokenizer)
+            runner = tasks.training_runner(config, self.tokenizer, mixture, services)
             if not config.eval_tasksets:
                 return runner, (runner, {}), []
             return (
                 runner,
-                (tasks.evaluation_runner(config, self.tokenizer), {}),
+                (tasks.evaluation_runner(config, self.tokenizer, services), {}),
                 tasks.evaluation_rows(config)[: config.evaluator.limit],
             )
         if config.workflow is None:

@@ -175,11 +175,15 @@ def _train_policy(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
 def _train_on_tasksets(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
     from rollwright.trainers import tasks
     from rollwright.trainers.rl import PPOTrainer
+    from rollwright.trainers.task_services import TaskServices
 
     mixture = tasks.task_mixture(config)
-    with PPOTrainer(config, mixture, tasks.evaluation_rows(config), directory=directory) as trainer:
-        evaluated = tasks.evaluation_runner(config, trainer.tokenizer) if config.eval_tasksets else None
-        return trainer.train(tasks.training_runner(config, trainer.tokenizer, mixture), eval_workflow=evaluated)
+    with (
+        PPOTrainer(config, mixture, tasks.evaluation_rows(config), directory=directory) as trainer,
+        TaskServices(config, trainer.tokenizer, directory.logs) as services,
+    ):
+        evaluated = tasks.evaluation_runner(config, trainer.tokenizer, services) if config.eval_tasksets else None
+        return trainer.train(tasks.training_runner(config, trainer.tokenizer, mixture, services), eval_workflow=evaluated)
 
 
 def _play_part(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from rollwright.config.experiment import PPOConfig
 from rollwright.data.mixture import TaskMixture, taskset_rows
+from rollwright.trainers.task_services import TaskServices
 from rollwright.workflows.task_runner import TaskRunner
 
 
@@ -20,23 +22,51 @@ def evaluation_rows(config: PPOConfig) -> list[dict[str, Any]]:
     return [{**row, "taskset": taskset.name} for taskset in config.eval_tasksets for row in taskset_rows(taskset)]
 
 
-def training_runner(config: PPOConfig, tokenizer: Any, mixture: TaskMixture) -> TaskRunner:
+def training_runner(
+    config: PPOConfig, tokenizer: Any, mixture: TaskMixture, services: TaskServices | None = None
+) -> TaskRunner:
     """Runs training tasks; every task's reward is told to the mixture's selectors.
 
     A task is sampled as often as its taskset's ``repeat_times`` says, else ``gconfig.n_samples``, else the taskset's
     ``rollout_args.n``.
+
+    Args:
+        config: the experiment.
+        tokenizer: the policy's.
+        mixture: the training tasksets.
+        services: what runs beside the run; None: the runner has services of its own, which end with the process.
     """
+    services = services or TaskServices(config, tokenizer)
     return TaskRunner(
         config.tasksets,
         tokenizer,
         n_samples=config.gconfig.n_samples if config.gconfig.n_samples > 1 else None,
+        services=services,
         model_path=config.actor.path,
         feedback=mixture.feedback,
     )
 
 
-def evaluation_runner(config: PPOConfig, tokenizer: Any) -> TaskRunner:
-    """Runs evaluation tasks: with their taskset's ``rollout_args``, or the evaluator's where the taskset sets none."""
+def evaluation_runner(
+    config: PPOConfig, tokenizer: Any, services: TaskServices | None = None, *, n_samples: int | None = None
+) -> TaskRunner:
+    """Runs evaluation tasks: with their taskset's ``rollout_args``, or the evaluator's where the taskset sets none.
+
+    Args:
+        config: the experiment.
+        tokenizer: the policy's.
+        services: what tasks share; None: made here.
+        n_samples: samples of each task, whatever its taskset says; None: as it says.
+    """
+    services = services or TaskServices(config, tokenizer)
+    tasksets = config.eval_tasksets
+    if n_samples is not None:
+        tasksets = [dataclasses.replace(taskset, repeat_times=n_samples) for taskset in tasksets]
     return TaskRunner(
-        config.eval_tasksets, tokenizer, gconfig=config.evaluator.gconfig, is_eval=True, model_path=config.actor.path
+        tasksets,
+        tokenizer,
+        gconfig=config.evaluator.gconfig,
+        is_eval=True,
+        services=services,
+        model_path=config.actor.path,
     )

@@ -32,7 +32,7 @@ class ModelWrapper:
         gconfig: generation arguments of calls that name none.
         recorder: the sample's recorder; needed for the history.
         loop: the event loop that synchronous calls are run on; None: one of their own.
-        openai_clients: makes ``(sync, async)`` OpenAI clients of this sample; None where the run has no OpenAI front.
+        open_episode: opens this sample's run at the OpenAI front (``OpenAIFront.episode``); None where there is no front.
         model_path: where the policy's weights came from.
         template_kwargs: passed to the chat template.
     """
@@ -45,7 +45,7 @@ class ModelWrapper:
         gconfig: GenerationHyperparameters | None = None,
         recorder: Recorder | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
-        openai_clients: Callable[[], tuple[Any, Any]] | None = None,
+        open_episode: Callable[[], Any] | None = None,
         model_path: str = "",
         template_kwargs: dict[str, Any] | None = None,
     ) -> None:
@@ -55,7 +55,8 @@ class ModelWrapper:
         self.recorder = recorder
         self.model_path = model_path
         self._loop = loop
-        self._openai_clients = openai_clients
+        self._open_episode = open_episode
+        self._opened: Any = None
         self._conversation = ConversationTokens(tokenizer, **(template_kwargs or {}))
         self._conversation_id = uuid.uuid4().hex
         self._history_start = 0
@@ -138,9 +139,15 @@ class ModelWrapper:
         return self._wait(self.convert_messages_to_experience_async(messages, tools))
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
-        """All calls since the last time, as experiences: calls that extend one another are one sequence."""
+        """All calls since the last time, as experiences: calls that extend one another are one sequence.
+
+        Where OpenAI clients were used, the experiences have the rewards that ``set_reward`` was told.
+        """
         records = self._records()
-        experiences = experiences_of(records[self._history_start :])
+        rewards = (
+            {} if self._opened is None else {"reward": self._opened.run_reward, "call_rewards": self._opened.call_rewards()}
+        )
+        experiences = experiences_of(records[self._history_start :], **rewards)
         if clear_history:
             self._history_start = len(records)
         return experiences
@@ -149,11 +156,36 @@ class ModelWrapper:
 
     def get_openai_client(self) -> Any:
         """An ``openai.OpenAI`` whose calls are recorded as this sample's; it carries ``model_path``."""
-        return self._clients()[0]
+        return self.openai_episode.client()
 
     def get_openai_async_client(self) -> Any:
         """An ``openai.AsyncOpenAI`` whose calls are recorded as this sample's; it carries ``model_path``."""
-        return self._clients()[1]
+        return self.openai_episode.async_client()
+
+    def set_reward(self, reward: float, *, call: str | None = None, turn: int | None = None) -> None:
+        """Reward the run of the OpenAI clients, or one call (by its response's id) or turn of it."""
+        self.openai_episode.set_reward(reward, call=call, turn=turn)
+
+    @property
+    def openai_episode(self) -> Any:
+        """This sample's run at the OpenAI front: ``base_url`` and ``api_key`` for an agent that makes its own client.
+
+        Raises:
+            WorkflowError: the run has no OpenAI front.
+        """
+        if self._open_episode is None:
+            raise WorkflowError(
+                "this run has no OpenAI front: set rollout.openai_front (explorer.rollout_model.enable_openai_api in a "
+                "Trinity-shaped file) to true, and install the 'openai' extra."
+            )
+        if self._opened is None:
+            self._opened = self._open_episode()
+        return self._opened
+
+    def close(self) -> None:
+        """End the run at the OpenAI front, where there is one: its key is refused from now on."""
+        if self._opened is not None:
+            self._opened.close()
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -161,14 +193,6 @@ class ModelWrapper:
     def model_version(self) -> int:
         """Version of the weights that the next token is sampled with."""
         return self.engine.get_version()
-
-    def _clients(self) -> tuple[Any, Any]:
-        if self._openai_clients is None:
-            raise WorkflowError(
-                "this run has no OpenAI front: set explorer.rollout_model.enable_openai_api (rollout.openai_front in the "
-                "project's own config) to true and install the 'openai' extra."
-            )
-        return self._openai_clients()
 
     def _records(self) -> list[Any]:
         if self.recorder is None:

@@ -37,8 +37,9 @@ class TaskRunner(RolloutWorkflow):
         gconfig: generation arguments of tasksets that set no ``rollout_args`` (evaluation); None: the defaults.
         n_samples: samples of a task whose taskset sets no ``repeat_times``; None: the tasksets' ``rollout_args.n``.
         is_eval: tasks are evaluation.
-        auxiliary_models: OpenAI clients of models that are not trained.
-        openai_clients: given a sample's engine, makes its recorded ``(sync, async)`` OpenAI clients; None: no OpenAI front.
+        services: what runs beside the run: its ``openai_front``, at which samples' OpenAI clients are recorded (None: there
+            are no such clients), and its ``auxiliary_models``, OpenAI clients of models that are not trained. They are started
+            here and live as long as this object.
         max_abandoned_threads: threads that may hang before the run is stopped.
         model_path: where the policy's weights came from.
         feedback: told the ordinal and the mean reward of every task that was run.
@@ -52,8 +53,7 @@ class TaskRunner(RolloutWorkflow):
         gconfig: GenerationHyperparameters | None = None,
         n_samples: int | None = None,
         is_eval: bool = False,
-        auxiliary_models: Sequence[Any] = (),
-        openai_clients: Callable[[InferenceEngine], tuple[Any, Any]] | None = None,
+        services: Any = None,
         max_abandoned_threads: int = 16,
         model_path: str = "",
         feedback: Callable[[int, float], None] | None = None,
@@ -65,8 +65,9 @@ class TaskRunner(RolloutWorkflow):
         self.gconfig = gconfig
         self.n_samples = n_samples
         self.is_eval = is_eval
-        self.auxiliary_models = list(auxiliary_models)
-        self.openai_clients = openai_clients
+        self.services = services
+        self.auxiliary_models = [] if services is None else list(services.auxiliary_models)
+        self.openai_front = None if services is None else services.openai_front
         self.model_path = model_path
         self.threads = AbandonableThreads(max_abandoned_threads)
         self._idle: dict[type, list[Workflow]] = defaultdict(list)
@@ -75,9 +76,14 @@ class TaskRunner(RolloutWorkflow):
         """The task of a row."""
         taskset = self.tasksets.get(data.get("taskset", ""), self.default_taskset)
         task = Task.from_row({key: value for key, value in data.items() if key != "taskset"}, taskset, is_eval=self.is_eval)
-        if self.gconfig is not None and taskset.rollout_args == GenerationHyperparameters():
-            task.rollout_args = self.gconfig.new()
+        task.rollout_args = self.generation_of(taskset)
         return task
+
+    def generation_of(self, taskset: TasksetConfig) -> GenerationHyperparameters:
+        """The generation arguments of a taskset's tasks: its own where it sets any."""
+        if self.gconfig is not None and taskset.rollout_args == GenerationHyperparameters():
+            return self.gconfig.new()
+        return taskset.rollout_args.new()
 
     def group_size(self, data: dict[str, Any]) -> int:
         """How often the executor repeats this row: once where its workflow makes the group itself."""
@@ -89,16 +95,30 @@ class TaskRunner(RolloutWorkflow):
         task = self.task_of(data)
         repeatable = class_trait(task.workflow_class(), "repeatable", task)
         task.rollout_args = task.rollout_args.new(n_samples=1 if repeatable else self._samples(task))
-        model = ModelWrapper(
+        model = self._model(engine, task)
+        try:
+            return await self._run(task, model)
+        finally:
+            model.close()
+
+    def _model(self, engine: InferenceEngine, task: Task) -> ModelWrapper:
+        template_kwargs = _template_arguments(task)
+
+        def open_episode() -> Any:
+            return self.openai_front.episode(engine, gconfig=task.rollout_args, template_kwargs=template_kwargs)
+
+        return ModelWrapper(
             engine,
             self.tokenizer,
             gconfig=task.rollout_args,
             recorder=getattr(engine, "recorder", None),
             loop=asyncio.get_running_loop(),
-            openai_clients=None if self.openai_clients is None else lambda: self.openai_clients(engine),
+            open_episode=None if self.openai_front is None else open_episode,
             model_path=self.model_path,
-            template_kwargs=_template_arguments(task),
+            template_kwargs=template_kwargs,
         )
+
+    async def _run(self, task: Task, model: ModelWrapper) -> list[Experience] | None:
         workflow = self._take(task, model)
         if trait(workflow, "asynchronous"):
             experiences = await workflow.run_async()

@@ -1,0 +1,61 @@
+"""The ``openai`` package's own clients, pointed at a run of the OpenAI front.
+
+They differ from ordinary ones in four settings: they do not try again (a second try would be recorded as a second call), they
+wait as long as the sample may take, they use no proxy, and each call has a connection of its own, so that nothing is left open
+when the run ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rollwright.errors import ConfigError, WorkflowError
+
+try:
+    import openai
+except ModuleNotFoundError as error:
+    raise ConfigError(
+        "OpenAI clients were asked for and the openai package is not installed: pip install 'rollwright[openai]'."
+    ) from error
+
+
+def _settings(client_class: Any, base_url: str, api_key: str) -> dict[str, Any]:
+    return {
+        "base_url": base_url,
+        "api_key": api_key,
+        "max_retries": 0,
+        "timeout": None,
+        "default_headers": {"Connection": "close"},
+        "http_client": client_class(verify=False, trust_env=False, timeout=None),
+    }
+
+
+class RunClient(openai.OpenAI):
+    """A synchronous client whose calls are refused where they would block the loop that has to answer them."""
+
+    def __init__(
+        self, base_url: str, api_key: str, model_path: str, forbidden_loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        super().__init__(**_settings(openai.DefaultHttpxClient, base_url, api_key))
+        self.model_path = model_path
+        self._forbidden_loop = forbidden_loop
+
+    def _prepare_request(self, request: Any) -> None:
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        if running is self._forbidden_loop:
+            raise WorkflowError(
+                "a synchronous OpenAI client was called on the rollout's event loop, which would then wait for itself: await "
+                "get_openai_async_client(), or define run() rather than run_async()."
+            )
+
+
+class AsyncRunClient(openai.AsyncOpenAI):
+    """An asynchronous client."""
+
+    def __init__(self, base_url: str, api_key: str, model_path: str) -> None:
+        super().__init__(**_settings(openai.DefaultAsyncHttpxClient, base_url, api_key))
+        self.model_path = model_path

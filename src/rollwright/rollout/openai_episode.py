@@ -1,0 +1,279 @@
+"""One run of an agent at the OpenAI front: whose calls it makes, what its prompts were made of, and how it is rewarded.
+
+Invariants:
+
+* a call whose messages go on from an earlier reply is sent as that reply's tokens and the encoding of what was added: what
+  the model sampled is never encoded again;
+* every finished call stands in the recorder before its answer is sent, with its id and the user's turn that it answers;
+* the agent's requests are taken as they are; what they leave out comes from the run's own generation arguments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.data.conversation import ConversationTokens
+from rollwright.errors import WorkflowError
+from rollwright.experience.experience import Experience
+from rollwright.experience.history import experiences_of
+from rollwright.experience.recorder import Recorder, RequestRecord
+from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.server.chat_messages import template_messages
+from rollwright.inference.server.errors import RequestError
+from rollwright.inference.server.openai import OpenAICall, OpenAIProtocol
+
+#: Sampling parameters that a request may leave out, and the generation argument that then holds.
+_DEFAULTS = ("stop", "stop_token_ids", "frequency_penalty", "ignore_eos", "skip_special_tokens")
+
+
+class OpenAIEpisode(OpenAIProtocol):
+    """The calls that come in with one API key.
+
+    Made by ``OpenAIFront.episode``; ``base_url, api_key = front.episode(engine)`` is enough for an agent that takes these two.
+    Leave its ``with`` block, or ``close`` it, when the agent has ended: the key is refused from then on.
+
+    Attributes:
+        base_url: what an OpenAI client is pointed at.
+        api_key: tells this run's calls from all others.
+        recorder: every request and response, token for token.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        tokenizer: Any,
+        model_name: str,
+        base_url: str,
+        api_key: str,
+        *,
+        gconfig: GenerationHyperparameters | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+        on_close: Callable[[str], None] | None = None,
+    ) -> None:
+        """Args:
+        engine: answers the calls; one that is bound to a sample records them itself.
+        tokenizer: the policy's.
+        model_name: the name under which the policy is asked for; ``default`` means it, too.
+        base_url, api_key: where the front is, and the key of this run.
+        gconfig: generation arguments that requests may leave out.
+        template_kwargs: passed to the chat template.
+        on_close: told the key when the episode ends.
+        """
+        context_length = _context_length(engine)
+        super().__init__(engine, tokenizer, model_name, on_call=self._keep, defaults=gconfig, context_length=context_length)
+        self.base_url = base_url
+        self.api_key = api_key
+        self.engine = engine
+        self._records_itself = not hasattr(engine, "recorder")
+        self.recorder: Recorder = Recorder() if self._records_itself else engine.recorder  # type: ignore[attr-defined]
+        self._template_kwargs = dict(template_kwargs or {})
+        self._conversations: dict[str, ConversationTokens] = {}
+        self._open_ends: list[tuple[list[int], str]] = []  # tokens of a conversation so far, and its id
+        self._turn_of_call: dict[str, int] = {}  # in order of arrival of the answers
+        self._run_reward: float | None = None
+        self._turn_rewards: dict[int, float] = {}
+        self._call_rewards: dict[str, float] = {}
+        self._on_close = on_close
+        self.is_open = True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((self.base_url, self.api_key))
+
+    def __enter__(self) -> OpenAIEpisode:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Refuse the key from now on; what was recorded stays."""
+        if self.is_open:
+            self.is_open = False
+            if self._on_close is not None:
+                self._on_close(self.api_key)
+
+    # -- for agents ----------------------------------------------------------------------------------------------------
+
+    def client(self) -> Any:
+        """An ``openai.OpenAI`` for this run; it carries ``model_path``. To be used in threads, not on the rollout's loop."""
+        from rollwright.rollout.openai_clients import RunClient
+
+        return RunClient(self.base_url, self.api_key, self.model_name, forbidden_loop=_running_loop(self.engine))
+
+    def async_client(self) -> Any:
+        """An ``openai.AsyncOpenAI`` for this run; it carries ``model_path``. Works on any event loop."""
+        from rollwright.rollout.openai_clients import AsyncRunClient
+
+        return AsyncRunClient(self.base_url, self.api_key, self.model_name)
+
+    async def chat(self, request: Request) -> Response | dict[str, Any]:
+        """Answer ``POST /v1/chat/completions``."""
+        return await self._chat(request)
+
+    async def complete(self, request: Request) -> Response | dict[str, Any]:
+        """Answer ``POST /v1/completions``."""
+        return await self._completions(request)
+
+    def card(self) -> dict[str, Any]:
+        """The model, as ``GET /v1/models`` lists it."""
+        return self._card()
+
+    # -- rewards -------------------------------------------------------------------------------------------------------
+
+    @property
+    def calls(self) -> list[str]:
+        """Ids of the finished calls, as the agent saw them in ``response.id``."""
+        return list(self._turn_of_call)
+
+    @property
+    def records(self) -> list[RequestRecord]:
+        """The records of these calls."""
+        return [record for record in self.recorder.records if record.metadata.get("call") in self._turn_of_call]
+
+    def set_reward(self, reward: float, *, call: str | None = None, turn: int | None = None) -> None:
+        """Reward the run, or one call or turn of it; a second value takes the first one's place.
+
+        The run's reward is the reward of every experience. A call's stands at the call's last token, so that it credits the
+        call and what came before it in the same sequence. A turn is what the agent did between one message of the user and
+        the next; its reward is its last call's.
+
+        Args:
+            reward: a finite number.
+            call: id of a call.
+            turn: number of a turn from 0; negative: from the end.
+
+        Raises:
+            WorkflowError: it is no finite number, or there is no such call or turn.
+        """
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise WorkflowError(f"the reward is {reward!r}; it has to be a finite number.")
+        if call is not None and turn is not None:
+            raise WorkflowError("a reward is for a call or for a turn: give one of call and turn, or neither for the run.")
+        if call is not None:
+            if call not in self._turn_of_call:
+                raise WorkflowError(
+                    f"no finished call of this run has the id {call!r} (it made {len(self.calls)}); give the id of a response."
+                )
+            self._call_rewards[call] = float(reward)
+        elif turn is not None:
+            turns = sorted(set(self._turn_of_call.values()))
+            place = turns[turn] if turn < 0 and -turn <= len(turns) else turn
+            if place not in turns:
+                raise WorkflowError(f"this run has no turn {turn}; its calls answered the turns {turns or 'of nobody yet'}.")
+            self._turn_rewards[place] = float(reward)
+        else:
+            self._run_reward = float(reward)
+
+    @property
+    def run_reward(self) -> float | None:
+        """The reward of the run; 0 where only calls or turns were rewarded; None where nothing was."""
+        if self._run_reward is None and (self._call_rewards or self._turn_rewards):
+            return 0.0
+        return self._run_reward
+
+    def call_rewards(self) -> dict[int, float]:
+        """Rewards of calls and turns by the index of the record that they belong to."""
+        records = self.records
+        last_of_turn = {record.metadata["user_turn"]: record for record in records}
+        rewards = {record.index: self._call_rewards.get(record.metadata["call"], 0.0) for record in records}
+        for turn, reward in self._turn_rewards.items():
+            rewards[last_of_turn[turn].index] += reward
+        return {index: reward for index, reward in rewards.items() if reward}
+
+    def experiences(self, reward: float | None = None) -> list[Experience]:
+        """The run as experiences: calls that extend one another are one sequence, branches are several.
+
+        Args:
+            reward: of the run, in place of what ``set_reward`` was told.
+        """
+        reward = self.run_reward if reward is None else reward
+        return experiences_of(self.records, reward=reward, call_rewards=self.call_rewards())
+
+    # -- what differs from the plain protocol --------------------------------------------------------------------------
+
+    def chat_prompt(self, fields: dict[str, Any]) -> list[int]:
+        """Token ids of a chat request's prompt: the tokens of the conversation so far, and what was added to it."""
+        template_kwargs = {**self._template_kwargs, **(fields.get("chat_template_kwargs") or {})}
+        fields = {**fields, "chat_template_kwargs": template_kwargs}
+        if fields.get("continue_final_message") or fields.get("add_generation_prompt") is False:
+            return super().chat_prompt(fields)
+        if getattr(self.tokenizer, "chat_template", None) is None and "chat_template" not in template_kwargs:
+            raise RequestError("The model has no chat template; use /v1/completions.", param="messages")
+        messages, tools = template_messages(fields.get("messages")), self._tools(fields)
+        try:
+            return self._conversation(template_kwargs).encode(messages, tools)
+        except Exception as error:  # jinja raises its own errors for conversations that a template does not allow
+            raise RequestError(f"The chat template refuses the conversation: {error}", param="messages") from error
+
+    def _conversation(self, template_kwargs: dict[str, Any]) -> ConversationTokens:
+        key = json.dumps(template_kwargs, sort_keys=True, default=str)
+        if key not in self._conversations:
+            self._conversations[key] = ConversationTokens(self.tokenizer, **template_kwargs)
+        return self._conversations[key]
+
+    def _check_model(self, fields: dict[str, Any]) -> None:
+        if fields.get("model") != "default":
+            super()._check_model(fields)
+
+    def _gconfig(self, fields: dict[str, Any], endpoint: str, prompt_length: int) -> GenerationHyperparameters:
+        own = self._defaults
+        left_out = {name: getattr(own, name) for name in _DEFAULTS if name not in fields and getattr(own, name)}
+        if "max_tokens" not in fields and "max_completion_tokens" not in fields:
+            room = (self._context_length or math.inf) - prompt_length
+            left_out["max_tokens"] = max(1, min(own.max_new_tokens, room))
+        gconfig = super()._gconfig({"min_tokens": own.min_new_tokens, **fields, **left_out}, endpoint, prompt_length)
+        return gconfig.new(greedy=own.greedy and "temperature" not in fields)
+
+    def _call(
+        self, api_key: str | None, endpoint: str, body: dict[str, Any], fields: dict[str, Any], prompts: list[list[int]]
+    ) -> OpenAICall:
+        call = super()._call(api_key, endpoint, body, fields, prompts)
+        if len(call.requests) == 1 and "rid" not in fields:
+            call.requests[0].rid = self._conversation_of(call.requests[0].input_ids) or call.requests[0].rid
+        turn = sum(message["role"] == "user" for message in fields.get("messages", []))
+        for request in call.requests:
+            request.metadata |= {"call": _answer_id(call), "user_turn": max(0, turn - 1)}
+        return call
+
+    def _conversation_of(self, prompt: list[int]) -> str | None:
+        """Id of the conversation that a prompt goes on from, which nobody else goes on from then; None: a new one."""
+        found = [end for end in self._open_ends if prompt[: len(end[0])] == end[0]]
+        if not found:
+            return None
+        end = max(found, key=lambda end: len(end[0]))
+        self._open_ends.remove(end)
+        return end[1]
+
+    def _keep(self, call: OpenAICall) -> None:
+        self._turn_of_call[_answer_id(call)] = call.requests[0].metadata["user_turn"]
+        given = {name: value for name, value in call.body.items() if value is not None}
+        for request, response, choice in zip(call.requests, call.responses, call.choices, strict=True):
+            if self._records_itself:
+                self.recorder.record(request, response)
+            self._open_ends.append(([*request.input_ids, *response.output_tokens], request.rid))
+            if call.is_chat:
+                conversation = self._conversation({**self._template_kwargs, **given.get("chat_template_kwargs", {})})
+                (reply,) = template_messages([choice["message"]])
+                messages = template_messages(given["messages"])
+                conversation.remember(messages, reply, request.input_ids, response.output_tokens, self._tools(given))
+
+
+def _answer_id(call: OpenAICall) -> str:
+    return ("chatcmpl-" if call.is_chat else "cmpl-") + call.id
+
+
+def _context_length(engine: Any) -> int | None:
+    """Of an engine, or of the engine that a sample's stands for."""
+    return getattr(engine, "context_length", None) or getattr(getattr(engine, "engine", None), "context_length", None)
+
+
+def _running_loop(engine: Any) -> asyncio.AbstractEventLoop | None:
+    return getattr(engine, "loop", None)

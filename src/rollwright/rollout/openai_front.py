@@ -1,0 +1,258 @@
+"""The OpenAI front: one HTTP server before any inference engine, at which agents of any framework are recorded.
+
+An agent is given a ``base_url`` and an API key of its own. It needs no change and no library of ours; what it asks with its
+key is answered by the engine of its run and recorded token for token. A key that nobody was given, or whose run has ended, is
+refused with 401.
+
+The routes: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions`` (tools, streams), and ``POST /v1/rewards`` for
+agents that score themselves.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+import weakref
+from typing import Any
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.errors import ConfigError, RolloutError
+from rollwright.inference.engine import InferenceEngine
+from rollwright.tracking.logging import getLogger
+
+try:
+    import uvicorn
+    from fastapi import FastAPI, Request
+    from fastapi.responses import Response
+
+    from rollwright.inference.server.errors import RequestError, error_response, read_object
+    from rollwright.inference.server.openai import bearer_token
+    from rollwright.rollout.openai_episode import OpenAIEpisode
+except ModuleNotFoundError as error:
+    raise ConfigError(
+        f"the OpenAI front needs the package {error.name}, which is not installed: pip install 'rollwright[openai]'."
+    ) from error
+
+logger = getLogger("OpenAIFront")
+
+START_SECONDS = 30.0
+BACKLOG = 2048  # connections that may wait to be taken, when many agents begin at once
+
+
+class OpenAIFront:
+    """Serves the OpenAI protocol for any number of runs at once.
+
+    ::
+
+        with OpenAIFront(tokenizer, "my-model") as front, front.episode(engine) as episode:
+            await agent(base_url=episode.base_url, api_key=episode.api_key)
+            return episode.experiences(reward=1.0)
+
+    The server is a thread of this process. It starts with the first episode, and ends with ``close``, with the object, or with
+    the process.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        model_name: str = "default",
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        """Args:
+        tokenizer: the policy's, with its chat template.
+        model_name: the name under which the policy is asked for.
+        host: interface to bind; another than this machine's own lets agents run elsewhere, guarded by their keys alone.
+        port: port to listen on; 0: a free one.
+        """
+        self.tokenizer = tokenizer
+        self.model_name = model_name or "default"
+        self._host, self._port = host, port
+        self._episodes: dict[str, OpenAIEpisode] = {}
+        self._lock = threading.Lock()
+        self._server: _ServerThread | None = None
+        self._finalizer: weakref.finalize | None = None
+
+    # -- runs ----------------------------------------------------------------------------------------------------------
+
+    def episode(
+        self,
+        engine: InferenceEngine,
+        *,
+        gconfig: GenerationHyperparameters | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> OpenAIEpisode:
+        """Open a run: its calls are answered by ``engine``, under a key of its own. May be called from any thread.
+
+        Args:
+            engine: usually the one that a workflow is given, which is bound to its sample.
+            gconfig: generation arguments that requests may leave out.
+            template_kwargs: passed to the chat template.
+
+        Returns:
+            The run; it unpacks into ``base_url, api_key``.
+        """
+        base_url = f"{self.url}/v1"
+        episode = OpenAIEpisode(
+            engine,
+            self.tokenizer,
+            self.model_name,
+            base_url,
+            f"rollwright-{secrets.token_urlsafe(24)}",
+            gconfig=gconfig,
+            template_kwargs=template_kwargs,
+            on_close=self._forget,
+        )
+        with self._lock:
+            for key in [key for key, other in self._episodes.items() if _has_ended(other)]:
+                del self._episodes[key]  # of samples that have ended without closing their episode
+            self._episodes[episode.api_key] = episode
+        return episode
+
+    def _forget(self, api_key: str) -> None:
+        with self._lock:
+            self._episodes.pop(api_key, None)
+
+    # -- the server ----------------------------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """``http://host:port`` of the server, which is started if it does not run.
+
+        Raises:
+            RolloutError: the port cannot be bound.
+        """
+        with self._lock:
+            if self._server is None:
+                self._server = _ServerThread(_application(self), self._host, self._port)
+                self._finalizer = weakref.finalize(self, self._server.stop)
+                logger.info("the OpenAI front listens at %s", self._server.url)
+            return self._server.url
+
+    def close(self) -> None:
+        """End the server and every run; once more is a no-op."""
+        with self._lock:
+            server, self._server = self._server, None
+            self._episodes.clear()
+        if server is not None and self._finalizer is not None:
+            self._finalizer.detach()
+            server.stop()
+
+    def __enter__(self) -> OpenAIFront:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def episode_of(self, api_key: str | None) -> OpenAIEpisode:
+        """The run of a key.
+
+        Raises:
+            RequestError: nobody was given the key, or its run has ended (401).
+        """
+        episode = self._episodes.get(api_key or "")
+        if episode is None or _has_ended(episode):
+            said = (
+                "The request has no API key" if api_key is None else "No run has this API key (it is unknown, or its run ended)"
+            )
+            raise RequestError(
+                f"{said}: use the base_url and api_key that the episode was opened with.",
+                status=401,
+                kind="authentication_error",
+            )
+        return episode
+
+
+def _has_ended(episode: OpenAIEpisode) -> bool:
+    return not episode.is_open or getattr(episode.engine, "closed_because", None) is not None
+
+
+def _application(front: OpenAIFront) -> FastAPI:
+    """The routes; they hold the front weakly, so that a front that nobody holds any more ends its server."""
+    app = FastAPI(title="rollwright OpenAI front", openapi_url=None)
+    held = weakref.ref(front)
+
+    def episode_of(request: Request) -> OpenAIEpisode:
+        front = held()
+        if front is None:
+            raise RequestError("The OpenAI front has ended.", status=401, kind="authentication_error")
+        return front.episode_of(bearer_token(request))
+
+    async def chat(request: Request) -> Response | dict[str, Any]:
+        return await episode_of(request).chat(request)
+
+    async def complete(request: Request) -> Response | dict[str, Any]:
+        return await episode_of(request).complete(request)
+
+    async def models(request: Request) -> dict[str, Any]:
+        return {"object": "list", "data": [episode_of(request).card()]}
+
+    async def model(request: Request, name: str) -> dict[str, Any]:
+        episode = episode_of(request)
+        if name not in (episode.model_name, "default"):
+            raise RequestError(f"There is no model {name!r}; this run has {episode.model_name!r}.", status=404, param="model")
+        return episode.card()
+
+    async def reward(request: Request) -> dict[str, Any]:
+        episode, body = episode_of(request), await read_object(request)
+        if unknown := sorted(set(body) - {"reward", "call", "turn"}):
+            raise RequestError(f"Unknown parameter {unknown[0]!r}: a reward has reward, call and turn.", param=unknown[0])
+        try:
+            episode.set_reward(body.get("reward"), call=body.get("call"), turn=body.get("turn"))  # type: ignore[arg-type]
+        except Exception as error:
+            raise RequestError(str(error)) from error
+        return {"object": "reward", **body}
+
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    async def refuse(_: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    app.add_exception_handler(RequestError, refuse)
+    app.add_api_route("/health", health, methods=["GET"])
+    app.add_api_route("/v1/models", models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", model, methods=["GET"])
+    app.add_api_route("/v1/completions", complete, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/chat/completions", chat, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/rewards", reward, methods=["POST"])
+    return app
+
+
+class _ServerThread:
+    """uvicorn in a daemon thread, on a socket that is bound before it starts."""
+
+    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+        self._listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._listener.bind((host, port))
+        except OSError as error:
+            self._listener.close()
+            raise RolloutError(f"the OpenAI front cannot bind {host}:{port} ({error}): choose another port, or 0.") from error
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._listener.getsockname()[1]}"
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, backlog=BACKLOG, timeout_graceful_shutdown=1, lifespan="off"
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self._listener]}, name="openai-front", daemon=True
+        )
+        self._thread.start()
+        deadline = time.monotonic() + START_SECONDS
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                self.stop()
+                raise RolloutError(f"the OpenAI front did not start at {self.url}; the log says why.")
+            time.sleep(0.005)
+
+    def stop(self) -> None:
+        """End the server; requests that are answered get a second to finish."""
+        self._server.should_exit = True
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=10)
+        self._listener.close()

@@ -1,0 +1,145 @@
+"""What runs beside a run for its task-style workflows: the OpenAI front, and servers of models that are not trained.
+
+Both start when they are first asked for, and end with ``close``, with the object, or with the process.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+from rollwright.config.auxiliary import AuxiliaryModelConfig
+from rollwright.config.experiment import PPOConfig
+from rollwright.config.servers import LocalServerConfig
+from rollwright.errors import ConfigError, EngineError
+from rollwright.inference.launcher import Launcher
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("tasks")
+
+
+class TaskServices:
+    """The front and the auxiliary models of one run; training and evaluation share them.
+
+    Args:
+        config: the experiment.
+        tokenizer: the policy's.
+        logs: directory for the servers' logs; None: the run's own.
+    """
+
+    def __init__(self, config: PPOConfig, tokenizer: Any, logs: str | Path | None = None) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._logs = Path(logs or Path(config.cluster.fileroot, config.experiment_name, config.trial_name, "logs"))
+        self._lock = threading.Lock()
+        self._front: Any = None
+        self._clients: list[Any] | None = None
+        self._launcher: Launcher | None = None
+        self._finalizer: weakref.finalize | None = None
+
+    @property
+    def openai_front(self) -> Any:
+        """The run's ``OpenAIFront`` where ``rollout.openai_front`` says so; else None."""
+        if not self._config.rollout.openai_front:
+            return None
+        with self._lock:
+            if self._front is None:
+                import rollwright.rollout.openai_clients  # noqa: F401 - a missing package is told before the first sample
+                from rollwright.rollout.openai_front import OpenAIFront
+
+                self._front = OpenAIFront(self._tokenizer, self._config.actor.path)
+            return self._front
+
+    @property
+    def auxiliary_models(self) -> list[Any]:
+        """An ``openai.OpenAI`` client of each of ``auxiliary_models``, in their order; it carries ``model_path``.
+
+        Raises:
+            ConfigError: the openai package is missing, or a server names no model.
+            EngineError: a server did not become healthy.
+        """
+        with self._lock:
+            if self._clients is None:
+                self._clients = self._open_all(self._config.auxiliary_models)
+            return self._clients
+
+    def close(self) -> None:
+        """End the front and the servers; once more is a no-op."""
+        with self._lock:
+            front, self._front = self._front, None
+            launcher, self._launcher = self._launcher, None
+            self._clients = None
+        if front is not None:
+            front.close()
+        if launcher is not None:
+            launcher.close()
+
+    def __enter__(self) -> TaskServices:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _open_all(self, models: list[AuxiliaryModelConfig]) -> list[Any]:
+        if not models:
+            return []
+        try:
+            import openai
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "auxiliary_models are reached through the openai package, which is not installed: pip install "
+                "'rollwright[openai]'."
+            ) from error
+        key = secrets.token_urlsafe(24)
+        served = iter(self._start([model for model in models if model.model_path], key))
+        clients = []
+        for model in models:
+            own = bool(model.model_path)
+            client = openai.OpenAI(
+                base_url=f"http://{next(served)}/v1" if own else model.base_url,
+                api_key=key if own else model.api_key or "none",
+                timeout=model.timeout,
+                max_retries=model.max_retries,
+            )
+            client.model_path = model.model_path or model.model or _first_model(client)  # type: ignore[attr-defined]
+            clients.append(client)
+        return clients
+
+    def _start(self, models: list[AuxiliaryModelConfig], key: str) -> list[str]:
+        """Addresses of the servers of ``models``, healthy."""
+        if not models:
+            return []
+        self._launcher = Launcher(self._logs)
+        self._finalizer = weakref.finalize(self, self._launcher.close)
+        for model in models:
+            threads = model.threads or max(1, len(os.sched_getaffinity(0)) // 2)
+            environment = {"ROLLWRIGHT_API_KEY": key, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads)}
+            self._launcher.start(_command(model, threads), name="auxiliary", environment=environment)
+        return self._launcher.wait_healthy(max(model.setup_timeout for model in models))
+
+
+def _command(model: AuxiliaryModelConfig, threads: int) -> Any:
+    local = LocalServerConfig(
+        model_path=model.model_path,
+        device=model.device,
+        dtype=model.dtype,
+        context_length=model.context_length,
+        max_running_requests=model.max_running_requests,
+        kv_cache_bytes=model.kv_cache_bytes,
+        threads=threads,
+    )
+    return lambda host, port, index: LocalServerConfig.build_cmd(local, host=host, port=port)
+
+
+def _first_model(client: Any) -> str:
+    try:
+        return client.models.list().data[0].id
+    except Exception as error:
+        raise EngineError(
+            f"the auxiliary model at {client.base_url} does not say its name ({type(error).__name__}: {error}); set its model, "
+            "or check base_url and api_key."
+        ) from error

@@ -1,0 +1,268 @@
+"""The OpenAI front: unmodified ``openai`` clients over real HTTP, recorded token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+
+import openai
+import pytest
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.data.tokenizer import build_character_tokenizer
+from rollwright.errors import WorkflowError
+from rollwright.experience.normaliser import normalise
+from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.rollout.openai_front import OpenAIFront
+from rollwright.rollout.sample import SampleEngine, SampleName
+
+TEMPLATE = (
+    "{%- if tools -%}<|system|>{%- for tool in tools -%}{{- tool.function.name + ' ' -}}{%- endfor -%}"
+    "{{- '<tool_call></tool_call><|end|>' -}}{%- endif -%}"
+    "{%- for message in messages -%}"
+    "{{- '<|' + (message['role'] if message['role'] in ['system', 'assistant'] else 'user') + '|>' "
+    "+ (message['content'] or '') -}}"
+    "{%- for call in message.tool_calls or [] -%}"
+    "{{- '<tool_call>' + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson) + '</tool_call>' -}}"
+    "{%- endfor -%}{{- '<|end|>' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+# What the template would write otherwise: spaces, and the order of keys.
+TOOL_CALL = '<tool_call>{"arguments":  {"b": 2, "a": 1}, "name": "add"}</tool_call>'
+
+
+class Script(InferenceEngine):
+    """Answers with the given texts in turn."""
+
+    def __init__(self, tokenizer, *texts):
+        self.tokenizer, self.texts, self.requests = tokenizer, texts, []
+        self.context_length = 512
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        self.requests.append(request)
+        text = self.texts[(len(self.requests) - 1) % len(self.texts)]
+        await asyncio.sleep(0.01)
+        tokens = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+        logprobs = [-0.01 * (position + 1) for position in range(len(tokens))]
+        return ModelResponse(
+            request.input_ids,
+            tokens,
+            logprobs,
+            [5] * len(tokens),
+            stop_match=tokens[-1],
+            temperature=request.gconfig.effective_temperature,
+        )
+
+    def get_version(self):
+        return 5
+
+    def set_version(self, version): ...
+    def pause(self): ...
+    def resume(self): ...
+    def abort(self, rid=None): ...
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_character_tokenizer(chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def front(tokenizer):
+    with OpenAIFront(tokenizer, "policy") as front:
+        yield front
+
+
+def sample_engine(engine) -> SampleEngine:
+    return SampleEngine(engine, SampleName(0, 0), run_seed=1, loop=asyncio.get_running_loop())
+
+
+def plain_client(episode) -> openai.OpenAI:
+    base_url, api_key = episode
+    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+
+
+def tool_agent(client: openai.OpenAI) -> str:
+    """An agent as users write it; it knows nothing of us."""
+    messages = [{"role": "user", "content": "1+2?"}]
+    while True:
+        reply = (
+            client.chat.completions.create(model="policy", messages=messages, tools=TOOLS, temperature=0.7).choices[0].message
+        )
+        messages.append(reply.model_dump(exclude_none=True))
+        if not reply.tool_calls:
+            return reply.content
+        for call in reply.tool_calls:
+            numbers = json.loads(call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(numbers["a"] + numbers["b"])})
+
+
+async def test_an_unmodified_agent_is_recorded_token_for_token(front, tokenizer):
+    engine = Script(tokenizer, TOOL_CALL, "it is 3")
+    sample = sample_engine(engine)
+    with front.episode(sample) as episode:
+        assert await asyncio.to_thread(tool_agent, plain_client(episode)) == "it is 3"
+    first, second = sample.recorder.records
+    assert tokenizer.decode(first.output_ids, skip_special_tokens=True) == TOOL_CALL  # as sampled, odd spaces included
+    assert second.prompt_ids[: len(first.prompt_ids) + len(first.output_ids)] == [*first.prompt_ids, *first.output_ids]
+    assert second.rid == first.rid
+    (experience,) = episode.experiences(reward=1.0)
+    sampled = [token for record in (first, second) for token in record.output_ids]
+    assert experience.response_tokens[experience.action_mask].tolist() == sampled
+    assert experience.logprobs[experience.action_mask].tolist() == pytest.approx([*first.logprobs, *second.logprobs])
+    assert set(experience.versions[experience.action_mask].tolist()) == {5}
+    trajectory = normalise([experience], sample.recorder)
+    assert trajectory["temperature"].tolist() == pytest.approx([0.7])
+    assert int(trajectory["loss_mask"].sum()) == len(sampled)
+
+
+async def test_branches_become_experiences_and_each_token_is_trained_once(front, tokenizer):
+    sample = sample_engine(Script(tokenizer, "a", "b", "c"))
+
+    def agent(client):
+        messages = [{"role": "user", "content": "q"}]
+        reply = client.chat.completions.create(model="policy", messages=messages).choices[0].message
+        messages.append({"role": "assistant", "content": reply.content})
+        for question in ("left", "right"):
+            client.chat.completions.create(model="policy", messages=[*messages, {"role": "user", "content": question}])
+
+    with front.episode(sample) as episode:
+        await asyncio.to_thread(agent, plain_client(episode))
+    experiences = episode.experiences(reward=0.5)
+    assert len(experiences) == 2
+    assert sum(int(e.action_mask.sum()) for e in experiences) == sum(len(r.output_ids) for r in sample.recorder.records)
+    records = sample.recorder.records
+    assert records[0].rid == records[1].rid != records[2].rid
+
+
+async def test_another_temperature_is_a_branch(front, tokenizer):
+    sample = sample_engine(Script(tokenizer, "a", "b"))
+
+    def agent(client):
+        messages = [{"role": "user", "content": "q"}]
+        for temperature in (1.0, 0.5):
+            reply = client.chat.completions.create(model="policy", messages=messages, temperature=temperature)
+            messages += [
+                {"role": "assistant", "content": reply.choices[0].message.content},
+                {"role": "user", "content": "more"},
+            ]
+
+    with front.episode(sample) as episode:
+        await asyncio.to_thread(agent, plain_client(episode))
+    assert normalise(episode.experiences(reward=0.0), sample.recorder)["temperature"].tolist() == [1.0, 0.5]
+
+
+async def test_rewards_of_the_run_a_turn_and_a_call(front, tokenizer):
+    sample = sample_engine(Script(tokenizer, TOOL_CALL, "3", "bye"))
+
+    def agent(client):
+        messages, ids = [{"role": "user", "content": "1+2?"}], []
+        for follow in ({"role": "tool", "content": "3"}, {"role": "user", "content": "thanks"}, None):
+            answer = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+            ids.append(answer.id)
+            messages += [answer.choices[0].message.model_dump(exclude_none=True), follow]
+        return ids
+
+    with front.episode(sample) as episode:
+        client = plain_client(episode)
+        ids = await asyncio.to_thread(agent, client)
+        assert ids == episode.calls
+        episode.set_reward(1.0)
+        episode.set_reward(0.25, call=ids[0])
+        episode.set_reward(0.5, turn=0)
+        await asyncio.to_thread(client.post, "/rewards", cast_to=object, body={"reward": -1.0, "turn": -1})
+        for wrong in ({"call": "chatcmpl-x"}, {"turn": 7}, {"call": ids[0], "turn": 0}):
+            with pytest.raises(WorkflowError):
+                episode.set_reward(1.0, **wrong)
+        with pytest.raises(WorkflowError, match="finite"):
+            episode.set_reward(float("nan"))
+    (experience,) = episode.experiences()
+    assert experience.reward == 1.0
+    ends = (experience.response_tokens == tokenizer.eos_token_id).nonzero().flatten()
+    given = {int(place): float(value) for place, value in enumerate(experience.token_rewards) if value}
+    masked = [int(end) for end in ends if experience.action_mask[end]]
+    assert given == {masked[0]: 0.25, masked[1]: 0.5, masked[2]: -1.0}
+
+
+async def test_streaming_records_the_same(front, tokenizer):
+    sample = sample_engine(Script(tokenizer, TOOL_CALL, "done"))
+
+    def agent(client):
+        stream = client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": "go"}], tools=TOOLS, stream=True
+        )
+        deltas = [chunk.choices[0].delta for chunk in stream if chunk.choices]
+        return [call.function.name for delta in deltas for call in delta.tool_calls or []]
+
+    with front.episode(sample) as episode:
+        assert await asyncio.to_thread(agent, plain_client(episode)) == ["add"]
+    assert tokenizer.decode(sample.recorder.records[0].output_ids, skip_special_tokens=True) == TOOL_CALL
+    assert len(episode.calls) == 1
+
+
+async def test_concurrent_runs_are_told_apart(front, tokenizer):
+    samples = [sample_engine(Script(tokenizer, f"answer {index}")) for index in range(6)]
+
+    async def run(index):
+        with front.episode(samples[index]) as episode:
+            client = episode.async_client()
+            assert client.model_path == "policy"
+            ask = [{"role": "user", "content": f"{index}"}]
+            return await asyncio.gather(*(client.chat.completions.create(model="policy", messages=ask) for _ in range(3)))
+
+    for index, answers in enumerate(await asyncio.gather(*map(run, range(6)))):
+        assert {answer.choices[0].message.content for answer in answers} == {f"answer {index}"}
+        assert len(samples[index].recorder) == 3
+
+
+async def test_a_key_is_refused_unless_its_run_is_open(front, tokenizer):
+    sample = sample_engine(Script(tokenizer, "x"))
+    episode = front.episode(sample)
+    client = plain_client(episode)
+    assert (await asyncio.to_thread(client.models.list)).data[0].id == "policy"
+    stranger = openai.OpenAI(base_url=episode.base_url, api_key="guessed", max_retries=0)
+    ask = {"model": "policy", "messages": [{"role": "user", "content": "q"}]}
+    with pytest.raises(openai.AuthenticationError):
+        await asyncio.to_thread(stranger.chat.completions.create, **ask)
+    with pytest.raises(openai.NotFoundError):
+        await asyncio.to_thread(client.chat.completions.create, **{**ask, "model": "gpt"})
+    sample.close("has ended")
+    with pytest.raises(openai.AuthenticationError, match="ended"):
+        await asyncio.to_thread(client.chat.completions.create, **ask)
+    assert len(sample.recorder) == 0
+
+
+async def test_what_a_request_leaves_out_comes_from_the_run(front, tokenizer):
+    engine = Script(tokenizer, "x")
+    gconfig = GenerationHyperparameters(temperature=0.3, max_new_tokens=9, stop=["!"], top_k=4)
+    with front.episode(sample_engine(engine), gconfig=gconfig) as episode:
+        client = episode.async_client()
+        await client.chat.completions.create(model="default", messages=[{"role": "user", "content": "q"}])
+        await client.chat.completions.create(
+            model="default", messages=[{"role": "user", "content": "q"}], temperature=1.0, max_tokens=3, stop="?"
+        )
+    used = [request.gconfig for request in engine.requests]
+    assert (used[0].temperature, used[0].max_new_tokens, used[0].stop, used[0].top_k) == (0.3, 9, ["!"], 4)
+    assert (used[1].temperature, used[1].max_new_tokens, used[1].stop) == (1.0, 3, ["?"])
+
+
+async def test_a_synchronous_client_does_not_block_the_loop_that_answers(front, tokenizer):
+    client = front.episode(sample_engine(Script(tokenizer, "x"))).client()
+    with pytest.raises(WorkflowError, match="get_openai_async_client"):
+        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "q"}])
+
+
+def test_any_engine_is_recorded_and_the_server_ends(tokenizer):
+    front, before = OpenAIFront(tokenizer), sum(thread.name == "openai-front" for thread in threading.enumerate())
+    with front, front.episode(Script(tokenizer, "hello")) as episode:
+        answer = plain_client(episode).completions.create(model="default", prompt="say", max_tokens=8)
+        assert answer.choices[0].text == "hello"
+        (experience,) = episode.experiences(reward=1.0)
+        assert tokenizer.decode(experience.response_tokens, skip_special_tokens=True) == "hello"
+        assert sum(thread.name == "openai-front" for thread in threading.enumerate()) == before + 1
+    assert sum(thread.name == "openai-front" for thread in threading.enumerate()) == before
+    with pytest.raises(openai.APIConnectionError):
+        plain_client(episode).models.list()
