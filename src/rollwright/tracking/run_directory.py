@@ -37,6 +37,7 @@ NOT_IDENTITY = (
     "recover",
     "saver",
     "evaluator",
+    "bench",
     "stats_logger",
     "cluster",
     "total_train_steps",

@@ -1,0 +1,220 @@
+"""Benchmarking: every checkpoint of a run on the evaluation tasks, several samples a task: mean@k and pass@k."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from rollwright.config.experiment import PPOConfig
+from rollwright.data.tokenizer import load_tokenizer
+from rollwright.errors import ConfigError
+from rollwright.tracking import logging
+from rollwright.tracking.logging import getLogger
+from rollwright.tracking.plots import plot_curves
+from rollwright.tracking.run_directory import RunDirectory
+from rollwright.trainers import tasks
+from rollwright.trainers.evaluation import evaluate, sample_means
+from rollwright.trainers.rollout_backend import make_explorer_engine
+from rollwright.trainers.shared_run import trial_path
+from rollwright.trainers.workflow_arguments import with_defaults
+
+logger = getLogger("bench")
+
+
+@dataclass
+class Benchmark:
+    """The scores of one checkpoint."""
+
+    label: str
+    path: str
+    step: int | None  # None where its name tells none
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # by taskset: mean@n, pass@k, …
+
+
+def bench(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
+    """Evaluate checkpoints; the table goes to the console, everything to ``bench.json`` and ``bench.png``.
+
+    Returns:
+        ``{"benchmarks": [...], "table": path, "plot": path}``.
+
+    Raises:
+        ConfigError: there is nothing to evaluate, or to evaluate on.
+    """
+    benchmarks = find_checkpoints(config)
+    logger.info("evaluating %d checkpoints: %s", len(benchmarks), ", ".join(each.label for each in benchmarks))
+    for each in benchmarks:
+        with logging.console().status(f"evaluating {each.label}"):
+            each.scores = _scores(config, each.path, directory)
+        for taskset, scores in each.scores.items():
+            logger.info("%s on %s: %s", each.label, taskset, ", ".join(f"{k} {v:.3f}" for k, v in scores.items()))
+    results = [dataclasses.asdict(each) for each in benchmarks]
+    file = directory.path / "bench.json"
+    file.write_text(json.dumps({"samples": config.bench.samples, "benchmarks": results}, indent=2), encoding="utf-8")
+    logging.console().print(table_of(benchmarks))
+    return {"benchmarks": results, "table": str(file), "plot": str(draw(directory.path / "bench.png", benchmarks, config))}
+
+
+# -- which checkpoints -------------------------------------------------------------------------------------------------
+
+
+def find_checkpoints(config: PPOConfig) -> list[Benchmark]:
+    """The checkpoints that the config lists, else the model at ``actor.path`` and all that the run has written, by step.
+
+    Raises:
+        ConfigError: a directory is missing, or the run has written none.
+    """
+    if config.bench.checkpoints:
+        return [Benchmark(_label(path), path, step_of(Path(path).name)) for path in config.bench.checkpoints]
+    trial = trial_path(config)
+    written = [file.parent for pattern in ("checkpoints/*", "*/checkpoints/*") for file in trial.glob(f"{pattern}/config.json")]
+    if not written:
+        raise ConfigError(
+            f"{trial} has no checkpoints: name the experiment and trial of a run that has saved some, or list bench.checkpoints."
+        )
+    found = [Benchmark(str(path.relative_to(trial)), str(path), step_of(path.name)) for path in written]
+    last = math.inf  # "final" comes after every numbered one
+    found.sort(key=lambda each: (Path(each.path).parent.as_posix(), last if each.step is None else each.step))
+    start = [] if config.actor.init_from_scratch or not config.actor.path else [Benchmark("start", config.actor.path, 0)]
+    return [*start, *found]
+
+
+def step_of(name: str) -> int | None:
+    """The number in ``step-000010``."""
+    match = re.fullmatch(r"(?:global_)?step[-_]?(\d+)", name)
+    return int(match[1]) if match else None
+
+
+def _label(path: str) -> str:
+    return "/".join(Path(path).parts[-2:])
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """Chance that one of ``k`` samples passes, unbiased from ``samples`` of which ``passed`` did (Chen et al. 2021, eq. 1)."""
+    if not 1 <= k <= samples:
+        raise ConfigError(f"pass@{k} cannot be told from {samples} samples: k is between 1 and the number of samples.")
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def scores_of(rewards: Sequence[Sequence[float]], pass_at: Sequence[int], pass_reward: float) -> dict[str, float]:
+    """``mean@n`` and each ``pass@k`` over tasks.
+
+    Args:
+        rewards: the rewards of the samples of each task, as many for each.
+        pass_at: every k; those above the number of samples are left out.
+        pass_reward: reward from which on a sample passes.
+    """
+    samples = len(rewards[0])
+    passed = [sum(reward >= pass_reward for reward in task) for task in rewards]
+    scores = {f"mean@{samples}": math.fsum(math.fsum(task) for task in rewards) / (samples * len(rewards))}
+    for k in sorted(k for k in set(pass_at) if k <= samples):
+        scores[f"pass@{k}"] = math.fsum(pass_at_k(samples, count, k) for count in passed) / len(rewards)
+    return scores
+
+
+def _scores(config: PPOConfig, path: str, directory: RunDirectory) -> dict[str, dict[str, float]]:
+    config = dataclasses.replace(config, actor=dataclasses.replace(config.actor, path=path, init_from_scratch=False))
+    tokenizer = load_tokenizer(config.tokenizer_path or path, config.actor.trust_remote_code)
+    gconfig = config.evaluator.gconfig.new(n_samples=config.bench.samples)
+    rollout = make_explorer_engine(config, tokenizer, directory)
+    rollout.initialize()
+    try:
+        scores = {}
+        for name, (rows, workflow, kwargs) in _evaluations(config, tokenizer).items():
+            trajectory = evaluate(rollout, rows, workflow, kwargs, gconfig).trajectory
+            rewards = _rewards_by_task(trajectory)
+            scores[name] = {
+                **scores_of(rewards, config.bench.pass_at, config.bench.pass_reward),
+                "tasks": float(len(rewards)),
+                "truncated": float(sample_means(trajectory, trajectory["truncated"].float()).mean()),
+                "response_tokens": float(trajectory["loss_mask"].sum()) / sum(map(len, rewards)),
+            }
+    finally:
+        rollout.destroy()
+    return scores
+
+
+def _evaluations(config: PPOConfig, tokenizer: Any) -> Mapping[str, tuple[list[dict[str, Any]], Any, dict[str, Any]]]:
+    """By the name of each set of held-out tasks: its rows, the workflow and its arguments."""
+    limit = config.evaluator.limit
+    if config.eval_tasksets:
+        runner = tasks.evaluation_runner(config, tokenizer, n_samples=config.bench.samples)
+        greedy = [each.name for each in config.eval_tasksets if runner.generation_of(each).is_greedy]
+        _refuse_equal_samples(config, greedy)
+        rows = tasks.evaluation_rows(config)
+        return {
+            taskset.name: ([row for row in rows if row["taskset"] == taskset.name][:limit], runner, {})
+            for taskset in config.eval_tasksets
+        }
+    if config.valid_dataset is None:
+        raise ConfigError("mode bench has nothing to evaluate on: give valid_dataset, or eval_tasksets.")
+    workflow = config.eval_workflow or config.workflow
+    if workflow is None:
+        raise ConfigError("mode bench has no workflow: set `workflow:` in the config.")
+    _refuse_equal_samples(config, ["valid_dataset"] if config.evaluator.gconfig.is_greedy else [])
+    from rollwright.data.examples import get_dataset
+
+    given = config.workflow_kwargs if config.eval_workflow_kwargs is None else config.eval_workflow_kwargs
+    kwargs = with_defaults(workflow, given, {"reward_fn": config.reward_fn, "tokenizer": tokenizer})
+    rows = list(get_dataset(config.valid_dataset, tokenizer))[:limit]
+    return {"valid": (rows, workflow, kwargs)}
+
+
+def _refuse_equal_samples(config: PPOConfig, greedy: Sequence[str]) -> None:
+    if greedy and config.bench.samples > 1:
+        raise ConfigError(
+            f"{config.bench.samples} samples of a task would all be the same, since {', '.join(greedy)} is sampled greedily: set "
+            "evaluator.gconfig.greedy=false (and a temperature), or bench.samples=1."
+        )
+
+
+def _rewards_by_task(trajectory: Mapping[str, torch.Tensor]) -> list[list[float]]:
+    """The rewards of the samples of each task; a sample of several rows counts with their mean."""
+    rewards: dict[int, dict[int, list[float]]] = {}
+    columns = (trajectory[key].tolist() for key in ("group_ids", "sample_ids", "rewards"))
+    for group, sample, reward in zip(*columns, strict=True):
+        rewards.setdefault(group, {}).setdefault(sample, []).append(reward)
+    by_task = [[math.fsum(rows) / len(rows) for rows in samples.values()] for samples in rewards.values()]
+    if len({len(samples) for samples in by_task}) > 1:
+        raise ConfigError("tasks gave different numbers of samples, so mean@k and pass@k are not of one k: look at the workflow.")
+    return by_task
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------
+
+
+def table_of(benchmarks: Sequence[Benchmark]) -> Table:
+    """One line for each checkpoint and taskset; the best of each column is bold."""
+    names = [name for name in next(iter(benchmarks[0].scores.values())) if "@" in name]
+    table = Table("checkpoint", "tasks", *names, title="benchmark")
+    for taskset in benchmarks[0].scores:
+        best = {name: max(each.scores[taskset][name] for each in benchmarks) for name in names}
+        for each in benchmarks:
+            scores = each.scores[taskset]
+            cells = (f"[bold]{scores[n]:.3f}[/bold]" if scores[n] == best[n] else f"{scores[n]:.3f}" for n in names)
+            table.add_row(each.label, f"{taskset} ({scores['tasks']:.0f})", *cells)
+    return table
+
+
+def draw(path: Path, benchmarks: Sequence[Benchmark], config: PPOConfig) -> Path:
+    """Scores over steps, one curve for each score and taskset; what has no step stands one after the last."""
+    last = max((each.step for each in benchmarks if each.step is not None), default=0)
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for each in benchmarks:
+        step = last + 1 if each.step is None else each.step
+        for taskset, scores in each.scores.items():
+            for name, value in scores.items():
+                if "@" in name:
+                    curves.setdefault(f"{taskset}: {name}", []).append((step, value))
+    return plot_curves(path, curves, title=f"{config.experiment_name}: checkpoints", y_label="reward, share that passes")
