@@ -36,6 +36,7 @@ COMMANDS: dict[str, Command] = {
     "eval": Command("rollwright.cli.evaluate:evaluate", "Score a model on a dataset, greedy and sampled."),
     "config": Command("rollwright.cli.config:app", "Show, check and describe configs."),
     "model": Command("rollwright.cli.model:app", "Make models."),
+    "new": Command("rollwright.cli.new:app", "Write files to begin with: a workflow, its config and its test."),
     "serve-model": Command(
         "rollwright.cli.serve_model:serve_model", "Serve a model: the built-in engine over SGLang's and the OpenAI protocol."
     ),

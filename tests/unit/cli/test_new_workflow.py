@@ -1,0 +1,47 @@
+"""``rollwright new workflow``: what it writes runs, and it hides and overwrites nothing."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rollwright.cli.main import main
+
+
+def test_names_that_cannot_be_are_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, reason in {
+        "Two-Readers": "no name for a Python module",
+        "class": "no name for a Python module",
+        "rlvr": "is built in",
+        "json": "is installed already",
+    }.items():
+        assert main(["new", "workflow", name]) == 1
+        assert reason in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_overwritten(tmp_path, capsys):
+    (tmp_path / "two_readers.yaml").write_text("mine")
+    assert main(["new", "workflow", "two_readers", "--directory", str(tmp_path)]) == 1
+    assert "two_readers.yaml exists" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["two_readers.yaml"]
+
+
+@pytest.mark.slow
+def test_the_test_that_is_written_passes(tmp_path, capsys):
+    assert main(["new", "workflow", "two_readers", "--directory", str(tmp_path / "mine")]) == 0
+    printed = capsys.readouterr().out
+    assert "TwoReadersWorkflow" in printed
+    assert "rollwright run two_readers.yaml" in printed
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_two_readers.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path / "mine", capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout
+    ruff = [sys.executable, "-m", "ruff", "check", "--line-length", "128", "."]
+    if subprocess.run([*ruff[:3], "--version"], capture_output=True).returncode == 0:
+        checked = subprocess.run([*ruff, "--select", "E,F,I,B"], cwd=tmp_path / "mine", capture_output=True, text=True)
+        assert checked.returncode == 0, checked.stdout
