@@ -120,7 +120,8 @@ class Says:
 def test_an_episode():
     tokenizer = build_character_tokenizer()
     engine = Says(tokenizer, "42")
-    workflow = <Class>("exact_match_reward", GenerationHyperparameters(max_new_tokens=8), tokenizer, instruction="Reckon.")
+    gconfig = GenerationHyperparameters(max_new_tokens=8)
+    workflow = <Class>("exact_match_reward", gconfig, tokenizer, instruction="Reckon.")
     row = asyncio.run(workflow.arun_episode(engine, TASK))
     assert "Reckon." in tokenizer.decode(engine.requests[0].input_ids)
     assert row["output_ids"] == engine.tokens
