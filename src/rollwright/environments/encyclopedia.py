@@ -122,25 +122,25 @@ class World:
             )
         return rows
 
-    def questions(self, count: int, hops: Sequence[int] = (1, 2), seed: int = 1) -> list[dict[str, Any]]:
-        """Distinct tasks, the numbers of hops taking turns.
+    def questions(self, count: int, two_hop_share: float = 0.5, seed: int | str = 1) -> list[dict[str, Any]]:
+        """Distinct tasks, of which ``two_hop_share`` need two searches, spread evenly.
 
         Raises:
-            DataError: the world has fewer questions, or a number of hops is neither 1 nor 2.
+            DataError: the world has fewer questions, or the share is not between 0 and 1.
         """
-        if not hops or set(hops) - {1, 2}:
-            raise DataError(f"encyclopedia: hops is {list(hops)}; questions have 1 or 2 hops.")
+        if not 0.0 <= two_hop_share <= 1.0:
+            raise DataError(f"encyclopedia: two_hop_share is {two_hop_share}; it is between 0 and 1.")
         generator = random.Random(f"questions {self.seed} {seed}")
-        pools = {hop: self._chains(hop) for hop in set(hops)}
-        for pool in pools.values():
+        hops = [1 + int((index + 1) * two_hop_share) - int(index * two_hop_share) for index in range(count)]
+        pools = {hop: self._chains(hop) for hop in (1, 2)}
+        for hop, pool in pools.items():
             generator.shuffle(pool)
-        wanted = {hop: sum(hops[i % len(hops)] == hop for i in range(count)) for hop in pools}
-        for hop, number in wanted.items():
-            if number > len(pools[hop]):
+            if hops.count(hop) > len(pool):
                 raise DataError(
-                    f"encyclopedia: {number} questions of {hop} hops were asked for, world {self.seed} has {len(pools[hop])}."
+                    f"encyclopedia: {hops.count(hop)} questions of {hop} hops were asked for, world {self.seed} has {len(pool)}; "
+                    "raise world_size, or name more worlds."
                 )
-        return [self._task(pools[hops[i % len(hops)]].pop()) for i in range(count)]
+        return [self._task(pools[hop].pop()) for hop in hops]
 
     def _chains(self, hops: int) -> list[Chain]:
         chains = [Chain((subject,), (key,), target) for subject, facts in self.facts.items() for key, target in facts.items()]
@@ -216,7 +216,7 @@ def questions(
     size: int = 2000,
     worlds: Worlds = 1,
     world_size: int = 300,
-    hops: Sequence[int] = (1, 2),
+    two_hop_share: float = 0.5,
     seed: int = 1,
     worked: bool = False,
 ) -> list[dict[str, Any]]:
@@ -227,7 +227,7 @@ def questions(
         size: number of tasks, shared evenly among the worlds.
         worlds: the worlds' seeds; see ``world_seeds``. Many small worlds teach copying, one large world can be learned by heart.
         world_size: articles of each kind in a world.
-        hops: numbers of hops that take turns; ``[1, 1, 1, 2]`` makes every fourth a two-hop question.
+        two_hop_share: share of questions that need two searches, in each world.
         seed: which questions.
         worked: add ``segments``, the worked episode, for supervised training.
     """
@@ -235,7 +235,7 @@ def questions(
     tasks = []
     for index, world_seed in enumerate(seeds):
         count = size // len(seeds) + (index < size % len(seeds))
-        tasks += World(world_seed, world_size).questions(count, hops, seed=f"{split} {seed}")
+        tasks += World(world_seed, world_size).questions(count, two_hop_share, seed=f"{split} {seed}")
     if worked:
         tasks = [{**task, "segments": episode(task)} for task in tasks]
     return tasks

@@ -49,10 +49,15 @@ def test_worked_episodes_are_short_and_need_no_character_tokens():
         assert [segment["train"] for segment in episode(task)][::2] == [False] * task["hops"] + [False]
 
 
-def test_hops_take_turns_and_too_many_questions_are_refused():
-    assert [task["hops"] for task in questions(size=8, hops=[1, 1, 1, 2], world_size=30)] == [1, 1, 1, 2] * 2
+def test_the_share_of_two_hops_is_kept_and_too_many_questions_are_refused():
+    hops = [task["hops"] for task in questions(size=40, two_hop_share=0.25, world_size=30)]
+    assert hops[:8] == [1, 1, 1, 2] * 2
+    assert {task["hops"] for task in questions(size=40, two_hop_share=0.0, world_size=30)} == {1}
+    assert {task["hops"] for task in questions(size=40, two_hop_share=1.0, world_size=30)} == {2}
     with pytest.raises(DataError, match="questions of 1 hops were asked for"):
-        questions(size=1000, hops=[1], world_size=5)
+        questions(size=1000, two_hop_share=0.0, world_size=5)
+    with pytest.raises(DataError, match="between 0 and 1"):
+        questions(two_hop_share=2)
 
 
 def test_the_corpus_file_is_one_that_the_service_reads(tmp_path):
