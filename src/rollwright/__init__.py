@@ -68,6 +68,7 @@ _EXPORTS: dict[str, str] = {
     "SimpleWorkflow": "rollwright.workflows.simple",
     "MathWorkflow": "rollwright.workflows.simple",
     "WebShopWorkflow": "rollwright.workflows.webshop",
+    "ToolCallingWorkflow": "rollwright.workflows.tool_calling",
     "AgentScopeReactMathWorkflow": "rollwright.workflows.agentscope_react",
     "RolloutWorkflow": "rollwright.workflows.base",
     "WORKFLOWS": "rollwright.workflows.registry",
@@ -76,6 +77,7 @@ _EXPORTS: dict[str, str] = {
     # rollout
     "RolloutEngine": "rollwright.rollout.engines",
     "RolloutExecutor": "rollwright.rollout.executor",
+    "OpenAIFront": "rollwright.rollout.openai_front",
     "LocalRolloutEngine": "rollwright.rollout.engines",
     "RemoteSGLangEngine": "rollwright.rollout.engines",
     "RemoteVLLMEngine": "rollwright.rollout.engines",

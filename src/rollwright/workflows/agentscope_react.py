@@ -1,0 +1,185 @@
+"""Mathematics with AgentScope's ReAct agent, which is trained as it is.
+
+The agent talks to the run's OpenAI front with the episode's own key and knows nothing of training; what it asks and is
+answered is recorded at the front, token for token. Only the settings that would falsify a record are changed: no streams and
+no second tries (a call that is sent twice is recorded twice), no wall clock in prompts (those of one group would differ), and
+no wait for a permission to use a tool.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollwright.errors import ConfigError, WorkflowError
+from rollwright.experience.experience import Experience
+from rollwright.rewards.wrapper import AsyncRewardWrapper
+from rollwright.tracking.metrics import get_tracker
+from rollwright.workflows.model_wrapper import ModelWrapper
+from rollwright.workflows.registry import WORKFLOWS
+from rollwright.workflows.task import Task
+from rollwright.workflows.task_workflow import Workflow
+from rollwright.workflows.tool_functions import ToolFunctions
+
+MAX_ITERATIONS = 8
+#: Larger than any context here: AgentScope never compresses the history, which would rewrite what was sampled. A prompt that
+#: is too long is refused by the engine instead.
+CONTEXT_SIZE = 1 << 24
+
+SYSTEM_PROMPT = "You solve mathematical problems. Work step by step and use your tools where they help. Put the final result into \\boxed{}."
+
+
+@WORKFLOWS.register_module("agentscope_react_math_workflow")
+class AgentScopeReactMathWorkflow(Workflow):
+    """One AgentScope ``Agent`` for one task; repeatable.
+
+    Needs the extra ``agentscope`` and ``rollout.openai_front: true``. The reward function (default ``math_boxed_reward``) scores
+    the agent's result; an agent that comes to none is scored on empty text. ``workflow_args`` may hold:
+
+    * ``tools``: functions, their import paths, or ``execute_python``; default: that one;
+    * ``structured`` (true): the agent gives its result by calling AgentScope's tool for structured output; false: its last
+      text is the result;
+    * ``max_iters`` (8): rounds of reasoning and acting at most;
+    * ``tool_timeout`` (30): seconds that one call of a tool may take;
+    * ``system_prompt``: in place of the module's and the format's.
+    """
+
+    repeatable = True
+    default_reward_fn = "math_boxed_reward"
+
+    def __init__(self, *, task: Task, model: ModelWrapper, auxiliary_models: list[Any] | None = None) -> None:
+        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
+        _agentscope()
+        arguments = dict(task.workflow_args)
+        self.tools = ToolFunctions(arguments.pop("tools", ["execute_python"]), arguments.pop("tool_timeout", 30.0))
+        self.structured = arguments.pop("structured", True)
+        self.max_iterations = arguments.pop("max_iters", MAX_ITERATIONS)
+        self.system_prompt = arguments.pop("system_prompt", None)
+        if arguments:
+            known = "tools, structured, max_iters, tool_timeout, system_prompt"
+            raise WorkflowError(
+                f"AgentScopeReactMathWorkflow has no argument {', '.join(arguments)}; workflow_args may hold {known}."
+            )
+        self.reward_fn = AsyncRewardWrapper(task.reward_function() or self.default_reward_fn)
+
+    async def run_async(self) -> list[Experience]:
+        """Let the agent reply to the task's question, and score its result."""
+        *before, question = self.task.messages()
+        system_prompt = self.system_prompt or (before[0]["content"] if before else SYSTEM_PROMPT)
+        if len(before) > 1 or question["role"] != "user":
+            raise WorkflowError(
+                f"task {self.task.task_id!r} holds a conversation; AgentScopeReactMathWorkflow answers one question. Use a "
+                "taskset with prompt_type plaintext."
+            )
+        result, completed = await self._reply(system_prompt, question["content"])
+        experiences = self.model.extract_experience_from_history()
+        if not experiences:
+            raise WorkflowError(f"the agent ended on task {self.task.task_id!r} without asking the model.")
+        reward = await self._score(result or "", experiences[-1])
+        calls = len(self.model.openai_episode.calls)
+        for experience in experiences:
+            experience.reward = reward
+            experience.metrics = {"reward": reward, "model_calls": calls, "completed": float(completed)}
+        get_tracker("rollout").scalar(agent_model_calls=calls, agent_completed=completed)
+        return experiences
+
+    async def _reply(self, system_prompt: str, question: str) -> tuple[str | None, bool]:
+        """The agent's result, and whether it came to one by itself."""
+        scope = _agentscope()
+        episode = self.model.openai_episode  # knows the task's generation arguments: the agent leaves them out
+        model = scope.OpenAIChatModel(
+            credential=scope.OpenAICredential(api_key=episode.api_key, base_url=episode.base_url),
+            model=episode.model_name,
+            stream=False,
+            max_retries=0,
+            context_size=CONTEXT_SIZE,
+            client_kwargs=scope.client_settings(),
+        )
+        allow = scope.PermissionDecision(behavior=scope.PermissionBehavior.ALLOW, message="a tool of the task")
+        agent = scope.Agent(
+            "solver",
+            system_prompt,
+            model,
+            toolkit=scope.Toolkit(tools=[scope.FunctionTool(tool, permission=allow) for tool in self.tools.guarded()]),
+            react_config=scope.ReActConfig(max_iters=self.max_iterations, interruption_raise_cancelled_error=True),
+            injection_config=scope.InjectionConfig(inject_runtime_state=False),
+        )
+        schema = {"structured_schema": scope.result_schema()} if self.structured else {}
+        try:
+            reply = await agent.reply(scope.UserMsg(name="user", content=question), **schema)
+        except scope.BadRequestError as error:
+            if error.param not in ("tool_choice", "prompt"):
+                raise
+            return None, False  # out of rounds (a forced call cannot be honoured), or out of context: no result
+        finally:
+            await model.client.close()
+        completed = str(getattr(reply.finished_reason, "value", reply.finished_reason)) == "completed"
+        if not self.structured:
+            return "".join(block.text for block in reply.content if block.type == "text"), completed
+        return (reply.structured_output or {}).get("result"), completed
+
+    async def _score(self, result: str, last: Experience) -> float:
+        columns = {key: value for key, value in self.task.raw_task.items() if key != "answer"}
+        return await self.reward_fn(
+            self.model.tokenizer.decode(last.prompt_tokens, skip_special_tokens=False),
+            result,
+            last.prompt_tokens.tolist(),
+            last.response_tokens.tolist(),
+            **{**columns, "answer": self.task.truth, **self.task.reward_fn_args},
+        )
+
+
+class _AgentScope:
+    """The names of AgentScope 2 that are used here."""
+
+    def __init__(self) -> None:
+        from agentscope.agent import Agent, InjectionConfig, ReActConfig
+        from agentscope.credential import OpenAICredential
+        from agentscope.message import UserMsg
+        from agentscope.model import OpenAIChatModel
+        from agentscope.permission import PermissionBehavior, PermissionDecision
+        from agentscope.tool import FunctionTool, Toolkit
+        from openai import BadRequestError
+
+        self.Agent, self.InjectionConfig, self.ReActConfig = Agent, InjectionConfig, ReActConfig
+        self.OpenAICredential, self.OpenAIChatModel, self.UserMsg = OpenAICredential, OpenAIChatModel, UserMsg
+        self.PermissionBehavior, self.PermissionDecision = PermissionBehavior, PermissionDecision
+        self.FunctionTool, self.Toolkit, self.BadRequestError = FunctionTool, Toolkit, BadRequestError
+        self._result: Any = None
+
+    def client_settings(self) -> dict[str, Any]:
+        """Arguments of the ``openai`` client: no second tries, no limit but the sample's, no proxy."""
+        import openai
+
+        http_client = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False, timeout=None)
+        return {"max_retries": 0, "timeout": None, "http_client": http_client}
+
+    def result_schema(self) -> Any:
+        """What the agent's structured output has to hold."""
+        if self._result is None:
+            from pydantic import BaseModel, Field
+
+            class Result(BaseModel):
+                result: str = Field(description="The final result, in the form that the problem asks for.")
+
+            self._result = Result
+        return self._result
+
+
+_scope: _AgentScope | None = None
+
+
+def _agentscope() -> _AgentScope:
+    """AgentScope, imported once.
+
+    Raises:
+        ConfigError: it is missing, or another generation than 2.
+    """
+    global _scope
+    if _scope is None:
+        try:
+            _scope = _AgentScope()
+        except ImportError as error:
+            raise ConfigError(
+                f"agentscope_react_math_workflow needs AgentScope 2.0.9 or later ({error}): pip install 'rollwright[agentscope]'."
+            ) from error
+    return _scope
