@@ -1,0 +1,69 @@
+"""The code of docs/workflows.md runs as it stands there."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+from rollwright import BuiltinEngine, GenerationHyperparameters, load_tokenizer
+from rollwright.config.tasksets import FormatConfig, TasksetConfig
+from rollwright.experience.normaliser import normalise
+from rollwright.experience.recorder import Recorder
+from rollwright.experience.trajectory import check_trajectory
+from rollwright.workflows.registry import BUILT_IN
+from rollwright.workflows.task_runner import TaskRunner
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+TEXT = (DOCS / "workflows.md").read_text(encoding="utf-8")
+GCONFIG = GenerationHyperparameters(max_new_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def names(request):
+    """What the blocks that define classes define."""
+    namespace = {"__name__": "docs_of_workflows"}
+    for block in re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL):
+        if "class " in block:
+            exec(compile(block, "docs/workflows.md", "exec"), namespace)
+    return namespace
+
+
+class Recording:
+    def __init__(self, engine):
+        self.engine, self.recorder = engine, Recorder()
+
+    async def agenerate(self, request):
+        response = await self.engine.agenerate(request)
+        self.recorder.record(request, response)
+        return response
+
+
+def test_the_ten_lines_give_a_row_that_keeps_the_contract(names, tiny_model):
+    first = re.search(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)[1]
+    assert len([line for line in first[first.index("@") :].splitlines() if line.strip()]) <= 10
+    tokenizer = load_tokenizer(tiny_model)
+    with BuiltinEngine(str(tiny_model)) as engine:
+        recording = Recording(engine)
+        task = {"messages": [{"role": "user", "content": "6*7="}]}
+        result = asyncio.run(names["Brief"](GCONFIG, tokenizer).arun_episode(recording, task))
+        row = normalise(result, recording.recorder)
+    check_trajectory(row)
+    assert row["loss_mask"].sum() == len(recording.recorder.records[0].output_ids)
+
+
+def test_the_task_style_class_runs(names, tiny_model):
+    taskset = TasksetConfig(format=FormatConfig(prompt_key="question", response_key="answer"))
+    taskset.default_workflow_type = names["Echo"]
+    tokenizer = load_tokenizer(tiny_model)
+    runner = TaskRunner([taskset], tokenizer, gconfig=GCONFIG, n_samples=3)
+    with BuiltinEngine(str(tiny_model)) as engine:
+        experiences = asyncio.run(runner.arun_episode(engine, {"question": "6*7=", "answer": "42"}))
+    assert len(experiences) == 3
+    assert all(experience.reward is not None for experience in experiences)
+
+
+def test_every_built_in_workflow_is_described():
+    described = set(re.findall(r"`(\w+)`", TEXT))
+    assert {name for name in BUILT_IN} <= described, "a built-in workflow is missing in docs/workflows.md"
+    assert all((DOCS / link).exists() for link in re.findall(r"\]\((\w[\w-]*\.md)\)", TEXT))
