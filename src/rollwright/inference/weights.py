@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import struct
@@ -25,6 +26,7 @@ logger = getLogger("Weights")
 
 #: Where shared weights are mapped: memory that looks like a directory.
 _SHARED_MEMORY = Path("/dev/shm")
+_SHARED_PREFIX = "rollwright-weights-"
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,9 @@ class MappedWeights:
         """Unmap and remove the file."""
         self._mapped.clear()
         shutil.rmtree(self.directory, ignore_errors=True)
+        if self.directory.parent.name.startswith(_SHARED_PREFIX):
+            with contextlib.suppress(OSError):
+                self.directory.parent.rmdir()
 
 
 def _map(path: Path) -> dict[str, Tensor]:
@@ -202,7 +207,7 @@ def shared_directory(roots: Iterable[str | Path] = ()) -> Path:
     parent = min(present, key=lambda root: not root.is_relative_to(_SHARED_MEMORY), default=None)
     if parent is None:
         parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-    return Path(tempfile.mkdtemp(prefix="rollwright-weights-", dir=parent)) / "current"
+    return Path(tempfile.mkdtemp(prefix=_SHARED_PREFIX, dir=parent)) / "current"
 
 
 def publish_weights(

@@ -138,6 +138,13 @@ def test_shared_weights_are_written_in_place(tmp_path):
     assert not (tmp_path / "current").exists()
 
 
+def test_nothing_of_shared_weights_is_left(tmp_path):
+    mapped = MappedWeights(shared_directory([tmp_path]))
+    mapped.write(list(some_weights().items()), 1)
+    mapped.close()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_shared_directory_lies_below_what_servers_may_read(tmp_path):
     assert shared_directory([tmp_path]).is_relative_to(tmp_path)
     with pytest.raises(WeightUpdateError, match="not on this host"):
