@@ -25,7 +25,7 @@ def new(
             show_default=False,
         ),
     ] = None,
-    architecture: Annotated[str | None, typer.Option(help="qwen3, qwen2 or llama.")] = None,
+    architecture: Annotated[str | None, typer.Option(help="qwen3, qwen2, llama or qwen2_vl (which sees).")] = None,
     hidden_size: Annotated[int | None, typer.Option(help="Width of the residual stream.")] = None,
     layers: Annotated[int | None, typer.Option(help="Transformer blocks.")] = None,
     heads: Annotated[int | None, typer.Option(help="Attention heads.")] = None,

@@ -208,7 +208,7 @@ def as_images(images: Any, where: str = "the task") -> list[Any]:
     """
     from PIL import Image
 
-    opened = []
+    opened: list[Any] = []
     for index, image in enumerate(images if isinstance(images, (list, tuple)) else [images]):
         if isinstance(image, Mapping):
             image = image.get("bytes") or image.get("path")

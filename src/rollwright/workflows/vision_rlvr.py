@@ -31,6 +31,11 @@ from rollwright.workflows.registry import WORKFLOWS, resolve_function
 from rollwright.workflows.rlvr import single_turn_row
 
 
+def extract_prompt(data: dict[str, Any]) -> Any:
+    """The task's ``messages``: a conversation, or its text as a chat template rendered it."""
+    return data["messages"] if isinstance(data.get("messages"), str) else extract_messages(data)
+
+
 @WORKFLOWS.register_module("vision_rlvr")
 class VisionRLVRWorkflow(RolloutWorkflow):
     """Show images, ask once, score the answer.
@@ -83,7 +88,7 @@ class VisionRLVRWorkflow(RolloutWorkflow):
         self.enable_thinking = enable_thinking
         self.rollout_stat_scope = rollout_stat_scope
         self.dump_dir = dump_dir
-        self.data_extract_prompt_fn = resolve_function(data_extract_prompt_fn or extract_messages, "data_extract_prompt_fn")
+        self.data_extract_prompt_fn = resolve_function(data_extract_prompt_fn or extract_prompt, "data_extract_prompt_fn")
         self.image_key = image_key
 
     def _image_pieces(self) -> list[str]:

@@ -128,6 +128,16 @@ def test_the_prompt_holds_one_token_for_each_feature(directory):
     assert row["multi_modal_inputs"][0]["pixel_values"].shape == (36, 3 * 2 * 8 * 8)
 
 
+def test_messages_may_be_rendered_text(directory):
+    tokenizer = load_tokenizer(directory)
+    (task,) = counting_squares("train", size=1)
+    engine = Recording(Says([9]))
+    task = {**task, "messages": "<|user|><image>squares?<|end|><|assistant|>"}
+    asyncio.run(VisionRLVRWorkflow("exact_match_reward", GCONFIG, tokenizer).arun_episode(engine, task))
+    text = tokenizer.decode(engine.requests[0].input_ids)
+    assert text == "<|user|><|vision_start|>" + "<|image_pad|>" * 9 + "<|vision_end|>squares?<|end|><|assistant|>"
+
+
 def test_a_sampled_image_token_ends_the_row_and_stands_for_nothing(directory):
     tokenizer = load_tokenizer(directory)
     image = tokenizer.convert_tokens_to_ids("<|image_pad|>")
