@@ -52,6 +52,18 @@ class TasksetConfig:
     repeat_times: int | None = field(
         default=None, metadata={"help": "Samples of each task; None: the run's group size.", "ge": 1}
     )
+    isolation: str = field(
+        default="thread",
+        metadata={
+            "help": "Where run() runs: thread, beside the others, which a time limit cannot end; process, which it kills "
+            "(run_async is awaited on the event loop, or on that of the process).",
+            "choices": ["thread", "process"],
+        },
+    )
+    isolated_processes: int | None = field(
+        default=None,
+        metadata={"help": "Processes that run at once where isolation is process; None: one for each CPU.", "ge": 1},
+    )
     selector: str = field(
         default="shuffle",
         metadata={"help": "Order in which tasks are drawn.", "choices": ["sequential", "shuffle", "random", "difficulty"]},

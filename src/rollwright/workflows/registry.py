@@ -93,6 +93,11 @@ class WorkflowRegistry:
             if path not in self._plugin_directories:
                 self._plugin_directories.append(path)
 
+    @property
+    def plugin_directories(self) -> list[Path]:
+        """The directories that were added; those of the environment are not among them."""
+        return list(self._plugin_directories)
+
     def names(self) -> list[str]:
         """All registered names, plugins' included, sorted."""
         self._load_plugins()

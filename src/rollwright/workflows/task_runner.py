@@ -21,9 +21,10 @@ from rollwright.experience.experience import Experience
 from rollwright.inference.engine import InferenceEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.workflows.base import RolloutWorkflow
+from rollwright.workflows.isolation import IsolatedWorkflows
 from rollwright.workflows.model_wrapper import ModelWrapper
 from rollwright.workflows.task import Task
-from rollwright.workflows.task_workflow import Workflow, class_trait, trait
+from rollwright.workflows.task_workflow import Workflow, class_trait, renew, trait
 
 logger = getLogger("tasks")
 
@@ -71,13 +72,17 @@ class TaskRunner(RolloutWorkflow):
         self.model_path = model_path
         self.threads = AbandonableThreads(max_abandoned_threads)
         self._idle: dict[type, list[Workflow]] = defaultdict(list)
+        self._processes: dict[str, IsolatedWorkflows] = {}
 
     def task_of(self, data: dict[str, Any]) -> Task:
         """The task of a row."""
-        taskset = self.tasksets.get(data.get("taskset", ""), self.default_taskset)
+        taskset = self._taskset_of(data)
         task = Task.from_row({key: value for key, value in data.items() if key != "taskset"}, taskset, is_eval=self.is_eval)
         task.rollout_args = self.generation_of(taskset)
         return task
+
+    def _taskset_of(self, data: dict[str, Any]) -> TasksetConfig:
+        return self.tasksets.get(data.get("taskset", ""), self.default_taskset)
 
     def generation_of(self, taskset: TasksetConfig) -> GenerationHyperparameters:
         """The generation arguments of a taskset's tasks: its own where it sets any."""
@@ -97,7 +102,7 @@ class TaskRunner(RolloutWorkflow):
         task.rollout_args = task.rollout_args.new(n_samples=1 if repeatable else self._samples(task))
         model = self._model(engine, task)
         try:
-            return await self._run(task, model)
+            return await self._run(self._taskset_of(data), task, engine, model)
         finally:
             model.close()
 
@@ -118,45 +123,71 @@ class TaskRunner(RolloutWorkflow):
             template_kwargs=template_kwargs,
         )
 
-    async def _run(self, task: Task, model: ModelWrapper) -> list[Experience] | None:
-        workflow = self._take(task, model)
-        if trait(workflow, "asynchronous"):
+    async def _run(
+        self, taskset: TasksetConfig, task: Task, engine: InferenceEngine, model: ModelWrapper
+    ) -> list[Experience] | None:
+        name = f"{task.workflow_class().__name__} of task {task.task_id}"
+        if taskset.isolation == "process":
+            experiences = await self._isolated(taskset).run(
+                task,
+                engine,
+                model,
+                auxiliary_models=self.auxiliary_models,
+                has_front=self.openai_front is not None,
+                template_kwargs=_template_arguments(task),
+            )
+        elif class_trait(task.workflow_class(), "asynchronous", task):
+            workflow = self._take(task, model)
             experiences = await workflow.run_async()
+            self._keep(workflow)
         else:
-            experiences = await self.threads.run(workflow.run, name=f"{type(workflow).__name__} of task {task.task_id}")
-        if trait(workflow, "resettable"):
-            self._idle[type(workflow)].append(workflow)
-        experiences = self._complete(workflow, experiences)
+            experiences = await self.threads.run(lambda: self._run_in_thread(task, model), name=name)
+        experiences = _complete(name, experiences)
         rewards = [e.reward for e in experiences or [] if e.reward is not None]
         if self.feedback is not None and rewards and task.index is not None:
             self.feedback(task.index, sum(rewards) / len(rewards))
         return experiences
 
+    def _run_in_thread(self, task: Task, model: ModelWrapper) -> Any:
+        """Build (or reset) and run: a workflow that is heavy to build holds nobody up."""
+        workflow = self._take(task, model)
+        result = workflow.run()
+        self._keep(workflow)
+        return result
+
+    def _isolated(self, taskset: TasksetConfig) -> IsolatedWorkflows:
+        if taskset.name not in self._processes:
+            self._processes[taskset.name] = IsolatedWorkflows(self.tokenizer, taskset.isolated_processes)
+        return self._processes[taskset.name]
+
     def _samples(self, task: Task) -> int:
         return task.repeat_times or self.n_samples or task.rollout_args.n_samples
 
     def _take(self, task: Task, model: ModelWrapper) -> Workflow:
-        idle = self._idle[task.workflow_class()]
-        if not idle:
+        try:
+            workflow = self._idle[task.workflow_class()].pop()
+        except IndexError:
             return task.to_workflow(model, self.auxiliary_models)
-        workflow = idle.pop()
-        workflow.task, workflow.model = task, model
-        workflow.rollout_args = task.rollout_args  # evaluation and training use their own, also after reset
-        workflow.reset(task)
+        renew(workflow, task, model)
         return workflow
 
-    def _complete(self, workflow: Workflow, experiences: Any) -> list[Experience] | None:
-        if experiences is None:
-            return None
-        if isinstance(experiences, Experience):
-            experiences = [experiences]
-        wrong = [e for e in experiences if not isinstance(e, Experience)]
-        if wrong:
-            raise WorkflowError(
-                f"{type(workflow).__name__} returned {type(wrong[0]).__name__} among its experiences; run() returns a list of "
-                "Experience, or None to reject the sample."
-            )
-        return list(experiences) or None
+    def _keep(self, workflow: Workflow) -> None:
+        if trait(workflow, "resettable"):
+            self._idle[type(workflow)].append(workflow)
+
+
+def _complete(name: str, experiences: Any) -> list[Experience] | None:
+    if experiences is None:
+        return None
+    if isinstance(experiences, Experience):
+        experiences = [experiences]
+    wrong = [e for e in experiences if not isinstance(e, Experience)]
+    if wrong:
+        raise WorkflowError(
+            f"{name} returned {type(wrong[0]).__name__} among its experiences; run() returns a list of Experience, or None to "
+            "reject the sample."
+        )
+    return list(experiences) or None
 
 
 class AbandonableThreads:

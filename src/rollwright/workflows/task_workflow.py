@@ -60,3 +60,10 @@ def class_trait(workflow_class: type, name: str, task: Task) -> bool:
     if isinstance(value, property) or callable(value):
         return trait(workflow_class.__new__(workflow_class), name)
     return bool(value)
+
+
+def renew(workflow: Any, task: Task, model: ModelWrapper) -> None:
+    """Give a resettable workflow its next task: model and arguments are the new task's also where ``reset`` keeps the old."""
+    workflow.task, workflow.model = task, model
+    workflow.rollout_args = task.rollout_args
+    workflow.reset(task)

@@ -1,0 +1,79 @@
+"""mean@k and pass@k against the definition, and which checkpoints are found."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollwright import GRPOConfig
+from rollwright.config.sections import PPOActorConfig
+from rollwright.errors import ConfigError
+from rollwright.trainers.bench import Benchmark, draw, find_checkpoints, pass_at_k, scores_of, step_of, table_of
+
+
+@given(st.integers(1, 8), st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_passing_sample(samples, data):
+    passed = data.draw(st.integers(0, samples))
+    k = data.draw(st.integers(1, samples))
+    outcomes = [True] * passed + [False] * (samples - passed)
+    subsets = list(itertools.combinations(outcomes, k))
+    assert pass_at_k(samples, passed, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_scores_of_several_tasks():
+    scores = scores_of([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.5, 1.0]], pass_at=[1, 2, 8], pass_reward=1.0)
+    assert scores == pytest.approx({"mean@4": 4.5 / 8, "pass@1": (1 / 4 + 3 / 4) / 2, "pass@2": (0.5 + 1.0) / 2})
+
+
+def test_more_than_there_are_samples_cannot_be_told():
+    with pytest.raises(ConfigError, match="pass@9 cannot be told from 8 samples"):
+        pass_at_k(8, 4, 9)
+
+
+def config_of(tmp_path) -> GRPOConfig:
+    config = GRPOConfig(experiment_name="run", trial_name="one", actor=PPOActorConfig(path="first-model"))
+    config.cluster.fileroot = str(tmp_path)
+    return config
+
+
+def test_checkpoints_stand_in_the_order_of_their_steps(tmp_path):
+    config = config_of(tmp_path)
+    for name in ("step-000100", "final", "step-000020"):
+        directory = tmp_path / "run" / "one" / "trainer" / "checkpoints" / name
+        directory.mkdir(parents=True)
+        (directory / "config.json").write_text("{}")
+    (tmp_path / "run" / "one" / "trainer" / "checkpoints" / ".half-written").mkdir()
+    assert [(each.label, each.step) for each in find_checkpoints(config)] == [
+        ("start", 0),
+        ("trainer/checkpoints/step-000020", 20),
+        ("trainer/checkpoints/step-000100", 100),
+        ("trainer/checkpoints/final", None),
+    ]
+
+
+def test_a_run_without_checkpoints_is_told(tmp_path):
+    with pytest.raises(ConfigError, match="has no checkpoints"):
+        find_checkpoints(config_of(tmp_path))
+
+
+def test_listed_checkpoints_are_taken_as_they_are(tmp_path):
+    config = config_of(tmp_path)
+    config.bench.checkpoints = ["/models/b/step-000004", "some/model"]
+    assert [(each.label, each.step) for each in find_checkpoints(config)] == [("b/step-000004", 4), ("some/model", None)]
+    assert step_of("global_step_12") == 12
+
+
+def test_the_table_and_the_plot_show_every_score(tmp_path):
+    scores = {"held_out": {"mean@2": 0.25, "pass@1": 0.25, "pass@2": 0.5, "tasks": 4.0}}
+    benchmarks = [Benchmark("start", "m", 0, scores), Benchmark("final", "n", None, scores)]
+    assert [str(column.header) for column in table_of(benchmarks).columns] == [
+        "checkpoint",
+        "tasks",
+        "mean@2",
+        "pass@1",
+        "pass@2",
+    ]
+    assert draw(tmp_path / "bench.png", benchmarks, config_of(tmp_path)).stat().st_size > 1000
