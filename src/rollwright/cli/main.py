@@ -34,6 +34,7 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "run": Command("rollwright.cli.run:run", "Carry out a config: train, warm up, evaluate, whatever its stages say."),
     "eval": Command("rollwright.cli.evaluate:evaluate", "Score a model on a dataset, greedy and sampled."),
+    "sequences": Command("rollwright.cli.sequences:sequences", "Generate and score responses, and write them as a table."),
     "config": Command("rollwright.cli.config:app", "Show, check and describe configs."),
     "model": Command("rollwright.cli.model:app", "Make models."),
     "new": Command("rollwright.cli.new:app", "Write files to begin with: a workflow, its config and its test."),
