@@ -78,6 +78,7 @@ _EXPORTS: dict[str, str] = {
     "RolloutEngine": "rollwright.rollout.engines",
     "RolloutExecutor": "rollwright.rollout.executor",
     "OpenAIFront": "rollwright.rollout.openai_front",
+    "OpenAIAgentWorkflow": "rollwright.rollout.openai_agent",
     "LocalRolloutEngine": "rollwright.rollout.engines",
     "RemoteSGLangEngine": "rollwright.rollout.engines",
     "RemoteVLLMEngine": "rollwright.rollout.engines",

@@ -39,6 +39,7 @@ BUILT_IN = {
     "math_workflow": "rollwright.workflows.simple.MathWorkflow",
     "math_boxed_workflow": "rollwright.workflows.simple.MathBoxedWorkflow",
     "webshop_workflow": "rollwright.workflows.webshop.WebShopWorkflow",
+    "openai_agent": "rollwright.rollout.openai_agent.OpenAIAgentWorkflow",
     "tool_calling_workflow": "rollwright.workflows.tool_calling.ToolCallingWorkflow",
     "agentscope_react_math_workflow": "rollwright.workflows.agentscope_react.AgentScopeReactMathWorkflow",
 }

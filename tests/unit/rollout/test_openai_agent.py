@@ -1,0 +1,82 @@
+"""Agents as workflows: run by the executor, scored by what they return or post."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+from echo import EchoEngine
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.sections import RolloutConfig
+from rollwright.data.tokenizer import build_character_tokenizer
+from rollwright.errors import RolloutError
+from rollwright.rollout.executor import RolloutExecutor
+from rollwright.rollout.openai_agent import OpenAIAgentWorkflow
+
+GCONFIG = GenerationHyperparameters(temperature=0.5, max_new_tokens=8)
+
+
+def ask(base_url, api_key, text="q"):
+    client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    return client, client.chat.completions.create(model="default", messages=[{"role": "user", "content": text}])
+
+
+def plain_agent(data, base_url, api_key):
+    ask(base_url, api_key, data["question"])
+    return data["reward"]
+
+
+async def async_agent(data, base_url, api_key, bonus=0.0):
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    answer = await client.chat.completions.create(model="default", messages=[{"role": "user", "content": "q"}])
+    await client.close()
+    return {answer.id: data["reward"] + bonus}
+
+
+class PostingAgent:
+    def run(self, data, base_url, api_key):
+        client, _ = ask(base_url, api_key)
+        client.post("/rewards", cast_to=object, body={"reward": data["reward"]})
+
+
+class SilentAgent:
+    def run(self, data, base_url, api_key):
+        return 1.0
+
+
+@pytest.fixture
+def executor():
+    executor = RolloutExecutor(EchoEngine(output_length=4), RolloutConfig(max_sample_retries=0, max_failed_share=1.0))
+    yield executor
+    executor.destroy()
+
+
+def rollout(executor, agent, **kwargs):
+    workflow = OpenAIAgentWorkflow(agent, build_character_tokenizer(), GCONFIG, **kwargs)
+    rows = [{"question": f"{index}?", "reward": float(index)} for index in range(3)]
+    try:
+        return executor.rollout_batch(rows, workflow, group_size=2)
+    finally:
+        workflow.front.close()
+
+
+def test_a_plain_function_runs_in_a_thread_and_its_number_is_the_reward(executor):
+    batch = rollout(executor, plain_agent)
+    assert sorted(batch["rewards"].tolist()) == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+    assert batch["loss_mask"].sum(1).tolist() == [4] * 6
+    assert set(batch["temperature"].tolist()) == {0.5}
+
+
+def test_an_async_function_rewards_its_calls(executor):
+    batch = rollout(executor, async_agent, agent_kwargs={"bonus": 0.5})
+    assert sorted(batch["token_rewards"].sum(1).tolist()) == [0.5, 0.5, 1.5, 1.5, 2.5, 2.5]
+    assert batch["rewards"].tolist() == [0.0] * 6
+
+
+def test_a_class_may_post_its_reward(executor):
+    assert sorted(rollout(executor, PostingAgent)["rewards"].tolist()) == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+
+
+def test_an_agent_that_asks_somebody_else_is_told(executor):
+    with pytest.raises(RolloutError, match="without a model call of this run"):
+        rollout(executor, SilentAgent)
