@@ -31,6 +31,7 @@ def faults_of(config: Any) -> Iterator[Fault]:
         yield from _stops_by_accuracy(config)
     if isinstance(config, PPOConfig):
         yield from _policy(config)
+        yield from _store(config)
         if config.deterministic:
             yield from _deterministic(config)
 
@@ -151,6 +152,29 @@ def _policy(config: PPOConfig) -> Iterator[Fault]:
         )
     if config.eval_workflow_kwargs is not None and config.eval_workflow is None and config.workflow is None:
         yield ("eval_workflow_kwargs",), "are given for no workflow; name eval_workflow or workflow"
+
+
+def _store(config: PPOConfig) -> Iterator[Fault]:
+    store = config.store
+    if store is None:
+        return
+    if config.mode == "both":
+        for name, default in (("type", "sql"), ("url", ""), ("order", "fifo"), ("uses", 1), ("cooldown_seconds", 0.0)):
+            if getattr(store, name) != default:
+                yield (
+                    ("store", name),
+                    "is not used in mode both, which trains on each group once, in order, from memory; take it out, or run mode "
+                    "explore beside mode train",
+                )
+        if store.train_batch_size is not None:
+            yield (
+                ("store", "train_batch_size"),
+                "is not used in mode both, whose steps train on what they explored; take it out",
+            )
+    if config.mode in ("explore", "serve") and store.type == "file":
+        yield ("store", "type"), f"is file, which mode {config.mode} cannot claim tasks from; set it to sql or queue"
+    if config.mode in ("explore", "train") and config.deterministic:
+        yield ("deterministic",), f"cannot be promised in mode {config.mode}: batches go by when groups come; use mode both"
 
 
 def _deterministic(config: PPOConfig) -> Iterator[Fault]:

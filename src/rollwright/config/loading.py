@@ -76,7 +76,7 @@ def build_config(document: Document, overrides: Sequence[str | Override], config
     builder.raise_faults()
     if hasattr(config, "actor"):
         try:
-            apply_recipe(config, set(_leaves(resolved)))
+            apply_recipe(config, set(written_keys(resolved)))
         except ConfigError as error:
             builder.fault(("actor", "recipe"), str(error))
     for path, message in faults_of(config):
@@ -85,11 +85,11 @@ def build_config(document: Document, overrides: Sequence[str | Override], config
     return config
 
 
-def _leaves(data: Any, prefix: str = "") -> Iterator[str]:
+def written_keys(data: Any, prefix: str = "") -> Iterator[str]:
     """Dotted names of the keys that hold values rather than sections."""
     for key, value in data.items():
         if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from written_keys(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"
 

@@ -22,8 +22,9 @@ from rollwright.config.building import Builder, names_besides, nearest
 from rollwright.config.checks import faults_of
 from rollwright.config.evaluation import EvalConfig
 from rollwright.config.experiment import BaseExperimentConfig, GRPOConfig, SFTConfig
-from rollwright.config.loading import config_to_dict, merge_overrides
+from rollwright.config.loading import config_to_dict, merge_overrides, written_keys
 from rollwright.config.new_model import NewModelConfig
+from rollwright.config.recipes import apply_recipe
 from rollwright.config.resolving import merge, resolve
 from rollwright.config.source import Document, KeyPath, Origins, Override, parse_override, read_yaml
 from rollwright.config.trinity import is_trinity_shaped, translate
@@ -173,10 +174,16 @@ def _build(
     data = merge_overrides(data, [override for override in mine if override and override.path[0] not in _STAGE_KEYS])
     try:
         around = merge_overrides({**written, **common}, shared)
-        config = builder.build(cls, resolve(data, [BaseExperimentConfig, cls], origins, around))
+        resolved = resolve(data, [BaseExperimentConfig, cls], origins, around)
+        config = builder.build(cls, resolved)
     except ConfigError as error:
         faults.append(str(error))
         return None
+    if not builder.faults and hasattr(config, "actor"):
+        try:
+            apply_recipe(config, set(written_keys(resolved)))
+        except ConfigError as error:
+            builder.fault(("actor", "recipe"), str(error))
     if not builder.faults:
         for path, message in [*faults_of(config), *_missing(kind, config), *_pointless(config)]:
             builder.fault(path, message)

@@ -66,6 +66,9 @@ RENAMED: dict[str, str] = {
     "explorer.eval_interval": "evaluator.every_steps",
     "explorer.eval_on_startup": "evaluator.at_start",
     "explorer.rollout_model.max_model_len": "rollout.context_length",
+    "explorer.rollout_model.dtype": "rollout.dtype",
+    "explorer.rollout_model.gpu_memory_utilization": "vllm.gpu_memory_utilization",
+    "explorer.rollout_model.seed": "seed",
     "explorer.rollout_model.enable_openai_api": "rollout.openai_front",
     "trainer.save_interval": "saver.every_steps",
     "trainer.total_steps": "total_train_steps",
@@ -79,7 +82,6 @@ RENAMED: dict[str, str] = {
 CONVERTED: dict[str, Callable[[Any], Pairs]] = {
     "continue_from_checkpoint": lambda on: [("recover.mode", "auto" if on else "off")],
     "model.max_response_tokens": lambda n: [("gconfig.max_new_tokens", n)],
-    "model.max_prompt_tokens": lambda n: [("train_dataset.max_length", n)],
     "algorithm.kl_loss_fn": lambda name: (
         [] if name == "none" else [("actor.kl_estimator", _choice("algorithm.kl_loss_fn", name, "k1", "k2", "k3"))]
     ),
@@ -88,7 +90,18 @@ CONVERTED: dict[str, Callable[[Any], Pairs]] = {
         ("stats_logger.sinks", [_choice("monitor.monitor_type", name, "tensorboard", "wandb")])
     ],
     "buffer.trainer_input.experience_buffer.replay_buffer.enable": lambda on: [("store.order", "priority")] if on else [],
-    "explorer.auxiliary_models": lambda models: [("auxiliary_models", [{"model_path": m["model_path"]} for m in models])],
+    "buffer.trainer_input.experience_buffer.storage_type": lambda name: [
+        ("store.type", _choice("buffer.trainer_input.experience_buffer.storage_type", name, "sql", "queue", "file"))
+    ],
+    "algorithm.loss_agg_mode": lambda name: [
+        ("actor.loss_aggregation", {"token-mean": "token", "seq-mean-token-mean": "row"}.get(name, name))
+    ],
+    "explorer.rollout_model.engine_type": lambda name: [
+        ("rollout.backend", {"vllm_async": "vllm"}.get(name, _choice("engine_type", name, "vllm", "vllm_async", "sglang")))
+    ],
+    "data_processor.operators": lambda operators: [("store.operators", _operators(operators))],
+    "data_processor.experience_pipeline.operators": lambda operators: [("store.operators", _operators(operators))],
+    "explorer.auxiliary_models": lambda models: [("auxiliary_models", [_auxiliary(model) for model in models])],
 }
 
 #: Key there -> the values at which it asks for what happens here anyway.
@@ -98,12 +111,18 @@ ALREADY_SO: dict[str, tuple[Any, ...]] = {
     "algorithm.entropy_loss_fn": ("default", "none"),
     "algorithm.kl_penalty_fn": ("none",),
     "buffer.trainer_input.experience_buffer.name": (Any,),
-    "buffer.trainer_input.experience_buffer.storage_type": ("queue", "sql"),
     "explorer.runner_per_model": (Any,),
     "explorer.rollout_model.engine_num": (1,),
     "explorer.rollout_model.tensor_parallel_size": (1,),
     "explorer.rollout_model.enable_history": (True, False),
     "explorer.rollout_model.enforce_eager": (True, False),
+    "explorer.rollout_model.enable_auto_tool_choice": (True,),
+    "explorer.rollout_model.tool_call_parser": ("hermes",),
+    "explorer.rollout_model.enable_prefix_caching": (True,),
+    "explorer.name": (Any,),
+    "explorer.bench_on_latest_checkpoint": (False,),
+    "algorithm.sample_strategy": ("default",),
+    "trainer.trainer_type": (Any,),
     "trainer.use_dynamic_bsz": (True,),
     "synchronizer.sync_method": ("memory", "nccl", "checkpoint"),
     "synchronizer.sync_interval": (1,),
@@ -127,6 +146,20 @@ TASKSET_RENAMED: dict[str, str] = {
     "default_reward_fn": "default_reward_fn_type",
     "repeat_times": "repeat_times",
     "ratio": "ratio",
+}
+#: Defaults of every taskset that has none of its own.
+TASKSET_DEFAULTS = {
+    "buffer.explorer_input.default_workflow_type": "default_workflow_type",
+    "buffer.explorer_input.default_reward_fn_type": "default_reward_fn_type",
+}
+#: Sections that are refused as a whole: beginning of their keys, and why.
+REFUSED: dict[str, str] = {
+    "trainer.trainer_config": "holds the keys of another trainer (veRL), which does not train here; use algorithm and trainer, or "
+    "the actor section of this project's own form",
+    "data_processor.task_pipeline": "changes the dataset before the run; prepare the dataset first, and name the result as path",
+    "service": "starts services of another system; remove it",
+    "group": "has no counterpart here; experiment_name and trial_name name a run",
+    "stages": "are written in this project's own form (docs/configuration.md)",
 }
 SELECTORS = {
     "sequential": "sequential",
@@ -164,14 +197,36 @@ class _Work:
         self.lines: dict[KeyPath, int] = {}
         self.notes: list[str] = []
         self.faults: list[str] = []
+        self.defaults: dict[str, Any] = {}  # of every taskset
+        self.prompt_tokens: int | None = None
+        self.train_batch_size: tuple[KeyPath, int] | None = None
+        self._refused: set[str] = set()
 
     def take(self, path: KeyPath, value: Any) -> None:
         key = dotted(path)
         try:
+            if section := next((name for name in REFUSED if key == name or key.startswith(f"{name}.")), None):
+                if value is None or section in self._refused:
+                    return
+                self._refused.add(section)
+                key = section
+                raise ConfigError(REFUSED[section])
             if taskset := _taskset_place(path):
                 self._taskset(path, taskset, value)
             elif value is None:
                 self.notes.append(f"{key}: not set")
+            elif key in TASKSET_DEFAULTS:
+                self.defaults[TASKSET_DEFAULTS[key]] = value
+                self.notes.append(f"{key}: {value}, for tasksets that name none")
+            elif key == "model.max_prompt_tokens":
+                self.prompt_tokens = int(value)
+            elif key == "buffer.train_batch_size":
+                self.train_batch_size = (path, int(value))
+            elif key == "synchronizer.sync_interval" and value != 1:
+                raise ConfigError(
+                    f"is {value!r}; here weights are published after every step. The nearest: sync_interval 1 and sync_offset "
+                    f"{int(value) - 1 if isinstance(value, int) else 1}, which lets samples be as many versions old"
+                )
             elif key in RENAMED:
                 self.put(path, [(RENAMED[key], value)])
             elif key in CONVERTED:
@@ -180,10 +235,6 @@ class _Work:
                 if Any not in ALREADY_SO[key] and value not in ALREADY_SO[key]:
                     raise ConfigError(f"is {value!r}; here it can only be {' or '.join(map(str, ALREADY_SO[key]))}")
                 self.notes.append(f"{key}: {value} (as here)")
-            elif key in ("group", "stages"):
-                raise ConfigError(
-                    "has no counterpart here; experiment_name and trial_name name a run, stages are written in our own form"
-                )
             else:
                 known = [*RENAMED, *CONVERTED, *ALREADY_SO]
                 near = get_close_matches(key, known, n=1)
@@ -244,23 +295,84 @@ class _Work:
             raise ConfigError("cannot be honoured here; remove it")
 
     def finish(self) -> None:
+        """What several keys decide together; then the faults of all keys at once."""
+        self._batch_of_experiences()
         if self.faults:
             count = f"{len(self.faults)} keys" if len(self.faults) > 1 else "a key"
             raise ConfigError(
                 f"{count} of this Trinity-shaped file cannot be taken:\n" + "\n".join(f"  {f}" for f in self.faults)
             )
-        if not self.data.get("tasksets") and self.data.get("mode", "both") in ("both", "explore"):
+        mode = self.data.get("mode", "both")
+        if not self.data.get("tasksets") and mode in ("both", "explore"):
             raise ConfigError(f"{self.document.file}: no buffer.explorer_input.taskset: there is nothing to explore.")
-        for index, taskset in enumerate([*self.data.get("tasksets", []), *self.data.get("eval_tasksets", [])]):
-            taskset.setdefault("name", f"taskset{index}")
-            response = self.data.get("gconfig", {}).get("max_new_tokens")
-            if response is not None:
-                taskset.setdefault("rollout_args", {}).setdefault("max_new_tokens", response)
+        self._finish_tasksets()
+        self._finish_lengths()
         self.data.setdefault("experiment_name", "trinity")
         self.data.setdefault("trial_name", "trial")
-        # these two describe train_dataset here, which tasksets take the place of: only its batch size and limit remain
-        if self.data.get("mode") in ("explore", "train"):
+        if mode in ("explore", "train", "serve"):
             self.data.setdefault("store", {})
+        elif mode == "both":
+            for key in ("url", "type"):
+                if (value := self.data.get("store", {}).pop(key, None)) is not None:
+                    self.notes.append(f"store.{key}: {value} is not needed: mode both keeps experiences in memory")
+            if not self.data.get("store", True):
+                del self.data["store"]
+
+    def _finish_tasksets(self) -> None:
+        training = self.data.get("tasksets", [])
+        response = self.data.get("gconfig", {}).get("max_new_tokens")
+        for index, taskset in enumerate([*training, *self.data.get("eval_tasksets", [])]):
+            taskset.setdefault("name", f"taskset{index}")
+            for key, value in self.defaults.items():
+                taskset.setdefault(key, value)
+            if response is not None:
+                taskset.setdefault("rollout_args", {}).setdefault("max_new_tokens", response)
+        for taskset in training:
+            own = taskset.get("rollout_args", {}).get("n_samples")
+            group = self.data.get("gconfig", {}).get("n_samples")
+            if own is not None and group is None:
+                taskset.setdefault("repeat_times", own)
+                self.notes.append(f"tasksets {taskset['name']}: rollout_args.n -> repeat_times: {own}")
+            elif own not in (None, group):
+                self.notes.append(
+                    f"tasksets {taskset['name']}: algorithm.repeat_times ({group}) wins over rollout_args.n ({own})"
+                )
+        if self.data.get("eval_tasksets") and response is None:
+            self.data.setdefault("evaluator", {}).setdefault("gconfig", {"greedy": False})
+
+    def _finish_lengths(self) -> None:
+        if self.prompt_tokens is None:
+            return
+        rollout = self.data.setdefault("rollout", {})
+        response = self.data.get("gconfig", {}).get("max_new_tokens")
+        if "context_length" in rollout:
+            self.notes.append(f"model.max_prompt_tokens: prompts are bounded by the model length {rollout['context_length']}")
+        elif response is None:
+            raise ConfigError(
+                f"{document_place(self.document, ('model', 'max_prompt_tokens'))}: model.max_prompt_tokens bounds a prompt together with "
+                "model.max_response_tokens, which is not set; set it, too."
+            )
+        else:
+            rollout["context_length"] = self.prompt_tokens + response
+            self.notes.append(
+                f"model.max_prompt_tokens + max_response_tokens -> rollout.context_length: {rollout['context_length']}"
+            )
+
+    def _batch_of_experiences(self) -> None:
+        if self.train_batch_size is None:
+            return
+        path, size = self.train_batch_size
+        group = self.data.get("gconfig", {}).get("n_samples", 1)
+        whole = self.data.get("train_dataset", {}).get("batch_size", 1) * group
+        if self.data.get("mode", "both") in ("explore", "train"):
+            self.put(path, [("store.train_batch_size", size)])
+        elif size == whole:
+            self.notes.append(f"buffer.train_batch_size: {size} (batch_size × repeat_times, as here)")
+        else:
+            self.faults.append(
+                f"{document_place(self.document, path)}: buffer.train_batch_size is {size}, but in mode both a step trains on what it "
+                f"explored: batch_size × repeat_times = {whole}; set it to that, or run mode explore beside mode train"
+            )
 
 
 def document_place(document: Document, path: KeyPath) -> str:
@@ -285,7 +397,7 @@ def _taskset_place(path: KeyPath) -> tuple[str, KeyPath] | None:
 
 
 def _leaves(value: Any, path: KeyPath = ()) -> list[tuple[KeyPath, Any]]:
-    inside = path[-1:] in (("workflow_args",), ("reward_fn_args",), ("stop",), ("auxiliary_models",))
+    inside = path[-1:] in (("workflow_args",), ("reward_fn_args",), ("stop",), ("auxiliary_models",), ("operators",))
     if isinstance(value, dict) and value and not inside:
         return [leaf for key, child in value.items() for leaf in _leaves(child, (*path, key))]
     if isinstance(value, list) and path[-1:] in (("tasksets",), ("eval_tasksets",)):
@@ -297,3 +409,37 @@ def _choice(key: str, value: Any, *choices: str) -> Any:
     if value not in choices:
         raise ConfigError(f"is {value!r}; here there are {', '.join(choices)}")
     return value
+
+
+def _operators(listed: Any) -> list[dict[str, Any]]:
+    """Operators as ``store.operators`` has them."""
+    if not isinstance(listed, list) or not all(isinstance(each, dict) and set(each) <= {"name", "args"} for each in listed):
+        raise ConfigError("is a list of operators, each with a name and args")
+    return [{"name": each.get("name", ""), "args": dict(each.get("args") or {})} for each in listed]
+
+
+#: Key of an auxiliary model there -> key here.
+AUXILIARY_RENAMED = {
+    "model_path": "model_path",
+    "dtype": "dtype",
+    "max_model_len": "context_length",
+    "base_url": "base_url",
+    "api_key": "api_key",
+}
+#: Keys of an auxiliary model that say nothing which matters for one server on this machine.
+AUXILIARY_ALREADY_SO: dict[str, tuple[Any, ...]] = {
+    "engine_num": (1,),
+    "tensor_parallel_size": (1,),
+    "enable_openai_api": (True,),
+}
+
+
+def _auxiliary(model: dict[str, Any]) -> dict[str, Any]:
+    made = {}
+    for key, value in model.items():
+        if key in AUXILIARY_RENAMED:
+            made[AUXILIARY_RENAMED[key]] = value
+        elif value not in AUXILIARY_ALREADY_SO.get(key, ()):
+            known = ", ".join([*AUXILIARY_RENAMED, *AUXILIARY_ALREADY_SO])
+            raise ConfigError(f"has {key}: {value!r}, which cannot be honoured here; an auxiliary model has {known}")
+    return made

@@ -1,0 +1,117 @@
+"""Keys of Trinity-shaped files that decide something together, and those that are refused."""
+
+import pytest
+
+from rollwright.config.source import parse_yaml
+from rollwright.config.stages import build_stages
+from rollwright.config.trinity import translate
+from rollwright.errors import ConfigError
+
+FILE = """
+mode: {mode}
+model: {{model_path: /models/tiny, max_response_tokens: 64}}
+algorithm: {{algorithm_type: grpo, repeat_times: 8}}
+buffer:
+  batch_size: 4
+  total_steps: 10
+  explorer_input:
+    default_workflow_type: math_workflow
+    taskset: {{path: tasks.jsonl, format: {{prompt_key: question}}}}
+"""
+
+
+def translated(more="", mode="both", file=FILE):
+    document = parse_yaml(file.format(mode=mode) + more, "trinity.yaml")
+    return translate(document.data, document)
+
+
+def built(more="", mode="both", file=FILE):
+    (stage,) = build_stages(translated(more, mode, file).document, [])
+    return stage.config
+
+
+def refusal(more, mode="both", file=FILE):
+    with pytest.raises(ConfigError) as error:
+        built(more, mode, file)
+    return str(error.value)
+
+
+def test_every_taskset_gets_the_defaults_of_its_section():
+    assert built().tasksets[0].default_workflow_type == "math_workflow"
+
+
+def test_operators_stand_between_explorer_and_trainer():
+    operators = "data_processor: {operators: [{name: reward_filter, args: {threshold: 0.1}}, {name: no_variance_filter}]}\n"
+    config = built(operators)
+    assert [(each.name, each.args) for each in config.store.operators] == [
+        ("reward_filter", {"threshold": 0.1}),
+        ("no_variance_filter", {}),
+    ]
+    nested = "data_processor: {experience_pipeline: {operators: [{name: pass_rate_calculator}]}}\n"
+    assert built(nested).store.operators[0].name == "pass_rate_calculator"
+
+
+def test_the_store_of_two_processes():
+    buffer = """  trainer_input:
+    experience_buffer:
+      name: experiences
+      storage_type: sql
+      path: sqlite:///x.db
+      replay_buffer: {enable: true, priority_fn: linear_decay, priority_fn_args: {decay: 0.5}}
+"""
+    config = built(buffer + "  train_batch_size: 16\n", mode="train")
+    assert (config.store.type, config.store.url, config.store.train_batch_size) == ("sql", "sqlite:///x.db", 16)
+    assert (config.store.order, config.store.priority_fn_args) == ("priority", {"decay": 0.5})
+    assert "store.order: is not used in mode both" in refusal(buffer)
+
+
+def test_mode_both_needs_no_storage_and_says_so():
+    translation = translated("  trainer_input: {experience_buffer: {storage_type: queue, path: sqlite:///x.db}}\n")
+    assert "store" not in translation.document.data
+    assert any("mode both keeps experiences in memory" in note for note in translation.notes)
+
+
+def test_the_batch_of_mode_both_is_what_it_explored():
+    assert built("  train_batch_size: 32\n").gconfig.n_samples == 8
+    assert "buffer.train_batch_size is 16" in refusal("  train_batch_size: 16\n")
+
+
+def test_n_of_a_taskset_is_its_group_where_nothing_else_says_it():
+    file = FILE.replace("algorithm_type: grpo, repeat_times: 8", "algorithm_type: grpo")
+    file = file.replace("format: {{prompt_key: question}}", "rollout_args: {{n: 5}}")
+    assert built(file=file).tasksets[0].repeat_times == 5
+
+
+def test_prompt_and_response_together_bound_the_context():
+    file = FILE.replace("max_response_tokens: 64", "max_response_tokens: 64, max_prompt_tokens: 100")
+    assert built(file=file).rollout.context_length == 164
+
+
+def test_sections_of_other_systems_are_refused_once_and_by_name():
+    message = refusal(
+        "trainer: {trainer_type: verl, trainer_config: {actor_rollout_ref: {a: 1, b: 2}}}\nservice: {data_juicer: {}}\n"
+    )
+    assert message.count("trainer.trainer_config") == 1
+    assert "veRL" in message
+    assert "service starts services" in message
+
+
+def test_an_unknown_algorithm_is_refused_with_the_list():
+    message = refusal("", file=FILE.replace("algorithm_type: grpo", "algorithm_type: mix"))
+    assert "mix" in message
+    assert "grpo" in message
+
+
+def test_synchronisation_less_often_is_refused_with_the_nearest():
+    assert "sync_offset 3" in refusal("synchronizer: {sync_interval: 4}\n")
+
+
+def test_auxiliary_models_keep_what_they_say_or_are_refused():
+    config = built("explorer: {auxiliary_models: [{model_path: /models/judge, max_model_len: 512, engine_num: 1}]}\n")
+    assert (config.auxiliary_models[0].model_path, config.auxiliary_models[0].context_length) == ("/models/judge", 512)
+    assert "engine_num: 2" in refusal("explorer: {auxiliary_models: [{model_path: /models/judge, engine_num: 2}]}\n")
+
+
+def test_the_engine_that_a_file_names_is_used():
+    config = built("explorer: {rollout_model: {engine_type: vllm_async, gpu_memory_utilization: 0.5}}\n")
+    assert (config.rollout.backend, config.vllm.gpu_memory_utilization) == ("vllm", 0.5)
