@@ -153,6 +153,44 @@ def _weights(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path / "model.safetensors")
 
 
+async def chatting_agent(data, base_url, api_key):
+    import openai
+
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    messages = [{"role": "user", "content": data["question"]}]
+    for follow in ("and?", "so?"):
+        reply = await client.chat.completions.create(model="default", messages=messages)
+        messages += [
+            {"role": "assistant", "content": reply.choices[0].message.content},
+            {"role": "user", "content": follow},
+        ]
+    await client.close()
+    return 1.0
+
+
+def test_the_front_stands_before_servers_too(tiny_model, tmp_path):
+    from rollwright.cluster.local import LocalServers
+    from rollwright.config.generation import GenerationHyperparameters
+    from rollwright.config.sections import RolloutConfig
+    from rollwright.data.tokenizer import load_tokenizer
+    from rollwright.rollout.engines import RemoteSGLangEngine
+    from rollwright.rollout.openai_agent import OpenAIAgentWorkflow
+
+    config = RolloutConfig(backend="builtin_process", device="cpu", kv_cache_bytes=8 << 20, max_running_requests=8)
+    with LocalServers(config, model_path=str(tiny_model), logs=tmp_path, threads=1) as servers:
+        config.addresses = servers.addresses
+        gconfig = GenerationHyperparameters(temperature=0.7, max_new_tokens=6)
+        workflow = OpenAIAgentWorkflow(chatting_agent, load_tokenizer(tiny_model), gconfig)
+        with workflow.front, RemoteSGLangEngine(config) as rollout:
+            batch = rollout.rollout_batch([{"question": f"{index}?"} for index in range(2)], workflow, group_size=2)
+    assert batch["rewards"].tolist() == [1.0] * len(batch["rewards"])
+    trained = batch["loss_mask"].bool()
+    assert 4 * 2 <= int(trained.sum()) <= 4 * 12  # four samples of two replies
+    assert (batch["versions"][trained] == 0).all()
+    assert (batch["logprobs"][trained] < 0).all()
+    assert set(batch["temperature"].tolist()) == {pytest.approx(0.7)}
+
+
 def test_an_auxiliary_model_is_served_beside_the_run_and_ends_with_it(tiny_model, tmp_path):
     import openai
 
