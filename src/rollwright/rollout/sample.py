@@ -11,10 +11,12 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import hashlib
 import time
 import weakref
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollwright.errors import EngineError, RequestAborted
@@ -93,15 +95,7 @@ class SampleEngine(InferenceEngine):
         """Sample one completion; see :meth:`InferenceEngine.agenerate`. May be awaited on any event loop."""
         if asyncio.get_running_loop() is not self.loop:
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.agenerate(request), self.loop))
-        self._refuse_if_closed()
-        if request.gconfig.n_samples != 1:
-            raise EngineError(
-                f"a request asks for n_samples={request.gconfig.n_samples}: one request is one completion. "
-                "Pass gconfig.new(n_samples=1) and ask several times."
-            )
-        self._conversations.add(request.rid)
-        place = self.recorder.open_turn(request.rid)
-        sent = self._seeded(request, *place)
+        sent, place = self._taken(request)
         started = time.time()
         if self._gate is None:
             response = await self.engine.agenerate(sent)
@@ -110,6 +104,24 @@ class SampleEngine(InferenceEngine):
         self._refuse_if_closed()
         self.recorder.record(sent, response, place=place, started=started)
         return response
+
+    async def astream(self, request: ModelRequest) -> AsyncIterator[ModelResponse]:
+        """The response as it grows, where the engine can tell; it is recorded when it is complete. On any event loop.
+
+        A wave (deterministic mode) and an engine without ``astream`` give it in one piece. A response whose reader leaves early
+        is cancelled and not recorded.
+        """
+        if self._gate is not None or not hasattr(self.engine, "astream"):
+            yield await self.agenerate(request)
+            return
+        sent, place = self._taken(request)
+        started, response = time.time(), None
+        async with contextlib.aclosing(self.engine.astream(sent)) as parts:
+            async for response in parts:
+                self._refuse_if_closed()
+                yield response
+        if response is not None:
+            self.recorder.record(sent, response, place=place, started=started)
 
     def close(self, because: str) -> None:
         """Refuse every further model call of this sample."""
@@ -120,6 +132,18 @@ class SampleEngine(InferenceEngine):
         """Version of the oldest token that the sample holds; None before the first token."""
         versions = [min(record.versions) for record in self.recorder.records if len(record.versions)]
         return min(versions, default=None)
+
+    def _taken(self, request: ModelRequest) -> tuple[ModelRequest, tuple[int, int]]:
+        """The request as it is sent, and its place in the record."""
+        self._refuse_if_closed()
+        if request.gconfig.n_samples != 1:
+            raise EngineError(
+                f"a request asks for n_samples={request.gconfig.n_samples}: one request is one completion. "
+                "Pass gconfig.new(n_samples=1) and ask several times."
+            )
+        self._conversations.add(request.rid)
+        place = self.recorder.open_turn(request.rid)
+        return self._seeded(request, *place), place
 
     def _seeded(self, request: ModelRequest, conversation: int, turn: int) -> ModelRequest:
         seed = request.seed

@@ -187,8 +187,42 @@ async def test_rewards_of_the_run_a_turn_and_a_call(front, tokenizer):
     assert given == {masked[0]: 0.25, masked[1]: 0.5, masked[2]: -1.0}
 
 
-async def test_streaming_records_the_same(front, tokenizer):
-    sample = sample_engine(Script(tokenizer, TOOL_CALL, "done"))
+class StreamingScript(Script):
+    """Gives its answers token by token."""
+
+    async def astream(self, request):
+        whole = await self.agenerate(request)
+        for end in range(1, len(whole.output_tokens) + 1):
+            yield ModelResponse(
+                whole.input_tokens,
+                whole.output_tokens[:end],
+                whole.output_logprobs[:end],
+                whole.output_versions[:end],
+                stop_match=whole.stop_match,
+                temperature=whole.temperature,
+            )
+
+
+async def test_an_engine_that_streams_is_streamed_and_recorded_once(front, tokenizer):
+    sample = sample_engine(StreamingScript(tokenizer, "one two"))
+
+    def agent(client):
+        ask = [{"role": "user", "content": "go"}]
+        stream = client.chat.completions.create(model="policy", messages=ask, stream=True)
+        return [chunk.choices[0].delta.content for chunk in stream if chunk.choices and chunk.choices[0].delta.content]
+
+    with front.episode(sample) as episode:
+        pieces = await asyncio.to_thread(agent, plain_client(episode))
+    assert "".join(pieces) == "one two"
+    assert len(pieces) > 3
+    (record,) = sample.recorder.records
+    assert tokenizer.decode(record.output_ids, skip_special_tokens=True) == "one two"
+    assert record.metadata["call"] == episode.calls[0]
+
+
+@pytest.mark.parametrize("kind", [Script, StreamingScript])
+async def test_streaming_records_the_same(front, tokenizer, kind):
+    sample = sample_engine(kind(tokenizer, TOOL_CALL, "done"))
 
     def agent(client):
         stream = client.chat.completions.create(
