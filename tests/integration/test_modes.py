@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("sqlalchemy")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LIMIT = 240.0
 

@@ -112,10 +112,10 @@ def _has_interval(section: IntervalConfig) -> bool:
 
 def _policy(config: PPOConfig) -> Iterator[Fault]:
     actor, rollout = config.actor, config.rollout
-    if config.store is None and config.mode in ("explore", "train"):
+    if config.store is None and config.mode in ("explore", "train", "serve"):
         yield (
             ("mode",),
-            f"{config.mode} needs a store between explorer and trainer; give a store section (store: {{}} is enough)",
+            f"{config.mode} needs a store that its processes share; give a store section (store: {{}} is enough)",
         )
     if config.tasksets and config.train_dataset.path:
         yield ("train_dataset", "path"), "is given beside tasksets, which take its place; keep one"

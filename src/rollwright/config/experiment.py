@@ -21,6 +21,7 @@ from rollwright.config.sections import (
     TrainEngineConfig,
     VLLMConfig,
 )
+from rollwright.config.service import ServiceConfig
 from rollwright.config.store import StoreConfig
 from rollwright.config.tasksets import TasksetConfig
 
@@ -100,6 +101,7 @@ class PPOConfig(BaseExperimentConfig):
         metadata={"help": "Models that are not trained; task-style workflows get an OpenAI client of each."},
     )
     bench: BenchConfig = field(default_factory=BenchConfig)
+    service: ServiceConfig = field(default_factory=ServiceConfig)
     workflow: str | None = field(default=None, metadata={"help": "Import path or registered name of the workflow."})
     workflow_kwargs: dict[str, Any] = field(default_factory=dict, metadata={"help": "Arguments of the workflow's constructor."})
     eval_workflow: str | None = field(default=None, metadata={"help": "Workflow of evaluation; None: the same."})

@@ -73,7 +73,7 @@ class OpenAIFront:
         self._host, self._port = host, port
         self._episodes: dict[str, OpenAIEpisode] = {}
         self._lock = threading.Lock()
-        self._server: _ServerThread | None = None
+        self._server: ServerThread | None = None
         self._finalizer: weakref.finalize | None = None
 
     # -- runs ----------------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class OpenAIFront:
         """
         with self._lock:
             if self._server is None:
-                self._server = _ServerThread(_application(self), self._host, self._port)
+                self._server = ServerThread(_application(self), self._host, self._port)
                 self._finalizer = weakref.finalize(self, self._server.stop)
                 logger.info("the OpenAI front listens at %s", self._server.url)
             return self._server.url
@@ -222,7 +222,7 @@ def _application(front: OpenAIFront) -> FastAPI:
     return app
 
 
-class _ServerThread:
+class ServerThread:
     """uvicorn in a daemon thread, on a socket that is bound before it starts."""
 
     def __init__(self, app: FastAPI, host: str, port: int) -> None:

@@ -38,6 +38,7 @@ NOT_IDENTITY = (
     "saver",
     "evaluator",
     "bench",
+    "service",
     "stats_logger",
     "cluster",
     "total_train_steps",

@@ -202,8 +202,12 @@ def _play_part(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
         from rollwright.trainers.bench import bench
 
         return bench(config, directory)
-    from rollwright.trainers.serve import serve
-
+    try:
+        from rollwright.trainers.serve import serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"mode serve needs the package {error.name}, which is not installed: pip install 'rollwright[openai,store]'."
+        ) from error
     return serve(config, directory)
 
 

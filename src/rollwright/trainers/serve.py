@@ -1,0 +1,270 @@
+"""Serving: an agent in use talks to the policy, is recorded token for token, and what users think of it becomes experiences.
+
+The agent (or what starts it) opens a run, points its OpenAI client at the ``base_url`` and ``api_key`` that it is given, and tells
+what came of it::
+
+    POST /runs      {"task": "refund"}                     -> {"run": …, "base_url": …, "api_key": …}
+    POST /feedback  {"run": …, "reward": 1.0}              -> {"stored": 2}      the run ends, its experiences are stored
+    POST /feedback  {"run": …, "reward": 0.5, "turn": 0, "final": false}         a reward for a turn; the run goes on
+    GET  /status                                           -> counts, and the version that samples
+
+``/runs`` and ``/feedback`` want the service's own key as a bearer token. Runs that name the same task become one group when there
+are ``gconfig.n_samples`` of them; a run without a task is a group of its own (which wants a recipe whose baseline is not the
+group's, such as reinforceplusplus). A trainer of mode ``train`` on the same store trains on the groups; its weights are loaded here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from rollwright.config.experiment import PPOConfig
+from rollwright.data.tokenizer import load_tokenizer
+from rollwright.errors import ConfigError, RollwrightError, WeightUpdateError
+from rollwright.experience.experience import ExperienceId
+from rollwright.experience.operators import ExperiencePipeline
+from rollwright.experience.store import ExperienceStore
+from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.server.errors import RequestError, error_response, read_object
+from rollwright.inference.server.openai import bearer_token
+from rollwright.inference.weight_files import read_weights
+from rollwright.rollout.engines import LocalRolloutEngine, RolloutEngine
+from rollwright.rollout.openai_episode import OpenAIEpisode
+from rollwright.rollout.openai_front import OpenAIFront, ServerThread
+from rollwright.tracking import logging
+from rollwright.tracking.logging import getLogger
+from rollwright.tracking.run_directory import RunDirectory
+from rollwright.trainers.rollout_backend import make_explorer_engine
+from rollwright.trainers.shared_run import open_run_store
+from rollwright.trainers.stop_signal import StopSignal
+
+logger = getLogger("service")
+
+POLL_SECONDS = 0.5
+
+
+@dataclass
+class OpenRun:
+    """A run of an agent that has not ended."""
+
+    name: str
+    task: str | None
+    episode: OpenAIEpisode
+    touched: float = field(default_factory=time.monotonic)
+
+
+class RunBook:
+    """The open runs, and what becomes of them: feedback in, experiences out. Safe to use from several threads.
+
+    Args:
+        front: records the runs.
+        engine: answers them.
+        store: where experiences go.
+        config: the experiment.
+        name: of this service, so that two on one store do not mix their groups.
+    """
+
+    def __init__(
+        self, front: OpenAIFront, engine: InferenceEngine, store: ExperienceStore, config: PPOConfig, name: str
+    ) -> None:
+        self.front, self.engine, self.store, self.config, self.name = front, engine, store, config, name
+        self.pipeline = ExperiencePipeline(config.store.operators if config.store is not None else ())
+        self.counts = {"opened": 0, "stored": 0, "dropped": 0, "experiences": 0}
+        self._runs: dict[str, OpenRun] = {}
+        self._samples_of: dict[str, int] = {}  # finished runs of each task
+        self._lock = threading.Lock()
+
+    def open(self, task: str | None) -> dict[str, str]:
+        """Open a run; returns its name, and what its OpenAI client is pointed at."""
+        with self._lock:
+            if len(self._runs) >= self.config.service.max_open_runs:
+                raise RequestError(
+                    f"{len(self._runs)} runs are open (service.max_open_runs): give feedback to some, or raise the limit.",
+                    status=429,
+                )
+            name = secrets.token_urlsafe(12)
+            episode = self.front.episode(self.engine, gconfig=self.config.gconfig.new(n_samples=1))
+            self._runs[name] = OpenRun(name, task, episode)
+            self.counts["opened"] += 1
+        return {"run": name, "base_url": episode.base_url, "api_key": episode.api_key}
+
+    def feedback(self, run: str, reward: float, *, turn: int | None, call: str | None, final: bool) -> int:
+        """Reward a run, a turn or a call; where it is the final word, the run ends and its experiences are stored.
+
+        Returns:
+            How many experiences were stored.
+
+        Raises:
+            RequestError: there is no such open run (404), or no such turn or call (400).
+        """
+        with self._lock:
+            if run not in self._runs:
+                raise RequestError(f"There is no open run {run!r}: it has ended, or was never opened.", status=404)
+            opened = self._runs[run]
+            try:
+                opened.episode.set_reward(reward, turn=turn, call=call)
+            except RollwrightError as error:
+                raise RequestError(str(error)) from error
+            opened.touched = time.monotonic()
+            if not final:
+                return 0
+            del self._runs[run]
+            opened.episode.close()
+            return self._store(opened)
+
+    def drop_idle(self) -> None:
+        """End the runs that have waited too long for feedback."""
+        with self._lock:
+            limit = time.monotonic() - self.config.service.feedback_seconds
+            for name in [name for name, run in self._runs.items() if run.touched < limit]:
+                self._runs.pop(name).episode.close()
+                self.counts["dropped"] += 1
+
+    def status(self) -> dict[str, Any]:
+        """Counts, and the version that samples."""
+        with self._lock:
+            return {**self.counts, "open": len(self._runs), "version": self.engine.get_version()}
+
+    def _store(self, run: OpenRun) -> int:
+        experiences = run.episode.experiences()
+        if not experiences:
+            self.counts["dropped"] += 1
+            return 0
+        finished = self._samples_of.get(run.task or "", 0)
+        size = self.config.gconfig.n_samples if run.task is not None else 1
+        group, index = divmod(finished, size)
+        name = f"{self.name}/{run.name}" if run.task is None else f"{self.name}/{run.task}/{group}"
+        for experience in experiences:
+            experience.eid = ExperienceId(batch=self.name, task=name, run=0)
+        result = self.pipeline.apply([experiences])
+        for sample in result.samples:
+            for experience in sample:
+                experience.eid.run = index
+        self.store.count_drops(result.drops)
+        if not result.samples:
+            self.counts["dropped"] += 1
+            return 0
+        stored = self.store.append(result.samples, name=name, index=index, group_size=size)
+        self._samples_of[run.task or ""] = finished + 1
+        self.counts["stored"] += 1
+        self.counts["experiences"] += stored
+        return stored
+
+
+def application(book: RunBook, api_key: str) -> FastAPI:
+    """The service's routes."""
+    app = FastAPI(title="rollwright service", openapi_url=None)
+
+    async def asked(request: Request, known: set[str]) -> dict[str, Any]:
+        if not secrets.compare_digest(bearer_token(request) or "", api_key):
+            raise RequestError("This wants the service's key as a bearer token.", status=401, kind="authentication_error")
+        body = await read_object(request)
+        if unknown := sorted(set(body) - known):
+            raise RequestError(f"Unknown parameter {unknown[0]!r}: there are {', '.join(sorted(known))}.", param=unknown[0])
+        return body
+
+    async def open_run(request: Request) -> dict[str, str]:
+        body = await asked(request, {"task"})
+        task = body.get("task")
+        if task is not None and not isinstance(task, str):
+            raise RequestError("task is the name of what the agent is to do, as text.", param="task")
+        return book.open(task)
+
+    async def feedback(request: Request) -> dict[str, int]:
+        body = await asked(request, {"run", "reward", "turn", "call", "final"})
+        final = body.get("final", True)
+        stored = book.feedback(
+            str(body.get("run")), body.get("reward"), turn=body.get("turn"), call=body.get("call"), final=bool(final)
+        )  # type: ignore[arg-type]
+        return {"stored": stored}
+
+    async def status() -> dict[str, Any]:
+        return book.status()
+
+    async def refuse(_: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    app.add_exception_handler(RequestError, refuse)
+    app.add_api_route("/runs", open_run, methods=["POST"])
+    app.add_api_route("/feedback", feedback, methods=["POST"])
+    app.add_api_route("/status", status, methods=["GET"])
+    return app
+
+
+def serve(config: PPOConfig, directory: RunDirectory, *, is_over: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+    """Serve until a signal comes; ``service.json`` in the run directory (readable by its owner alone) holds URL and key.
+
+    Args:
+        config: the experiment.
+        directory: claimed for this process.
+        is_over: asked twice a second; true ends the service.
+
+    Returns:
+        The service's counts.
+    """
+    store = open_run_store(config)
+    if not isinstance(store, ExperienceStore):
+        raise ConfigError("mode serve stores the samples of a group one by one: set store.type to sql or queue, not file.")
+    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, config.actor.trust_remote_code)
+    rollout = make_explorer_engine(config, tokenizer, directory)
+    rollout.initialize()
+    api_key = config.service.api_key or f"service-{secrets.token_urlsafe(24)}"
+    front = OpenAIFront(tokenizer, config.actor.path, host=config.service.host)
+    book = RunBook(front, rollout.client, store, config, directory.trial)
+    server = ServerThread(application(book, api_key), config.service.host, config.service.port)
+    try:
+        _write_private(directory.path / "service.json", {"url": server.url, "api_key": api_key})
+        logging.console().print(f"serving at {server.url}; the key is in {directory.path / 'service.json'}")
+        loaded: tuple[int, int] | None = None
+        with StopSignal() as stop:
+            while stop.received is None and not is_over():
+                loaded = follow_trainer(rollout, store, loaded)
+                book.drop_idle()
+                time.sleep(POLL_SECONDS)
+        return book.status()
+    finally:
+        server.stop()
+        front.close()
+        rollout.destroy()
+        store.close()
+
+
+def follow_trainer(rollout: RolloutEngine, store: ExperienceStore, loaded: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Load the weights that were announced last, also between the tokens of a run; returns what is loaded now.
+
+    A trainer that went back to an earlier version is followed when it is past what is loaded: runs keep the weights they have.
+    """
+    newest = store.latest_version()
+    if newest is None or (newest.epoch, newest.version) == loaded or newest.version < rollout.get_version():
+        return loaded
+    try:
+        weights = dict(read_weights(newest.path))
+    except WeightUpdateError:
+        if store.latest_version() == newest:
+            raise
+        return loaded  # replaced while it was read: the newer one is next
+    rollout.pause()
+    try:
+        if isinstance(rollout, LocalRolloutEngine):
+            rollout.load_weights(weights, newest.version)
+        else:
+            rollout.update_weights(version=newest.version, weights=weights)  # type: ignore[attr-defined]
+    finally:
+        rollout.resume()
+    logger.info("version %d samples now", newest.version)
+    return newest.epoch, newest.version
+
+
+def _write_private(path: Any, content: dict[str, str]) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump(content, file)

@@ -1,0 +1,114 @@
+"""Mode serve: an agent's OpenAI client is recorded, feedback makes experiences of it, published weights are loaded."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import httpx
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("sqlalchemy")
+
+import openai
+
+from rollwright import GRPOConfig
+from rollwright.config.sections import PPOActorConfig
+from rollwright.config.store import StoreConfig
+from rollwright.experience.store import ExperienceStore
+from rollwright.inference.weight_files import write_weights
+from rollwright.trainers.serve import serve
+from rollwright.trainers.shared_run import claim_part, open_run_store, trial_path
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def service(tiny_model, tmp_path):
+    """A service in a thread: its client and its config."""
+    config = GRPOConfig(experiment_name="shop", trial_name="use", mode="serve", actor=PPOActorConfig(path=str(tiny_model)))
+    config.store = StoreConfig()
+    config.gconfig = config.gconfig.new(n_samples=2, max_new_tokens=4, temperature=0.7)
+    config.cluster.fileroot = str(tmp_path)
+    directory = claim_part(config)
+    ended = threading.Event()
+    thread = threading.Thread(target=lambda: serve(config, directory, is_over=ended.is_set))
+    thread.start()
+    file = directory.path / "service.json"
+    deadline = time.monotonic() + 120
+    while not (file.exists() and file.read_text()):
+        assert thread.is_alive() and time.monotonic() < deadline  # noqa: PT018
+        time.sleep(0.05)
+    assert file.stat().st_mode & 0o077 == 0
+    said = json.loads(file.read_text())
+    with httpx.Client(base_url=said["url"], headers={"Authorization": f"Bearer {said['api_key']}"}, timeout=60) as client:
+        yield client, config
+    ended.set()
+    thread.join(60)
+    directory.release()
+
+
+def agent(run: dict) -> list[str]:
+    """Two turns of an unmodified agent; returns the ids of its calls."""
+    client = openai.OpenAI(base_url=run["base_url"], api_key=run["api_key"], max_retries=0)
+    messages = [{"role": "user", "content": "1+1="}]
+    calls = []
+    for _ in range(2):
+        answer = client.chat.completions.create(model="default", messages=messages, logprobs=True)
+        calls.append(answer.id)
+        messages += [
+            {"role": "assistant", "content": answer.choices[0].message.content},
+            {"role": "user", "content": "and now?"},
+        ]
+    client.close()
+    return calls
+
+
+def test_feedback_becomes_experiences_and_weights_are_followed(service, tiny_model):
+    client, config = service
+    for reward in (1.0, 0.0):
+        run = client.post("/runs", json={"task": "sums"}).raise_for_status().json()
+        agent(run)
+        assert client.post("/feedback", json={"run": run["run"], "reward": 0.25, "turn": 0, "final": False}).json() == {
+            "stored": 0
+        }
+        assert client.post("/feedback", json={"run": run["run"], "reward": reward}).json()["stored"] >= 1
+        assert client.post("/feedback", json={"run": run["run"], "reward": reward}).status_code == 404
+        refused = httpx.post(
+            f"{run['base_url']}/chat/completions", headers={"Authorization": f"Bearer {run['api_key']}"}, json={}
+        )
+        assert refused.status_code == 401
+
+    with open_run_store(config) as store:
+        assert isinstance(store, ExperienceStore)
+        (group,) = store.groups()  # two runs of one task
+        assert {each.eid.run for each in group.experiences} == {0, 1}
+        assert {each.reward for each in group.experiences} == {1.0, 0.0}
+        assert all(each.temperature == pytest.approx(0.7) for each in group.experiences)
+        assert all(each.logprobs[each.action_mask].lt(0).all() for each in group.experiences)
+
+        from rollwright.training.model import load_model
+
+        path = trial_path(config) / "weights" / "v000003"
+        model = load_model(config.actor)
+        write_weights(path, model.named_parameters(), 3, config=model.config)
+        store.recover(None)
+        store.publish_version(str(path), 3)
+    deadline = time.monotonic() + 30
+    while client.get("/status").json()["version"] != 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_who_has_no_key_opens_nothing(service):
+    client, _ = service
+    stranger = {"Authorization": "Bearer nobody"}
+    assert client.post("/runs", json={}, headers=stranger).status_code == 401
+    assert client.post("/feedback", json={"run": "x", "reward": 1.0}, headers=stranger).status_code == 401
+    assert client.post("/runs", json={"taks": "x"}).status_code == 400
+    run = client.post("/runs", json={}).json()
+    assert client.post("/feedback", json={"run": run["run"], "reward": "good"}).status_code == 400
+    assert client.post("/feedback", json={"run": run["run"], "reward": 1.0}).json() == {"stored": 0}  # it asked nothing
+    assert client.get("/status").json()["dropped"] == 1
