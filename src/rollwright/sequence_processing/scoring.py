@@ -1,4 +1,4 @@
-"""Teacher forcing: log-probabilities and entropies of responses, ``tf_batch_size`` sequences in a forward pass.
+"""Teacher forcing: log-probabilities and entropies of responses, at most ``tf_batch_size`` sequences in a forward pass.
 
 The training code's ``TokenScorer`` computes them: only hidden states before response tokens go through the output layer, a
 chunk of them at a time, so no ``[B, L, V]`` tensor of log-probabilities is ever held.
@@ -19,6 +19,9 @@ from rollwright.training.logprobs import TokenScorer
 
 #: Logits computed at a time, in entries: each takes several float32 tensors of this size while it is worked on.
 _CHUNK_ENTRIES = {"cpu": 1 << 21, "cuda": 1 << 25}
+
+#: A batch ends before a row that fills less than this share of its longest, once it has a few rows.
+_LEAST_FILLED, _FEW_ROWS = 0.8, 8
 
 
 def score(
@@ -48,14 +51,14 @@ def score(
     prompts, group, _ = sequences.sequences.shape
     device = next(module.parameters()).device
     rows = [(b, g) for b in range(prompts) for g in range(group) if sequences.gen_lens[b][g]]
-    # Long ones first: rows of a batch have like lengths, and if memory does not do, that shows at once.
-    rows.sort(key=lambda row: sequences.prompt_lens[row[0]] + sequences.gen_lens[row[0]][row[1]], reverse=True)
+    lengths = {(b, g): sequences.prompt_lens[b] + sequences.gen_lens[b][g] for b, g in rows}
+    rows.sort(key=lengths.__getitem__, reverse=True)  # if memory does not do, that shows at once
     scorer = TokenScorer(module, chunk_tokens=max(16, _CHUNK_ENTRIES.get(device.type, 1 << 21) // vocabulary))
     dtype = torch.promote_types(next(module.parameters()).dtype, torch.float32)
     scored: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     recompute = with_grad and len(rows) > batch_size
     while remaining := rows[len(scored) :]:
-        batch = remaining[:batch_size]
+        batch = _of_like_length(remaining[:batch_size], lengths)
         try:
             logprobs_T, entropy_T = _score_batch(scorer, sequences, batch, temperature, device, with_grad, recompute)
         except Exception as error:
@@ -65,11 +68,18 @@ def score(
             error.__traceback__ = None
             release()
             continue
-        lengths = [sequences.gen_lens[b][g] for b, g in batch]
-        pieces = zip(logprobs_T.split(lengths), entropy_T.split(lengths), strict=True)
+        sizes = [sequences.gen_lens[b][g] for b, g in batch]
+        pieces = zip(logprobs_T.split(sizes), entropy_T.split(sizes), strict=True)
         scored.update(zip(batch, pieces, strict=True))
         advance(len(batch))
     return _results(scored, prompts, group, torch.empty(0, dtype=dtype, device=device))
+
+
+def _of_like_length(rows: list[tuple[int, int]], lengths: dict[tuple[int, int], int]) -> list[tuple[int, int]]:
+    """The leading rows that pad little: padding is computed like any token, and lengths differ by several times."""
+    least = lengths[rows[0]] * _LEAST_FILLED
+    count = next((index for index, row in enumerate(rows) if index >= _FEW_ROWS and lengths[row] < least), len(rows))
+    return rows[:count]
 
 
 def _score_batch(

@@ -38,7 +38,7 @@ class StopAfterAnswer(LogitsProcessor):
 
     def _ends_with_tag(self, tokens: list[int]) -> bool:
         tail = tokens[-self._window :]
-        return self.tag in self._tokenizer.decode(tail) and self.tag not in self._tokenizer.decode(tail[:-1])
+        return self._tokenizer.decode(tail).count(self.tag) > self._tokenizer.decode(tail[:-1]).count(self.tag)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores ``[B, V]`` in which only the end token is left for rows of ``input_ids [B, L]`` that end with the tag."""

@@ -45,8 +45,10 @@ def test_batches_are_halved_until_they_fit_and_nothing_changes(cramped, monkeypa
     monkeypatch.undo()
     expected, scores = processor_of(model).generate_with_logprobs(PROMPTS, 4, seed=1)
     assert max(cramped["generate"]) > 3
-    assert cramped["score"][:3] == [12, 6, 3]
-    assert set(cramped["score"][3:]) <= {1, 2}
+    refused = [size for size in cramped["score"] if size > 2]
+    assert len(refused) > 1
+    assert refused == sorted(refused, reverse=True) == cramped["score"][: len(refused)]
+    assert sum(cramped["score"][len(refused) :]) == 12
     assert sequences.share_changed(expected) == 0
     torch.testing.assert_close(results.logprobs[2][3], scores.logprobs[2][3])
 
