@@ -226,7 +226,7 @@ def main() -> None:
 
     for directory in start["plugin_directories"]:
         WORKFLOWS.add_plugin_directory(directory)
-    WORKFLOWS.names()  # imports the plugins: a task may carry what they define
+    WORKFLOWS.load_plugins()  # a task may carry what they define
     parent = Parent(requests, answers)
     child = Child(parent, pickle.loads(start["tokenizer"]))  # noqa: S301 - from our own parent
     parent.say(frames.READY)

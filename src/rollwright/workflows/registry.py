@@ -99,6 +99,10 @@ class WorkflowRegistry:
         """The directories that were added; those of the environment are not among them."""
         return list(self._plugin_directories)
 
+    def load_plugins(self) -> None:
+        """Import the entry points and the files of plugin directories now: what else they register is found then, too."""
+        self._load_plugins()
+
     def names(self) -> list[str]:
         """All registered names, plugins' included, sorted."""
         self._load_plugins()

@@ -1,0 +1,51 @@
+"""What a mode cannot do is refused before anything runs."""
+
+import pytest
+
+from rollwright import GRPOConfig
+from rollwright.config.checks import faults_of
+from rollwright.config.source import parse_yaml
+from rollwright.config.stages import build_stages
+from rollwright.config.store import StoreConfig
+from rollwright.errors import ConfigError
+
+
+def faults(mode: str, store: StoreConfig | None, **keys) -> dict[str, str]:
+    config = GRPOConfig(mode=mode, store=store, **keys)
+    return {".".join(map(str, path)): message for path, message in faults_of(config)}
+
+
+@pytest.mark.parametrize("mode", ["explore", "train", "serve"])
+def test_processes_of_one_run_share_a_store(mode):
+    assert "needs a store" in faults(mode, None)["mode"]
+    assert "mode" not in faults(mode, StoreConfig())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("order", "freshest"), ("uses", 2), ("url", "sqlite:///x.db"), ("train_batch_size", 8)]
+)
+def test_mode_both_refuses_what_only_a_store_does(key, value):
+    assert "mode both" in faults("both", StoreConfig(**{key: value}))[f"store.{key}"]
+
+
+def test_files_are_read_and_not_explored_into():
+    assert "cannot claim tasks" in faults("explore", StoreConfig(type="file"))["store.type"]
+    assert "store.type" not in faults("train", StoreConfig(type="file"))
+
+
+def test_what_goes_by_arrival_is_not_deterministic():
+    assert "mode both" in faults("explore", StoreConfig(), deterministic=True)["deterministic"]
+
+
+def test_a_process_of_several_has_no_other_stages(tmp_path):
+    from rollwright.trainers.stages import run_config
+
+    text = f"""
+experiment_name: x
+cluster: {{fileroot: {tmp_path}}}
+stages:
+  - {{name: m, kind: model, path: {tmp_path}/m}}
+  - {{name: r, kind: rl, mode: explore, store: {{}}, actor: {{path: {tmp_path}/m}}, train_dataset: {{path: arithmetic}}, workflow: rlvr}}
+"""
+    with pytest.raises(ConfigError, match="no other stages"):
+        run_config(build_stages(parse_yaml(text, "x.yaml"), []))
