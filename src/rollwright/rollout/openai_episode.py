@@ -209,9 +209,10 @@ class OpenAIEpisode(OpenAIProtocol):
             raise RequestError("The model has no chat template; use /v1/completions.", param="messages")
         messages, tools = template_messages(fields.get("messages")), self._tools(fields)
         try:
-            return self._conversation(template_kwargs).encode(messages, tools)
+            ids = self._conversation(template_kwargs).encode(messages, tools)
         except Exception as error:  # jinja raises its own errors for conversations that a template does not allow
             raise RequestError(f"The chat template refuses the conversation: {error}", param="messages") from error
+        return [*ids, *self._encode_begun(fields)]
 
     def _conversation(self, template_kwargs: dict[str, Any]) -> ConversationTokens:
         key = json.dumps(template_kwargs, sort_keys=True, default=str)

@@ -107,9 +107,9 @@ class AgentScopeReactMathWorkflow(Workflow):
         try:
             reply = await agent.reply(scope.UserMsg(name="user", content=question), **schema)
         except scope.BadRequestError as error:
-            if error.param not in ("tool_choice", "prompt"):
+            if error.param != "prompt":
                 raise
-            return None, False  # out of rounds (a forced call cannot be honoured), or out of context: no result
+            return None, False  # the conversation filled the context
         finally:
             await model.client.close()
         completed = str(getattr(reply.finished_reason, "value", reply.finished_reason)) == "completed"

@@ -179,6 +179,28 @@ def test_tool_calls_are_parsed_and_their_text_left_out(scripted):
     assert len(calls) == 2  # a streamed call is shown too
 
 
+@pytest.mark.parametrize(
+    ("choice", "goes_on", "begun"),
+    [
+        ({"type": "function", "function": {"name": "search"}}, ' {"q": "sun"}}</tool_call>', '"search", "arguments":'),
+        ("required", 'search", "arguments": {"q": "sun"}}</tool_call>', '<tool_call>\n{"name": "'),
+    ],
+)
+def test_a_forced_call_is_begun_and_the_model_goes_on(scripted, choice, goes_on, begun):
+    client, engine, calls = scripted(goes_on, goes_on)
+    arguments = {"model": "tiny", "messages": ASK, "tools": TOOLS, "tool_choice": choice}
+    answer = client.chat.completions.create(**arguments)
+    call = answer.choices[0].message.tool_calls[0]
+    assert (call.function.name, json.loads(call.function.arguments)) == ("search", {"q": "sun"})
+    assert engine.tokenizer.decode(engine.requests[0].input_ids).endswith(begun)
+    assert (
+        engine.tokenizer.decode(calls[0].responses[0].output_tokens, skip_special_tokens=True) == goes_on
+    )  # only this is sampled
+    chunks = list(client.chat.completions.create(**arguments, stream=True))
+    assert not "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert [c.choices[0].delta.tool_calls[0].function.name for c in chunks if c.choices[0].delta.tool_calls] == ["search"]
+
+
 def test_without_tools_the_text_stays_and_history_goes_back_to_the_template(scripted):
     text = '<tool_call>{"name": "search", "arguments": {}}</tool_call>'
     client, engine, _ = scripted(text, "fine")
@@ -254,7 +276,13 @@ def test_stop_strings_are_left_out_of_the_text(client):
         ("chat/completions", {"messages": ASK, "top_logprobs": 3}, 400, "top_logprobs"),
         ("chat/completions", {"messages": ASK, "presence_penalty": 0.5}, 400, "presence_penalty"),
         ("chat/completions", {"messages": ASK, "response_format": {"type": "json_object"}}, 400, "response_format"),
-        ("chat/completions", {"messages": ASK, "tools": TOOLS, "tool_choice": "required"}, 400, "tool_choice"),
+        ("chat/completions", {"messages": ASK, "tool_choice": "required"}, 400, "tool_choice"),
+        (
+            "chat/completions",
+            {"messages": ASK, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "find"}}},
+            400,
+            "tool_choice",
+        ),
         ("chat/completions", {"messages": ASK, "tools": [{"type": "function"}]}, 400, "tools[0]"),
         ("chat/completions", {"messages": [{"role": "user", "content": "a" * 300}]}, 400, "context"),
         ("completions", {"prompt": ""}, 400, "prompt"),

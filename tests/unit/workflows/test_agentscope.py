@@ -59,7 +59,15 @@ async def test_an_agent_that_comes_to_no_result_is_scored_without_one():
     experiences, recorder = await run([ADD], max_iters=2)
     assert all(experience.reward <= 0 for experience in experiences)
     assert experiences[0].metrics["completed"] == 0
-    assert len(recorder) == 2
+    assert len(recorder) > 2  # AgentScope asks a few times more for a result
+
+
+async def test_the_result_that_agentscope_forces_is_begun_by_the_front_and_sampled_from_there():
+    goes_on = ' {"result": "\\\\boxed{3}"}}</tool_call>'
+    experiences, recorder = await run([ADD, goes_on], max_iters=1)
+    assert [experience.reward for experience in experiences] == [pytest.approx(1.0)] * len(experiences)
+    trained = [token for experience in experiences for token in experience.response_tokens[experience.action_mask].tolist()]
+    assert trained == [token for record in recorder.records for token in record.output_ids]
 
 
 def test_without_agentscope_the_extra_is_named(monkeypatch):

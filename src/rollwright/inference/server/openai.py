@@ -57,6 +57,7 @@ class OpenAICall:
     # How the answer is written.
     samples: int = 1
     tools: bool = False
+    begun: str = ""  # text that every reply begins with, given and not sampled: of a forced tool call
     logprobs: bool = False
     return_token_ids: bool = False
     keep_stop: bool = False
@@ -194,22 +195,38 @@ class OpenAIProtocol:
             raise
         except Exception as error:  # jinja raises its own errors for conversations that a template does not allow
             raise RequestError(f"The chat template refuses the conversation: {error}", param="messages") from error
-        return list(ids)
+        return [*ids, *self._encode_begun(fields)]
+
+    def _encode_begun(self, fields: dict[str, Any]) -> list[int]:
+        begun = self._begun(fields)
+        return self.tokenizer.encode(begun, add_special_tokens=False) if begun else []
 
     @staticmethod
     def _tools(fields: dict[str, Any]) -> list[dict[str, Any]] | None:
-        choice = fields.get("tool_choice", "auto")
-        if choice not in ("auto", "none"):
-            raise RequestError(
-                f"tool_choice={choice!r} cannot be honoured: decoding is not constrained. Use auto or none.",
-                param="tool_choice",
-            )
         tools = fields.get("tools") or []
         for index, tool in enumerate(tools):
             function = tool.get("function") if isinstance(tool, dict) else None
             if not isinstance(function, dict) or not function.get("name"):
                 raise RequestError(f"tools[{index}] has no function with a name.", param="tools")
-        return tools if tools and choice == "auto" else None
+        return tools if tools and fields.get("tool_choice") != "none" else None
+
+    def _begun(self, fields: dict[str, Any]) -> str:
+        """What the reply is made to begin with: a tool call where ``tool_choice`` asks for one."""
+        choice = fields.get("tool_choice") or "auto"
+        if choice in ("auto", "none"):
+            return ""
+        names = [tool["function"]["name"] for tool in self._tools(fields) or []]
+        if choice == "required" and names:
+            return self.convention.beginning_of_call(None)
+        function = choice.get("function") if isinstance(choice, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if name not in names:
+            raise RequestError(
+                f"tool_choice={choice!r} cannot be honoured with the tools {', '.join(names) or '(none)'}: use auto, none, required, "
+                "or {'type': 'function', 'function': {'name': …}} with the name of one of them.",
+                param="tool_choice",
+            )
+        return self.convention.beginning_of_call(name)
 
     def _completion_prompts(self, fields: dict[str, Any]) -> list[list[int]]:
         prompt = fields.get("prompt")
@@ -262,6 +279,7 @@ class OpenAIProtocol:
             requests,
             samples=samples,
             tools=bool(endpoint == CHAT and self._tools(fields)),
+            begun=self._begun(fields) if endpoint == CHAT else "",
             logprobs=fields.get("logprobs") not in (None, False),
             return_token_ids=bool(fields.get("return_token_ids")),
             keep_stop=bool(fields.get("include_stop_str_in_output")),

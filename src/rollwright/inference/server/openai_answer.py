@@ -59,9 +59,14 @@ def _clean(text: str, tokenizer: Any) -> str:
 
 
 def split_tool_calls(
-    response: ModelResponse, request: ModelRequest, tokenizer: Any, convention: ToolConvention, keep_stop: bool
+    response: ModelResponse,
+    request: ModelRequest,
+    tokenizer: Any,
+    convention: ToolConvention,
+    keep_stop: bool,
+    begun: str = "",
 ) -> tuple[str, list[ToolCall]]:
-    """The text of a response without its tool calls, and the calls.
+    """The text of a response without its tool calls, and the calls; ``begun`` is what it was made to begin with.
 
     Marks of some conventions are special tokens, so the calls are looked for before special tokens are left out.
     """
@@ -70,7 +75,7 @@ def split_tool_calls(
     )
     if tokenizer.eos_token and raw.endswith(tokenizer.eos_token):
         raw = raw.removesuffix(tokenizer.eos_token)
-    content, calls = convention.parse(raw)
+    content, calls = convention.parse(begun + raw)
     return (_clean(content, tokenizer) if request.gconfig.skip_special_tokens else content), calls
 
 
@@ -96,7 +101,7 @@ def answer_choice(
     choice |= _extras(call, request, response)
     calls: list[ToolCall] = []
     if call.tools:
-        text, calls = split_tool_calls(response, request, tokenizer, convention, call.keep_stop)
+        text, calls = split_tool_calls(response, request, tokenizer, convention, call.keep_stop, call.begun)
     else:
         text = completion_text(
             tokenizer,
@@ -163,6 +168,8 @@ class _ChoiceStream:
             self.sent_text += piece
             return piece
         self.held += piece
+        if self.call.begun:
+            return ""  # the reply is a call, which is sent when it is whole
         marks = list(self.convention.marks)
         found = [position for mark in marks if (position := self.held.find(mark)) >= 0]
         cut = min(found) if found else len(self.held) - held_back(self.held, marks)

@@ -66,7 +66,9 @@ FIELDS: tuple[Field, ...] = (
     Field("top_logprobs", (int,), (CHAT,), "neutral", "only the sampled token's log-probability is known", (0,)),
     Field("return_token_ids", (bool,), note="extension: token_ids, prompt_token_ids and weight_versions"),
     Field("tools", (list,), (CHAT,), note="rendered by the model's chat template"),
-    Field("tool_choice", (str, dict), (CHAT,), note="auto and none; a forced call is refused"),
+    Field(
+        "tool_choice", (str, dict), (CHAT,), note="required or a function: the reply is begun with the call; its JSON is free"
+    ),
     Field("parallel_tool_calls", (bool,), (CHAT,), "neutral", "the number of calls cannot be limited", (True,)),
     Field("chat_template_kwargs", (dict,), (CHAT,), note="extension: further arguments of the chat template"),
     Field("add_generation_prompt", (bool,), (CHAT,), note="extension; default true"),

@@ -35,11 +35,19 @@ class ToolConvention:
         name: of the family.
         marks: texts that a tool call begins with; a stream holds its text back from the first of them on.
         parse: the text without the calls, and the calls.
+        opening: how a call begins, up to its function's name.
+        arguments_key: what the arguments are called.
     """
 
     name: str
     marks: tuple[str, ...]
     parse: Callable[[str], tuple[str, list[ToolCall]]]
+    opening: str
+    arguments_key: str = "arguments"
+
+    def beginning_of_call(self, function: str | None) -> str:
+        """The text that a reply begins with where it has to call ``function``, or some function (None)."""
+        return self.opening + ("" if function is None else f'{function}", "{self.arguments_key}":')
 
 
 def _call(value: Any) -> ToolCall | None:
@@ -98,9 +106,10 @@ def _parse_bare(text: str) -> tuple[str, list[ToolCall]]:
     return (stripped, calls) if calls else (text, [])
 
 
-HERMES = ToolConvention("hermes", ("<tool_call>",), _parse_tagged)  # Hermes, Qwen 2.5 and 3
-MISTRAL = ToolConvention("mistral", ("[TOOL_CALLS]",), _parse_bracketed)
-LLAMA = ToolConvention("llama", ("<|python_tag|>", "{"), _parse_bare)  # Llama 3: the whole answer is the JSON
+HERMES = ToolConvention("hermes", ("<tool_call>",), _parse_tagged, '<tool_call>\n{"name": "')  # Hermes, Qwen 2.5 and 3
+MISTRAL = ToolConvention("mistral", ("[TOOL_CALLS]",), _parse_bracketed, '[TOOL_CALLS][{"name": "')
+# Llama 3: the whole answer is the JSON
+LLAMA = ToolConvention("llama", ("<|python_tag|>", "{"), _parse_bare, '{"name": "', "parameters")
 
 
 def tool_convention(chat_template: Any) -> ToolConvention:
