@@ -21,6 +21,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -142,6 +143,7 @@ def measure_speed(size: str, arguments: argparse.Namespace, report: Report) -> N
                 start = clock()
                 useful = run(model, tokenizer, prompts, batch, 2 * batch)
                 rates.setdefault((name, batch), []).append(useful / (clock() - start))
+                print(f"{size}, gen {batch}: {name} {rates[name, batch][-1]:,.0f} tokens/s", file=sys.stderr, flush=True)
     best: dict[str, float] = {}
     for (name, batch), values in rates.items():
         best[name] = max(best.get(name, 0.0), *values)

@@ -242,7 +242,7 @@ def test_wrong_use_says_what_to_do(model, arguments, message):
 
 def test_unknown_datasets_and_splits_name_the_known(model):
     processor = processor_of(model)
-    with pytest.raises(DataError, match="registered: arithmetic, .*gsm8k, gsm8k_r1_template"):
+    with pytest.raises(DataError, match=r"registered: arithmetic, .*gsm8k, gsm8k_r1_template"):
         processor.generate_with_logprobs(dataset_name="gsm8k_r1_templates")
     with pytest.raises(DataError, match="train, test"):
         processor.generate_with_logprobs(dataset_name="gsm8k_r1_template", split="dev")
