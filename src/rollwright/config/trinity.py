@@ -1,22 +1,29 @@
 """Files in Trinity-RFT's shape, translated key by key into the project's own config.
 
-Every key that such a file may hold stands in one of the tables below: what it becomes here, or the one value at which it
+Every key that such a file may hold stands in one of the tables of ``trinity_keys``: what it becomes here, or the one value at which it
 asks for what happens here anyway. A key in no table is refused by name: nothing is dropped in silence.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
 from rollwright.config.generation import ALIASES
 from rollwright.config.source import Document, KeyPath, dotted
+from rollwright.config.trinity_keys import (
+    ALREADY_SO,
+    CONVERTED,
+    REFUSED,
+    RENAMED,
+    SELECTORS,
+    TASKSET_DEFAULTS,
+    TASKSET_RENAMED,
+    Pairs,
+)
 from rollwright.errors import ConfigError
-
-Pairs = list[tuple[str, Any]]
 
 
 @dataclass
@@ -30,144 +37,6 @@ class Translation:
 def is_trinity_shaped(data: dict[str, Any]) -> bool:
     """True where the top level has sections that only Trinity-RFT's files have."""
     return bool({"buffer", "algorithm", "explorer", "synchronizer"} & set(data)) or "model_path" in (data.get("model") or {})
-
-
-#: Key there -> key here.
-RENAMED: dict[str, str] = {
-    "project": "experiment_name",
-    "name": "trial_name",
-    "mode": "mode",
-    "checkpoint_root_dir": "cluster.fileroot",
-    "model.model_path": "actor.path",
-    "model.max_model_len": "rollout.context_length",
-    "model.trust_remote_code": "actor.trust_remote_code",
-    "algorithm.repeat_times": "gconfig.n_samples",
-    "algorithm.algorithm_type": "actor.recipe",
-    "algorithm.optimizer.lr": "actor.optimizer.lr",
-    "algorithm.optimizer.weight_decay": "actor.optimizer.weight_decay",
-    "algorithm.optimizer.lr_warmup_steps_ratio": "actor.optimizer.warmup_steps_proportion",
-    "algorithm.optimizer.lr_scheduler_type": "actor.optimizer.lr_scheduler_type",
-    "algorithm.policy_loss_fn_args.clip_range": "actor.eps_clip",
-    "algorithm.policy_loss_fn_args.clip_range_low": "actor.eps_clip",
-    "algorithm.policy_loss_fn_args.clip_range_high": "actor.eps_clip_higher",
-    "algorithm.kl_loss_fn_args.kl_coef": "actor.kl_ctl",
-    "algorithm.entropy_loss_fn_args.entropy_coef": "actor.entropy_coef",
-    "buffer.batch_size": "train_dataset.batch_size",
-    "buffer.total_epochs": "total_train_epochs",
-    "buffer.total_steps": "total_train_steps",
-    "buffer.trainer_input.experience_buffer.path": "store.url",
-    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn": "store.priority_fn",
-    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args.decay": "store.priority_fn_args.decay",
-    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args.use_count_limit": "store.priority_fn_args.use_count_limit",
-    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args.sigma": "store.priority_fn_args.sigma",
-    "buffer.trainer_input.experience_buffer.replay_buffer.reuse_cooldown_time": "store.cooldown_seconds",
-    "explorer.max_timeout": "rollout.sample_timeout",
-    "explorer.max_retry_times": "rollout.max_sample_retries",
-    "explorer.eval_interval": "evaluator.every_steps",
-    "explorer.eval_on_startup": "evaluator.at_start",
-    "explorer.rollout_model.max_model_len": "rollout.context_length",
-    "explorer.rollout_model.dtype": "rollout.dtype",
-    "explorer.rollout_model.gpu_memory_utilization": "vllm.gpu_memory_utilization",
-    "explorer.rollout_model.seed": "seed",
-    "explorer.rollout_model.enable_openai_api": "rollout.openai_front",
-    "trainer.save_interval": "saver.every_steps",
-    "trainer.total_steps": "total_train_steps",
-    "trainer.grad_clip": "actor.optimizer.gradient_clipping",
-    "trainer.max_token_len_per_gpu": "actor.mb_spec.max_tokens_per_mb",
-    "synchronizer.sync_offset": "rollout.max_head_offpolicyness",
-    "synchronizer.sync_timeout": "rollout.setup_timeout",
-}
-
-#: Key there -> what its value becomes: pairs of a key here and a value.
-CONVERTED: dict[str, Callable[[Any], Pairs]] = {
-    "continue_from_checkpoint": lambda on: [("recover.mode", "auto" if on else "off")],
-    "model.max_response_tokens": lambda n: [("gconfig.max_new_tokens", n)],
-    "algorithm.kl_loss_fn": lambda name: (
-        [] if name == "none" else [("actor.kl_estimator", _choice("algorithm.kl_loss_fn", name, "k1", "k2", "k3"))]
-    ),
-    "explorer.over_rollout.ratio": lambda ratio: [("rollout.over_sampling", ratio)],
-    "monitor.monitor_type": lambda name: [
-        ("stats_logger.sinks", [_choice("monitor.monitor_type", name, "tensorboard", "wandb")])
-    ],
-    "buffer.trainer_input.experience_buffer.replay_buffer.enable": lambda on: [("store.order", "priority")] if on else [],
-    "buffer.trainer_input.experience_buffer.storage_type": lambda name: [
-        ("store.type", _choice("buffer.trainer_input.experience_buffer.storage_type", name, "sql", "queue", "file"))
-    ],
-    "algorithm.loss_agg_mode": lambda name: [
-        ("actor.loss_aggregation", {"token-mean": "token", "seq-mean-token-mean": "row"}.get(name, name))
-    ],
-    "explorer.rollout_model.engine_type": lambda name: [
-        ("rollout.backend", {"vllm_async": "vllm"}.get(name, _choice("engine_type", name, "vllm", "vllm_async", "sglang")))
-    ],
-    "data_processor.operators": lambda operators: [("store.operators", _operators(operators))],
-    "data_processor.experience_pipeline.operators": lambda operators: [("store.operators", _operators(operators))],
-    "explorer.auxiliary_models": lambda models: [("auxiliary_models", [_auxiliary(model) for model in models])],
-}
-
-#: Key there -> the values at which it asks for what happens here anyway.
-ALREADY_SO: dict[str, tuple[Any, ...]] = {
-    "algorithm.advantage_fn": ("grpo", "grpo_advantage"),
-    "algorithm.policy_loss_fn": ("ppo", "ppo_policy_loss"),
-    "algorithm.entropy_loss_fn": ("default", "none"),
-    "algorithm.kl_penalty_fn": ("none",),
-    "buffer.trainer_input.experience_buffer.name": (Any,),
-    "explorer.runner_per_model": (Any,),
-    "explorer.rollout_model.engine_num": (1,),
-    "explorer.rollout_model.tensor_parallel_size": (1,),
-    "explorer.rollout_model.enable_history": (True, False),
-    "explorer.rollout_model.enforce_eager": (True, False),
-    "explorer.rollout_model.enable_auto_tool_choice": (True,),
-    "explorer.rollout_model.tool_call_parser": ("hermes",),
-    "explorer.rollout_model.enable_prefix_caching": (True,),
-    "explorer.name": (Any,),
-    "explorer.bench_on_latest_checkpoint": (False,),
-    "algorithm.sample_strategy": ("default",),
-    "trainer.trainer_type": (Any,),
-    "trainer.use_dynamic_bsz": (True,),
-    "synchronizer.sync_method": ("memory", "nccl", "checkpoint"),
-    "synchronizer.sync_interval": (1,),
-    "synchronizer.sync_style": ("fixed", "dynamic_by_explorer", "explorer_driven", "trainer_driven", "fully_async"),
-    "cluster.node_num": (1,),
-    "cluster.gpu_per_node": (Any,),
-    "monitor.enable_ray_timeline": (False,),
-    "log.level": ("INFO",),
-}
-
-TASKSET_RENAMED: dict[str, str] = {
-    "name": "name",
-    "path": "path",
-    "split": "split",
-    "subset_name": "subset_name",
-    "workflow_args": "workflow_args",
-    "reward_fn_args": "reward_fn_args",
-    "default_workflow_type": "default_workflow_type",
-    "default_workflow": "default_workflow_type",
-    "default_reward_fn_type": "default_reward_fn_type",
-    "default_reward_fn": "default_reward_fn_type",
-    "repeat_times": "repeat_times",
-    "ratio": "ratio",
-}
-#: Defaults of every taskset that has none of its own.
-TASKSET_DEFAULTS = {
-    "buffer.explorer_input.default_workflow_type": "default_workflow_type",
-    "buffer.explorer_input.default_reward_fn_type": "default_reward_fn_type",
-}
-#: Sections that are refused as a whole: beginning of their keys, and why.
-REFUSED: dict[str, str] = {
-    "trainer.trainer_config": "holds the keys of another trainer (veRL), which does not train here; use algorithm and trainer, or "
-    "the actor section of this project's own form",
-    "data_processor.task_pipeline": "changes the dataset before the run; prepare the dataset first, and name the result as path",
-    "service": "starts services of another system; remove it",
-    "group": "has no counterpart here; experiment_name and trial_name name a run",
-    "stages": "are written in this project's own form (docs/configuration.md)",
-}
-SELECTORS = {
-    "sequential": "sequential",
-    "shuffle": "shuffle",
-    "random": "random",
-    "difficulty_based": "difficulty",
-    "offline_easy2hard": None,
-}
 
 
 def translate(data: dict[str, Any], document: Document) -> Translation:
@@ -403,43 +272,3 @@ def _leaves(value: Any, path: KeyPath = ()) -> list[tuple[KeyPath, Any]]:
     if isinstance(value, list) and path[-1:] in (("tasksets",), ("eval_tasksets",)):
         return [leaf for index, child in enumerate(value) for leaf in _leaves(child, (*path, index))]
     return [(path, value)]
-
-
-def _choice(key: str, value: Any, *choices: str) -> Any:
-    if value not in choices:
-        raise ConfigError(f"is {value!r}; here there are {', '.join(choices)}")
-    return value
-
-
-def _operators(listed: Any) -> list[dict[str, Any]]:
-    """Operators as ``store.operators`` has them."""
-    if not isinstance(listed, list) or not all(isinstance(each, dict) and set(each) <= {"name", "args"} for each in listed):
-        raise ConfigError("is a list of operators, each with a name and args")
-    return [{"name": each.get("name", ""), "args": dict(each.get("args") or {})} for each in listed]
-
-
-#: Key of an auxiliary model there -> key here.
-AUXILIARY_RENAMED = {
-    "model_path": "model_path",
-    "dtype": "dtype",
-    "max_model_len": "context_length",
-    "base_url": "base_url",
-    "api_key": "api_key",
-}
-#: Keys of an auxiliary model that say nothing which matters for one server on this machine.
-AUXILIARY_ALREADY_SO: dict[str, tuple[Any, ...]] = {
-    "engine_num": (1,),
-    "tensor_parallel_size": (1,),
-    "enable_openai_api": (True,),
-}
-
-
-def _auxiliary(model: dict[str, Any]) -> dict[str, Any]:
-    made = {}
-    for key, value in model.items():
-        if key in AUXILIARY_RENAMED:
-            made[AUXILIARY_RENAMED[key]] = value
-        elif value not in AUXILIARY_ALREADY_SO.get(key, ()):
-            known = ", ".join([*AUXILIARY_RENAMED, *AUXILIARY_ALREADY_SO])
-            raise ConfigError(f"has {key}: {value!r}, which cannot be honoured here; an auxiliary model has {known}")
-    return made
