@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import openai
 import pytest
 
+from rollwright import WORKFLOWS
 from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.tasksets import FormatConfig, TasksetConfig
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import WorkflowError
 from rollwright.experience.normaliser import normalise
@@ -17,7 +22,9 @@ from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.rollout.openai_front import OpenAIFront
 from rollwright.rollout.sample import SampleEngine, SampleName
+from rollwright.workflows.task_runner import TaskRunner
 
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "openai-front.md"
 TEMPLATE = (
     "{%- if tools -%}<|system|>{%- for tool in tools -%}{{- tool.function.name + ' ' -}}{%- endfor -%}"
     "{{- '<tool_call></tool_call><|end|>' -}}{%- endif -%}"
@@ -300,3 +307,27 @@ def test_any_engine_is_recorded_and_the_server_ends(tokenizer):
     assert sum(thread.name == "openai-front" for thread in threading.enumerate()) == before
     with pytest.raises(openai.APIConnectionError):
         plain_client(episode).models.list()
+
+
+async def test_the_code_of_the_docs_runs(front, tokenizer):
+    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), flags=re.DOTALL)
+    names = {"__name__": "docs_openai_front"}
+    for block in blocks[:3]:
+        exec(compile(block, str(DOCS), "exec"), names)
+
+    async def framework(data, base_url, api_key):
+        return await names["agent"](data, base_url, api_key)
+
+    names["some_framework"] = framework
+    row = {"messages": [{"role": "user", "content": "1+1?"}], "question": "1+1?", "answer": "2"}
+    workflow = names["Agent"](tokenizer, GenerationHyperparameters(max_new_tokens=8))
+    with workflow.front:
+        (experience,) = await workflow.arun_episode(sample_engine(Script(tokenizer, "2")), row)
+    assert experience.reward == 1.0
+
+    layout = FormatConfig(prompt_key="question", response_key="answer")
+    taskset = TasksetConfig(default_workflow_type=names["MyAgent"], format=layout, repeat_times=1)
+    runner = TaskRunner([taskset], tokenizer, services=SimpleNamespace(openai_front=front, auxiliary_models=[]))
+    (experience,) = await runner.arun_episode(sample_engine(Script(tokenizer, "2")), row)
+    assert experience.reward == 1.0
+    WORKFLOWS._modules.pop("my_agent")
