@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -90,6 +91,7 @@ class Explorer:
         self.store = store
         torch.manual_seed(config.seed)
         self.pipeline = ExperiencePipeline(config.store.operators if config.store is not None else ())
+        self.operating = threading.Lock()
         self.workflow, self.evaluated, self.evaluation_tasks = self._workflows()
         self.pool = ThreadPoolExecutor(self.limit, thread_name_prefix="explored-task")
         self.running: dict[Future[Finished], TaskClaim] = {}
@@ -169,7 +171,8 @@ class Explorer:
                 raise  # the task goes back to the store
             self.store.finish_task(claim, [], drops={"no_group": 1})
             return Finished(claim, reason=str(error))
-        result = self.pipeline.apply(samples_of(group, claim.ordinal))
+        with self.operating:  # an operator may count what it sees
+            result = self.pipeline.apply(samples_of(group, claim.ordinal))
         kept = self.store.finish_task(claim, result.samples, drops=result.drops)
         stored = sum(map(len, result.samples)) if kept else 0
         return Finished(claim, group, stored, "" if stored else "nothing left by the operators" if kept else "claim was lost")
@@ -341,4 +344,6 @@ class Explorer:
             from rollwright.data.examples import get_dataset
 
             rows = list(get_dataset(config.valid_dataset, config.tokenizer_path or config.actor.path))[: config.evaluator.limit]
-        return resolve_workflow(config.workflow, kwargs), (config.eval_workflow or config.workflow, kwargs), rows
+        evaluated = config.eval_workflow or config.workflow
+        given = config.workflow_kwargs if config.eval_workflow_kwargs is None else config.eval_workflow_kwargs
+        return resolve_workflow(config.workflow, kwargs), (evaluated, with_defaults(evaluated, given, defaults)), rows

@@ -111,7 +111,8 @@ class StoreTrainer:
                     self.actor.update_weights()
                 self.step += 1
                 reward = report_step(run, self.step, batch, stats, self.actor.version, waiting="wait")
-                check_agreement(config, self.actor, self.step, stats)
+                if isinstance(self.store, ExperienceStore):  # a file's experiences may be of any model
+                    check_agreement(config, self.actor, self.step, stats)
                 with run.timer.phase("checkpoint"):
                     if saving.due(self.step):
                         self.actor.save(self.directory.checkpoints / f"step-{self.step:06d}", self.tokenizer)
