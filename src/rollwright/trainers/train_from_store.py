@@ -176,10 +176,14 @@ class StoreTrainer:
 
 
 def trajectory_of(batch: Batch) -> Trajectory:
-    """A batch of the store in tensor form; a group's samples are told apart by ``eid.run``."""
+    """A batch of the store in tensor form; a group's samples are told apart by ``eid.run``.
+
+    Groups stand in the order of their tasks, whichever came first, so that minibatches do not go by arrival.
+    """
     groups = []
     first_sample = 0
-    for number, group in enumerate(batch):
+    in_order = sorted(batch, key=lambda group: (group.ordinal is None, group.ordinal or 0, group.id))
+    for number, group in enumerate(in_order):
         samples: dict[Any, list[Any]] = {}
         for experience in group.experiences:
             samples.setdefault(experience.eid.run, []).append(experience)
