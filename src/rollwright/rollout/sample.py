@@ -116,7 +116,7 @@ class SampleEngine(InferenceEngine):
             return
         sent, place = self._taken(request)
         started, response = time.time(), None
-        async with contextlib.aclosing(self.engine.astream(sent)) as parts:
+        async with contextlib.aclosing(self.engine.astream(sent)) as parts:  # type: ignore[attr-defined]
             async for response in parts:
                 self._refuse_if_closed()
                 yield response

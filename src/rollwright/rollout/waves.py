@@ -7,8 +7,8 @@ by the clock here, since a limit would let the clock decide what stands in a wav
 
 When is a sample blocked? All of its asyncio tasks are followed to what they wait for. A held request, another task of the
 sample, or a lock, queue, event or task group (whose holder is some other task that is looked at too) is a wait that only a
-wave can end; a timer, a socket or a thread is a wait that ends by itself. A sample whose own thread makes model calls is
-blocked as soon as one of those is held.
+wave can end; a timer, a socket (also where AnyIO waits for one by an event) or a thread is a wait that ends by itself. A
+sample whose own thread makes model calls, or that asks over HTTP, is blocked as soon as one of those calls is held.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import asyncio.taskgroups
 import asyncio.tasks
 import contextvars
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -41,6 +42,7 @@ LOOK_AGAIN = 0.02
 HELD_UP_WARNING_SECONDS = 30.0
 
 _STRUCTURAL_FILES = {asyncio.locks.__file__, asyncio.queues.__file__, asyncio.taskgroups.__file__}
+_SOCKET_FILE = os.path.join("anyio", "_backends", "_asyncio.py")
 _STRUCTURAL_CODE = {asyncio.tasks._wait.__code__, asyncio.tasks.wait_for.__code__}  # type: ignore[attr-defined]
 
 
@@ -266,23 +268,29 @@ def _wait_of_task(task: asyncio.Task[Any], held: set[int], own: set[int], in_thr
     parts = getattr(waiter, "_children", None) or [waiter]  # of asyncio.gather
     if all(part.done() or id(part) in held or id(part) in own for part in parts):
         return _Wait.ANSWER
-    code = _innermost_code(task)
+    *callers, code = _awaiting_code(task) or [None]
     structural = code is not None and (code.co_filename in _STRUCTURAL_FILES or code in _STRUCTURAL_CODE)
-    return _Wait.OTHERS if structural or in_thread else _Wait.NOTHING
+    for_socket = bool(callers) and _is_socket_code(callers[-1])
+    return _Wait.OTHERS if (structural and not for_socket) or in_thread else _Wait.NOTHING
 
 
-def _innermost_code(task: asyncio.Task[Any]) -> Any:
-    """The code in which a task's chain of awaits ends."""
+def _is_socket_code(code: Any) -> bool:
+    """True for AnyIO's socket streams (httpx, openai), which wait for their transport by an event."""
+    return code.co_filename.endswith(_SOCKET_FILE) and code.co_name in ("receive", "send")
+
+
+def _awaiting_code(task: asyncio.Task[Any]) -> list[Any]:
+    """The code of a task's chain of awaits; the last is where it ends."""
     current: Any = task.get_coro()
-    code = None
+    chain = []
     while current is not None:
-        code = (
-            getattr(current, "cr_code", None) or getattr(current, "gi_code", None) or getattr(current, "ag_code", None) or code
-        )
+        code = getattr(current, "cr_code", None) or getattr(current, "gi_code", None) or getattr(current, "ag_code", None)
+        if code is not None:
+            chain.append(code)
         current = (
             getattr(current, "cr_await", None) or getattr(current, "gi_yieldfrom", None) or getattr(current, "ag_await", None)
         )
-    return code
+    return chain
 
 
 def _place(task: asyncio.Task[Any]) -> str:

@@ -117,7 +117,7 @@ class ToolFunctions:
 
 
 def _schema(function: Callable[..., Any]) -> dict[str, Any]:
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
 
     try:
         return get_json_schema(function)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import openai
 import pytest
-from echo import EchoEngine
+from echo import EchoBatchEngine, EchoEngine
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
@@ -80,3 +80,29 @@ def test_a_class_may_post_its_reward(executor):
 def test_an_agent_that_asks_somebody_else_is_told(executor):
     with pytest.raises(RolloutError, match="without a model call of this run"):
         rollout(executor, SilentAgent)
+
+
+def chatty_agent(data, base_url, api_key):
+    client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    messages = [{"role": "user", "content": data["question"]}]
+    for _ in range(2):
+        reply = client.chat.completions.create(model="default", messages=messages)
+        messages += [
+            {"role": "assistant", "content": reply.choices[0].message.content},
+            {"role": "user", "content": "more"},
+        ]
+    return data["reward"]
+
+
+@pytest.mark.parametrize("agent", [chatty_agent, async_agent])
+def test_deterministic_runs_repeat(agent):
+    batches, waves = [], []
+    for _ in range(2):
+        engine = EchoBatchEngine(output_length=4)
+        executor = RolloutExecutor(engine, RolloutConfig(), seed=3, deterministic=True)
+        batches.append(rollout(executor, agent))
+        executor.destroy()
+        waves.append([[request.seed for request in batch] for batch in engine.batches])
+    assert batches[0]["input_ids"].tolist() == batches[1]["input_ids"].tolist()
+    assert waves[0] == waves[1]
+    assert len({request for wave in waves[0] for request in wave}) == sum(map(len, waves[0]))
