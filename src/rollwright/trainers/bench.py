@@ -73,7 +73,7 @@ def find_checkpoints(config: PPOConfig) -> list[Benchmark]:
         ConfigError: a directory is missing, or the run has written none.
     """
     if config.bench.checkpoints:
-        return [Benchmark(_label(path), path, step_of(Path(path).name)) for path in config.bench.checkpoints]
+        return [Benchmark(path, path, step_of(Path(path).name)) for path in config.bench.checkpoints]
     trial = trial_path(config)
     written = [file.parent for pattern in ("checkpoints/*", "*/checkpoints/*") for file in trial.glob(f"{pattern}/config.json")]
     if not written:
@@ -91,10 +91,6 @@ def step_of(name: str) -> int | None:
     """The number in ``step-000010``."""
     match = re.fullmatch(r"(?:global_)?step[-_]?(\d+)", name)
     return int(match[1]) if match else None
-
-
-def _label(path: str) -> str:
-    return "/".join(Path(path).parts[-2:])
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------
@@ -187,7 +183,9 @@ def _rewards_by_task(trajectory: Mapping[str, torch.Tensor]) -> list[list[float]
         rewards.setdefault(group, {}).setdefault(sample, []).append(reward)
     by_task = [[math.fsum(rows) / len(rows) for rows in samples.values()] for samples in rewards.values()]
     if len({len(samples) for samples in by_task}) > 1:
-        raise ConfigError("tasks gave different numbers of samples, so mean@k and pass@k are not of one k: look at the workflow.")
+        raise ConfigError(
+            "tasks gave different numbers of samples, so mean@k and pass@k are not of one k: look at the workflow."
+        )
     return by_task
 
 

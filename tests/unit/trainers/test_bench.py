@@ -62,7 +62,10 @@ def test_a_run_without_checkpoints_is_told(tmp_path):
 def test_listed_checkpoints_are_taken_as_they_are(tmp_path):
     config = config_of(tmp_path)
     config.bench.checkpoints = ["/models/b/step-000004", "some/model"]
-    assert [(each.label, each.step) for each in find_checkpoints(config)] == [("b/step-000004", 4), ("some/model", None)]
+    assert [(each.label, each.step) for each in find_checkpoints(config)] == [
+        ("/models/b/step-000004", 4),
+        ("some/model", None),
+    ]
     assert step_of("global_step_12") == 12
 
 
