@@ -39,7 +39,7 @@ test-fast: $(VENV)/.test  ## Only the quick tests
 lint: $(VENV)/.test  ## Style, types and floors
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
 clean:  ## Remove the virtual environments (runs/ is yours: it stays)

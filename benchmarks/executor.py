@@ -114,7 +114,9 @@ def _peak_mib() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write results and ratios to this file")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each line; the one that took least processor time is shown")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="runs of each line; the one that took least processor time is shown"
+    )
     parser.add_argument("--one", nargs=3, metavar=("SAMPLES", "GROUP", "DETERMINISTIC"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:

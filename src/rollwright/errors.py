@@ -45,7 +45,7 @@ class RolloutError(RollwrightError):
     """Too many samples failed, or rollout cannot go on; the message names the first cause."""
 
 
-class DatasetEnded(RolloutError):  # noqa: N818 (an end, not a fault)
+class DatasetEnded(RolloutError):
     """The tasks have come to their end and no group is left to train."""
 
 

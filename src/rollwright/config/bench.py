@@ -11,7 +11,9 @@ class BenchConfig:
 
     checkpoints: list[str] = field(
         default_factory=list,
-        metadata={"help": "Model directories, or names; empty: the model that the run began with, and every checkpoint of the run."},
+        metadata={
+            "help": "Model directories, or names; empty: the model that the run began with, and every checkpoint of the run."
+        },
     )
     samples: int = field(default=8, metadata={"help": "Samples of each task.", "ge": 1})
     pass_at: list[int] = field(

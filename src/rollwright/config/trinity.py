@@ -114,7 +114,7 @@ class _Work:
     def put(self, path: KeyPath, pairs: Pairs) -> None:
         line = self.document.lines.get(path)
         for target, value in pairs:
-            parts = tuple(int(part) if part.isdigit() else part for part in target.split("."))
+            parts: list[Any] = [int(part) if part.isdigit() else part for part in target.split(".")]
             node: Any = self.data
             for part, following in itertools.pairwise(parts):
                 if isinstance(node, list):
@@ -125,7 +125,7 @@ class _Work:
                     node = node.setdefault(part, [] if isinstance(following, int) else {})
             node[parts[-1]] = value
             if line is not None:
-                self.lines[parts] = line
+                self.lines[tuple(parts)] = line
             self.notes.append(f"{dotted(path)} -> {target}: {value}")
         if not pairs:
             self.notes.append(f"{dotted(path)}: nothing to set")

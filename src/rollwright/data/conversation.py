@@ -7,6 +7,7 @@ its ids are the remembered ids followed by the encoding of only what the templat
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -112,10 +113,8 @@ def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        try:
+        with contextlib.suppress(json.JSONDecodeError):  # arguments that are no JSON are shown as the model wrote them
             arguments = json.loads(arguments)
-        except json.JSONDecodeError:
-            pass  # the model wrote arguments that are no JSON: the template shows them as they are
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 

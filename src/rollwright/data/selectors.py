@@ -30,6 +30,7 @@ class Selector(ABC):
 
     def feedback(self, position: int, reward: float) -> None:
         """A task was trained with this mean reward; selectors that do not learn from it ignore it."""
+        return
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on from here."""

@@ -13,6 +13,7 @@ from rollwright.errors import ConfigError, StoreError
 
 try:
     import sqlalchemy
+    import sqlalchemy.exc
 except ModuleNotFoundError:
     raise ConfigError(
         "the experience store needs SQLAlchemy, which is not installed: pip install 'rollwright[store]'."

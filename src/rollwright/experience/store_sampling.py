@@ -119,5 +119,5 @@ class Sampling:
         function = PRIORITY_FUNCTIONS[self.priority_fn]
         priorities = [function(row.version, row.uses, generator, **self.priority_fn_args) for row in found]
         ranked = [index for index, priority in enumerate(priorities) if priority is not None]
-        ranked.sort(key=lambda index: -priorities[index])  # stable: ties stay in completion order
+        ranked.sort(key=lambda index: -(priorities[index] or 0.0))  # stable: ties stay in completion order
         return [(found[index].id, found[index].rows) for index in ranked[:limit]]

@@ -28,6 +28,12 @@ def _axes(title: str, x_label: str, y_label: str, size: tuple[float, float]):
     return figure, axes
 
 
+def _whole_numbers():
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10])
+
+
 def _save(figure, path: str | Path) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +90,7 @@ def plot_curves(
     if y_limits is not None:
         axes.set_ylim(*y_limits)
     if all(float(x).is_integer() for points in curves.values() for x, _ in points):
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(_whole_numbers())
     if curves:
         axes.legend(frameon=False, labelcolor=_INK)
     return _save(figure, path)
@@ -149,7 +155,7 @@ def plot_reward_curve(
     if everything and min(everything) >= 0.0 and max(everything) <= 1.0:
         axes.set_ylim(0.0, 1.09)
         axes.set_yticks([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(_whole_numbers())
     if rewards:
         axes.legend(frameon=False, loc="lower right", labelcolor=_INK, fontsize=9)
     return _save(figure, path)

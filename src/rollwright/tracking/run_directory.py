@@ -139,7 +139,7 @@ class RunDirectory:
 
     def _parts(self) -> list[RunDirectory]:
         """This directory and those of the stages that were begun."""
-        parts = [self]
+        parts: list[RunDirectory] = [self]
         for child in sorted(self.path.iterdir()) if self.path.is_dir() else []:
             if child.name != "attempts" and (child / "recover").is_dir():
                 part = RunDirectory(self.path.parent.parent, self.experiment, self.trial)

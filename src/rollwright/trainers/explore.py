@@ -268,7 +268,7 @@ class Explorer:
         per_epoch = max(1, self.spec.steps_per_epoch * self.config.train_dataset.batch_size)
         if self.missed > EPOCHS_WITHOUT_GROUP * per_epoch:
             raise RolloutError(
-                f"no group of the last {self.ends['missed in a row']} tasks was kept, which is more than {EPOCHS_WITHOUT_GROUP} epochs: "
+                f"no group of the last {self.missed} tasks was kept, which is more than {EPOCHS_WITHOUT_GROUP} epochs: "
                 f"look at the workflow, rollout.dynamic_filter and store.operators. The last: {finished.reason}"
             )
         if finished.group is not None:

@@ -97,7 +97,7 @@ class RunBook:
             self.counts["opened"] += 1
         return {"run": name, "base_url": episode.base_url, "api_key": episode.api_key}
 
-    def feedback(self, run: str, reward: float, *, turn: int | None, call: str | None, final: bool) -> int:
+    def feedback(self, run: str, reward: float | None, *, turn: int | None, call: str | None, final: bool) -> int:
         """Reward a run, a turn or a call; where it is the final word, the run ends and its experiences are stored.
 
         Returns:
@@ -106,6 +106,8 @@ class RunBook:
         Raises:
             RequestError: there is no such open run (404), or no such turn or call (400).
         """
+        if reward is None:
+            raise RequestError("reward is missing: feedback is a number.", param="reward")
         with self._lock:
             if run not in self._runs:
                 raise RequestError(f"There is no open run {run!r}: it has ended, or was never opened.", status=404)

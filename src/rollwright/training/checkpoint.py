@@ -31,7 +31,7 @@ _TENSOR = "__tensor__"
 _FORMAT = 1
 
 
-def write_state(directory: str | Path, state: dict[str, Any], *, before_visible: Callable[[], None] | None = None) -> None:
+def write_state(directory: str | Path, state: dict[str, Any], *, before_visible: Callable[[], object] | None = None) -> None:
     """Write a nested dict of tensors and JSON values; the directory appears whole or not at all, after ``before_visible()``."""
     tensors: dict[str, Tensor] = {}
     plain = _separate(state, "", tensors)
@@ -111,7 +111,7 @@ class RecoverCheckpoints:
         """Where the checkpoint of a step is."""
         return self.directory / f"step_{step:08d}"
 
-    def save(self, step: int, state: dict[str, Any], *, before_visible: Callable[[], None] | None = None) -> Path:
+    def save(self, step: int, state: dict[str, Any], *, before_visible: Callable[[], object] | None = None) -> Path:
         """Write the checkpoint of a step, then remove the oldest above ``keep``. Only rank 0 writes.
 
         Args:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def replaced_directory(directory: str | Path, *, before_visible: Callable[[], None] | None = None) -> Iterator[Path]:
+def replaced_directory(directory: str | Path, *, before_visible: Callable[[], object] | None = None) -> Iterator[Path]:
     """A directory to fill that takes the place of ``directory`` when the block ends without an exception.
 
     It is written beside the target and renamed, after its files have reached the disk, so that a reader (or a run that is

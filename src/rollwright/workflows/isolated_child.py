@@ -48,7 +48,7 @@ class Parent:
         with self._writing:
             write_frame(self._answers, kind, body)
 
-    async def ask(self, call: str, **arguments: Any) -> Any:
+    async def ask(self, call: str, /, **arguments: Any) -> Any:
         """Have the parent do something; awaited on ``loop``.
 
         Raises:
@@ -59,7 +59,7 @@ class Parent:
         self.say(frames.ASK, json.dumps({"number": number, "call": call, "arguments": arguments}).encode())
         return await future
 
-    def ask_from_thread(self, call: str, **arguments: Any) -> Any:
+    def ask_from_thread(self, call: str, /, **arguments: Any) -> Any:
         """``ask`` from the workflow's own thread."""
         return asyncio.run_coroutine_threadsafe(self.ask(call, **arguments), self.loop).result()
 
@@ -204,7 +204,7 @@ class Child:
     def _take(self, task: Task, model: ModelWrapper, auxiliary: list[dict[str, str]]) -> Workflow:
         idle = self.idle[task.workflow_class()]
         if not idle:
-            return task.to_workflow(model, [_openai_client(**client) for client in auxiliary])
+            return task.to_workflow(model, [_openai_client(c["base_url"], c["api_key"], c["model_path"]) for c in auxiliary])
         workflow = idle.pop()
         renew(workflow, task, model)
         return workflow

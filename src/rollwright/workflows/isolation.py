@@ -19,7 +19,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import cloudpickle
 
@@ -103,7 +103,7 @@ class IsolatedProcess:
         try:
             self._send(frames.START, pickle.dumps(start))
             while True:
-                kind, body = read_frame(process.stdout)
+                kind, body = read_frame(cast(BinaryIO, process.stdout))
                 self.loop.call_soon_threadsafe(self._heard, kind, body)
         except (EOFError, OSError, ValueError):
             pass  # it has ended; what that means, the loop decides

@@ -236,7 +236,8 @@ class GroupedSearchAgentWorkflow(SearchAgentWorkflow):
         ]
         try:
             rows = await asyncio.gather(*tasks)
-            return None if any(row is None for row in rows) else concat_padded_tensors(rows)
+            accepted = [row for row in rows if row is not None]
+            return concat_padded_tensors(accepted) if len(accepted) == len(rows) else None
         finally:
             for task in tasks:
                 task.cancel()

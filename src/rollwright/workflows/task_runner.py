@@ -110,6 +110,7 @@ class TaskRunner(RolloutWorkflow):
         template_kwargs = _template_arguments(task)
 
         def open_episode() -> Any:
+            assert self.openai_front is not None
             return self.openai_front.episode(engine, gconfig=task.rollout_args, template_kwargs=template_kwargs)
 
         return ModelWrapper(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC
 from typing import Any
 
 from rollwright.errors import WorkflowError
@@ -11,7 +10,7 @@ from rollwright.workflows.model_wrapper import ModelWrapper
 from rollwright.workflows.task import Task
 
 
-class Workflow(ABC):
+class Workflow:
     """How a task is run; subclasses define ``run`` or, where they await things, ``run_async``.
 
     Three traits may each be a class attribute, a property or a method:
@@ -58,7 +57,7 @@ def class_trait(workflow_class: type, name: str, task: Task) -> bool:
     """A trait asked of the class, before there is an instance (properties and methods that need one are built without init)."""
     value = getattr(workflow_class, name, False)
     if isinstance(value, property) or callable(value):
-        return trait(workflow_class.__new__(workflow_class), name)
+        return trait(object.__new__(workflow_class), name)
     return bool(value)
 
 

@@ -78,7 +78,7 @@ class WebShopWorkflow(Workflow):
                 break  # the visit filled the context: what was said so far is trained on, without a purchase
             steps += 1
             messages.append({"role": "assistant", "content": reply.response_text})
-            action = parse_action(reply.response_text)
+            action = parse_action(reply.response_text or "")
             if action is None:
                 complaint, misses = "Give one action between <action> and </action>. ", misses + 1
                 continue

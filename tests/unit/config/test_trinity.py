@@ -62,7 +62,9 @@ def test_what_cannot_be_honoured_is_refused_with_its_line():
 
 
 def test_another_name_for_the_workflow_is_read_and_told():
-    translation = translated(FILE.replace("      default_workflow_type: example_workflow\n", "      default_workflow: example_workflow\n"))
+    translation = translated(
+        FILE.replace("      default_workflow_type: example_workflow\n", "      default_workflow: example_workflow\n")
+    )
     assert translation.document.data["tasksets"][0]["default_workflow_type"] == "example_workflow"
     assert any("the name is default_workflow_type" in note for note in translation.notes)
 

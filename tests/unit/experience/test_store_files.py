@@ -183,7 +183,9 @@ def test_uses_without_end():
         assert store.forget_used(sampling=sampling, keep_checkpoints=1) == 0
 
 
-@pytest.mark.parametrize("name", ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"])
+@pytest.mark.parametrize(
+    "name", ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
+)
 def test_stored_bytes_are_safetensors_and_repeat(name):
     torch = pytest.importorskip("torch")
     from safetensors.torch import load

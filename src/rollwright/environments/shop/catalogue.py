@@ -62,6 +62,7 @@ class Catalogue:
 
     products: tuple[Product, ...]
     goals: tuple[Goal, ...] = field(repr=False)
+    _by_id: dict[str, Product] = field(init=False, repr=False, compare=False)
 
     def product(self, product_id: str) -> Product | None:
         """The product of an id, in either case."""
@@ -95,7 +96,7 @@ def make_catalogue(seed: int = 1, products: int = 1000, goals: int = 500) -> Cat
 def _make_product(generator: random.Random, number: int, category: tuple[str, str, str]) -> Product:
     brand, kind = generator.choice(BRANDS), category[2]
     attributes = tuple(generator.sample(ATTRIBUTES, 2))
-    options = {"color": tuple(sorted(generator.sample(COLORS, 3)))}
+    options: dict[str, tuple[str, ...]] = {"color": tuple(sorted(generator.sample(COLORS, 3)))}
     if category[0] == "clothing":
         options["size"] = tuple(generator.sample(SIZES, 2))
     price = generator.randrange(5, 95) + 0.99

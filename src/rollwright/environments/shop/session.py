@@ -92,7 +92,7 @@ class ShopSession:
             valid = available["has_search_bar"]
         else:
             valid = parsed[1] in available["clickables"] and parsed[1] != "search"
-        if not valid:
+        if parsed is None or not valid:
             return StepResult(self.observation(), 0.0, self.done, {"valid": False})
         kind, argument = parsed
         if kind == "search":

@@ -85,7 +85,7 @@ class BuiltinEngine(InferenceEngine):
         self._runner = ModelRunner(self.model, max_running_requests, context_length, kv_cache_bytes - kept_bytes)
         self._stepper = Stepper(self._runner, max_running_requests, kept_bytes, prefill_tokens, version)
         self._max_waiting = max_waiting
-        self._on_weight_update = on_weight_update
+        self._on_weight_update: OnWeightUpdate = on_weight_update
         self._intake = RequestIntake(self._runner, self.tokenizer, seed)
 
         # ``_state`` guards the fields below. ``_control`` is held by the one caller that changes weights or queues.
