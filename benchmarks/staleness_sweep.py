@@ -20,7 +20,7 @@ from rollwright.tracking.plots import COLOURS
 
 LOSSES = {"naive": False, "decoupled": True}
 FULL = Size(steps=56, prompts=64, group=8, concurrency=256, evaluation_tasks=256)
-QUICK = Size(steps=10, prompts=8, group=4, concurrency=32, evaluation_tasks=256)
+QUICK = Size(steps=16, prompts=8, group=4, concurrency=32, evaluation_tasks=256)
 
 
 def plot(path: Path, speeds: dict[str, list[tuple[int, float]]], accuracies: dict[str, list[tuple[int, float]]]) -> None:
