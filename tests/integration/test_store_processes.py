@@ -61,10 +61,10 @@ def train(url: str, directory: str, seed: int) -> None:
     generator = random.Random(seed)
     path = Path(directory)
     saved = sorted(path.glob("step-*.json"))
-    trained = json.loads(saved[-1].read_text()) if saved else []
+    version, trained = json.loads(saved[-1].read_text()) if saved else (0, [])
     store = ExperienceStore(url, run="processes")
     store.recover(saved[-1].stem if saved else None)
-    version = number = int(saved[-1].stem.removeprefix("step-")) if saved else 0
+    number = int(saved[-1].stem.removeprefix("step-")) if saved else 0
     while True:
         ended = store.status().production_ended
         batch = store.sample(groups=4, timeout=0.1, partial_batch=ended)
@@ -75,7 +75,7 @@ def train(url: str, directory: str, seed: int) -> None:
         if batch is None or generator.random() < 0.4:
             number += 1
             fresh = path / f".step-{number:05d}.json"
-            fresh.write_text(json.dumps(trained))
+            fresh.write_text(json.dumps([version, trained]))
             store.commit(f"step-{number:05d}", version=version)
             time.sleep(generator.uniform(0, 0.004))
             os.rename(fresh, path / f"step-{number:05d}.json")
@@ -123,7 +123,7 @@ def test_random_kills_lose_and_repeat_nothing(tmp_path, seed):
             process.join()
 
     assert kills.total() >= 5
-    trained = json.loads(sorted(tmp_path.glob("step-*.json"))[-1].read_text())
+    _, trained = json.loads(sorted(tmp_path.glob("step-*.json"))[-1].read_text())
     assert Counter(ordinal for ordinal, _ in trained) == Counter(each for each in range(TASKS) if not rejected(each))
     for ordinal, rows in trained:
         attempt = rows[0][2]
