@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +29,7 @@ from rollwright.trainers.stop_signal import StopSignal
 from rollwright.trainers.workflow_arguments import with_defaults
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.checkpoint import RecoverCheckpoints
+from rollwright.training.engine import TrainEngine
 from rollwright.workflows.registry import resolve_workflow
 
 logger = getLogger("trainer")
@@ -87,6 +89,9 @@ class PPOTrainer:
             self.directory.claim(config_to_dict(config), config.recover.mode)
         torch.manual_seed(config.seed)
         self.actor = FSDPPPOActor(config.actor)
+        if config.ref is not None:  # otherwise the actor keeps a copy of its first weights where kl_ctl > 0
+            self.actor.reference = TrainEngine(replace(config.ref, optimizer=None))
+            self.actor.reference.initialize()
         self.actor.initialize(None, self.spec)
         self.rollout: RolloutEngine = make_rollout_engine(config, self.actor, self.tokenizer, self.directory)
         self.rollout.initialize()
