@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from rollwright.errors import RolloutError
@@ -12,15 +13,15 @@ if TYPE_CHECKING:
     from rollwright.rollout.runner import Runner
 
 
-class Waiter:
+class Waiter(ABC):
     """A caller's thread waits for ``future``; the loop asks ``is_settled`` whenever something changed."""
 
     def __init__(self) -> None:
         self.future: concurrent.futures.Future[list[Group]] = concurrent.futures.Future()
 
+    @abstractmethod
     def is_settled(self, runner: Runner) -> bool:
         """Answer the caller if possible; True where it was answered."""
-        raise NotImplementedError
 
     def fail(self, error: BaseException) -> None:
         """Answer with an error."""
