@@ -40,9 +40,11 @@ def make_environment(directory: Path) -> Path:
         print(f"making {directory} with TRL (some minutes)", flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
         install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        index = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
         if subprocess.run([*install, "torch==2.13.0+cpu"], check=False).returncode:
-            subprocess.run([*install, *index, "torch==2.13.0+cpu"], check=True)
+            raise SystemExit(
+                "No CPU build of torch 2.13.0 is on the indexes that pip was given: set PIP_EXTRA_INDEX_URL to the index of "
+                "PyTorch's CPU wheels (its install page names it), then run this again."
+            )
         subprocess.run([*install, "trl", "-c", str(REPOSITORY / "constraints" / "cpu.txt")], check=True)
         complete.touch()
     return python

