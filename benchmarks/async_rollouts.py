@@ -1,23 +1,24 @@
 """Synchronous against asynchronous training where samples wait for a slow tool: trained tokens an hour, and accuracy.
 
-    python benchmarks/async_rollouts.py [--quick] [--seeds 1,2,3] [--json FILE]
+    python benchmarks/async_rollouts.py [--quick] [--seeds 1,2,3] [--jobs 3] [--json FILE]
 
 The arithmetic task with a tool whose time is log-normal, median 0.3 s, 99th percentile 6 s. Both sides train the same number of
 groups of the same size from the same checkpoint, with the same limit of samples at once and the same waits for each task's
 samples; the asynchronous side may be two versions stale (``max_head_offpolicyness: 2``, ``on_stale: wait``: nothing is
-dropped) and takes the decoupled loss. The sides alternate, seed by seed. The ratio is that of all timed tokens over all timed
-seconds; the first three steps, in which the asynchronous side fills its places, are trained and not timed, on both sides.
+dropped) and takes the decoupled loss. The ratio is that of all timed tokens over all timed seconds; the first three steps, in
+which the asynchronous side fills its places, are trained and not timed, on both sides. With ``--jobs 3`` the three seeds of a
+side run together, a third of the time and the same conditions for both.
 """
 
 from __future__ import annotations
 
 import statistics
 
-from async_training import Outcome, Size, arguments_of, size_of, train, warmed_up_model
+from async_training import Outcome, Setting, Size, arguments_of, size_of, train_all, warmed_up_model
 from report import Report
 
 STALENESS = 2
-FULL = Size(steps=56, prompts=64, group=8, concurrency=128, evaluation_tasks=256)
+FULL = Size(steps=56, prompts=64, group=8, concurrency=96, evaluation_tasks=256)
 QUICK = Size(steps=12, prompts=16, group=4, concurrency=32, evaluation_tasks=256)
 
 
@@ -33,13 +34,14 @@ def main() -> None:
     report = Report(f"Asynchronous rollouts: {size}")
     report.machine["size"] = vars(size)
     sides: dict[str, list[Outcome]] = {"sync": [], "async": []}
-    for seed in seeds:
-        for side, staleness in (("sync", 0), ("async", STALENESS)):
-            run = train(model, size, seed, staleness, is_decoupled=staleness > 0, skip=STALENESS + 1)
+    for side, staleness in (("sync", 0), ("async", STALENESS)):
+        settings = [Setting(seed, staleness, is_decoupled=staleness > 0) for seed in seeds]
+        runs = train_all(model, size, settings, skip=STALENESS + 1, jobs=arguments.jobs)
+        for setting, run in zip(settings, runs, strict=True):
             sides[side].append(run)
             report.row(
                 side=side,
-                seed=seed,
+                seed=setting.seed,
                 tokens_per_hour=round(run.tokens_an_hour),
                 seconds_per_step=run.seconds_a_step,
                 accuracy=run.accuracy,
@@ -47,7 +49,10 @@ def main() -> None:
                 staleness_max=run.staleness_max,
                 dropped=run.dropped,
             )
-            print(f"{side}, seed {seed}: {run.tokens_an_hour:,.0f} tokens an hour, accuracy {run.accuracy:.3f}", flush=True)
+            print(
+                f"{side}, seed {setting.seed}: {run.tokens_an_hour:,.0f} tokens an hour, accuracy {run.accuracy:.3f}",
+                flush=True,
+            )
     rates = {side: sum(run.tokens for run in runs) / sum(run.seconds for run in runs) for side, runs in sides.items()}
     report.ratio("async/sync", rates["async"] / rates["sync"])
     means = {side: statistics.fmean(run.accuracy for run in runs) for side, runs in sides.items()}

@@ -14,9 +14,12 @@ import argparse
 import asyncio
 import hashlib
 import math
+import multiprocessing
+import os
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -108,6 +111,12 @@ def arguments_of(description: str | None, full: Size, quick: Size) -> tuple[argp
     parser.add_argument("--quick", action="store_true", help=f"{quick}; without it: {full}")
     for field in ("steps", "prompts", "group", "concurrency", "evaluation-tasks"):
         parser.add_argument(f"--{field}", type=int, help="in place of the size's")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="runs side by side, one compute thread each: a run computes for a small part of its time and waits for the rest",
+    )
     parser.add_argument("--directory", type=Path, default=Path("runs/async-benchmark"), help="the warmed-up model is kept here")
     parser.add_argument("--json", type=Path, help="write machine, results and ratios to this file")
     return parser, {"quick": quick, "full": full}
@@ -129,17 +138,45 @@ def warmed_up_model(directory: Path) -> Path:
     return checkpoint
 
 
-def train(model: Path, size: Size, seed: int, staleness: int, *, is_decoupled: bool, skip: int) -> Outcome:
+@dataclass(frozen=True)
+class Setting:
+    """What tells one run from the others."""
+
+    seed: int
+    staleness: int
+    is_decoupled: bool
+
+
+def train_all(model: Path, size: Size, settings: Sequence[Setting], *, skip: int, jobs: int) -> Iterator[Outcome]:
+    """The outcome of every setting, in order: each in a process of its own, ``jobs`` of them at a time.
+
+    Args:
+        model: checkpoint to begin with.
+        size: how much.
+        settings: the runs.
+        skip: steps at the beginning that are trained and not timed.
+        jobs: runs at a time; with more than one, each has one compute thread.
+    """
+    threads = 1 if jobs > 1 else os.cpu_count() or 1
+    os.environ.update(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE")
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as pool:
+        runs = [pool.submit(train, model, size, setting, skip=skip) for setting in settings]
+        for run in runs:
+            yield run.result()
+
+
+def train(model: Path, size: Size, setting: Setting, *, skip: int) -> Outcome:
     """Train from ``model`` and evaluate at the end.
 
     Args:
         model: checkpoint to begin with.
         size: how much.
-        seed: of tasks, samples and waits.
-        staleness: ``rollout.max_head_offpolicyness``; 0 is synchronous.
-        is_decoupled: the decoupled loss; else the ratio is taken against the sampling policy.
+        setting: seed of tasks, samples and waits; ``rollout.max_head_offpolicyness``, where 0 is synchronous; and the loss:
+            decoupled, or with its ratio against the sampling policy.
         skip: steps at the beginning that are trained and not timed.
     """
+    seed = setting.seed
     with tempfile.TemporaryDirectory() as root:
         settings = {
             "cluster.fileroot": root,
@@ -149,14 +186,14 @@ def train(model: Path, size: Size, seed: int, staleness: int, *, is_decoupled: b
             "stages.grpo.stats_logger.display": "none",
             "stages.grpo.stats_logger.dump_rollouts": 0,
             "stages.grpo.actor.path": model,
-            "stages.grpo.actor.use_decoupled_loss": is_decoupled,
+            "stages.grpo.actor.use_decoupled_loss": setting.is_decoupled,
             "stages.grpo.actor.ppo_n_minibatches": max(1, size.prompts * size.group // MINIBATCH_SAMPLES),
             "stages.grpo.gconfig.n_samples": size.group,
             "stages.grpo.train_dataset.batch_size": size.prompts,
             "stages.grpo.total_train_steps": size.steps,
             "stages.grpo.evaluator.every_steps": size.steps,
             "stages.grpo.evaluator.limit": size.evaluation_tasks,
-            "stages.grpo.rollout.max_head_offpolicyness": staleness,
+            "stages.grpo.rollout.max_head_offpolicyness": setting.staleness,
             "stages.grpo.rollout.max_concurrent_samples": size.concurrency,
         }
         overrides = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]

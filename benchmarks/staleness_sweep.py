@@ -1,6 +1,6 @@
 """Staleness 0, 1, 2, 4, 8 with naive and decoupled loss: speed and accuracy, as a table and a plot.
 
-    python benchmarks/staleness_sweep.py [--quick] [--seeds 1,2,3] [--plot FILE.png] [--json FILE]
+    python benchmarks/staleness_sweep.py [--quick] [--seeds 1,2,3] [--jobs 4] [--plot FILE.png] [--json FILE]
 
 The setting of ``async_rollouts.py``. *Naive* takes the ratio, and its clip, against the policy that sampled; *decoupled* clips
 around the policy before the batch and weights by the behaviour policy. All runs train the same number of groups. Ratios are
@@ -13,13 +13,13 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from async_training import Outcome, Size, arguments_of, size_of, train, warmed_up_model
+from async_training import Outcome, Setting, Size, arguments_of, size_of, train_all, warmed_up_model
 from report import Report
 
 from rollwright.tracking.plots import COLOURS
 
 LOSSES = {"naive": False, "decoupled": True}
-FULL = Size(steps=56, prompts=64, group=8, concurrency=256, evaluation_tasks=256)
+FULL = Size(steps=56, prompts=64, group=8, concurrency=96, evaluation_tasks=256)
 QUICK = Size(steps=16, prompts=8, group=4, concurrency=32, evaluation_tasks=256)
 
 
@@ -64,9 +64,11 @@ def main() -> None:
     report.machine["size"] = vars(size)
     speeds: dict[str, list[tuple[int, float]]] = {loss: [] for loss in LOSSES}
     accuracies: dict[str, list[tuple[int, float]]] = {loss: [] for loss in LOSSES}
+    settings = [Setting(seed, limit, loss) for limit in limits for loss in LOSSES.values() for seed in seeds]
+    outcomes = train_all(model, size, settings, skip=skip, jobs=arguments.jobs)
     for limit in limits:
-        for loss, is_decoupled in LOSSES.items():
-            runs = [train(model, size, seed, limit, is_decoupled=is_decoupled, skip=skip) for seed in seeds]
+        for loss in LOSSES:
+            runs = [next(outcomes) for _ in seeds]
             tokens_an_hour = 3600 * sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
             accuracy = _mean(runs, "accuracy")
             speeds[loss].append((limit, tokens_an_hour / 1000))

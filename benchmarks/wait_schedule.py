@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=56)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--concurrency", type=int, default=128)
+    parser.add_argument("--concurrency", type=int, default=96)
     parser.add_argument("--train", type=float, default=1.0, help="seconds from a batch's leaving to its publication")
     parser.add_argument("--seeds", default="1,2,3", help="separated by commas")
     parser.add_argument("--json", type=Path, help="write machine, results and ratios to this file")
