@@ -1,19 +1,21 @@
 """What runs in the sandboxed process before the user's code: it takes rights away, then runs ``main.py``.
 
-Standard library only; started with ``python -I``. Kernel limits bound memory, file sizes, open files and processes; audit
-hooks refuse what those cannot express: sockets, other processes and writing outside of the working directory.
+Standard library only; loaded by the fork server (``sandbox_fork_server``). Kernel limits bound memory, file sizes, open files
+and time of the processor; audit hooks refuse what those cannot express: sockets, other processes, signals to processes outside
+of the script's own session and writing outside of the working directory.
 """
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import ctypes
-import json
 import os
 import resource
 import sys
 import traceback
-from typing import Any
+import types
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 _NEW_USER, _NEW_NET = 0x10000000, 0x40000000  # CLONE_NEWUSER, CLONE_NEWNET
 _PROCESS_EVENTS = (
@@ -26,6 +28,7 @@ _PROCESS_EVENTS = (
     "os.spawn",
     "pty.spawn",
 )
+_SIGNAL_EVENTS = ("os.kill", "os.killpg")
 _NETWORK_EVENTS = (
     "socket.__new__",
     "socket.connect",
@@ -64,7 +67,7 @@ def _set_kernel_limits(settings: dict[str, Any]) -> None:
     _limit(resource.RLIMIT_AS, settings["memory_bytes"])
 
 
-def _leave_network() -> None:
+def leave_network() -> None:
     """A network namespace with nothing in it, where the kernel lets us; the audit hook stands either way."""
     if sys.platform != "linux":
         return
@@ -82,6 +85,16 @@ def _inside(path: Any, root: str, directory: Any = -1) -> bool:
         name = os.path.join(os.readlink(f"/proc/self/fd/{directory}"), name)
     real = os.path.realpath(name)
     return real == root or real.startswith(root + os.sep) or real in _SPECIAL_FILES
+
+
+def _is_own(process: int) -> bool:
+    """True for a process (or, where 0 or below, a group) of the script's session."""
+    if process in (0, os.getpid()):
+        return True
+    try:
+        return process != -1 and os.getsid(abs(process)) == os.getsid(0)
+    except ProcessLookupError:
+        return True  # there is none: the call will say so
 
 
 def _install_hooks(settings: dict[str, Any]) -> None:
@@ -115,32 +128,60 @@ def _install_hooks(settings: dict[str, Any]) -> None:
             children[0] -= 1
             if children[0] < 0:
                 raise PermissionError(f"sandbox: no more than {settings['processes']} processes may be started")
+        elif event in _SIGNAL_EVENTS and not _is_own(arguments[0]):
+            raise PermissionError("sandbox: signals to other processes are not allowed")
 
     sys.addaudithook(hook)
 
 
-def main() -> None:
-    """Take rights away and run ``main.py`` of the working directory."""
-    settings = json.loads(sys.argv[1])
+def run(settings: dict[str, Any]) -> NoReturn:
+    """Take rights away, run ``main.py`` of the directory that the settings name, and end the process."""
+    directory = settings["directory"]
+    os.chdir(directory)
+    os.environ.update(HOME=directory, TMPDIR=directory)
     with open("main.py", encoding="utf-8", errors="surrogatepass") as file:
         source = file.read()
-    if not settings["network"]:
-        with contextlib.suppress(OSError):
-            _leave_network()
     _set_kernel_limits(settings)
     sys.argv = ["main.py"]
     sys.path.insert(0, os.getcwd())
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    module.__dict__.update(__file__="main.py", __builtins__=__builtins__)
     _install_hooks(settings)
-    names = {"__name__": "__main__", "__file__": "main.py", "__builtins__": __builtins__}
+    code = _exit_code(lambda: exec(compile(source, "main.py", "exec"), module.__dict__))
+    os._exit(_exit_code(lambda: _finish(module)) or code)
+
+
+def _exit_code(body: Callable[[], None]) -> int:
+    """Run something and say how a script that ends so exits; tracebacks begin in the script."""
     try:
-        exec(compile(source, "main.py", "exec"), names)
-    except SystemExit:
-        raise
+        body()
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        print(end.code, file=sys.stderr)
+        return 1
     except BaseException as error:
-        traceback.print_exception(type(error), error, error.__traceback__.tb_next if error.__traceback__ else None)
-        sys.stdout.flush()
-        sys.exit(1)
+        traceback.print_exception(type(error), error, _below(error.__traceback__))
+        return 1
+    return 0
 
 
-if __name__ == "__main__":
-    main()
+def _below(trace: types.TracebackType | None) -> types.TracebackType | None:
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
+
+
+def _finish(module: types.ModuleType) -> None:
+    """What an interpreter does at its end and a script can see.
+
+    The rest of it, taking apart all that the fork server had loaded, would cost more than most scripts.
+    """
+    if "threading" in sys.modules:
+        sys.modules["threading"]._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for name in reversed(list(module.__dict__)):
+        module.__dict__.pop(name)  # destructors run, files are written
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        if stream is not None and not stream.closed:
+            stream.flush()

@@ -7,11 +7,14 @@ import os
 import tempfile
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
 from rollwright.errors import RewardError
+from rollwright.rewards import sandbox
 from rollwright.rewards.sandbox import SandboxLimits, run_python
+from rollwright.rewards.sandbox_processes import ForkServer
 
 
 async def test_output_input_and_exit_code():
@@ -145,3 +148,92 @@ async def test_nothing_is_left_behind(tmp_path, monkeypatch):
 async def test_limits_out_of_range_are_refused(wrong):
     with pytest.raises(RewardError, match="allow more than 0 s and 64 MiB"):
         await run_python("1", **wrong)
+
+
+async def test_each_script_starts_afresh():
+    await run_python("import json, builtins; json.dumps = None; builtins.print = None; left = 1")
+    result = await run_python("import json, os; print(json.dumps({}), 'left' in globals(), os.listdir())")
+    assert result.stdout == "{} False ['main.py']\n"
+    draws = [(await run_python("import random, uuid; print(random.random(), uuid.uuid4())")).stdout for _ in range(2)]
+    assert draws[0] != draws[1]
+
+
+async def test_a_script_ends_as_it_would_in_an_interpreter_of_its_own():
+    source = """
+        import atexit, pickle, sys, threading, time
+        class Kept:
+            def __del__(self): print("destructor", sys.argv)
+        class Later(threading.Thread):
+            def run(self): time.sleep(0.05); print("thread", pickle.loads(pickle.dumps(Kept)) is Kept)
+        kept = Kept()
+        Later().start()
+        atexit.register(print, "atexit")
+        sys.exit("sorry")
+    """
+    result = await run_python(textwrap.dedent(source))
+    assert result.stdout == "thread True\natexit\ndestructor ['main.py']\n"
+    assert (result.stderr, result.exit_code) == ("sorry\n", 1)
+    assert (await run_python("import os; os.kill(os.getpid(), 9)")).exit_code == -9
+    assert (await run_python("import sys; sys.stdout.close()")).ok
+
+
+async def test_other_processes_get_no_signals():
+    for source in (
+        f"import os; os.kill({os.getpid()}, 15)",
+        "import os; os.kill(os.getppid(), 9)",
+        "import os; os.kill(-1, 9)",
+        f"import os; os.killpg({os.getpgid(0)}, 9)",
+    ):
+        assert "PermissionError: sandbox: signals" in (await run_python(source)).stderr, source
+
+
+async def test_much_input_and_no_descriptors_but_its_own():
+    assert (await run_python("import sys; print(len(sys.stdin.read()))", "x" * 300_000)).stdout == "300000\n"
+    inherited = await run_python(
+        "import os\nfor fd in range(3, 64):\n    try: print(fd, os.fstat(fd))\n    except OSError: pass"
+    )
+    assert inherited.stdout == ""
+
+
+async def test_many_scripts_wait_for_a_place_and_their_time_does_not_run(monkeypatch):
+    monkeypatch.setattr(sandbox, "SCRIPTS_AT_ONCE", 2)
+    results = await asyncio.gather(*(run_python("import time; time.sleep(0.2); print('done')", timeout=3.0) for _ in range(9)))
+    assert [result.stdout for result in results] == ["done\n"] * 9
+    assert sum(result.seconds for result in results) < 9 * 2.0
+
+
+async def test_a_fork_server_that_was_killed_is_replaced_and_takes_its_scripts_along(tmp_path):
+    assert (await run_python("1")).ok
+    server = ForkServer.shared(False)
+    running = asyncio.create_task(run_python("import time; print('begun', flush=True); time.sleep(60)", timeout=60))
+    await asyncio.sleep(0.3)
+    server._process.kill()
+    with pytest.raises(RewardError, match="fork server has ended"):
+        await running
+    server._process.wait()
+    assert (await run_python("print('again')")).stdout == "again\n"
+
+
+async def test_a_caller_that_gives_up_ends_its_script():
+    running = asyncio.create_task(run_python("import os, time; print(os.getpid(), flush=True); time.sleep(60)", timeout=60))
+    await asyncio.sleep(0.3)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    for _ in range(100):
+        if not _scripts_that_run():
+            break
+        await asyncio.sleep(0.05)
+    assert not _scripts_that_run()
+
+
+def _scripts_that_run():
+    server = ForkServer.shared(False)._process.pid
+    children = Path(f"/proc/{server}/task/{server}/children")
+    if not children.exists():
+        pytest.skip("this kernel does not list the children of a process")
+    return children.read_text().split()
+
+
+def test_it_runs_on_several_event_loops():
+    assert [asyncio.run(run_python(f"print({n})")).stdout for n in range(2)] == ["0\n", "1\n"]
