@@ -140,6 +140,13 @@ def _policy(config: PPOConfig) -> Iterator[Fault]:
             ("actor", "ppo_n_minibatches"),
             f"is {actor.ppo_n_minibatches}, but a batch has {samples} samples (train_dataset.batch_size × gconfig.n_samples)",
         )
+    if rollout.weight_update_every_steps > rollout.max_head_offpolicyness + 1:
+        every = rollout.weight_update_every_steps
+        yield (
+            ("rollout", "weight_update_every_steps"),
+            f"is {every}, so the last batch before a publication is {every - 1} versions old when it is trained, but "
+            f"rollout.max_head_offpolicyness allows {rollout.max_head_offpolicyness}; set that to {every - 1} or more",
+        )
     if rollout.backend.startswith("builtin"):
         for name in ("addresses", "api_key"):
             if getattr(rollout, name):
@@ -171,6 +178,15 @@ def _store(config: PPOConfig) -> Iterator[Fault]:
                 ("store", "train_batch_size"),
                 "is not used in mode both, whose steps train on what they explored; take it out",
             )
+    places = (config.rollout.max_head_offpolicyness + 1) * config.train_dataset.batch_size * config.gconfig.n_samples
+    needed = (store.train_batch_size or 0) * config.rollout.weight_update_every_steps
+    if config.mode == "explore" and needed > places:
+        yield (
+            ("store", "train_batch_size"),
+            f"is {store.train_batch_size}: the steps up to a publication need {needed} experiences, but explorers are at most "
+            f"{places} ahead (train_dataset.batch_size × gconfig.n_samples × (rollout.max_head_offpolicyness + 1)); raise "
+            "rollout.max_head_offpolicyness or train_dataset.batch_size",
+        )
     if config.mode in ("explore", "serve") and store.type == "file":
         yield ("store", "type"), f"is file, which mode {config.mode} cannot claim tasks from; set it to sql or queue"
     if config.mode in ("explore", "train") and config.deterministic:

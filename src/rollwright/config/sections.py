@@ -292,6 +292,14 @@ class RolloutConfig:
             choices=["auto", "shared", "disk", "xccl"],
         ),
     )
+    weight_update_every_steps: int = field(
+        default=1,
+        metadata=_help(
+            "Training steps between two publications of weights; max_head_offpolicyness is at least one less, the age of the last "
+            "batch that is trained before the next publication.",
+            ge=1,
+        ),
+    )
     weight_update_path: str | None = field(
         default=None, metadata=_help("Directory of weight_update: disk, which trainer and servers see under one name.")
     )

@@ -21,6 +21,7 @@ from rollwright.config.trinity_keys import (
     SELECTORS,
     TASKSET_DEFAULTS,
     TASKSET_RENAMED,
+    TOGETHER,
     Pairs,
 )
 from rollwright.errors import ConfigError
@@ -69,6 +70,7 @@ class _Work:
         self.defaults: dict[str, Any] = {}  # of every taskset
         self.prompt_tokens: int | None = None
         self.train_batch_size: tuple[KeyPath, int] | None = None
+        self.sync: dict[str, tuple[KeyPath, int]] = {}  # interval and offset
         self._refused: set[str] = set()
 
     def take(self, path: KeyPath, value: Any) -> None:
@@ -91,11 +93,8 @@ class _Work:
                 self.prompt_tokens = int(value)
             elif key == "buffer.train_batch_size":
                 self.train_batch_size = (path, int(value))
-            elif key == "synchronizer.sync_interval" and value != 1:
-                raise ConfigError(
-                    f"is {value!r}; here weights are published after every step. The nearest: sync_interval 1 and sync_offset "
-                    f"{int(value) - 1 if isinstance(value, int) else 1}, which lets samples be as many versions old"
-                )
+            elif key in ("synchronizer.sync_interval", "synchronizer.sync_offset"):
+                self.sync[str(path[1])] = (path, _whole(value, 1 if key.endswith("interval") else 0))
             elif key in RENAMED:
                 self.put(path, [(RENAMED[key], value)])
             elif key in CONVERTED:
@@ -105,7 +104,7 @@ class _Work:
                     raise ConfigError(f"is {value!r}; here it can only be {' or '.join(map(str, ALREADY_SO[key]))}")
                 self.notes.append(f"{key}: {value} (as here)")
             else:
-                known = [*RENAMED, *CONVERTED, *ALREADY_SO]
+                known = [*RENAMED, *CONVERTED, *ALREADY_SO, *TOGETHER]
                 near = get_close_matches(key, known, n=1)
                 raise ConfigError("cannot be honoured here" + (f"; did you mean {near[0]}?" if near else "; remove it"))
         except ConfigError as error:
@@ -166,6 +165,7 @@ class _Work:
     def finish(self) -> None:
         """What several keys decide together; then the faults of all keys at once."""
         self._batch_of_experiences()
+        self._synchronisation()
         if self.faults:
             count = f"{len(self.faults)} keys" if len(self.faults) > 1 else "a key"
             raise ConfigError(
@@ -242,6 +242,27 @@ class _Work:
                 f"{document_place(self.document, path)}: buffer.train_batch_size is {size}, but in mode both a step trains on what it "
                 f"explored: batch_size × repeat_times = {whole}; set it to that, or run mode explore beside mode train"
             )
+
+    def _synchronisation(self) -> None:
+        """Weights move every ``interval`` steps, and explorers are ``offset`` batches further ahead."""
+        if not self.sync:
+            return
+        interval = self.sync.get("sync_interval", ((), 1))[1]
+        offset = self.sync.get("sync_offset", ((), 0))[1]
+        if "sync_interval" in self.sync:
+            self.put(self.sync["sync_interval"][0], [("rollout.weight_update_every_steps", interval)])
+        path = self.sync["sync_offset" if "sync_offset" in self.sync else "sync_interval"][0]
+        self.put(path, [("rollout.max_head_offpolicyness", interval - 1 + offset)])
+        self.notes.append(
+            f"synchronizer: weights move after every {interval} steps of the trainer, and no token is trained that is more than "
+            f"sync_interval - 1 + sync_offset = {interval - 1 + offset} steps old; explorers wait where they would be further ahead"
+        )
+
+
+def _whole(value: Any, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"is {value!r}; it is a whole number of at least {least}")
+    return value
 
 
 def document_place(document: Document, path: KeyPath) -> str:

@@ -51,7 +51,6 @@ RENAMED: dict[str, str] = {
     "trainer.total_steps": "total_train_steps",
     "trainer.grad_clip": "actor.optimizer.gradient_clipping",
     "trainer.max_token_len_per_gpu": "actor.mb_spec.max_tokens_per_mb",
-    "synchronizer.sync_offset": "rollout.max_head_offpolicyness",
     "synchronizer.sync_timeout": "rollout.setup_timeout",
 }
 
@@ -102,13 +101,15 @@ ALREADY_SO: dict[str, tuple[Any, ...]] = {
     "trainer.trainer_type": (Any,),
     "trainer.use_dynamic_bsz": (True,),
     "synchronizer.sync_method": ("memory", "nccl", "checkpoint"),
-    "synchronizer.sync_interval": (1,),
     "synchronizer.sync_style": ("fixed", "dynamic_by_explorer", "explorer_driven", "trainer_driven", "fully_async"),
     "cluster.node_num": (1,),
     "cluster.gpu_per_node": (Any,),
     "monitor.enable_ray_timeline": (False,),
     "log.level": ("INFO",),
 }
+
+#: Keys whose meaning here depends on others of the file.
+TOGETHER = ("synchronizer.sync_interval", "synchronizer.sync_offset", "model.max_prompt_tokens", "buffer.train_batch_size")
 
 TASKSET_RENAMED: dict[str, str] = {
     "name": "name",

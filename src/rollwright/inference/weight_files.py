@@ -152,10 +152,17 @@ def read_weights(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 def keep_newest(parent: Path, prefix: str, count: int) -> None:
     """Remove all but the ``count`` directories with the highest numbers after ``prefix``."""
-    numbered = sorted(
-        (int(path.name.removeprefix(prefix)), path)
-        for path in parent.glob(f"{prefix}*")
-        if path.name.removeprefix(prefix).isdigit()
-    )
-    for _, path in numbered[:-count]:
+    for _, path in _numbered(parent, prefix)[:-count]:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_later(parent: Path, prefix: str, number: int) -> None:
+    """Remove the directories with numbers above ``number`` after ``prefix``."""
+    for later, path in _numbered(parent, prefix):
+        if later > number:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _numbered(parent: Path, prefix: str) -> list[tuple[int, Path]]:
+    numbers = ((path.name.removeprefix(prefix), path) for path in parent.glob(f"{prefix}*"))
+    return sorted((int(number), path) for number, path in numbers if number.isdigit())

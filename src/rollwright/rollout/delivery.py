@@ -163,7 +163,7 @@ class Delivery:
                         "were published without taking the batches between. It is dropped.",
                         group,
                         oldest,
-                        self.staleness.version,
+                        self.staleness.head,
                         self.staleness.limit,
                     )
                 self._drop(group, "stale", "older than max_head_offpolicyness allows")

@@ -7,6 +7,8 @@ A group is admitted while
 and a group in training gives its place back when the next version is published. Nothing here counts over the life of the
 run, so a rejection, a drop or a resume can neither starve nor flood it.
 
+Each batch in training counts as a version to come, so that several batches may be trained between two publications.
+
 A group that was admitted at version ``s`` must be trained at version ``s + max_head_offpolicyness`` at the latest. Batches
 take the oldest ready groups first, and where ``on_stale`` is "wait" a batch leaves only if the groups that stay behind can
 still all meet their deadline in batches to come: earliest deadline first, which meets all deadlines whenever that is
@@ -34,11 +36,16 @@ class Staleness:
         self.limit = max_head_offpolicyness
         self.batch = batch
         self.over_sampling = over_sampling
-        self.version = 0
+        self.version = 0  # that was last published
         self.running = 0
         self.ready = 0
         self.in_training = 0
         self._living: Counter[int] = Counter()  # version of admission -> groups that run or are ready
+
+    @property
+    def head(self) -> int:
+        """Version of the weights that the next batch will be trained from, those in training being trained by then."""
+        return self.version if not self.batch else self.version + self.in_training // self.batch
 
     @property
     def places(self) -> float:
@@ -103,7 +110,7 @@ class Staleness:
 
     def is_stale(self, head_version: int) -> bool:
         """True where a group with this oldest version must not be trained any more."""
-        return self.version - head_version > self.limit
+        return self.head - head_version > self.limit
 
     def must_wait(self, leaving: Iterable[int], batch: int) -> bool:
         """True where a batch would leave groups behind that can no longer all be trained in time.
@@ -113,14 +120,14 @@ class Staleness:
             batch: groups in a batch.
 
         With ``n`` groups left behind whose deadline is ``d`` or earlier, and the batches of the versions
-        ``version + 1 … d`` to come, all are in time if ``n <= batch * (d - version)`` for every ``d``.
+        ``head + 1 … d`` to come, all are in time if ``n <= batch * (d - head)`` for every ``d``.
         """
         left = self._living.copy()
         left.subtract(leaving)
         behind = 0
         for admitted in sorted(left):
             behind += left[admitted]
-            rounds = max(0, admitted + self.limit - self.version)
+            rounds = max(0, admitted + self.limit - self.head)
             if behind > batch * rounds:
                 return True
         return False

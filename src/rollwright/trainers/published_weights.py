@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from rollwright.experience.store import ExperienceStore
-from rollwright.inference.weight_files import keep_newest, write_weights
+from rollwright.inference.weight_files import keep_newest, remove_later, write_weights
 from rollwright.inference.weights import distinct_weights
 
 
@@ -28,9 +28,13 @@ class PublishedWeights:
         self.keep = keep
 
     def update_weights(self, meta: Any, *, version: int, weights: Mapping[str, Tensor], trainer: Any) -> None:
-        """Write and announce weights; on return every explorer that looks finds them."""
+        """Write and announce weights; on return every explorer that looks finds them.
+
+        Later versions are what a trainer left behind that is gone: they are removed, lest they be kept in the place of these.
+        """
         if self.store is None:
             return
+        remove_later(self.directory, "v", version)
         path = self.directory / f"v{version:06d}"
         write_weights(path, distinct_weights(weights), version, config=trainer.model.config)
         self.store.publish_version(str(path), version)

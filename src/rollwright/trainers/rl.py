@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -15,14 +16,14 @@ from rollwright.data.loader import TaskLoader
 from rollwright.data.mixture import TaskMixture
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError
-from rollwright.experience.trajectory import tensor_container_to
-from rollwright.rollout.engines import RolloutEngine
+from rollwright.experience.trajectory import Trajectory, tensor_container_to
+from rollwright.rollout.engines import LocalRolloutEngine, RolloutEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.evaluation import EvaluationResult, evaluate
 from rollwright.trainers.group_operators import GroupOperators
 from rollwright.trainers.rollout_backend import make_rollout_engine
-from rollwright.trainers.schedule import Schedule
+from rollwright.trainers.schedule import Schedule, is_publication
 from rollwright.trainers.stage_run import StageRun
 from rollwright.trainers.step_report import check_agreement, report_step
 from rollwright.trainers.stop_signal import StopSignal
@@ -78,6 +79,7 @@ class PPOTrainer:
         self._owns_directory = directory is None
         self.directory = directory or RunDirectory(config.cluster.fileroot, config.experiment_name, config.trial_name)
         self.step = 0
+        self._taken: deque[Trajectory] = deque()  # batches that wait for their step
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -155,36 +157,33 @@ class PPOTrainer:
         )
         evaluations: dict[int, float] = {}
         reward = float("nan")
+        published = True
         with (
             StopSignal() as stop,
             StageRun(config, self.directory, total_steps=total, resume_step=self.step or None, tokenizer=self.tokenizer) as run,
         ):
             if config.evaluator.at_start and self.step == 0:
                 evaluations[0] = self._evaluate(run, evaluated, evaluated_kwargs)
-            while self.step < total and stop.received is None:
+            while self.step < total and (stop.received is None or not published):
                 with run.timer.phase("generate"):
-                    batch = self.rollout.prepare_batch(
-                        self.loader, workflow=trained, should_accept_fn=operators, group_size=config.gconfig.n_samples
-                    )
-                    batch = tensor_container_to(batch, self.actor.device)
+                    batch = tensor_container_to(self._next_batch(trained, operators), self.actor.device)
                 with run.timer.phase("train"):
                     self.actor.compute_advantages(batch)
                     stats = self.actor.ppo_update(batch)
                     self.actor.step_lr_scheduler()
-                with run.timer.phase("publish"):
-                    self.rollout.pause()
-                    self.actor.update_weights()
-                    self.rollout.resume()
-                    self.rollout.set_version(self.actor.version)
                 self.step += 1
+                published = is_publication(self.step, config.rollout.weight_update_every_steps, total)
+                with run.timer.phase("publish"):
+                    self._publish(published)
                 reward = report_step(run, self.step, batch, stats, self.actor.version)
                 check_agreement(config, self.actor, self.step, stats)
-                if self.valid_dataset and (evaluating.due(self.step) or self.step == total):
+                if self.valid_dataset and (evaluating.due_by_now(self.step, published) or self.step == total):
                     evaluations[self.step] = self._evaluate(run, evaluated, evaluated_kwargs)
                 with run.timer.phase("checkpoint"):
                     if saving.due(self.step):
                         self.save(self.directory.checkpoints / f"step-{self.step:06d}")
-                    if config.recover.mode != "off" and (recovering.due(self.step) or stop.received is not None):
+                    due = recovering.due_by_now(self.step, published) or (published and stop.received is not None)
+                    if config.recover.mode != "off" and due:
                         self._save_recover()
             if stop.received is not None and self.step < total:
                 raise SystemExit(stop.exit_code)
@@ -199,6 +198,35 @@ class PPOTrainer:
             }
 
     # -- parts of a step -----------------------------------------------------------------------------------------------
+
+    def _next_batch(self, workflow: Any, operators: GroupOperators | None) -> Trajectory:
+        """The batch of the next step.
+
+        An engine that shares the trainer's weights cannot sample between a step and the next publication: it is asked for the
+        batches of all steps up to there before the first of them.
+        """
+        config = self.config
+        every = config.rollout.weight_update_every_steps
+        wanted = 1
+        if isinstance(self.rollout, LocalRolloutEngine):
+            wanted = min(every - self.step % every, self.spec.total_steps - self.step)
+        if not self._taken:
+            self._taken.extend(
+                self.rollout.prepare_batch(
+                    self.loader, workflow=workflow, should_accept_fn=operators, group_size=config.gconfig.n_samples
+                )
+                for _ in range(wanted)
+            )
+        return self._taken.popleft()
+
+    def _publish(self, is_due: bool) -> None:
+        if not is_due:
+            self.actor.skip_publication()
+            return
+        self.rollout.pause()
+        self.actor.update_weights()
+        self.rollout.resume()
+        self.rollout.set_version(self.actor.version)
 
     def save(self, path: Any) -> Any:
         """Write weights and tokenizer in Hugging Face form; returns the path."""

@@ -19,6 +19,7 @@ class Schedule:
         self._interval = interval
         self._steps_per_epoch = max(1, steps_per_epoch)
         self._last = time.monotonic()
+        self._postponed = False
 
     def due(self, step: int) -> bool:
         """True where it is due after ``step`` steps, counted from 1."""
@@ -29,3 +30,16 @@ class Schedule:
         if by_clock:
             self._last = time.monotonic()
         return by_steps or by_epochs or by_clock
+
+    def due_by_now(self, step: int, possible: bool) -> bool:
+        """True where it is due after ``step`` steps, or was due after an earlier one at which it was not possible."""
+        self._postponed = self.due(step) or self._postponed
+        if not (self._postponed and possible):
+            return False
+        self._postponed = False
+        return True
+
+
+def is_publication(step: int, every_steps: int, total: int) -> bool:
+    """True where the weights after ``step`` steps are published: every so many steps, and those of the last."""
+    return step % every_steps == 0 or step == total

@@ -23,7 +23,7 @@ from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.drawn_tasks import count_tasks, training_tasks
 from rollwright.trainers.group_operators import joined_samples
 from rollwright.trainers.published_weights import PublishedWeights
-from rollwright.trainers.schedule import Schedule
+from rollwright.trainers.schedule import Schedule, is_publication
 from rollwright.trainers.shared_run import open_run_store, run_length
 from rollwright.trainers.stage_run import StageRun
 from rollwright.trainers.step_report import check_agreement, report_step
@@ -107,9 +107,12 @@ class StoreTrainer:
                     self.actor.compute_advantages(batch)
                     stats = self.actor.ppo_update(batch)
                     self.actor.step_lr_scheduler()
-                with run.timer.phase("publish"):
-                    self.actor.update_weights()
                 self.step += 1
+                with run.timer.phase("publish"):
+                    if is_publication(self.step, config.rollout.weight_update_every_steps, total):
+                        self.actor.update_weights()
+                    else:
+                        self.actor.skip_publication()
                 reward = report_step(run, self.step, batch, stats, self.actor.version, waiting="wait")
                 if isinstance(self.store, ExperienceStore):  # a file's experiences may be of any model
                     check_agreement(config, self.actor, self.step, stats)

@@ -213,8 +213,15 @@ class FSDPPPOActor(TrainEngine):
             self._publisher = publisher_for(self, self._engine, self._meta)
         self._publisher.publish(self, self.version)
 
+    def skip_publication(self) -> None:
+        """Count the update that was made and publish nothing: the engines go on with the weights that they have.
+
+        Tokens keep the version that sampled them, so their staleness counts updates, whether they were published or not.
+        """
+        self.version += 1
+
     def get_version(self) -> int:
-        """Number of publications that these weights have seen."""
+        """Number of updates that these weights have seen; each is published as the version of that number, or skipped."""
         return self.version
 
     def set_version(self, version: int) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from rollwright import GRPOConfig
 from rollwright.config.checks import faults_of
+from rollwright.config.sections import RolloutConfig
 from rollwright.config.source import parse_yaml
 from rollwright.config.stages import build_stages
 from rollwright.config.store import StoreConfig
@@ -26,6 +27,21 @@ def test_processes_of_one_run_share_a_store(mode):
 )
 def test_mode_both_refuses_what_only_a_store_does(key, value):
     assert "mode both" in faults("both", StoreConfig(**{key: value}))[f"store.{key}"]
+
+
+def test_weights_that_move_seldom_need_room_for_what_is_sampled_meanwhile():
+    seldom = RolloutConfig(weight_update_every_steps=3, max_head_offpolicyness=1)
+    assert "set that to 2 or more" in faults("both", None, rollout=seldom)["rollout.weight_update_every_steps"]
+    enough = RolloutConfig(weight_update_every_steps=3, max_head_offpolicyness=2)
+    assert "rollout.weight_update_every_steps" not in faults("both", None, rollout=enough)
+
+
+def test_steps_that_explorers_may_not_fill_are_refused():
+    assert (
+        "raise rollout.max_head_offpolicyness" in faults("explore", StoreConfig(train_batch_size=9))["store.train_batch_size"]
+    )
+    assert "store.train_batch_size" not in faults("explore", StoreConfig(train_batch_size=8))
+    assert "store.train_batch_size" not in faults("train", StoreConfig(train_batch_size=9))  # a service may feed it
 
 
 def test_files_are_read_and_not_explored_into():

@@ -55,9 +55,9 @@ def test_every_key_is_told():
 
 def test_what_cannot_be_honoured_is_refused_with_its_line():
     with pytest.raises(ConfigError) as error:
-        translated(FILE + "synchronizer: {sync_interval: 4, sync_intervall: 1}\n")
+        translated(FILE + "synchronizer: {sync_interval: 0, sync_intervall: 1}\n")
     message = str(error.value)
-    assert "trinity.yaml:19: synchronizer.sync_interval is 4" in message
+    assert "trinity.yaml:19: synchronizer.sync_interval is 0" in message
     assert "did you mean synchronizer.sync_interval?" in message
 
 

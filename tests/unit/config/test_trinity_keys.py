@@ -102,8 +102,13 @@ def test_an_unknown_algorithm_is_refused_with_the_list():
     assert "grpo" in message
 
 
-def test_synchronisation_less_often_is_refused_with_the_nearest():
-    assert "sync_offset 3" in refusal("synchronizer: {sync_interval: 4}\n")
+def test_weights_move_every_so_many_steps_and_the_bound_on_age_follows():
+    config = built("synchronizer: {sync_interval: 4, sync_offset: 2, sync_style: fixed}\n")
+    assert (config.rollout.weight_update_every_steps, config.rollout.max_head_offpolicyness) == (4, 5)
+    assert built("synchronizer: {sync_interval: 3}\n").rollout.max_head_offpolicyness == 2
+    assert built("synchronizer: {sync_offset: 1}\n").rollout.max_head_offpolicyness == 1
+    assert any("3 steps old" in note for note in translated("synchronizer: {sync_interval: 4}\n").notes)
+    assert "sync_offset is -1; it is a whole number" in refusal("synchronizer: {sync_offset: -1}\n")
 
 
 def test_auxiliary_models_keep_what_they_say_or_are_refused():
