@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rollwright.config.generation import GenerationHyperparameters
@@ -17,6 +16,8 @@ from rollwright.inference.request import ModelRequest, ModelResponse
 #: Not 1: an engine that leaves the temperature out of its log-probabilities would pass at 1.
 TEMPERATURE = 0.7
 PROMPT_TOKENS, NEW_TOKENS = 12, 16
+#: Of an engine in the trainer's process, where the tokens of the next batch are compared, too.
+NEW_TOKENS_IN_PROCESS = 4
 
 #: ``(input_ids [1, L], temperature)`` -> log-probabilities ``[1, L]`` under the trainer's weights, index t for token t.
 Score = Callable[[Tensor, float], Tensor]
@@ -32,14 +33,15 @@ class Agreement:
     tokens: int
 
 
-def probe_request(vocabulary: int) -> ModelRequest:
+def probe_request(vocabulary: int, new_tokens: int = NEW_TOKENS) -> ModelRequest:
     """The fixed probe: ids spread over the vocabulary, sampled at temperature 0.7 to a forced length.
 
     Args:
         vocabulary: number of token ids.
+        new_tokens: that are sampled.
     """
     ids = [(7 + 31 * index * index + 17 * index) % vocabulary for index in range(PROMPT_TOKENS)]
-    gconfig = GenerationHyperparameters(max_new_tokens=NEW_TOKENS, temperature=TEMPERATURE, ignore_eos=True)
+    gconfig = GenerationHyperparameters(max_new_tokens=new_tokens, temperature=TEMPERATURE, ignore_eos=True)
     return ModelRequest(input_ids=ids, gconfig=gconfig, rid="audit-probe", seed=12345)
 
 
@@ -94,7 +96,7 @@ def audit(responses: dict[str, ModelResponse], score: Score, version: int, toler
     return agreements
 
 
-class _TrainerScore:
+class TrainerScore:
     """The log-probabilities of an actor, as the audit asks for them."""
 
     def __init__(self, trainer: Any) -> None:
@@ -113,21 +115,14 @@ class _TrainerScore:
         )
 
 
-def score_of(trainer: Any) -> Score:
+def score_of(trainer: Any) -> TrainerScore:
     """How the audit asks an actor for log-probabilities."""
-    return _TrainerScore(trainer)
-
-
-def is_sharded() -> bool:
-    """True where several processes train together: one of them cannot ask for log-probabilities alone.
-
-    There the next batch's tokens of the new version are compared instead, by all ranks.
-    """
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return TrainerScore(trainer)
 
 
 def tolerance_of(config: Any, trainer: Any) -> float:
-    """``rollout.logprob_tolerance``, or what the compute type allows."""
-    if config.logprob_tolerance is not None:
-        return config.logprob_tolerance
+    """``rollout.logprob_tolerance`` (of a config that may be None), or what the compute type allows."""
+    tolerance = getattr(config, "logprob_tolerance", None)
+    if tolerance is not None:
+        return tolerance
     return 1e-3 if getattr(trainer, "compute_dtype", torch.float32) == torch.float32 else 5e-2

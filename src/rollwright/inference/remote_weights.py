@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, WeightUpdateError
-from rollwright.inference.audit import Agreement, Score, audit, is_sharded, probe_request, score_of, tolerance_of
+from rollwright.inference.audit import Agreement, Score, audit, probe_request, score_of, tolerance_of
 from rollwright.inference.network import is_loopback
 from rollwright.inference.remote import RemoteClient
 from rollwright.inference.request import ModelRequest, ModelResponse
@@ -64,14 +64,15 @@ class PublishingClient(RemoteClient):
             meta: the way; None: shared memory where every server is on this host.
             version: of the weights.
             weights: whole tensors by parameter name.
-            trainer: an actor, whose ``compute_logp`` the audit asks; None: no audit.
+            trainer: an actor that this process can score with, whose ``compute_logp`` the audit asks; None: no audit
+                here (an actor that is sharded over processes audits by itself, with all of them).
 
         Raises:
             WeightUpdateError: no server took the weights, or one does not compute with them.
         """
         config = getattr(getattr(trainer, "model", None), "config", None)
         publication = publish_weights(self, weights, version, meta or self.default_meta(), config=config)
-        if trainer is not None and not is_sharded():
+        if trainer is not None:
             self._pending_audit = lambda: self.audit(score_of(trainer), tolerance_of(self.config, trainer))
             if not self._paused:
                 self._run_pending_audit()
@@ -115,17 +116,17 @@ class PublishingClient(RemoteClient):
         Raises:
             WeightUpdateError: a server is over the tolerance; it is named.
         """
-
-        servers = self.router.in_service()
-        request = probe_request(self._vocabulary_of(score))
-        answers = self._each(lambda server: self._probe(server, request), servers)
-        responses = {
-            f"The {self.kind} server at {server.address}": answer for server, answer in zip(servers, answers, strict=True)
-        }
+        responses = self.probe(probe_request(self._vocabulary_of(score)))
         agreements = audit(responses, score, self._version, tolerance)
         self.agreements = agreements
         logger.info("audit of version %d: largest mean difference %.1e", self._version, max(a.mean for a in agreements))
         return agreements
+
+    def probe(self, request: ModelRequest) -> dict[str, ModelResponse]:
+        """What every server in service samples for one request, by the server's name in messages."""
+        servers = self.router.in_service()
+        answers = self._each(lambda server: self._probe(server, request), servers)
+        return {f"The {self.kind} server at {server.address}": answer for server, answer in zip(servers, answers, strict=True)}
 
     @staticmethod
     def _vocabulary_of(score: Score) -> int:

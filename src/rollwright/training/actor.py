@@ -169,7 +169,10 @@ class FSDPPPOActor(TrainEngine):
             update = PolicyUpdate(config, self.version, before_first_step=number == 0)
             steps.append(self.optimise(minibatch, update.loss, statistics, with_entropy=True))
         statistics.add("policy_loss", torch.zeros((), device=self.device), torch.tensor(len(steps) / parallel.world_size()))
-        return {**_summary(steps), "lr": self.learning_rate, **with_effective_sample_size(statistics.export())}
+        metrics = {**_summary(steps), "lr": self.learning_rate, **with_effective_sample_size(statistics.export())}
+        if self._publisher is not None and self._publisher.agreements:
+            metrics["logprob_difference/probe"] = max(agreement.mean for agreement in self._publisher.agreements)
+        return metrics
 
     def _update_mask(self, batch: Trajectory) -> Tensor:
         mask_BL = trained_tokens(batch)

@@ -5,13 +5,16 @@ One process is the ordinary case and needs none of this: every function is then 
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rollwright import errors
 from rollwright.errors import TrainingError
 
 
@@ -67,6 +70,45 @@ def wait_for_all() -> None:
     """Return when every rank has come here."""
     if world_size() > 1:
         dist.barrier()
+
+
+def from_first_rank(make: Callable[[], Any], device: torch.device) -> Any:
+    """What ``make`` returns on the first rank, on every rank; where it fails there, every rank raises.
+
+    Args:
+        make: called on the first rank alone; returns what JSON can hold.
+        device: of tensors that ranks exchange.
+
+    Raises:
+        RollwrightError: of the type that ``make`` raised, with its message; ``TrainingError`` for any other failure.
+    """
+    if world_size() == 1:
+        return make()
+    failure: Exception | None = None
+    told: dict[str, Any] = {}
+    if rank() == 0:
+        try:
+            told = {"value": make()}
+        except Exception as error:  # whatever it is: the other ranks wait to be told
+            failure, told = error, {"error": type(error).__name__, "message": str(error)}
+    told = _broadcast(told, device)
+    if failure is not None:
+        raise failure
+    if "error" in told:
+        kind = getattr(errors, told["error"], TrainingError)  # ours, else one that the first rank shows in full
+        raise kind(f"on the first rank: {told['message']}")
+    return told["value"]
+
+
+def _broadcast(message: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """A message of the first rank, as JSON."""
+    letters = torch.tensor(list(json.dumps(message).encode()), dtype=torch.uint8, device=device)
+    size = torch.tensor(len(letters), device=device)
+    dist.broadcast(size, src=0)
+    if rank() != 0:
+        letters = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(letters, src=0)
+    return json.loads(bytes(letters.tolist()))
 
 
 def gathered_rows(value_B: Tensor) -> tuple[Tensor, slice]:

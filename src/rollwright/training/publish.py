@@ -1,7 +1,8 @@
 """Handing new weights to the engines that sample with them.
 
 Between the first optimizer step of an update and publication an engine that shares the trainer's weights does not step:
-``before_first_step`` pauses it, ``publish`` gives it the next version and lets it go on.
+``before_first_step`` pauses it, ``publish`` gives it the next version and lets it go on. After each publication the engines'
+log-probabilities of a probe are compared with the trainer's, over all its ranks.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rollwright.errors import WeightUpdateError
+from rollwright.inference.audit import NEW_TOKENS_IN_PROCESS, Agreement
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
+from rollwright.training.audit import audit_engines, can_answer
 
 if TYPE_CHECKING:
     from rollwright.inference.remote import RemoteClient
@@ -22,6 +25,11 @@ logger = getLogger("publish")
 
 class Publisher(Protocol):
     """A way for weights to reach engines."""
+
+    @property
+    def agreements(self) -> list[Agreement]:
+        """How far each engine was from the trainer in the last audit; empty where there was none yet."""
+        ...
 
     def before_first_step(self) -> None:
         """The weights are about to change."""
@@ -35,6 +43,7 @@ class SharedWeights:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
+        self.agreements: list[Agreement] = []
         self._paused = False
 
     def before_first_step(self) -> None:
@@ -44,8 +53,13 @@ class SharedWeights:
             self._paused = True
 
     def publish(self, trainer: TrainEngine, version: int) -> None:
-        """Tell the engine that its weights are those of ``version`` now, and let it go on."""
+        """Tell the engine that its weights are those of ``version`` now, see that they are, and let it go on.
+
+        Raises:
+            WeightUpdateError: it does not compute what the trainer computes; it stays paused.
+        """
         self.engine.publish(version)
+        self.agreements = audit_engines(self.engine, trainer, version, NEW_TOKENS_IN_PROCESS)
         if self._paused:
             self._paused = False
             self.engine.resume()
@@ -65,33 +79,72 @@ class CopiedWeights:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
+        self.agreements: list[Agreement] = []
 
     def before_first_step(self) -> None:
         """Nothing: the engine has weights of its own."""
 
     def publish(self, trainer: TrainEngine, version: int) -> None:
-        """Have the engine copy the present weights as ``version``."""
+        """Have the engine copy the present weights as ``version``, and see that it computes with them.
+
+        Raises:
+            WeightUpdateError: it does not.
+        """
         self.engine.load_weights(trainer.full_weights(), version)
+        self.agreements = audit_engines(self.engine, trainer, version, NEW_TOKENS_IN_PROCESS)
 
 
 class SentWeights:
-    """Servers are sent the weights by the way that a ``WeightUpdateMeta`` names, and asked what they compute with them."""
+    """Servers are sent the weights by the way that a ``WeightUpdateMeta`` names, and asked what they compute with them.
+
+    Paused servers answer no probe. Where one process trains, the client asks them when it resumes. The ranks of a sharded
+    trainer have to score the probe together, so there they do it when they next come together: before the next first step,
+    which is before anything that those servers sampled is trained on.
+    """
 
     def __init__(self, engine: Any, meta: WeightUpdateMeta | None) -> None:
         self.engine = engine
         self.meta = meta
+        self._agreements: list[Agreement] = []
+        self._due: tuple[TrainEngine, int] | None = None  # a version that the ranks have not audited yet
+
+    @property
+    def agreements(self) -> list[Agreement]:
+        """Of the last audit, whoever made it."""
+        return self._agreements or getattr(getattr(self.engine, "client", self.engine), "agreements", [])
 
     def before_first_step(self) -> None:
-        """Nothing: servers have weights of their own."""
+        """The servers have weights of their own, but their audit may still be due.
+
+        Raises:
+            WeightUpdateError: a server does not compute with the weights that were published.
+        """
+        self._audit_if_due()
 
     def publish(self, trainer: TrainEngine, version: int) -> None:
-        """Send the whole weights (from the first rank); the servers have confirmed the version on return."""
+        """Send the whole weights (from the first rank); the servers have confirmed the version on return.
+
+        Raises:
+            WeightUpdateError: on every rank, where the servers refused or do not compute with the weights.
+        """
         weights = trainer.full_weights()
-        # The audit scores a probe with the trainer, which over several ranks only all of them together can do.
-        auditor = trainer if parallel.world_size() == 1 else None
-        if parallel.rank() == 0:
-            self.engine.update_weights(self.meta, version=version, weights=weights, trainer=auditor)
-        parallel.wait_for_all()
+        is_alone = parallel.world_size() == 1
+
+        def send() -> None:
+            self.engine.update_weights(self.meta, version=version, weights=weights, trainer=trainer if is_alone else None)
+
+        parallel.from_first_rank(send, trainer.device)
+        if not is_alone:
+            self._due = trainer, version
+            self._audit_if_due()
+
+    def _audit_if_due(self) -> None:
+        if self._due is None:
+            return
+        trainer, version = self._due
+        if parallel.from_first_rank(lambda: can_answer(self.engine), trainer.device):
+            self._due = None
+            self._agreements = audit_engines(self.engine, trainer, version)
 
 
 def publisher_for(trainer: TrainEngine, engine: Any, meta: WeightUpdateMeta | None) -> Publisher:

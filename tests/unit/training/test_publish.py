@@ -9,6 +9,7 @@ from tiny_policy import tiny_actor, tiny_batch, tiny_model
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import WeightUpdateError
+from rollwright.inference.audit import NEW_TOKENS_IN_PROCESS, probe_request
 from rollwright.inference.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.weights import WeightUpdateMeta
@@ -102,3 +103,64 @@ def test_republishing_keeps_the_version(shared):
     actor.republish()
     assert engine.get_version() == actor.version == 7
     assert sampled(engine, actor)[0].output_versions == [7] * 6
+
+
+# -- the audit ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_publication_in_this_process_is_audited_also_while_the_engine_is_paused(shared):
+    actor, engine = shared
+    actor.connect_engine(engine)
+    engine.pause()  # as a trainer's loop does around a publication
+    metrics = actor.ppo_update(actor.compute_advantages(tiny_batch()))
+    assert "logprob_difference/probe" not in metrics  # nothing was published yet
+    before = engine.stats()
+    actor.update_weights()
+    (agreement,) = actor._publisher.agreements
+    assert agreement.mean < 1e-5
+    assert agreement.tokens == NEW_TOKENS_IN_PROCESS
+    changed = {name for name, value in engine.stats().items() if value != before[name]}
+    assert changed == {"version"}  # the probe leaves no trace in queue, cache or counts
+    metrics = actor.ppo_update(actor.compute_advantages(tiny_batch(seed=1)))
+    assert metrics["logprob_difference/probe"] == agreement.mean
+
+
+def test_the_probe_does_not_wait_for_those_in_the_queue(shared):
+    _, engine = shared
+    gconfig = GenerationHyperparameters(max_new_tokens=50, ignore_eos=True, seed=1)
+    futures = engine.submit([ModelRequest(input_ids=[3 + index % 9, 4], gconfig=gconfig) for index in range(40)])
+    (alone,) = engine.probe(probe_request(31)).values()
+    assert not all(future.done() for future in futures)
+    assert all(future.result(timeout=60).output_len == 50 for future in futures)
+    (again,) = engine.generate([probe_request(31)])
+    assert again.output_tokens == alone.output_tokens
+    assert again.output_logprobs == pytest.approx(alone.output_logprobs, abs=1e-5)
+
+
+def test_an_engine_in_this_process_that_computes_with_other_weights_is_told_and_stays_paused(shared):
+    actor, engine = shared
+    actor.connect_engine(engine)
+    actor.ppo_update(actor.compute_advantages(tiny_batch()))
+    norm = engine.model.model.norm
+    norm.forward = lambda hidden: torch.nn.functional.rms_norm(hidden, hidden.shape[-1:]) * 3  # the trainer's forward alone
+    with pytest.raises(WeightUpdateError, match="The built-in engine says that it holds version 1, but its log-probabilities"):
+        actor.update_weights()
+    assert actor.version == 0
+    (future,) = engine.submit([ModelRequest(input_ids=[3], gconfig=GenerationHyperparameters(max_new_tokens=1))])
+    with pytest.raises(TimeoutError):
+        future.result(timeout=0.1)
+
+
+def test_a_copy_that_lost_a_weight_is_told(monkeypatch):
+    actor = tiny_actor(dtype=torch.float32, lr=1e-1)
+    rollout = LocalRolloutEngine(RolloutConfig(max_running_requests=4, device="cpu"), model=tiny_model(dtype=torch.float32))
+    with rollout:
+        actor.connect_engine(rollout)
+        actor.ppo_update(actor.compute_advantages(tiny_batch()))
+        whole = actor.full_weights()
+        monkeypatch.setattr(actor, "full_weights", lambda: {name: whole[name] for name in whole if "mlp" not in name})
+        with pytest.raises(WeightUpdateError, match="differ from the trainer's"):
+            actor.update_weights()
+        rollout.config.logprob_tolerance = 100.0
+        actor.update_weights()
+        assert actor.version == 1

@@ -183,6 +183,23 @@ class BuiltinEngine(InferenceEngine):
             for future in futures:
                 future.cancel()
 
+    def probe(self, request: ModelRequest) -> dict[str, ModelResponse]:
+        """What the engine samples for one request with its present weights, by the engine's name in messages.
+
+        It is computed between two steps, apart from what runs and waits, so that a paused engine answers, too.
+        """
+        sequence = self._intake.sequence(request)
+        with self._between_steps():
+            runner = self._runner.for_one_sequence(len(sequence.tokens) + sequence.max_new_tokens)
+            stepper = Stepper(runner, 1, 0, len(sequence.tokens), self.get_version())
+            stepper.scheduler.waiting.append(sequence)
+            finished: list[Finished] = []
+            while stepper.has_work:
+                stepper.step(finished)
+        ((_, response),) = finished
+        assert isinstance(response, ModelResponse)
+        return {"The built-in engine": response}
+
     # ------------------------------------------------------------------ the thread
 
     def _has_work(self) -> bool:

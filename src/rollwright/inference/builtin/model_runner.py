@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any, Protocol
 
@@ -79,6 +80,14 @@ class ModelRunner:
             self._forward.verify(self.cache)
         if self.context_length < limit and context_length is None:
             logger.info("context_length is %d: what kv_cache_bytes holds (the model has %d).", self.context_length, limit)
+
+    def for_one_sequence(self, tokens: int) -> ModelRunner:
+        """The same model and forward over a small cache of its own, for a sequence of at most ``tokens`` tokens."""
+        runner = copy.copy(self)
+        runner.cache = KVCache(
+            self._forward.layer_shapes, tokens * self.cache.bytes_per_token, 1, self.model.dtype, self.device
+        )
+        return runner
 
     def run(self, batch: ForwardBatch) -> Tensor:
         """Logits ``[n, vocabulary]`` of each row's last token."""
