@@ -112,29 +112,31 @@ class Sampler:
             scores_BV = scores_BV / self._tensor(temperature)[:, None]
         greedy = table.greedy[first:last]
         generated = table.generated[first:last]
-        plain_scores = table.frequency_penalty[first:last] == 0
-        plain_scores &= generated >= table.min_new_tokens[first:last]
-        plain = plain_scores & (greedy | ((table.top_k[first:last] == 0) & (table.top_p[first:last] >= 1.0)))
+        adjusted = (table.frequency_penalty[first:last] != 0) | (generated < table.min_new_tokens[first:last])
+        whole = (table.top_k[first:last] == 0) & (table.top_p[first:last] >= 1.0)
         uniforms_B = counter_uniforms(table.seed[first:last], generated)
 
-        if plain.all() and not greedy.any():
+        if whole.all() and not greedy.any():
             probs_BV = scores_BV.softmax(-1)
-            tokens = inverse_cdf(probs_BV, self._tensor(uniforms_B))
+            weights_BV = probs_BV
+            if adjusted.any():
+                weights_BV = self._adjusted(scores_BV, table, first, adjusted, history).softmax(-1)
+            tokens = inverse_cdf(weights_BV, self._tensor(uniforms_B))
             logprobs = probs_BV.gather(1, tokens[:, None]).squeeze(1).log_()
             return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
         logprobs_BV = scores_BV.log_softmax(-1)
+        if adjusted.any():
+            scores_BV = self._adjusted(scores_BV, table, first, adjusted, history)
         tokens = torch.empty(len(greedy), dtype=torch.int64, device=self._device)
-        drawn = plain & ~greedy
+        drawn = whole & ~greedy
         if drawn.any():
             index = self._tensor(drawn.nonzero()[0])
-            tokens[index] = inverse_cdf(logprobs_BV[index].exp_(), self._tensor(uniforms_B[drawn]))
-        if not plain_scores.all():
-            scores_BV = self._adjusted(scores_BV.clone(), table, first, plain_scores, history)
+            tokens[index] = inverse_cdf(scores_BV[index].softmax(-1), self._tensor(uniforms_B[drawn]))
         if greedy.any():
             index = self._tensor(greedy.nonzero()[0])
             tokens[index] = scores_BV[index].argmax(-1)
-        truncated = ~plain & ~greedy
+        truncated = ~whole & ~greedy
         if truncated.any():
             index = self._tensor(truncated.nonzero()[0])
             tokens[index] = truncated_inverse_cdf(
@@ -147,16 +149,17 @@ class Sampler:
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
     def _adjusted(
-        self, scores_BV: Tensor, table: RowTable, first: int, plain_scores: np.ndarray, history: dict[int, Tensor]
+        self, scores_BV: Tensor, table: RowTable, first: int, adjusted: np.ndarray, history: dict[int, Tensor]
     ) -> Tensor:
-        """Scores with the frequency penalty taken off and, below ``min_new_tokens``, without stop ids."""
-        vocabulary = scores_BV.shape[1]
-        for index in (~plain_scores).nonzero()[0].tolist():
-            row = first + index
-            if table.frequency_penalty[row] != 0 and row in history:
+        """A copy of the scores, the frequency penalty taken off and, below ``min_new_tokens``, without stop ids."""
+        scores_BV, vocabulary = scores_BV.clone(), scores_BV.shape[1]
+        rows = first + adjusted.nonzero()[0]
+        for row in rows[table.frequency_penalty[rows] != 0].tolist():
+            if row in history:
                 counts = torch.bincount(history[row].to(self._device), minlength=vocabulary)
-                scores_BV[index] -= counts * float(table.frequency_penalty[row] / table.temperature[row])
-            if table.generated[row] < table.min_new_tokens[row]:
-                stop_ids = table.stop_ids[row]
-                scores_BV[index, self._tensor(stop_ids[(stop_ids >= 0) & (stop_ids < vocabulary)])] = float("-inf")
+                scores_BV[row - first] -= counts * float(table.frequency_penalty[row] / table.temperature[row])
+        short = rows[table.generated[rows] < table.min_new_tokens[rows]]
+        stop_ids = table.stop_ids[short]
+        place, column = ((stop_ids >= 0) & (stop_ids < vocabulary)).nonzero()
+        scores_BV[self._tensor(short[place] - first), self._tensor(stop_ids[place, column])] = float("-inf")
         return scores_BV
