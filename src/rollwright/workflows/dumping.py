@@ -10,6 +10,7 @@ import aiofiles
 import aiofiles.os
 
 from rollwright.tracking.logging import getLogger
+from rollwright.workflows.token_sequence import TokenSequence
 
 logger = getLogger("workflows")
 
@@ -46,6 +47,23 @@ async def dump_sample(
         logger.warning("the sample of task %s was not dumped to %s: %s", task, path, error)
         return None
     return path
+
+
+async def dump_sequence(
+    dump_dir: str | Path, sequence: TokenSequence, tokenizer: Any, data: dict[str, Any], facts: dict[str, Any]
+) -> Path | None:
+    """Write an episode that is one sequence: its prompt, and all that followed; see ``dump_sample``."""
+    sampled = sum(sequence.loss_mask)
+    return await dump_sample(
+        dump_dir,
+        version=next((version for version in sequence.versions if version >= 0), 0),
+        task=task_name(data),
+        sections={
+            "prompt": tokenizer.decode(sequence.input_ids[: sequence.prompt_length]),
+            "episode": tokenizer.decode(sequence.completion_ids),
+        },
+        facts={**facts, "tokens": f"{len(sequence)}, {sampled} of them sampled"},
+    )
 
 
 def task_name(data: dict[str, Any]) -> Any:

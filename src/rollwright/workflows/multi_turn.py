@@ -6,24 +6,21 @@ chat template puts there are appended.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.conversation import ConversationTokens
-from rollwright.errors import ConfigError, PromptTooLongError, WorkflowError
+from rollwright.errors import ConfigError, WorkflowError
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
-from rollwright.inference.request import ModelRequest
 from rollwright.rewards.wrapper import AsyncRewardWrapper
 from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.base import RolloutWorkflow
-from rollwright.workflows.dumping import dump_sample, task_name
+from rollwright.workflows.dumping import dump_sequence
 from rollwright.workflows.prompting import PromptFunction, as_gconfig, as_tokenizer, extract_messages
 from rollwright.workflows.registry import WORKFLOWS, resolve_function
+from rollwright.workflows.turns import Turns
 
 FEEDBACK = "That answer was not accepted. Read the question once more, look for the mistake, and answer again."
 
@@ -92,66 +89,39 @@ class MultiTurnWorkflow(RolloutWorkflow):
         """Run one episode; see :class:`RolloutWorkflow`."""
         messages = [dict(message) for message in self.data_extract_prompt_fn(data)]
         conversation = ConversationTokens(self.tokenizer, enable_thinking=self.enable_thinking)
-        rid = uuid.uuid4().hex
-        gconfig = self.gconfig.new(n_samples=1)
-        ids: list[int] = []
-        loss_mask: list[int] = []
-        reward, turns, truncated = 0.0, 0, False
-        while True:
-            prompt_ids = conversation.encode(messages)
-            self._check_continues(prompt_ids, ids, turns)
-            request = ModelRequest(rid=rid, input_ids=prompt_ids, gconfig=gconfig, tokenizer=self.tokenizer)
-            try:
-                response = await engine.agenerate(request)
-            except PromptTooLongError:
-                if turns == 0:
-                    raise
-                truncated = True
-                break
-            if response.stop_reason == "abort":
-                return None
-            turns += 1
-            loss_mask += [0] * (len(prompt_ids) - len(ids)) + [1] * response.output_len
-            ids = prompt_ids + response.output_tokens
-            truncated = response.truncated
+        turns = Turns(engine, conversation.encode(messages), self.gconfig, self.tokenizer, max_turns=self.max_turns)
+        reward = 0.0
+        async for response in turns:
             completion = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
-            prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
-            reward = await self.async_reward_fn(prompt, completion, prompt_ids, response.output_tokens, **data)
-            if reward >= self.target_reward or turns == self.max_turns:
+            prompt = self.tokenizer.decode(response.input_tokens, skip_special_tokens=False)
+            reward = await self.async_reward_fn(prompt, completion, response.input_tokens, response.output_tokens, **data)
+            if reward >= self.target_reward or turns.is_last:
                 break
             reply = {"role": "assistant", "content": completion}
-            conversation.remember(messages, reply, prompt_ids, response.output_tokens)
+            conversation.remember(messages, reply, response.input_tokens, response.output_tokens)
             feedback = self.feedback_message if self.feedback_fn is None else self.feedback_fn(completion, reward, data)
             messages += [reply, {"role": "user", "content": feedback}]
-        discounted = reward * self.turn_discount ** (turns - 1)
+            turns.append_context(self._added(conversation.encode(messages), turns))
+        if turns.is_aborted:
+            return None
+        discounted = reward * self.turn_discount ** (turns.count - 1)
         get_tracker(self.rollout_stat_scope).scalar(
             reward=discounted,
             last_reward=reward,
-            turns=turns,
+            turns=turns.count,
             solved=reward >= self.target_reward,
-            response_tokens=sum(loss_mask),
-            truncated=truncated,
+            response_tokens=sum(turns.loss_mask),
+            truncated=turns.truncated,
         )
         if self.dump_dir is not None:
-            await dump_sample(
-                self.dump_dir,
-                version=engine.get_version(),
-                task=task_name(data),
-                sections={"conversation": self.tokenizer.decode(ids, skip_special_tokens=False)},
-                facts={"reward": discounted, "turns": turns, "tokens": f"{len(ids)}, {sum(loss_mask)} sampled"},
-            )
-        return {  # log-probabilities and versions are filled from the record
-            "input_ids": torch.tensor([ids]),
-            "attention_mask": torch.ones(1, len(ids), dtype=torch.bool),
-            "loss_mask": torch.tensor([loss_mask]),
-            "rewards": torch.tensor([float(discounted)]),
-            "truncated": torch.tensor([truncated]),
-        }
+            await dump_sequence(self.dump_dir, turns, self.tokenizer, data, {"reward": discounted, "turns": turns.count})
+        return turns.row(discounted)
 
-    def _check_continues(self, prompt_ids: list[int], ids: list[int], turns: int) -> None:
-        """Refuse to train on a conversation whose earlier tokens would change from one turn to the next."""
-        if prompt_ids[: len(ids)] != ids:
+    def _added(self, ids: list[int], turns: Turns) -> list[int]:
+        """What the chat template puts behind the turns so far. Tokens that it would change were sampled, and must stay."""
+        if ids[: len(turns)] != turns.input_ids:
             raise WorkflowError(
-                f"turn {turns + 1}: the chat template of {type(self.tokenizer).__name__} writes earlier turns anew, so the "
+                f"turn {turns.count + 1}: the chat template of {type(self.tokenizer).__name__} writes earlier turns anew, so the "
                 "conversation is not one sequence of the tokens that were sampled. Use a template that only appends."
             )
+        return ids[len(turns) :]

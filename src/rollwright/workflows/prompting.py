@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,11 @@ def chat_input_ids(prompt: Any, tokenizer: Any, enable_thinking: bool = False) -
             prompt, tokenize=False, add_generation_prompt=True, enable_thinking=enable_thinking
         )
     return list(tokenizer.encode(prompt, add_special_tokens=False))
+
+
+def fill(template: str, **values: str) -> str:
+    """Put values in a template's ``{name}`` places in one pass: braces elsewhere, in template or values, stay."""
+    return re.sub("|".join(re.escape(f"{{{name}}}") for name in values), lambda match: values[match[0][1:-1]], template)
 
 
 def as_tokenizer(tokenizer: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +27,24 @@ from rollwright.workflows.prompting import (
     extract_messages,
 )
 from rollwright.workflows.registry import WORKFLOWS, resolve_function
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is asked, and what comes of it besides token ids where the prompt is more than text.
+
+    Attributes:
+        ids: token ids ``[P]``.
+        inputs: further fields of each request.
+        columns: further columns of each row, one element long.
+        statistics, facts: further figures of the metrics, lines of the dumps.
+    """
+
+    ids: list[int]
+    inputs: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
+    statistics: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
 
 
 @WORKFLOWS.register_module("rlvr")
@@ -71,47 +90,50 @@ class RLVRWorkflow(RolloutWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory | None:
         """Run one episode; see :class:`RolloutWorkflow`."""
-        prompt_ids = list(self.get_input_ids_fn(self.data_extract_prompt_fn(data), self.tokenizer, self.enable_thinking))
-        prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
-        samples = (self._sample(engine, data, prompt_ids, prompt) for _ in range(self.gconfig.n_samples))
-        rows = [row for row in await asyncio.gather(*samples) if row is not None]
-        if len(rows) < self.gconfig.n_samples:
-            return None  # somebody aborted a request: a group is whole or not at all
-        return concat_padded_tensors(rows)
+        prompt = await self._prompt(data)
+        rows = await asyncio.gather(*(self._sample(engine, data, prompt) for _ in range(self.gconfig.n_samples)))
+        whole = [row for row in rows if row is not None]
+        return concat_padded_tensors(whole) if len(whole) == len(rows) else None  # a group is whole or not at all
 
-    async def _sample(
-        self, engine: InferenceEngine, data: dict[str, Any], prompt_ids: list[int], prompt: str
-    ) -> Trajectory | None:
+    async def _prompt(self, data: dict[str, Any]) -> Prompt:
+        prompt = self.data_extract_prompt_fn(data)
+        return Prompt(list(self.get_input_ids_fn(prompt, self.tokenizer, self.enable_thinking)))
+
+    async def _sample(self, engine: InferenceEngine, data: dict[str, Any], prompt: Prompt) -> Trajectory | None:
         request = ModelRequest(
             rid=uuid.uuid4().hex,
-            input_ids=prompt_ids,
+            input_ids=prompt.ids,
             gconfig=self.gconfig.new(n_samples=1),
             tokenizer=self.tokenizer,
+            **prompt.inputs,
         )
         response = await engine.agenerate(request)
         if response.stop_reason == "abort":
             return None
+        prompt_text = self.tokenizer.decode(prompt.ids, skip_special_tokens=False)
         completion = self.tokenizer.decode(response.output_tokens, skip_special_tokens=self.gconfig.skip_special_tokens)
-        reward = await self.async_reward_fn(prompt, completion, prompt_ids, response.output_tokens, **data)
+        reward = await self.async_reward_fn(prompt_text, completion, prompt.ids, response.output_tokens, **data)
         get_tracker(self.rollout_stat_scope).scalar(
             reward=reward,
-            prompt_tokens=len(prompt_ids),
+            prompt_tokens=len(prompt.ids),
             response_tokens=response.output_len,
             truncated=response.truncated,
+            **prompt.statistics,
         )
         if self.dump_dir is not None:
             await dump_sample(
                 self.dump_dir,
                 version=min(response.output_versions, default=0),
                 task=task_name(data),
-                sections={"prompt": prompt, "completion": completion},
+                sections={"prompt": prompt_text, "completion": completion},
                 facts={
                     "reward": reward,
-                    "tokens": f"{len(prompt_ids)} + {response.output_len}",
+                    **prompt.facts,
+                    "tokens": f"{len(prompt.ids)} + {response.output_len}",
                     "stopped by": response.stop_reason,
                 },
             )
-        return single_turn_row(response, reward)
+        return {**single_turn_row(response, reward), **prompt.columns}
 
 
 def single_turn_row(response: ModelResponse, reward: float) -> Trajectory:

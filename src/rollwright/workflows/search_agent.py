@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Callable
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.environments.retrieval import DEFAULT_TOPK, make_search_tool
-from rollwright.errors import ConfigError, PromptTooLongError, WorkflowError
+from rollwright.errors import ConfigError, WorkflowError
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.inference.engine import InferenceEngine
-from rollwright.inference.request import ModelRequest
 from rollwright.rewards.text import f1_score
 from rollwright.rewards.wrapper import AsyncRewardWrapper
 from rollwright.tracking import logging
 from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.base import RolloutWorkflow
-from rollwright.workflows.dumping import dump_sample, task_name
+from rollwright.workflows.dumping import dump_sequence
 from rollwright.workflows.prompting import as_gconfig, as_tokenizer
 from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.search_tools import (
@@ -31,6 +29,7 @@ from rollwright.workflows.search_tools import (
     run_tool,
 )
 from rollwright.workflows.token_sequence import TokenSequence
+from rollwright.workflows.turns import Turns
 
 logger = logging.getLogger("search_agent")
 
@@ -115,31 +114,11 @@ class SearchAgentWorkflow(RolloutWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory | None:
         """See ``RolloutWorkflow``; the trajectory has one row. An aborted episode is rejected."""
-        sequence = TokenSequence(self._encode(fill(self.prompt_template, question=_question(data))))
-        rid = uuid.uuid4().hex  # one conversation: every turn goes to the server that holds its cache
-        answer, truncated = None, False
-        turns = tool_calls = tool_failures = 0
-
-        while turns < self.max_turns:
-            room = self.max_tokens - len(sequence)
-            if room <= 0:
-                truncated = True
-                break
-            gconfig = self.gconfig.new(max_new_tokens=min(self.gconfig.max_new_tokens, room))
-            request = ModelRequest(rid=rid, input_ids=sequence.input_ids, gconfig=gconfig, tokenizer=self.tokenizer)
-            try:
-                response = await engine.agenerate(request)
-            except PromptTooLongError:
-                if turns == 0:
-                    raise
-                truncated = True
-                break
-            if response.stop_reason == "abort":
-                return None
-            turns += 1
-            sequence.append_response(response)
+        prompt_ids = self._encode(fill(self.prompt_template, question=_question(data)))
+        turns = Turns(engine, prompt_ids, self.gconfig, self.tokenizer, max_turns=self.max_turns, max_tokens=self.max_tokens)
+        answer, tool_calls, tool_failures = None, 0, 0
+        async for response in turns:
             if response.truncated:
-                truncated = True
                 break
             action = parse_action(self.tokenizer.decode(response.output_tokens), self.kinds)
             if action is None:
@@ -150,26 +129,18 @@ class SearchAgentWorkflow(RolloutWorkflow):
             tool_calls += 1
             information, failed = await self._information(action)
             tool_failures += failed
-            sequence.append_context(self._cut(information, self.max_tokens - len(sequence)))
+            turns.append_context(self._cut(information, turns.room))
+        if turns.is_aborted:
+            return None
 
-        reward = await self._reward(sequence, answer, data)
-        facts = {"turns": turns, "tool_calls": tool_calls, "tool_failures": tool_failures, "answered": answer is not None}
+        reward = await self._reward(turns, answer, data)
+        facts = {"turns": turns.count, "tool_calls": tool_calls, "tool_failures": tool_failures, "answered": answer is not None}
         self.tracker.scalar(**facts, episode_reward=reward)
         if self.verbose:
-            logger.info("turns=%d tools=%d length=%d reward=%.3f", turns, tool_calls, len(sequence), reward)
+            logger.info("turns=%d tools=%d length=%d reward=%.3f", turns.count, tool_calls, len(turns), reward)
         if self.dump_dir is not None:
-            sections = {
-                "prompt": self.tokenizer.decode(sequence.input_ids[: sequence.prompt_length]),
-                "episode": self.tokenizer.decode(sequence.completion_ids),
-            }
-            await dump_sample(
-                self.dump_dir,
-                version=next((version for version in sequence.versions if version >= 0), 0),
-                task=task_name(data),
-                sections=sections,
-                facts={"reward": reward, **facts, "tokens": len(sequence)},
-            )
-        return sequence.trajectory(reward, truncated=truncated, temperature=self.gconfig.effective_temperature)
+            await dump_sequence(self.dump_dir, turns, self.tokenizer, data, {"reward": reward, **facts})
+        return turns.row(reward)
 
     async def _information(self, action: Any) -> tuple[str, bool]:
         """Tool text before and after its contents, and whether the call failed."""

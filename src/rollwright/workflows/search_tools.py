@@ -13,6 +13,7 @@ from typing import Any
 
 from rollwright.environments.retrieval import SearchTool, ToolError
 from rollwright.tracking import logging
+from rollwright.workflows.prompting import fill
 
 logger = logging.getLogger("search_agent")
 
@@ -75,11 +76,6 @@ def parse_answer(text: str) -> str | None:
     """The last answer in a text, or None."""
     action = parse_action(text, ("answer",))
     return action.argument or None if action else None
-
-
-def fill(template: str, **values: str) -> str:
-    """Put values in a template's ``{name}`` places in one pass: braces elsewhere, in template or values, stay."""
-    return re.sub("|".join(re.escape(f"{{{name}}}") for name in values), lambda match: values[match[0][1:-1]], template)
 
 
 async def run_tool(

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import Callable
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.errors import ConfigError, PromptTooLongError
+from rollwright.errors import ConfigError
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
-from rollwright.inference.request import ModelRequest
 from rollwright.rewards.sandbox import SandboxLimits, SandboxResult, run_python
 from rollwright.rewards.wrapper import AsyncRewardWrapper
 from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.base import RolloutWorkflow
+from rollwright.workflows.dumping import dump_sequence
 from rollwright.workflows.prompting import (
     PromptFunction,
     as_gconfig,
     as_tokenizer,
     chat_input_ids,
     extract_messages,
+    fill,
 )
 from rollwright.workflows.registry import WORKFLOWS, resolve_function
-from rollwright.workflows.token_sequence import TokenSequence
+from rollwright.workflows.turns import Turns
 
 OPEN, CLOSE = "<python>", "</python>"
 OUTPUT_TEMPLATE = "\n<output>\n{output}\n</output>\n"
@@ -51,9 +51,12 @@ class ToolIntegratedWorkflow(RolloutWorkflow):
         script_timeout: seconds that a script may run.
         script_limits: its other limits: ``SandboxLimits`` or a mapping of its fields.
         max_output_characters: of a script's output that are shown; the middle of longer output is left out.
+        output_template: how output is shown, with ``{output}``.
+        run_scripts: False: no script is run, and the model is told so (what is it worth without Python?).
         system_prompt: put before the task's messages unless they begin with one; empty for none.
         data_extract_prompt_fn: ``(task) -> messages`` or text; None: the task's ``messages``.
         rollout_stat_scope: scope of the metrics.
+        dump_dir: where each episode is written to, readable; None: nowhere.
     """
 
     def __init__(
@@ -66,14 +69,19 @@ class ToolIntegratedWorkflow(RolloutWorkflow):
         script_timeout: float = 10.0,
         script_limits: SandboxLimits | dict[str, Any] | None = None,
         max_output_characters: int = 2000,
+        output_template: str = OUTPUT_TEMPLATE,
+        run_scripts: bool = True,
         system_prompt: str = SYSTEM_PROMPT,
         data_extract_prompt_fn: PromptFunction | str | None = None,
         rollout_stat_scope: str = "rollout",
+        dump_dir: str | None = None,
     ) -> None:
         if max_turns < 1 or max_tokens < 1 or script_timeout <= 0 or max_output_characters < 1:
             raise ConfigError(
                 "ToolIntegratedWorkflow: max_turns, max_tokens, script_timeout and max_output_characters are above 0."
             )
+        if "{output}" not in output_template:
+            raise ConfigError(f"ToolIntegratedWorkflow: output_template has no {{output}}: {output_template[:80]!r}.")
         self.tokenizer = as_tokenizer(tokenizer)
         gconfig = as_gconfig(gconfig, self.tokenizer)
         self.gconfig = gconfig.new(n_samples=1, stop=list(dict.fromkeys([*(gconfig.stop or []), CLOSE])))
@@ -85,54 +93,43 @@ class ToolIntegratedWorkflow(RolloutWorkflow):
             script_limits if isinstance(script_limits, SandboxLimits) else SandboxLimits(**(script_limits or {}))
         )
         self.max_output_characters = max_output_characters
+        self.output_template = output_template
+        self.run_scripts = run_scripts
         self.system_prompt = system_prompt
         self.data_extract_prompt_fn = resolve_function(data_extract_prompt_fn or extract_messages, "data_extract_prompt_fn")
         self.tracker = get_tracker(rollout_stat_scope)
+        self.dump_dir = dump_dir
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory | None:
         """See ``RolloutWorkflow``; the trajectory has one row. An aborted episode is rejected."""
-        sequence = TokenSequence(chat_input_ids(self._prompt(data), self.tokenizer))
-        rid = uuid.uuid4().hex
-        truncated = False
-        turns = scripts = failed_scripts = 0
-        while turns < self.max_turns:
-            room = self.max_tokens - len(sequence)
-            if room <= 0:
-                truncated = True
-                break
-            gconfig = self.gconfig.new(max_new_tokens=min(self.gconfig.max_new_tokens, room))
-            request = ModelRequest(rid=rid, input_ids=sequence.input_ids, gconfig=gconfig, tokenizer=self.tokenizer)
-            try:
-                response = await engine.agenerate(request)
-            except PromptTooLongError:
-                if turns == 0:
-                    raise
-                truncated = True
-                break
-            if response.stop_reason == "abort":
-                return None
-            turns += 1
-            sequence.append_response(response)
+        prompt_ids = chat_input_ids(self._prompt(data), self.tokenizer)
+        turns = Turns(engine, prompt_ids, self.gconfig, self.tokenizer, max_turns=self.max_turns, max_tokens=self.max_tokens)
+        scripts = failed_scripts = 0
+        async for response in turns:
             script = parse_script(self.tokenizer.decode(response.output_tokens, skip_special_tokens=True))
-            if response.truncated or script is None:
-                truncated = response.truncated
+            if response.truncated or script is None or turns.is_last:  # after the last turn nobody would read its output
                 break
-            if turns == self.max_turns:
-                break  # nobody would read what it prints
-            result = await run_python(script, timeout=self.script_timeout, limits=self.script_limits)
+            result = await self._run(script)
             scripts += 1
             failed_scripts += not result.ok
-            shown = OUTPUT_TEMPLATE.replace("{output}", self._shown(result))
-            sequence.append_context(
-                self.tokenizer.encode(shown, add_special_tokens=False)[: max(0, self.max_tokens - len(sequence))]
-            )
+            shown = fill(self.output_template, output=self._shown(result))
+            turns.append_context(self.tokenizer.encode(shown, add_special_tokens=False)[: turns.room])
+        if turns.is_aborted:
+            return None
 
-        prompt_ids, completion_ids = sequence.input_ids[: sequence.prompt_length], sequence.completion_ids
         prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
-        completion = self.tokenizer.decode(completion_ids, skip_special_tokens=True)
-        reward = await self.reward(prompt, completion, prompt_ids, completion_ids, **data)
-        self.tracker.scalar(turns=turns, scripts=scripts, failed_scripts=failed_scripts, episode_reward=reward)
-        return sequence.trajectory(reward, truncated=truncated, temperature=self.gconfig.effective_temperature)
+        completion = self.tokenizer.decode(turns.completion_ids, skip_special_tokens=True)
+        reward = await self.reward(prompt, completion, prompt_ids, turns.completion_ids, **data)
+        facts = {"turns": turns.count, "scripts": scripts, "failed_scripts": failed_scripts}
+        self.tracker.scalar(**facts, episode_reward=reward)
+        if self.dump_dir is not None:
+            await dump_sequence(self.dump_dir, turns, self.tokenizer, data, {"reward": reward, **facts})
+        return turns.row(reward)
+
+    async def _run(self, script: str) -> SandboxResult:
+        if not self.run_scripts:
+            return SandboxResult("Python is switched off.", "", 0, False, 0.0)
+        return await run_python(script, timeout=self.script_timeout, limits=self.script_limits)
 
     def _prompt(self, data: dict[str, Any]) -> Any:
         prompt = self.data_extract_prompt_fn(data)

@@ -10,8 +10,9 @@ from rollwright.experience.trajectory import check_trajectory, row_lengths
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelResponse
 from rollwright.rewards.text import f1_score
+from rollwright.workflows.prompting import fill
 from rollwright.workflows.search_agent import GroupedSearchAgentWorkflow, SearchAgentWorkflow
-from rollwright.workflows.search_tools import fill, parse_action, parse_answer, parse_search_query
+from rollwright.workflows.search_tools import parse_action, parse_answer, parse_search_query
 
 TOKENIZER = build_character_tokenizer()
 

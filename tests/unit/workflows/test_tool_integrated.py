@@ -78,9 +78,32 @@ def test_the_turns_and_tokens_are_bounded():
     assert trajectory["truncated"].item()
 
 
+def test_with_python_switched_off_the_model_is_told():
+    trajectory, text, trained, _ = run("<python>print(17*23)</python>", "<answer>391</answer>", run_scripts=False)
+    assert "\n<output>\nPython is switched off.\n</output>\n" in text
+    assert "switched off" not in trained
+    assert trajectory["rewards"].item() == 1.0
+
+
+def test_output_is_shown_as_the_template_says():
+    _, text, _, _ = run("<python>print('{output}')</python>", "<answer>391</answer>", output_template="<o>{output}</o>")
+    assert text.endswith("</python><o>{output}</o><answer>391</answer>")
+
+
+def test_episodes_are_dumped_readable(tmp_path):
+    run("<python>print(17*23)</python>", "<answer>391</answer>", dump_dir=str(tmp_path))
+    (dumped,) = (tmp_path / "1").glob("task-*.txt")
+    lines = dumped.read_text().splitlines()
+    assert lines[:4] == ["reward: 1.0", "turns: 2", "scripts: 1", "failed_scripts: 0"]
+    assert lines[4].startswith("tokens: ")
+    assert "<python>print(17*23)</python>" in lines
+
+
 def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ConfigError):
         run("x", max_turns=0)
+    with pytest.raises(ConfigError, match=r"output_template has no \{output\}"):
+        run("x", output_template="<o>")
 
 
 def test_parsing():
