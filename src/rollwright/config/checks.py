@@ -151,6 +151,13 @@ def _policy(config: PPOConfig) -> Iterator[Fault]:
         for name in ("addresses", "api_key"):
             if getattr(rollout, name):
                 yield ("rollout", name), f"names a server, but rollout.backend is {rollout.backend}; set it to sglang or vllm"
+    recomputes = actor.recompute_logprob or (actor.use_decoupled_loss and actor.prox_logp_method == "recompute")
+    if rollout.accept_shifted_logprobs and not recomputes:
+        yield (
+            ("rollout", "accept_shifted_logprobs"),
+            "gives rows whose log-probabilities are not the policy's, and nothing puts the trainer's in their place; set "
+            "actor.recompute_logprob",
+        )
     if rollout.context_length is not None and rollout.context_length <= config.gconfig.max_new_tokens:
         yield (
             ("rollout", "context_length"),

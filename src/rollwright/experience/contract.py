@@ -6,6 +6,8 @@ listed here: tensors ``[B, L, ...]`` go with the tokens, tensors ``[B, ...]`` an
 ``branch_ids`` describe isolated branches: token ``i`` attends to token ``j <= i`` where ``branch_ids[j] == 0`` or
 ``branch_ids[i] == 0`` or both are equal; 0 is the trunk. ``other_context`` marks tokens that were sampled behind other text
 than their row shows; the trainer's log-probabilities of them differ from those at sampling, and are compared apart.
+``logprobs_shifted`` marks rows whose log-probabilities were taken after top-p, top-k or penalties, because their server gives
+no others: the trainer uses its own in their place, and compares none of them.
 """
 
 from __future__ import annotations
@@ -52,9 +54,13 @@ COLUMNS: dict[str, Column] = {
     "position_ids": Column("BL", torch.int64, required=False),
     "branch_ids": Column("BL", torch.int64, required=False),
     "other_context": Column("BL", torch.bool, False, required=False),
+    "logprobs_shifted": Column("B", torch.bool, required=False),
     "token_rewards": Column("BL", torch.float32, 0.0, required=False),
     "seeds": Column("B", torch.int64, required=False),
 }
+
+#: Optional columns that mark some tokens or rows: one that is missing marks none.
+MARKS = ("other_context", "logprobs_shifted")
 
 
 def row_count(trajectory: Mapping[str, Any]) -> int:

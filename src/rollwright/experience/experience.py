@@ -23,7 +23,7 @@ RESPONSE_FIELDS = {
     "returns": torch.float32,
 }
 #: Fields that hold one entry for each token.
-TOKEN_FIELDS = {"position_ids": torch.int64, "branch_ids": torch.int64}
+TOKEN_FIELDS = {"position_ids": torch.int64, "branch_ids": torch.int64, "other_context": torch.bool}
 
 
 @dataclass
@@ -72,6 +72,7 @@ class Experience:
     returns: Any = None  # [L - prompt_length] float32
     temperature: float | None = None
     truncated: bool | None = None
+    logprobs_shifted: bool | None = None  # true: they were taken after top-p, top-k or penalties
     info: dict[str, Any] = field(default_factory=dict)  # anything JSON can hold
     metrics: dict[str, float] = field(default_factory=dict)  # numbers that are averaged into the run's metrics
     eid: ExperienceId = field(default_factory=ExperienceId)
@@ -86,6 +87,7 @@ class Experience:
     multi_modal_inputs: dict[str, torch.Tensor] | None = None
     position_ids: Any = None  # [L] int64
     branch_ids: Any = None  # [L] int64
+    other_context: Any = None  # [L] bool: sampled behind other text than the row shows
 
     def __post_init__(self) -> None:
         if isinstance(self.eid, Mapping):
@@ -127,8 +129,9 @@ class Experience:
             setattr(self, name, values)
         for name in ("reward", "temperature"):
             setattr(self, name, self._number(name))
-        if self.truncated is not None:
-            self.truncated = bool(self.truncated)
+        for name in ("truncated", "logprobs_shifted"):
+            if getattr(self, name) is not None:
+                setattr(self, name, bool(getattr(self, name)))
 
     @property
     def response_length(self) -> int:
@@ -225,8 +228,9 @@ class Experience:
                 out[name] = getattr(self, name).unsqueeze(0).clone()
         if self.temperature is not None:
             out["temperature"] = torch.tensor([self.temperature], dtype=torch.float32)
-        if self.truncated is not None:
-            out["truncated"] = torch.tensor([self.truncated])
+        for name in ("truncated", "logprobs_shifted"):
+            if getattr(self, name) is not None:
+                out[name] = torch.tensor([getattr(self, name)])
         if self.multi_modal_inputs is not None:
             out["multi_modal_inputs"] = [self.multi_modal_inputs]
         out["details"] = [{"info": dict(self.info), "metrics": dict(self.metrics)}]
@@ -245,7 +249,11 @@ class Experience:
                 for name in ("logprobs", "versions", "token_rewards", "advantages", "returns")
                 if name in trajectory
             }
-            scalars = {name: trajectory[name][row].item() for name in ("temperature", "truncated") if name in trajectory}
+            scalars = {
+                name: trajectory[name][row].item()
+                for name in ("temperature", "truncated", "logprobs_shifted")
+                if name in trajectory
+            }
             whole = {name: trajectory[name][row, :length].clone() for name in TOKEN_FIELDS if name in trajectory}
             out.append(
                 cls(

@@ -98,8 +98,6 @@ def _with_common_keys(trajectories: list[Trajectory]) -> list[Trajectory]:
         for key in keys - set(trajectory):
             if key == "branch_ids":
                 trajectory[key] = torch.zeros_like(ids)
-            elif key == "other_context":
-                trajectory[key] = torch.zeros_like(ids, dtype=torch.bool)
             elif key == "position_ids":
                 trajectory[key] = torch.arange(ids.shape[1]).expand_as(ids).clone()
             elif key == "multi_modal_inputs":
@@ -121,7 +119,7 @@ def _fill(trajectory: Trajectory, matcher: RowMatcher | None, place: Place, toke
     logprobs = np.zeros((rows, width), dtype=np.float32)
     versions = np.full((rows, width), -1, dtype=np.int32)
     temperature = np.ones(rows, dtype=np.float32)
-    truncated = np.zeros(rows, dtype=bool)
+    truncated, shifted = np.zeros(rows, dtype=bool), np.zeros(rows, dtype=bool)
     for row, length in enumerate(lengths):
         mask = masked_np[row, :length]
         given_logprobs = given["logprobs"][row, :length] if "logprobs" in given else None
@@ -139,6 +137,7 @@ def _fill(trajectory: Trajectory, matcher: RowMatcher | None, place: Place, toke
         versions[row, :length][~mask] = -1
         if placements:
             temperature[row] = _row_temperature(placements, row, place)
+            shifted[row] = any(placement.record.logprobs_shifted for placement in placements)
             truncated[row] = placements[-1].record.truncated and placements[-1].reaches_end
     filled = {"logprobs": logprobs, "versions": versions, "temperature": temperature}
     has_masked = masked_np.any(axis=1)
@@ -149,6 +148,8 @@ def _fill(trajectory: Trajectory, matcher: RowMatcher | None, place: Place, toke
             filled[name] = np.where(has_masked, filled[name], values)
     trajectory.update({name: torch.from_numpy(values) for name, values in filled.items()})
     trajectory.setdefault("truncated", torch.from_numpy(truncated))
+    if shifted.any():
+        trajectory["logprobs_shifted"] = torch.from_numpy(shifted)
     return trajectory
 
 

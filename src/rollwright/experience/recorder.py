@@ -49,6 +49,7 @@ class RequestRecord:
     ttft: float = 0.0  # seconds to the first token
     position_ids: list[int] | None = None
     branch_ids: list[int] | None = None
+    logprobs_shifted: bool = False  # taken after top-p, top-k or penalties
     metadata: dict[str, Any] = field(default_factory=dict)
     tokenizer: Any = field(default=None, repr=False, compare=False)  # of the request, to make messages readable
 
@@ -157,6 +158,7 @@ class Recorder:
             ttft=response.ttft,
             position_ids=None if request.position_ids is None else list(request.position_ids),
             branch_ids=None if request.branch_ids is None else list(request.branch_ids),
+            logprobs_shifted=response.logprobs_shifted,
             metadata=dict(request.metadata),
             tokenizer=request.tokenizer,
         )

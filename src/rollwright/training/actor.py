@@ -149,6 +149,12 @@ class FSDPPPOActor(TrainEngine):
         batch = tensor_container_to(dict(batch), self.device)
         batch["update_mask"] = self._update_mask(batch).float()
         needs_prox = config.recompute_logprob or (config.use_decoupled_loss and config.prox_logp_method == "recompute")
+        if not needs_prox and "prox_logp" not in batch and bool(batch.get("logprobs_shifted", torch.zeros(1)).any()):
+            raise TrainingError(
+                f"ppo_update: the log-probabilities of {int(batch['logprobs_shifted'].sum())} of {len(batch['rewards'])} rows were taken "
+                "after top-p, top-k or penalties (rollout.accept_shifted_logprobs), and are not the policy's: set "
+                "actor.recompute_logprob, so that the trainer's own take their place."
+            )
         if needs_prox and "prox_logp" not in batch and config.ppo_n_minibatches > 1:
             batch["prox_logp"] = self.score(batch, loss_tokens_only=True)
         if config.kl_ctl > 0 and "ref_logp" not in batch:

@@ -38,6 +38,8 @@ class PolicyUpdate:
         weights_BL, mask_BL = part["loss_weights"], part["update_mask"] * (part["loss_weights"] != 0)
         behaviour_BL = part["logprobs"].to(logp_BL.dtype) * mask_BL
         anchor_BL = self._anchor(part, logp_BL, behaviour_BL) * mask_BL
+        if part.get("logprobs_shifted") is not None:  # not the policy's: its own before the first step take their place
+            behaviour_BL = torch.where(part["logprobs_shifted"][:, None], anchor_BL, behaviour_BL)
         policy = self._policy_loss(logp_BL, anchor_BL, part["advantages"].to(logp_BL.dtype), mask_BL)
         values_BL = policy.values
         if config.use_decoupled_loss:
@@ -118,6 +120,8 @@ class PolicyUpdate:
             fresh_BL = mask_BL
             if part.get("versions") is not None:
                 fresh_BL = mask_BL * (part["versions"] == self.version)
+            if part.get("logprobs_shifted") is not None:
+                fresh_BL = fresh_BL * ~part["logprobs_shifted"][:, None]
             difference_BL = (logp_BL - behaviour_BL).abs()
             if part.get("other_context") is not None:  # these differ by construction, not because an engine is wrong
                 elsewhere_BL = fresh_BL * part["other_context"]

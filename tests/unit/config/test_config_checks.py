@@ -15,6 +15,11 @@ REFUSED = [
     ("actor: {ppo_n_minibatches: 9}\ngconfig: {n_samples: 2}\ntrain_dataset: {batch_size: 4}", "a batch has 8 samples"),
     ("rollout: {addresses: ['h:1']}", "rollout.addresses: names a server"),
     ("rollout: {api_key: k}", "rollout.api_key: names a server"),
+    ("rollout: {accept_shifted_logprobs: true}", "set actor.recompute_logprob"),
+    (
+        "rollout: {accept_shifted_logprobs: true}\nactor: {use_decoupled_loss: true, prox_logp_method: interpolate}",
+        "nothing puts the trainer's in their place",
+    ),
     ("rollout: {context_length: 512}", "leaves no room for a prompt"),
     ("gconfig: {min_new_tokens: 9, max_new_tokens: 8}", "gconfig.min_new_tokens: is 9"),
     ("evaluator: {gconfig: {top_k: -2}}", "evaluator.gconfig.top_k"),
@@ -56,6 +61,7 @@ def test_refused_with_key_and_line(text, message):
     [
         "",
         "ref: {path: m}\nactor: {kl_ctl: 0.1}",
+        "rollout: {accept_shifted_logprobs: true}\nactor: {recompute_logprob: true}",
         "rollout: {backend: sglang, addresses: ['h:1'], api_key: k}",
         "evaluator: {every_steps: 5}\nvalid_dataset: {path: v}",
         "deterministic: true\nsaver: {every_steps: 5}",

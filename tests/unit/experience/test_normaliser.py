@@ -56,6 +56,15 @@ def test_what_is_left_out_is_filled_from_the_record():
     assert out["attention_mask"].all()
 
 
+def test_rows_of_shifted_log_probabilities_are_marked():
+    engine, record, row = one_turn()
+    assert "logprobs_shifted" not in normal(row, engine.recorder)
+    record.logprobs_shifted = True
+    assert normal(row, engine.recorder)["logprobs_shifted"].tolist() == [True]
+    (experience,) = Experience.from_trajectory(normal(row, engine.recorder))
+    assert Experience.deserialize(experience.serialize()).to_trajectory()["logprobs_shifted"].tolist() == [True]
+
+
 @pytest.mark.parametrize(
     "form",
     [

@@ -160,3 +160,13 @@ def test_texts_leave_padding_out():
             return "".join(chr(96 + i) for i in ids)
 
     assert sequence_texts(concat_padded_tensors([make_rows([2]), make_rows([3])]), Tokenizer()) == ["ab", "abc"]
+
+
+def test_marks_that_an_item_leaves_out_are_false_there():
+    plain, marked = make_rows([3, 2]), make_rows([4])
+    marked["other_context"] = torch.tensor([[False, True, True, False]])
+    marked["logprobs_shifted"] = torch.tensor([True])
+    joined = concat_padded_tensors([plain, marked])
+    assert joined["other_context"].tolist() == [[False] * 4, [False] * 4, [False, True, True, False]]
+    assert joined["logprobs_shifted"].tolist() == [False, False, True]
+    assert "other_context" not in plain

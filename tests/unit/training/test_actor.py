@@ -135,6 +135,35 @@ def test_recomputed_log_probabilities_are_the_anchor(minibatches):
     assert metrics[0]["optimizer_steps"] == minibatches
 
 
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("keys", [{"recompute_logprob": True}, {"use_decoupled_loss": True}])
+def test_the_trainers_own_take_the_place_of_shifted_log_probabilities(keys, minibatches):
+    """What a server gave after top-p changes nothing: neither the update nor the comparison with the engine."""
+    results = []
+    for shifted in (False, True):
+        actor, batch = tiny_actor(ppo_n_minibatches=minibatches, **keys), tiny_batch()
+        mask = batch["loss_mask"].bool()
+        batch["logprobs"] = actor.compute_logp(batch) * mask
+        if shifted:
+            batch["logprobs"][:4] = -0.01 * mask[:4]
+            batch["logprobs_shifted"] = torch.arange(12) < 4
+        metrics = actor.ppo_update(actor.compute_advantages(batch))
+        results.append((metrics, torch.cat([parameter.detach().flatten() for parameter in actor.model.parameters()])))
+    (plain, expected), (metrics, weights) = results
+    torch.testing.assert_close(weights, expected, atol=1e-7, rtol=0)
+    assert metrics["logprob_difference/max"] < 1e-5
+    for name in ("effective_sample_size", "mismatch/kl", "ratio/mean"):
+        assert metrics[name] == pytest.approx(plain[name], abs=1e-6), name
+
+
+def test_shifted_log_probabilities_are_refused_where_nothing_takes_their_place():
+    actor, batch = tiny_actor(), tiny_batch()
+    actor.compute_advantages(batch)
+    batch["logprobs_shifted"] = torch.arange(12) < 4
+    with pytest.raises(TrainingError, match=r"of 4 of 12 rows .* set actor.recompute_logprob"):
+        actor.ppo_update(batch)
+
+
 def test_decoupled_loss_weighs_by_the_behaviour_policy():
     """On policy for the anchor, its gradient is -A · w ∇ log π with w = prox / behaviour, capped."""
     actor, batch = tiny_actor(use_decoupled_loss=True, behav_imp_weight_cap=0.2, behav_imp_weight_mode="clamp"), tiny_batch()
