@@ -64,6 +64,13 @@ class StoreConfig:
     cooldown_seconds: float = field(
         default=0.0, metadata={"help": "Seconds that a used experience rests before it is used again.", "ge": 0.0}
     )
+    lease_seconds: float = field(
+        default=60.0,
+        metadata={
+            "help": "Seconds after which the tasks of an explorer that died go to the others; one that lives renews its leases.",
+            "gt": 0.0,
+        },
+    )
     operators: list[OperatorConfig] = field(
         default_factory=list, metadata={"help": "Filters and shapers that experiences pass before they are stored."}
     )

@@ -389,6 +389,11 @@ class ExperienceStore:
         with self._database.reading() as connection:
             return store_weights.latest_version(connection)
 
+    def highest_version(self) -> int:
+        """The highest version that was ever announced, also by a trainer that went back since; -1 where none was."""
+        with self._database.reading() as connection:
+            return store_weights.highest_version(self._database, connection)
+
     def wait_for_version(
         self, version: int, timeout: float | None = None, cancelled: Callable[[], bool] = lambda: False
     ) -> Announcement | None:

@@ -61,12 +61,14 @@ class Announcement:
     """Weights that explorers are to load.
 
     ``epoch`` counts the trainer's restarts: after a restart from an earlier checkpoint the same version number may name
-    other weights, so an explorer reloads when ``(epoch, version)`` is not what it has.
+    other weights, so an explorer reloads when ``(epoch, version)`` is not what it has. ``since`` is the first version that was
+    announced in this epoch: that version and later ones of earlier epochs are weights that no longer exist.
     """
 
     version: int
     path: str
     epoch: int
+    since: int = 0
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, func, insert, select, update
 
 from rollwright.errors import StoreError
 from rollwright.experience.store_database import Database
 from rollwright.experience.store_records import Announcement
 from rollwright.experience.store_schema import uses, versions
+
+_HIGHEST = "highest_version"
 
 
 def publish_version(database: Database, connection: Connection, path: str, version: int) -> None:
@@ -27,9 +29,19 @@ def publish_version(database: Database, connection: Connection, path: str, versi
     epoch = database.counter(connection, "epoch")
     connection.execute(insert(versions).values(version=version, path=path, epoch=epoch))
     connection.execute(update(uses).where(uses.c.published.is_(False)).values(published=True))
+    if version > highest_version(database, connection):
+        database.set_fact(connection, _HIGHEST, str(version))
+
+
+def highest_version(database: Database, connection: Connection) -> int:
+    """The highest version that was ever announced, withdrawn ones included; -1 where none was."""
+    return int(database.fact(connection, _HIGHEST) or -1)
 
 
 def latest_version(connection: Connection) -> Announcement | None:
     """The newest announced weights, or None where none were announced."""
     row = connection.execute(select(versions).order_by(versions.c.version.desc()).limit(1)).one_or_none()
-    return None if row is None else Announcement(row.version, row.path, row.epoch)
+    if row is None:
+        return None
+    since = connection.execute(select(func.min(versions.c.version)).where(versions.c.epoch == row.epoch)).scalar_one()
+    return Announcement(row.version, row.path, row.epoch, since)

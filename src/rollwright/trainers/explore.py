@@ -45,7 +45,6 @@ from rollwright.workflows.registry import resolve_workflow
 
 logger = getLogger("explorer")
 
-LEASE_SECONDS = 60.0
 POLL_SECONDS = 0.05
 REMINDER_SECONDS = 60.0
 EPOCHS_WITHOUT_GROUP = 2
@@ -89,8 +88,10 @@ class Explorer:
         if not isinstance(store, ExperienceStore):
             raise ConfigError("mode explore claims its tasks in a database: set store.type to sql or queue, not file.")
         self.store = store
+        assert config.store is not None
+        self.lease_seconds = config.store.lease_seconds
         torch.manual_seed(config.seed)
-        self.pipeline = ExperiencePipeline(config.store.operators if config.store is not None else ())
+        self.pipeline = ExperiencePipeline(config.store.operators)
         self.operating = threading.Lock()
         self.workflow, self.evaluated, self.evaluation_tasks = self._workflows()
         self.pool = ThreadPoolExecutor(self.limit, thread_name_prefix="explored-task")
@@ -131,7 +132,7 @@ class Explorer:
             StageRun(
                 self.config, self.directory, total_steps=self.spec.total_steps, resume_step=None, tokenizer=self.tokenizer
             ) as run,
-            self.store.keeping_claims(self.name, lease_seconds=LEASE_SECONDS),
+            self.store.keeping_claims(self.name, lease_seconds=self.lease_seconds),
         ):
             self._wait_for_first_weights(stop)
             self._last_news = time.monotonic()
@@ -157,7 +158,7 @@ class Explorer:
         room = min(self.limit - len(self.running), max(1, self.config.train_dataset.batch_size // 2))
         if room <= 0 or self._is_enough():
             return []
-        return self.store.claim_tasks(self.name, room, lease_seconds=LEASE_SECONDS, max_outstanding=self.limit)
+        return self.store.claim_tasks(self.name, room, lease_seconds=self.lease_seconds, max_outstanding=self.limit)
 
     def _run(self, claim: TaskClaim, task: dict[str, Any]) -> Finished:
         """One task, in a thread of its own: sample its group, pass it through the operators, store it."""
@@ -224,9 +225,10 @@ class Explorer:
         raise WeightUpdateError("five versions in a row were replaced while they were read: publish less often, or keep more.")
 
     def _load(self, newest: Announcement) -> None:
-        if newest.version < self.rollout_version:
+        restarted = self.loaded is not None and newest.epoch != self.loaded[0]
+        if newest.version < self.rollout_version or (restarted and newest.since <= self.rollout_version):
             logger.warning(
-                "the trainer went back from version %d to %d: the tasks that run are given back",
+                "the trainer went back behind version %d, and is at %d: the tasks that run are given back",
                 self.rollout_version,
                 newest.version,
             )
@@ -246,14 +248,19 @@ class Explorer:
         self.loaded = (newest.epoch, newest.version)
 
     def _wait_for_first_weights(self, stop: StopSignal) -> None:
-        """Weights made at random are the trainer's own: there is nothing to begin with until it has announced them."""
-        if not self.config.actor.init_from_scratch:
+        """Where the engine does not hold the run's first weights, there is nothing to begin with until they are announced.
+
+        Weights made at random are the trainer's own, and servers that run already may hold the weights of another run.
+        """
+        holds_others = self.rollout.get_version() != 0
+        if not self.config.actor.init_from_scratch and not holds_others:
             return
+        reason = "the servers hold weights of another version" if holds_others else "actor.init_from_scratch"
         while (
             stop.received is None
             and self.store.wait_for_version(0, REMINDER_SECONDS, lambda: stop.received is not None) is None
         ):
-            logger.info("waiting for the trainer's first weights (actor.init_from_scratch)")
+            logger.info("waiting for the trainer's first weights (%s)", reason)
 
     # -- what is told --------------------------------------------------------------------------------------------------
 

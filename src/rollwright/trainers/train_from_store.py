@@ -62,6 +62,7 @@ class StoreTrainer:
         self.sampling = Sampling.from_config(config.store, config.seed)
         self.actor = FSDPPPOActor(config.actor)
         self.actor.initialize(None, self.spec)
+        self.withdrawn = range(0)  # versions that name other weights in some experiences
         self.actor.connect_engine(PublishedWeights(self.directory.path / "weights", announced))
         self.recover = RecoverCheckpoints(self.directory.recover, keep=config.recover.keep)
         self._begin()
@@ -77,6 +78,8 @@ class StoreTrainer:
         if self.directory.resumed and self.recover.steps():
             self.step, state = self.recover.load()
             self.actor.load_state_dict(state["actor"])
+            if isinstance(self.store, ExperienceStore):
+                self.withdrawn = range(self.actor.version + 1, self.store.highest_version() + 1)
             undone = self.store.recover(self.recover.path(self.step).name)
             logger.info("resumed after step %d; %s uses of experiences are made again", self.step, undone or "no")
         else:
@@ -114,7 +117,7 @@ class StoreTrainer:
                     else:
                         self.actor.skip_publication()
                 reward = report_step(run, self.step, batch, stats, self.actor.version, waiting="wait")
-                if isinstance(self.store, ExperienceStore):  # a file's experiences may be of any model
+                if self._is_comparable(self.actor.version - 1):
                     check_agreement(config, self.actor, self.step, stats)
                 with run.timer.phase("checkpoint"):
                     if saving.due(self.step):
@@ -161,6 +164,14 @@ class StoreTrainer:
                     status.claimed_tasks,
                 )
         return None
+
+    def _is_comparable(self, version: int) -> bool:
+        """True where tokens of a version were sampled with the weights that had it here.
+
+        A file's experiences may be of any model. What was sampled with versions that a restart took back is still trained, by
+        the log-probabilities that it was sampled with, but says nothing about the engines.
+        """
+        return isinstance(self.store, ExperienceStore) and version not in self.withdrawn
 
     def _oldest_version(self) -> int | None:
         """The oldest version that may be trained; None where experiences are used again, whatever their age."""

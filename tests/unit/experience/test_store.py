@@ -301,6 +301,26 @@ class TestCheckpoints:
         assert store.recover("step-1") == 2
         assert ordinals(store.sample(groups=4)) == [2, 3, 4, 5]
 
+    @pytest.mark.parametrize("sampling", [Sampling("freshest"), Sampling("priority", priority_fn_args={"decay": 0.5})])
+    def test_what_was_used_after_the_checkpoint_competes_again_by_its_age(self, store, sampling):
+        store.append_many([group(i, version=i) for i in range(4)], ordinals=list(range(4)))
+        assert ordinals(store.sample(groups=1, sampling=sampling)) == [3]
+        store.commit("step-1", version=4)
+        assert ordinals(store.sample(groups=2, sampling=sampling)) == [2, 1]
+        store.append(group(9, version=5), ordinal=9)  # an explorer goes on while the trainer is gone
+        assert store.recover("step-1") == 2
+        assert ordinals(store.sample(groups=2, sampling=sampling)) == [9, 2]
+        assert ordinals(store.sample(groups=3, sampling=sampling, partial_batch=True)) == [1, 0]
+
+    def test_a_priority_that_falls_with_use_is_as_high_again_when_the_use_is_undone(self, store):
+        sampling = Sampling("priority", uses=2, priority_fn_args={"decay": 1.5})
+        store.append_many([group(i, version=i) for i in range(3)], ordinals=[0, 1, 2])
+        store.commit("step-0", version=3)
+        drawn = [ordinals(store.sample(groups=1, sampling=sampling)) for _ in range(6)]
+        assert drawn == [[2], [1], [2], [0], [1], [0]]
+        assert store.recover("step-0") == 6
+        assert [ordinals(store.sample(groups=1, sampling=sampling)) for _ in range(6)] == drawn
+
     def test_a_restart_from_an_older_checkpoint_forgets_the_newer(self, store):
         store.append_many([group(i) for i in range(4)], ordinals=list(range(4)))
         store.commit("step-0")
@@ -382,6 +402,17 @@ class TestVersions:
         after = store.latest_version()
         assert (after.version, after.path) == (before.version, before.path)
         assert after.epoch != before.epoch
+        assert (before.since, after.since) == (1, 2)  # version 1 is the same in both
+
+    def test_the_highest_version_is_remembered_when_it_is_withdrawn(self, store):
+        assert store.highest_version() == -1
+        store.publish_version("weights/1", 1)
+        store.commit("step-1", version=1)
+        store.publish_version("weights/5", 5)
+        store.recover("step-1")
+        assert store.highest_version() == 5
+        store.publish_version("weights/2", 2)
+        assert (store.latest_version().version, store.highest_version()) == (2, 5)
 
 
 class TestIdentity:

@@ -1,0 +1,119 @@
+"""Explorers and a trainer of one run, each a process of ``rollwright run``, killed with SIGKILL and started again."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sqlalchemy")
+
+from mode_processes import Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+BATCH = 4
+
+
+@pytest.fixture
+def run_of(tmp_path, tiny_model):
+    runs = []
+
+    def make(steps: int) -> Run:
+        runs.append(Run(tmp_path, tiny_model, steps))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.stop()
+
+
+def killed_while(run: Run, process: subprocess.Popen, condition: Callable[[], object]) -> None:
+    """Kill a process at a moment at which a condition surely holds: it is stopped first, and looked at again."""
+    while True:
+        run.until(condition, process)
+        process.send_signal(signal.SIGSTOP)
+        run.until(lambda: all(stat.read_text().rsplit(")", 1)[1].split()[0] == "T" for stat in threads_of(process)))
+        if condition():
+            process.kill()
+            process.wait()
+            return
+        process.send_signal(signal.SIGCONT)
+
+
+def threads_of(process: subprocess.Popen) -> list[Path]:
+    return list(Path(f"/proc/{process.pid}/task").glob("*/stat"))
+
+
+def trained_groups(run: Run) -> dict[int, list[int]]:
+    """Ordinals of each batch that was trained on."""
+    batches = defaultdict(list)
+    for batch, ordinal in run.rows("select uses.batch, groups.ordinal from uses join groups on groups.id = uses.group_id"):
+        batches[batch].append(ordinal)
+    return {batch: sorted(ordinals) for batch, ordinals in sorted(batches.items())}
+
+
+def test_two_explorers_and_a_trainer_lose_and_repeat_nothing(run_of):
+    """Synchronous, so that each batch has to be the next four tasks, whoever was killed in between."""
+    run = run_of(9)
+    store = "store={lease_seconds: 4.0}"
+    explorers = [run.start("mode=explore", store) for _ in range(2)]
+    trainer = run.start("mode=train", store, "recover.every_steps=3")
+
+    def held(process: subprocess.Popen) -> list[tuple]:
+        return run.rows(f"select ordinal from tasks where state = 0 and owner = '{run.explorer_of(process)}'")
+
+    killed_while(run, explorers[0], lambda: held(explorers[0]) and run.rows("select 1 from versions where version >= 1"))
+    lost = held(explorers[0])
+    assert lost
+    run.until(lambda: run.rows("select 1 from checkpoints"), trainer, explorers[1])  # the other one has taken over
+    explorers[0] = run.start("mode=explore", store)
+    uncommitted = "select groups.ordinal from uses join groups on groups.id = uses.group_id where uses.checkpoint is null"
+    killed_while(run, trainer, lambda: run.rows(uncommitted))
+    undone = run.rows(uncommitted)
+    trainer = run.start("mode=train", store, "recover.every_steps=3")
+    run.finished(trainer, *explorers)
+
+    assert f"{len(undone)} uses of experiences are made again" in run.log(trainer)
+    assert trained_groups(run) == {batch: list(range(BATCH * batch, BATCH * (batch + 1))) for batch in range(9)}
+    (attempts,) = run.rows(f"select min(attempt) from tasks where ordinal in ({', '.join(str(o) for (o,) in lost)})")
+    assert attempts[0] >= 1  # the other explorer's
+    stored = run.rows("select uses.batch, avg(reward) from uses join groups on groups.id = uses.group_id group by uses.batch")
+    assert run.rewards("trainer") == {batch + 1: pytest.approx(reward, abs=1e-6) for batch, reward in stored}
+
+
+def test_a_restart_that_trains_the_freshest_first(run_of):
+    """What was used after the checkpoint competes again, and some of it was sampled by weights that a restart took back."""
+    run = run_of(10)
+    settings = (
+        "store={order: freshest, lease_seconds: 4.0}",
+        "rollout.max_head_offpolicyness=3",
+        "rollout.weight_update_every_steps=2",
+        "recover.every_steps=3",
+    )
+    explorers = [run.start("mode=explore", *settings) for _ in range(2)]
+    trainer = run.start("mode=train", *settings)
+    uncommitted = "select group_id from uses where checkpoint is null"
+    killed_while(run, trainer, lambda: run.rows("select 1 from checkpoints") and len(run.rows(uncommitted)) >= 2 * BATCH)
+    undone = run.rows(uncommitted)
+    trainer = run.start("mode=train", *settings)
+    run.finished(trainer, *explorers)
+
+    assert f"{len(undone)} uses of experiences are made again" in run.log(trainer)
+    ordinals = [ordinal for batch in trained_groups(run).values() for ordinal in batch]
+    assert len(ordinals) == len(set(ordinals)) == 10 * BATCH
+    (ends,) = run.rows(
+        "select count(*), sum(state = 1 and uses in (0, 1)), sum(state = 2 and dropped_by = 'stale') from groups"
+    )
+    assert ends[0] == ends[1] + (ends[2] or 0)  # used once, waiting, or dropped for its age and counted
+    steps = run.metrics("trainer")
+    assert [step["step"] for step in steps] == list(range(1, 11))
+    assert max(step["actor/staleness/max"] for step in steps) <= 3
+    published = [version for (version,) in run.rows("select version from versions order by version")]
+    assert published[0] == 0
+    assert published[-1] == 10
+    assert set(published) <= {0, 2, 3, 4, 6, 8, 9, 10}  # every second, and where the trainer began again
