@@ -157,6 +157,7 @@ class TrainEngine:
             # FSDP averages gradients over ranks; the weights' denominator is already that of all of them.
             (value * parallel.world_size()).backward()
             total += value.detach().double()
+        self._run_mode(training=False)  # an engine that shares the model samples next, and checkpointing switches caches off
         return self._step(float(parallel.summed(total)))
 
     def _step(self, loss: float) -> dict[str, float]:

@@ -4,16 +4,19 @@ import asyncio
 
 import pytest
 import torch
+import transformers
 from tiny_policy import tiny_actor, tiny_batch, tiny_model
 
+from rollwright.config.experiment import FinetuneSpec
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.config.sections import RolloutConfig
+from rollwright.config.sections import OptimizerConfig, PPOActorConfig, RolloutConfig
 from rollwright.errors import WeightUpdateError
 from rollwright.inference.audit import NEW_TOKENS_IN_PROCESS, probe_request
 from rollwright.inference.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.weights import WeightUpdateMeta
 from rollwright.rollout.engines import LocalRolloutEngine
+from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.publish import CopiedWeights, SentWeights, SharedWeights, publisher_for
 
 
@@ -103,6 +106,25 @@ def test_republishing_keeps_the_version(shared):
     actor.republish()
     assert engine.get_version() == actor.version == 7
     assert sampled(engine, actor)[0].output_versions == [7] * 6
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])  # our own forward, and the model's
+def test_an_engine_samples_on_where_the_trainer_checkpoints_activations(architecture, tmp_path):
+    path = tmp_path / "model"
+    config = transformers.GPT2Config(vocab_size=31, n_embd=16, n_layer=2, n_head=4, n_positions=64, eos_token_id=0)
+    model = tiny_model(dtype=torch.float32) if architecture == "qwen3" else transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(path)
+    actor = FSDPPPOActor(
+        PPOActorConfig(path=str(path), device="cpu", gradient_checkpointing=True, optimizer=OptimizerConfig(lr=1e-2))
+    )
+    actor.initialize(None, FinetuneSpec(1, 100, 10))
+    with BuiltinEngine(actor.model, max_running_requests=8) as engine:
+        actor.connect_engine(engine)
+        actor.ppo_update(actor.compute_advantages(tiny_batch()))
+        actor.update_weights()
+        response, given, scored = sampled(engine, actor)
+    torch.testing.assert_close(given, scored, atol=1e-5, rtol=0)
+    assert response.output_versions == [1] * 6
 
 
 # -- the audit ---------------------------------------------------------------------------------------------------------
