@@ -283,6 +283,7 @@ class RolloutExecutor:
         counts |= {f"groups/{name}": count for name, count in list(runner.groups.items())}
         return counts | {
             "running_samples": runner.running_samples,
+            "abandoned_samples": runner.abandoned_samples,
             "queued": runner.queued,
             "running": staleness.running,
             "ready": staleness.ready,

@@ -72,11 +72,16 @@ class Group:
         kind = "evaluation task" if self.is_eval else "task"
         return f"{kind} {self.ordinal} ({text if len(text) <= 160 else text[:157] + '…'})"
 
-    def cancel(self, because: str) -> None:
-        """End the samples that run; a workflow that goes on all the same gets no answers."""
+    def cancel(self, because: str) -> list[asyncio.Task[Any]]:
+        """End the samples that run; a workflow that goes on all the same gets no answers.
+
+        Returns:
+            Their tasks.
+        """
         for task, sample in self.running.items():
             sample.close(because)
             task.cancel()
+        return list(self.running)
 
     def renumber(self) -> None:
         """Give the ids of this group to a trajectory that came from elsewhere (a checkpoint)."""

@@ -1,9 +1,13 @@
-"""The thread that an event loop runs in, and calls into it from outside."""
+"""The thread that an event loop runs in, and calls into it from outside.
+
+Invariant: a call from outside ends, whatever becomes of the loop meanwhile.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -27,6 +31,7 @@ class LoopThread:
         self.watch = LoopWatch(self.loop)
         self._thread = threading.Thread(target=self._run, name="rollwright-rollout", daemon=True)
         self._lock = threading.Lock()
+        self._calls: set[concurrent.futures.Future[Any]] = set()  # that callers wait for
         self.is_started = False
         self.is_stopped = False
 
@@ -37,30 +42,38 @@ class LoopThread:
             RolloutError: it was stopped.
         """
         with self._lock:
-            if self.is_stopped:
-                raise RolloutError("this rollout executor was destroyed; make a new one.")
-            if not self.is_started:
-                self._thread.start()
-                self.is_started = True
+            self._start()
+
+    def _start(self) -> None:
+        if self.is_stopped:
+            raise RolloutError("this rollout executor was destroyed; make a new one.")
+        if not self.is_started:
+            self._thread.start()
+            self.is_started = True
 
     def call(self, function: Callable[..., Result], *args: Any) -> Result:
         """Run a function on the loop and return what it returns.
 
         Raises:
-            RolloutError: called in the loop's own thread, which would wait for itself; or stopped.
+            RolloutError: called in the loop's own thread, which would wait for itself; or stopped, also while it waits.
         """
         self.refuse_inside()
-        self.start()
         outcome: concurrent.futures.Future[Result] = concurrent.futures.Future()
 
         def run() -> None:
             try:
                 outcome.set_result(function(*args))
-            except BaseException as error:
+            except BaseException as error:  # it is the caller's
                 outcome.set_exception(error)
 
-        self.loop.call_soon_threadsafe(run)
-        return outcome.result()
+        with self._lock:
+            self._start()
+            self._calls.add(outcome)
+            self.loop.call_soon_threadsafe(run)
+        try:
+            return outcome.result()
+        finally:
+            self._calls.discard(outcome)
 
     def refuse_inside(self) -> None:
         """Raise in the loop's own thread."""
@@ -77,6 +90,14 @@ class LoopThread:
             if self.is_stopped:
                 return
             self.is_stopped = True
+        try:
+            self._end(first)
+        finally:
+            for call in list(self._calls):
+                with contextlib.suppress(concurrent.futures.InvalidStateError):  # answered at this moment
+                    call.set_exception(RolloutError("the rollout executor was destroyed while this call waited."))
+
+    def _end(self, first: Callable[[], None]) -> None:
         if self.is_started:
             ended = asyncio.run_coroutine_threadsafe(self._cancel_all(first), self.loop)
             try:
@@ -95,9 +116,19 @@ class LoopThread:
         asyncio.set_event_loop(self.loop)
         self.watch.start()
         try:
-            self.loop.run_forever()
+            while not self._run_until_stopped():
+                pass
         finally:
             self.watch.stop()
+
+    def _run_until_stopped(self) -> bool:
+        """False where a task of a workflow raised what asyncio lets through the loop: whoever awaits that task gets it."""
+        try:
+            self.loop.run_forever()
+        except (SystemExit, KeyboardInterrupt) as error:
+            logger.error("a task of a workflow raised %s in rollout's event loop, which goes on.", type(error).__name__)
+            return False
+        return True
 
     async def _cancel_all(self, first: Callable[[], None]) -> None:
         first()

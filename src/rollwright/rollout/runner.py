@@ -3,15 +3,20 @@
 Everything here runs on the executor's event loop, so nothing is locked. Invariants:
 
 * a group reaches exactly one end (delivered, dropped, failed), and what it counted for is given back at that moment;
+* a sample gives its place back when it ends, or a grace after it was cancelled, whatever its workflow does about that;
+* a fault in here stops rollout: nobody waits for what will not come;
 * a batch is taken, and the demand for waves withdrawn, in the same step of the loop in which it became complete.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 from collections import Counter, deque
+from collections.abc import Iterator
+from typing import Any
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import RolloutError
@@ -24,12 +29,13 @@ from rollwright.rollout.failures import FailureLog
 from rollwright.rollout.group import Group, GroupState, policy_against
 from rollwright.rollout.sample import CURRENT_SAMPLE, SampleEngine, SampleName
 from rollwright.rollout.waiting import BatchWaiter, Waiter
-from rollwright.rollout.waves import WaveGate
+from rollwright.rollout.waves import WaveGate, place_of
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("rollout")
 
 RESULTS_KEPT = 65_536  # outcomes of dropped tasks that wait_for_task can still tell
+GRACE_SECONDS = 10.0  # that a cancelled sample gets to end
 
 
 class Runner:
@@ -58,6 +64,7 @@ class Runner:
         self.is_paused = False
         self.fatal: BaseException | None = None
         self.running_samples = 0
+        self.abandoned_samples = 0  # that did not end when they were cancelled
         self._direct: deque[Group] = deque()  # groups of rollout_batch and evaluation: not subject to admission
         self._stream: deque[Group] = deque()  # groups of submit and prepare_batch
         self._members: deque[tuple[Group, int, int]] = deque()  # samples of admitted groups that wait for a place
@@ -121,9 +128,19 @@ class Runner:
 
     def _pump_now(self) -> None:
         self._pump_asked = False
-        self.pump()
-        if self._gate is not None:
-            self._gate.look()
+        with self._stopping_at_faults():
+            self.pump()
+            if self._gate is not None:
+                self._gate.look()
+
+    @contextlib.contextmanager
+    def _stopping_at_faults(self) -> Iterator[None]:
+        """A fault of ours in a callback of the loop would only be logged there, and callers would wait for ever."""
+        try:
+            yield
+        except Exception as error:
+            logger.exception("rollout stops for a fault of its own")
+            self.stop(error)
 
     def _wants_wave(self) -> bool:
         return bool(self._waiters) and not self._pump_asked
@@ -149,7 +166,7 @@ class Runner:
         task = context.run(self.loop.create_task, self._run(group, sample))
         group.running[task] = sample
         # Not at the end of the coroutine: a task that is cancelled before its first step never runs any of it.
-        task.add_done_callback(functools.partial(self._ended, group, sample), context=contextvars.Context())
+        task.add_done_callback(functools.partial(self._ended, group), context=contextvars.Context())
         if self._gate is not None:
             self._gate.enter(sample, task)
 
@@ -161,29 +178,63 @@ class Runner:
         except (Exception, SystemExit) as error:
             return error
 
-    def _ended(self, group: Group, sample: SampleEngine, task: asyncio.Task[Trajectory | BaseException | None]) -> None:
+    def _ended(self, group: Group, task: asyncio.Task[Trajectory | BaseException | None]) -> None:
+        if task not in group.running:
+            return  # it was abandoned before
+        cancelled = "somebody else cancelled the sample's task."
+        self._leave(group, task, RolloutError(cancelled) if task.cancelled() else task.result())
+
+    def _leave(self, group: Group, task: asyncio.Task[Any], outcome: Trajectory | BaseException | None) -> None:
+        """A sample gives its place back, and its group hears how it ended."""
+        sample = group.running.pop(task)
         sample.close("has ended")
         self.running_samples -= 1
-        del group.running[task]
-        try:
+        with self._stopping_at_faults():
             if group.is_over or self.fatal is not None:
                 self.samples["cut"] += 1
-            elif task.cancelled():
-                self._sample_ended(group, sample, RolloutError("somebody else cancelled the sample's task."))
             else:
-                self._sample_ended(group, sample, task.result())
-        except Exception as error:  # a fault of ours must not leave callers waiting
-            self.stop(error)
-        finally:
-            self._pump_soon()  # before the gate looks: a wave must not go out without the samples that start now
-            if self._gate is not None:
+                self._sample_ended(group, sample, outcome)
+        self._pump_soon()  # before the gate looks: a wave must not go out without the samples that start now
+        if self._gate is not None:
+            with self._stopping_at_faults():
                 self._gate.leave(sample)
+
+    def _abandon_later(self, group: Group, tasks: list[asyncio.Task[Any]]) -> None:
+        """These were cancelled: those that have not ended after a grace are waited for no longer."""
+        if tasks:
+            self.loop.call_later(GRACE_SECONDS, self._abandon, group, tasks)
+
+    def _abandon(self, group: Group, tasks: list[asyncio.Task[Any]]) -> None:
+        for task in tasks:
+            if task not in group.running or self.fatal is not None:
+                continue
+            name, place = group.running[task].name, place_of(task)
+            self.abandoned_samples += 1
+            logger.error(
+                "%s of %s goes on %.0f s after it was cancelled (%s), and is abandoned: what it asks is refused, and its place is "
+                "given to another. Let CancelledError pass: catch Exception, not everything.",
+                name,
+                group.workflow_name,
+                GRACE_SECONDS,
+                place,
+            )
+            self._leave(group, task, RolloutError(f"{name} did not end when it was cancelled; it waits at {place}."))
+            if self.abandoned_samples > self.config.max_concurrent_samples:
+                self.stop(
+                    RolloutError(
+                        f"{self.abandoned_samples} samples did not end when they were cancelled, more than may run at once "
+                        f"(rollout.max_concurrent_samples): {group.workflow_name} keeps CancelledError to itself at {place}. Let it "
+                        "pass: catch Exception, not everything."
+                    )
+                )
 
     async def _episode(self, group: Group, sample: SampleEngine) -> Trajectory | None:
         limit = None if self.deterministic else self.config.sample_timeout
         # The timer that refuses model calls fires before the one that cancels: a workflow that catches its cancellation
         # finds them refused already.
-        closing = None if limit is None else self.loop.call_later(limit, sample.close, f"ran out of its {limit:g} s")
+        closing = None
+        if limit is not None:
+            closing = self.loop.call_later(limit, self._out_of_time, group, sample, asyncio.current_task(), limit)
         try:
             async with asyncio.timeout(limit) as scope:
                 result = await group.workflow.arun_episode(sample, dict(group.data))
@@ -197,11 +248,16 @@ class Runner:
         finally:
             if closing is not None:
                 closing.cancel()
-        task = str(sample.name)
-        trajectory = normalise(result, sample.recorder, workflow=group.workflow_name, task=task)
+        name = str(sample.name)
+        trajectory = normalise(result, sample.recorder, workflow=group.workflow_name, task=name)
         if trajectory is not None and self.config.check_trajectories:
-            check_trajectory(trajectory, workflow=group.workflow_name, task=task)
+            check_trajectory(trajectory, workflow=group.workflow_name, task=name)
         return trajectory
+
+    def _out_of_time(self, group: Group, sample: SampleEngine, task: asyncio.Task[Any] | None, limit: float) -> None:
+        sample.close(f"ran out of its {limit:g} s")
+        if task is not None:
+            self._abandon_later(group, [task])
 
     def _sample_ended(self, group: Group, sample: SampleEngine, outcome: Trajectory | BaseException | None) -> None:
         name = sample.name
@@ -263,7 +319,7 @@ class Runner:
         group.state, group.reason = state, reason
         group.trajectory, group.rows = None, []
         self.groups[count] += 1
-        group.cancel(f"belongs to a group that has come to its end ({reason})")
+        self._abandon_later(group, group.cancel(f"belongs to a group that has come to its end ({reason})"))
         self._active.discard(group)
         if group.batch is not None:
             group.batch.group_ended(group)

@@ -42,6 +42,7 @@ LOOK_AGAIN = 0.02
 HELD_UP_WARNING_SECONDS = 30.0
 
 _STRUCTURAL_FILES = {asyncio.locks.__file__, asyncio.queues.__file__, asyncio.taskgroups.__file__}
+_NOT_USERS = (os.path.dirname(asyncio.__file__), os.path.dirname(__file__), "site-packages")
 _SOCKET_FILE = os.path.join("anyio", "_backends", "_asyncio.py")
 _STRUCTURAL_CODE = {asyncio.tasks._wait.__code__, asyncio.tasks.wait_for.__code__}  # type: ignore[attr-defined]
 
@@ -231,7 +232,7 @@ class WaveGate:
             self._busy, self._busy_since = busy, now
         elif now - self._busy_since > HELD_UP_WARNING_SECONDS:
             self._busy_since = now
-            places = [_place(task) for task in busy.tasks if not task.done()]
+            places = [place_of(task) for task in busy.tasks if not task.done()]
             logger.warning(
                 "%s has held up %d model requests of other samples for %.0f s: %s in %s awaits something that is no answer of the "
                 "model (%s). Give its tools a limit, and end its background tasks with the episode.",
@@ -268,7 +269,7 @@ def _wait_of_task(task: asyncio.Task[Any], held: set[int], own: set[int], in_thr
     parts = getattr(waiter, "_children", None) or [waiter]  # of asyncio.gather
     if all(part.done() or id(part) in held or id(part) in own for part in parts):
         return _Wait.ANSWER
-    *callers, code = _awaiting_code(task) or [None]
+    *callers, code = _awaiting(task, "code") or [None]
     structural = code is not None and (code.co_filename in _STRUCTURAL_FILES or code in _STRUCTURAL_CODE)
     for_socket = bool(callers) and _is_socket_code(callers[-1])
     return _Wait.OTHERS if (structural and not for_socket) or in_thread else _Wait.NOTHING
@@ -279,21 +280,23 @@ def _is_socket_code(code: Any) -> bool:
     return code.co_filename.endswith(_SOCKET_FILE) and code.co_name in ("receive", "send")
 
 
-def _awaiting_code(task: asyncio.Task[Any]) -> list[Any]:
-    """The code of a task's chain of awaits; the last is where it ends."""
+def _awaiting(task: asyncio.Task[Any], part: str) -> list[Any]:
+    """``code`` or ``frame`` of each link in a task's chain of awaits; the last is where it ends."""
     current: Any = task.get_coro()
     chain = []
     while current is not None:
-        code = getattr(current, "cr_code", None) or getattr(current, "gi_code", None) or getattr(current, "ag_code", None)
-        if code is not None:
-            chain.append(code)
+        parts = (getattr(current, f"{kind}_{part}", None) for kind in ("cr", "gi", "ag"))
+        if (found := next(filter(None, parts), None)) is not None:
+            chain.append(found)
         current = (
             getattr(current, "cr_await", None) or getattr(current, "gi_yieldfrom", None) or getattr(current, "ag_await", None)
         )
     return chain
 
 
-def _place(task: asyncio.Task[Any]) -> str:
-    """File and line at which a task waits."""
-    frames = task.get_stack()
-    return f"{frames[-1].f_code.co_filename}:{frames[-1].f_lineno}" if frames else "unknown"
+def place_of(task: asyncio.Task[Any]) -> str:
+    """File and line at which a task waits: the innermost of the workflow's own code, where there is some."""
+    frames = _awaiting(task, "frame")
+    users = [frame for frame in frames if not any(part in frame.f_code.co_filename for part in _NOT_USERS)]
+    chosen = (users or frames or [None])[-1]
+    return "unknown" if chosen is None else f"{chosen.f_code.co_filename}:{chosen.f_lineno}"

@@ -492,6 +492,120 @@ def test_a_workflow_that_exits_or_cancels_itself_is_a_failure_not_the_end(make):
     }
 
 
+class Undying:
+    """Keeps its cancellation to itself, as a bare ``except:`` around a tool does."""
+
+    async def arun_episode(self, engine, data):
+        if data.get("does") == "answer":
+            return await OneTurn().arun_episode(engine, data)
+        if data.get("does") == "reject" and engine.name.index == 0:
+            return None
+        while not over.is_set():
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                continue
+
+
+over = threading.Event()
+
+
+@pytest.fixture
+def soon_abandoned(monkeypatch):
+    over.clear()
+    monkeypatch.setattr("rollwright.rollout.runner.GRACE_SECONDS", 0.05)
+    yield
+    over.set()
+
+
+def test_a_sample_that_will_not_end_is_abandoned_and_its_place_given_to_others(make, soon_abandoned, caplog):
+    executor = make(sample_timeout=0.05, max_sample_retries=0, max_concurrent_samples=1, max_failed_share=1.0)
+    batch = executor.rollout_batch([{"id": 0}, {"id": 1, "does": "answer"}], Undying())
+    assert batch["input_ids"][:, 2].tolist() == [2]
+    assert "did not end when it was cancelled" in executor.failures[0].cause
+    assert "test_executor.py:" in executor.failures[0].cause
+    assert executor.counters()["abandoned_samples"] == 1
+    assert executor.counters()["running_samples"] == 0
+    over.set()
+    time.sleep(0.1)  # it ends after all, and counts no second time
+    assert executor.counters()["running_samples"] == 0
+    assert executor.counters()["samples/failed"] == 1
+
+
+def test_members_that_outlive_their_group_give_their_places_back(make, soon_abandoned):
+    executor = make(max_concurrent_samples=4)
+    with pytest.raises(RolloutError, match="rejected by its workflow"):
+        executor.rollout_batch(tasks(1, does="reject"), Undying(), group_size=4)
+    deadline = time.monotonic() + 10
+    while executor.counters()["samples/cut"] < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert executor.counters()["running_samples"] == 0
+
+
+def test_too_many_samples_that_will_not_end_stop_the_run(make, soon_abandoned):
+    executor = make(sample_timeout=0.02, max_sample_retries=0, max_concurrent_samples=2, max_failed_share=1.0)
+    with pytest.raises(RolloutError, match=r"3 samples did not end when they were cancelled.*Undying.*catch Exception"):
+        executor.rollout_batch(tasks(8), Undying())
+
+
+def test_a_part_of_a_workflow_that_exits_does_not_take_the_loop_with_it(make):
+    class PartExits:
+        async def arun_episode(self, engine, data):
+            async def part():
+                raise SystemExit(3)
+
+            await asyncio.gather(part(), asyncio.sleep(0))
+
+    executor = make(max_sample_retries=0, max_failed_share=1.0)
+    with pytest.raises(RolloutError, match="SystemExit"):
+        executor.rollout_batch(tasks(2), PartExits())
+    assert executor.rollout_batch(tasks(2), OneTurn)["input_ids"].shape[0] == 2
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_fault_of_ours_reaches_those_who_wait(make, monkeypatch, deterministic):
+    executor = make(deterministic=deterministic)
+    executor.rollout_batch(tasks(1), OneTurn)
+    monkeypatch.setattr(executor._runner.delivery, "admit", lambda group: 1 / 0)
+    executor.pause()
+    executor.submit({"id": 1}, OneTurn)
+    with pytest.raises(TimeoutError):
+        executor.wait(1, timeout=0.01)
+    executor._runner.is_paused = False
+    executor._call(executor._runner._pump_soon)
+    with pytest.raises(ZeroDivisionError):
+        executor.wait(1, timeout=5)
+
+
+def test_calls_that_race_with_destroy_end(make):
+    """Whoever asks while the executor goes is answered or told; nobody waits for a loop that is gone."""
+    for _ in range(20):
+        executor = make()
+        executor.submit({"id": 0}, OneTurn)
+        told, go = [], threading.Event()
+
+        def ask(executor=executor, told=told, go=go):
+            go.set()
+            try:
+                while True:
+                    executor.counters()
+                    executor.pause()
+                    executor.resume()
+            except RolloutError as error:
+                told.append(str(error))
+
+        threads = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        go.wait()
+        executor.destroy()
+        for thread in threads:
+            thread.join(10)
+        assert len(told) == 4
+        assert all("destroyed" in message for message in told)
+
+
 @pytest.mark.slow
 def test_thousands_of_samples_at_once(make):
     """All of them wait at the same time; none is lost, and no batch is short (10,000: benchmarks/executor.py)."""

@@ -215,3 +215,5 @@ def test_a_sample_that_holds_everybody_up_is_named(monkeypatch, caplog):
     report = next(record.getMessage() for record in caplog.records if "held up" in record.getMessage())
     assert "task 1, sample 0 has held up 1 model requests" in report
     assert "Slow" in report
+    first = Slow.arun_episode.__code__.co_firstlineno
+    assert f"test_waves.py:{first + 2}" in report  # the line that is marked
