@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.exc import OperationalError
 
 #: Seconds for a part to end, on a machine that is busy with other things.
-LIMIT = 400.0
+LIMIT = 250.0
 
 CONFIG = """
 experiment_name: modes
@@ -84,6 +85,18 @@ class Run:
             assert time.monotonic() - started < LIMIT
             time.sleep(0.01)
 
+    def kill_while(self, process: subprocess.Popen, condition: Callable[[], object]) -> None:
+        """Kill a process at a moment at which a condition surely holds: it is stopped first, and looked at again."""
+        while True:
+            self.until(condition, process)
+            process.send_signal(signal.SIGSTOP)
+            self.until(lambda: all(state_of(stat) == "T" for stat in Path(f"/proc/{process.pid}/task").glob("*/stat")))
+            if condition():
+                process.kill()
+                process.wait()
+                return
+            process.send_signal(signal.SIGCONT)
+
     def log(self, process: subprocess.Popen) -> str:
         """What a part said so far."""
         return (self.root / f"log-{self.processes.index(process)}.txt").read_text()
@@ -112,3 +125,8 @@ class Run:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+def state_of(stat: Path) -> str:
+    """State of a thread, as the kernel names it; T: stopped."""
+    return stat.read_text().rsplit(")", 1)[1].split()[0]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 from collections import defaultdict
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -32,23 +29,6 @@ def run_of(tmp_path, tiny_model):
         run.stop()
 
 
-def killed_while(run: Run, process: subprocess.Popen, condition: Callable[[], object]) -> None:
-    """Kill a process at a moment at which a condition surely holds: it is stopped first, and looked at again."""
-    while True:
-        run.until(condition, process)
-        process.send_signal(signal.SIGSTOP)
-        run.until(lambda: all(stat.read_text().rsplit(")", 1)[1].split()[0] == "T" for stat in threads_of(process)))
-        if condition():
-            process.kill()
-            process.wait()
-            return
-        process.send_signal(signal.SIGCONT)
-
-
-def threads_of(process: subprocess.Popen) -> list[Path]:
-    return list(Path(f"/proc/{process.pid}/task").glob("*/stat"))
-
-
 def trained_groups(run: Run) -> dict[int, list[int]]:
     """Ordinals of each batch that was trained on."""
     batches = defaultdict(list)
@@ -67,13 +47,13 @@ def test_two_explorers_and_a_trainer_lose_and_repeat_nothing(run_of):
     def held(process: subprocess.Popen) -> list[tuple]:
         return run.rows(f"select ordinal from tasks where state = 0 and owner = '{run.explorer_of(process)}'")
 
-    killed_while(run, explorers[0], lambda: held(explorers[0]) and run.rows("select 1 from versions where version >= 1"))
+    run.kill_while(explorers[0], lambda: held(explorers[0]) and run.rows("select 1 from versions where version >= 1"))
     lost = held(explorers[0])
     assert lost
     run.until(lambda: run.rows("select 1 from checkpoints"), trainer, explorers[1])  # the other one has taken over
     explorers[0] = run.start("mode=explore", store)
     uncommitted = "select groups.ordinal from uses join groups on groups.id = uses.group_id where uses.checkpoint is null"
-    killed_while(run, trainer, lambda: run.rows(uncommitted))
+    run.kill_while(trainer, lambda: run.rows(uncommitted))
     undone = run.rows(uncommitted)
     trainer = run.start("mode=train", store, "recover.every_steps=3")
     run.finished(trainer, *explorers)
@@ -98,7 +78,7 @@ def test_a_restart_that_trains_the_freshest_first(run_of):
     explorers = [run.start("mode=explore", *settings) for _ in range(2)]
     trainer = run.start("mode=train", *settings)
     uncommitted = "select group_id from uses where checkpoint is null"
-    killed_while(run, trainer, lambda: run.rows("select 1 from checkpoints") and len(run.rows(uncommitted)) >= 2 * BATCH)
+    run.kill_while(trainer, lambda: run.rows("select 1 from checkpoints") and len(run.rows(uncommitted)) >= 2 * BATCH)
     undone = run.rows(uncommitted)
     trainer = run.start("mode=train", *settings)
     run.finished(trainer, *explorers)

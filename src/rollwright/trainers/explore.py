@@ -256,11 +256,10 @@ class Explorer:
         if not self.config.actor.init_from_scratch and not holds_others:
             return
         reason = "the servers hold weights of another version" if holds_others else "actor.init_from_scratch"
-        while (
-            stop.received is None
-            and self.store.wait_for_version(0, REMINDER_SECONDS, lambda: stop.received is not None) is None
-        ):
+        announced = None
+        while announced is None and stop.received is None:
             logger.info("waiting for the trainer's first weights (%s)", reason)
+            announced = self.store.wait_for_version(0, REMINDER_SECONDS, lambda: stop.received is not None)
 
     # -- what is told --------------------------------------------------------------------------------------------------
 

@@ -164,6 +164,20 @@ def test_set_version_confirms_and_versions_only_grow():
             engine.publish(3)
 
 
+def test_going_back_ends_what_runs_and_relabels_the_rest():
+    model, other = tiny_model("qwen3"), tiny_model("qwen3", seed=4)
+    with BuiltinEngine(model, version=4) as engine:
+        engine.pause()
+        waiting = engine.submit([ModelRequest([5, 6 + index], LONG) for index in range(2)])
+        engine.go_back(2)
+        assert [future.result(60).stop_reason for future in waiting] == ["abort", "abort"]
+        engine.load_weights(other.state_dict(), 2)
+        engine.resume()
+        (response,) = engine.generate([ModelRequest([5, 6], LONG)])
+        assert set(response.output_versions) == {2}
+        expect_logprobs(other, response, 0, 16)
+
+
 def test_updates_race_with_generation_and_no_token_is_mislabelled():
     """Each version's weights make one token certain, so a wrong label shows."""
     model = tiny_model("qwen3", tie_word_embeddings=False)

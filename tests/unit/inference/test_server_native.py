@@ -212,6 +212,10 @@ def test_an_update_from_disk_changes_what_is_sampled_and_confirms_its_digest(ser
     refused = server.post("/update_weights_from_disk", json={"model_path": str(root / "wrong"), "weight_version": "2"})
     assert refused.status_code == 400
     assert "another model" in refused.json()["message"]
+    write_weights(root / "v0", state.items(), 0)  # a trainer that began again
+    server.post("/update_weights_from_disk", json={"model_path": str(root / "v0"), "weight_version": "0"})
+    again = generate(server, input_ids=[10, 20], return_logprob=True).json()
+    assert (again["output_ids"], again["meta_info"]["weight_version"]) == (before["output_ids"], "0")
 
 
 def test_health_metrics_and_memory(server):

@@ -370,6 +370,16 @@ class BuiltinEngine(InferenceEngine):
                 raise WeightUpdateError(f"Weight {name} of shape {tuple(tensor.shape)} {there}: it belongs to another model.")
         self._update(version, lambda: _copy_weights(state, pairs))
 
+    def go_back(self, version: int) -> None:
+        """End all requests, and give the present weights an earlier version, as whose weights others are loaded next.
+
+        For a trainer that began again from a checkpoint: within a request versions only grow.
+        """
+        with self._between_steps():
+            finished = self._stepper.abort(None)
+            self._stepper.version = version
+        _resolve(finished)
+
     def _update(self, version: int, change: Any) -> None:
         scheduler = self._stepper.scheduler
         if version < self.get_version():

@@ -174,7 +174,9 @@ class Control:
         async with self._update:
             if body.get("abort_all_requests", True):
                 await asyncio.to_thread(self._engine.abort)
-            if version != self._engine.get_version():
+            if version < self._engine.get_version():
+                await asyncio.to_thread(self._engine.go_back, version)
+            elif version > self._engine.get_version():
                 await asyncio.to_thread(self._engine.publish, version)
         return {"success": True, "message": f"Weight version is {version}.", "new_version": str(version)}
 
@@ -218,9 +220,14 @@ class Control:
                 f"The weights in {directory} have the digest {digest}, not {expected}: they were changed or damaged since they "
                 "were written. Publish them again."
             )
-        self._engine.load_weights(named, version)
+        self._take(named, version)
         self._metrics.count("weight_updates", source="disk")
         return digest
+
+    def _take(self, named: Any, version: int) -> None:
+        if version < self._engine.get_version():  # a trainer that went back to a checkpoint, or another run's
+            self._engine.go_back(version)
+        self._engine.load_weights(named, version)
 
     async def _init_group(self, body: dict[str, Any]) -> dict[str, Any]:
         name = str(body.get("group_name") or DEFAULT_GROUP)
@@ -260,7 +267,7 @@ class Control:
                 await asyncio.to_thread(self._engine.pause)
                 self._paused_for_buckets = True
             named = await asyncio.to_thread(group.receive, names, dtypes, shapes)
-            await asyncio.to_thread(self._engine.load_weights, named, version)
+            await asyncio.to_thread(self._take, named, version)
             if is_last and self._paused_for_buckets:
                 self._paused_for_buckets = False
                 if not self._paused:
