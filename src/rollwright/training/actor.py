@@ -57,10 +57,6 @@ class FSDPPPOActor(TrainEngine):
 
     # One step's calls
 
-    def compute_logp(self, batch: Trajectory, *, loss_tokens_only: bool = False) -> Tensor:
-        """Log-probabilities under the present weights, temperature-scaled: see ``TrainEngine.score``."""
-        return self.score(batch, loss_tokens_only=loss_tokens_only)
-
     def compute_ref_logp(self, batch: Trajectory) -> Tensor:
         """Log-probabilities of trained tokens under the reference policy, ``[B, L]``.
 

@@ -125,6 +125,10 @@ class TrainEngine:
                 scores_BL[index, : part_scores.shape[1]] = part_scores.float()
         return scores_BL
 
+    def compute_logp(self, batch: Trajectory, *, loss_tokens_only: bool = False) -> Tensor:
+        """Log-probabilities under the present weights, temperature-scaled: see ``score``."""
+        return self.score(batch, loss_tokens_only=loss_tokens_only)
+
     # Optimisation
 
     def optimise(

@@ -1,0 +1,33 @@
+"""Supervised training that stops by what the model answers: its weights go to an engine, which is audited like any other."""
+
+import pytest
+
+from rollwright import load_stages
+from rollwright.trainers.stages import run_config
+
+CONFIG = """\
+experiment_name: supervised
+cluster: {fileroot: FILEROOT, threads: 1}
+workflow: rollwright.workflows.rlvr.RLVRWorkflow
+reward_fn: numeric_reward
+stages:
+  - kind: sft
+    name: warmup
+    model: {path: MODEL}
+    train_dataset: {path: arithmetic, batch_size: 4, kwargs: {digits: 1}}
+    valid_dataset: {path: arithmetic, split: valid, kwargs: {digits: 1}}
+    total_train_steps: 2
+    evaluator: {every_steps: 1, limit: 2, gconfig: {greedy: true, max_new_tokens: 4}}
+    stop_accuracy: ACCURACY
+"""
+
+
+@pytest.mark.parametrize(("accuracy", "steps"), [("1.0", 2), ("0.0", 1)])
+def test_it_evaluates_as_it_trains_and_stops_when_it_is_accurate_enough(tmp_path, tiny_model, accuracy, steps):
+    config = tmp_path / "supervised.yaml"
+    text = CONFIG.replace("FILEROOT", str(tmp_path)).replace("MODEL", str(tiny_model)).replace("ACCURACY", accuracy)
+    config.write_text(text)
+    assert run_config(load_stages(config, ["stats_logger.display=none"])) == 0
+    metrics = (tmp_path / "supervised" / "trial" / "metrics.jsonl").read_text()
+    assert metrics.count('"eval/reward"') == steps
+    assert list(tmp_path.glob("supervised/trial/checkpoints/final/*.safetensors"))
