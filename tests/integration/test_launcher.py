@@ -38,11 +38,11 @@ SERVER = textwrap.dedent(
 #: A program that launches two of them and then waits, or ends in one of several ways.
 OWNER = textwrap.dedent(
     """
-    import sys, time, os
+    import sys, time, os, pathlib
     from rollwright.inference.launcher import Launcher
     server, logs, ending = sys.argv[1:4]
     launcher = Launcher(logs)
-    launcher.start(lambda host, port, index: [sys.executable, server, str(port)], count=2)
+    launcher.start(lambda host, port, index: [sys.executable, server, str(port)], count=2, shared=pathlib.Path(logs) / "shared")
     launcher.wait_healthy(30)
     print("ready", flush=True)
     if ending == "forked":  # a child that inherits every descriptor and lives on
@@ -156,6 +156,9 @@ def family_after(logs: Path) -> list[psutil.Process]:
 def test_no_process_is_left_however_the_owner_ends(server_script, tmp_path, ending):
     owner, logs = tmp_path / "owner.py", tmp_path / "logs"
     owner.write_text(OWNER)
+    shared = logs / "shared"
+    shared.mkdir(parents=True)
+    (shared / "weights").write_text("of this run")
     name = ending if isinstance(ending, str) else "wait"
     process = subprocess.Popen(
         [sys.executable, str(owner), str(server_script), str(logs), name],
@@ -179,3 +182,7 @@ def test_no_process_is_left_however_the_owner_ends(server_script, tmp_path, endi
         pids = [int(pid) for log in logs.glob("*.log") for pid in log.read_text().split("pids", 1)[1].split()[:2]]
         processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     wait_gone(processes)
+    deadline = time.monotonic() + 5
+    while shared.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -25,7 +25,7 @@ class LocalServers:
 
     Attributes:
         addresses: ``host:port`` of each, healthy.
-        weights_root: a directory that the servers may load weights from; removed at the end.
+        weights_root: a directory that the servers may load weights from; removed at the end, whatever it is.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class LocalServers:
         if threads is not None:
             environment["OMP_NUM_THREADS"] = str(threads)
         try:
-            self._launcher.start(build, count, name=rollout.backend, environment=environment)
+            self._launcher.start(build, count, name=rollout.backend, environment=environment, shared=self.weights_root)
             self.addresses = self._launcher.wait_healthy(rollout.setup_timeout)
         except BaseException:
             self.close()
@@ -78,7 +78,7 @@ class LocalServers:
 
     def check(self) -> None:
         """Raises:
-        EngineError: a server has ended.
+        EngineError: all servers have ended.
         """
         self._launcher.check()
 

@@ -32,13 +32,19 @@ class ServerProcess:
     """One command under a supervisor, with its output in a file."""
 
     def __init__(
-        self, command: Sequence[str], address: str, log_path: Path, environment: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        address: str,
+        log_path: Path,
+        environment: Mapping[str, str] | None = None,
+        shared: Path | None = None,
     ) -> None:
         """Args:
         command: of the server.
         address: ``host:port`` that it will listen on.
         log_path: its output is appended there.
         environment: variables besides this process's own.
+        shared: a directory that is removed when the server was stopped, or this process is gone.
         """
         self.command = list(command)
         self.address = address
@@ -46,7 +52,7 @@ class ServerProcess:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", str(_SUPERVISOR), *self.command],
+                [sys.executable, "-I", str(_SUPERVISOR), *(["--remove", str(shared)] if shared else []), *self.command],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -133,7 +139,13 @@ class Launcher:
         _open_launchers.add(self)
 
     def start(
-        self, build: CommandBuilder, count: int = 1, *, name: str = "server", environment: Mapping[str, str] | None = None
+        self,
+        build: CommandBuilder,
+        count: int = 1,
+        *,
+        name: str = "server",
+        environment: Mapping[str, str] | None = None,
+        shared: Path | None = None,
     ) -> list[str]:
         """Start servers on free ports; they load while this returns.
 
@@ -142,6 +154,7 @@ class Launcher:
             count: how many.
             name: of the log files, ``<name>-<index>.log``.
             environment: variables besides this process's own.
+            shared: a directory of these servers alone, which is removed when they were stopped, or this process is gone.
 
         Returns:
             Their addresses, ``host:port``.
@@ -153,7 +166,7 @@ class Launcher:
                 index = first + offset
                 command = build(self._host, port, index)
                 log_path = self._logs / f"{name}-{index}.log"
-                server = ServerProcess(command, f"{self._host}:{port}", log_path, environment)
+                server = ServerProcess(command, f"{self._host}:{port}", log_path, environment, shared)
                 self.servers.append(server)
                 logger.info("started %s, log in %s: %s", server.address, log_path, " ".join(command))
             return [server.address for server in self.servers[first:]]
@@ -178,14 +191,15 @@ class Launcher:
 
     def check(self) -> None:
         """Raises:
-        EngineError: a server has ended; the end of its log is quoted.
+        EngineError: all servers have ended; the end of the last one's log is quoted.
         """
-        for server in self.servers:
-            if server.exit_status is not None:
-                raise EngineError(
-                    f"The server at {server.address} ended with status {server.exit_status}. The end of {server.log_path}:\n"
-                    f"{server.log_tail()}"
-                )
+        ended = [server for server in self.servers if server.exit_status is not None]
+        if ended and len(ended) == len(self.servers):
+            server = ended[-1]
+            raise EngineError(
+                f"The server at {server.address} ended with status {server.exit_status}, and no other is left. The end of "
+                f"{server.log_path}:\n{server.log_tail()}"
+            )
 
     def close(self) -> None:
         """End every server; once more is a no-op."""

@@ -164,7 +164,12 @@ class RemoteClient(InferenceEngine):
             self._owned.pop().close()
 
     def own(self, resource: Any) -> None:
-        """Close ``resource`` (servers that were started for this client) when this client is destroyed."""
+        """Close ``resource`` (servers that were started for this client) when this client is destroyed.
+
+        Args:
+            resource: has ``close()``, ``check()`` that raises when no server of it is left, and ``weights_root``, a directory
+                that is shared with them.
+        """
         self._owned.append(resource)
 
     def _wait_healthy(self, server: Server, deadline: float) -> None:
@@ -255,6 +260,8 @@ class RemoteClient(InferenceEngine):
                 server = self._router.choose(conversation)
                 if server is not None:
                     return server
+                for servers in self._owned:
+                    servers.check()
             if not self._holding and time.monotonic() > deadline:
                 raise EngineError(
                     f"No {self.kind} server has been in service for {self.config.setup_timeout:g} s: {self._router.describe()}."

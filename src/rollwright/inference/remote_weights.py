@@ -108,7 +108,7 @@ class PublishingClient(RemoteClient):
 
     def _weights_roots(self) -> list[str]:
         """Directories that every server may read; empty: any."""
-        return []
+        return [str(servers.weights_root) for servers in self._owned]
 
     def audit(self, score: Score, tolerance: float) -> list[Agreement]:
         """Have every server in service sample the probe, and compare its log-probabilities with the trainer's.

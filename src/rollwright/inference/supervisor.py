@@ -1,15 +1,17 @@
 """Runs one command and ends it, with all its descendants, when whoever asked for it is gone.
 
-Started as a script (``python -I supervisor.py COMMAND ...``) with a pipe as its standard input; nothing but the standard
+Started as a script (``python -I supervisor.py [--remove DIRECTORY] COMMAND ...``) with a pipe as its standard input; nothing but the standard
 library is imported, so that it starts at once and costs little. The pipe's other end is held by the parent: when the parent
 ends in whatever way, SIGKILL included, the pipe closes and the command's process group is ended. Should the pipe have been
-inherited by a process that lives on, the change of the parent process is seen too. The command's exit status is passed on.
+inherited by a process that lives on, the change of the parent process is seen too. Then the directory, which the parent shared
+with the command and may be too dead to remove, is removed. The command's exit status is passed on.
 """
 
 import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -71,14 +73,23 @@ def end_group(child: subprocess.Popen) -> None:
     _reap()
 
 
-def main(command: list[str]) -> int:
-    """Run ``command`` until it ends or the parent does; returns the exit status."""
+def main(arguments: list[str]) -> int:
+    """Run a command until it ends or the parent does.
+
+    Args:
+        arguments: the command; before it may stand ``--remove`` and a directory.
+
+    Returns:
+        The command's exit status.
+    """
+    shared, command = (arguments[1], arguments[2:]) if arguments[0] == "--remove" else (None, arguments)
     parent = os.getppid()
     stopping = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: stopping.append(True))
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_prepare_child)
+    abandoned = False
     while child.poll() is None:
         try:
             readable, _, _ = select.select([0], [], [], POLL_SECONDS)
@@ -87,9 +98,12 @@ def main(command: list[str]) -> int:
             closed = False
         except OSError:
             closed = True
-        if closed or stopping or os.getppid() != parent:
+        abandoned = closed or os.getppid() != parent
+        if abandoned or stopping:
             break
     end_group(child)
+    if abandoned and shared is not None:
+        shutil.rmtree(shared, ignore_errors=True)
     status = child.returncode
     return 128 - status if status < 0 else status
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import struct
 import tempfile
 import time
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,6 +131,9 @@ class MappedWeights:
         directory: is created; ``close`` removes it.
         """
         self.directory = directory
+        self._remove = weakref.finalize(
+            self, _remove, directory, os.getpid()
+        )  # also where nobody closes it before the process ends
         self._path = directory / "model.safetensors"
         self._mapped: dict[str, Tensor] = {}
 
@@ -154,10 +159,16 @@ class MappedWeights:
     def close(self) -> None:
         """Unmap and remove the file."""
         self._mapped.clear()
-        shutil.rmtree(self.directory, ignore_errors=True)
-        if self.directory.parent.name.startswith(_SHARED_PREFIX):
-            with contextlib.suppress(OSError):
-                self.directory.parent.rmdir()
+        self._remove()
+
+
+def _remove(directory: Path, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a fork of the process that shares it
+    shutil.rmtree(directory, ignore_errors=True)
+    if directory.parent.name.startswith(_SHARED_PREFIX):
+        with contextlib.suppress(OSError):
+            directory.parent.rmdir()
 
 
 def _map(path: Path) -> dict[str, Tensor]:

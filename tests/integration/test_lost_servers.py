@@ -1,0 +1,106 @@
+"""Servers that are killed: what ran on them goes on elsewhere, and they come back with the right weights or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+
+import psutil
+import pytest
+from real_servers import Trainer, ask, gather_while, served_model, write_model
+
+from rollwright.cluster.local import LocalServers
+from rollwright.errors import EngineError
+from rollwright.inference.launcher import ServerProcess
+from rollwright.inference.weights import WeightUpdateMeta
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def kill(servers: LocalServers, number: int) -> None:
+    (server,) = psutil.Process(servers._launcher.servers[number].pid).children()
+    server.send_signal(signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def started_again(servers: LocalServers, number: int, logs):
+    """The same command on the same port, as an operator would run it: the process holds the model's first weights."""
+    before = servers._launcher.servers[number]
+    again = ServerProcess(before.command, before.address, logs / "again.log", {"OMP_NUM_THREADS": "1"})
+    try:
+        again.wait_healthy(time.monotonic() + 120)
+        yield again
+    finally:
+        again.stop()
+
+
+def wait_in_service(client, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(client.router.in_service()) != count:
+        assert time.monotonic() < deadline, client.router.describe()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("way", ["shared", "disk", "xccl"])
+def test_a_server_killed_in_the_middle_of_a_batch_comes_back_with_the_published_weights(model_path, tmp_path, way):
+    with served_model(model_path, tmp_path / "logs", count=2) as (servers, client):
+        meta = {
+            "shared": WeightUpdateMeta.shared(),
+            "disk": WeightUpdateMeta.from_disk(servers.weights_root / "disk"),
+            "xccl": WeightUpdateMeta.from_fsdp_xccl("sglang:d2p1t1"),
+        }[way]
+        trainer = Trainer(model_path)
+
+        def publish() -> None:
+            client.update_weights(meta, version=trainer.step(), weights=trainer.model.state_dict(), trainer=trainer)
+
+        publish()
+        responses = asyncio.run(gather_while(client, ask(100, tokens=60), lambda: kill(servers, 0)))
+        assert len(responses) == 100
+        assert trainer.check_versions(responses) == {1}
+        wait_in_service(client, 1)
+        with started_again(servers, 0, tmp_path):
+            if way == "xccl":  # these weights are on no disk: it has to wait for the next ones
+                deadline = time.monotonic() + 30
+                while "version 1 is not on disk" not in client.router.describe():
+                    assert time.monotonic() < deadline, client.router.describe()
+                    time.sleep(0.05)
+                publish()
+            wait_in_service(client, 2)
+            served = {server.address: server.served for server in client.router.servers}
+            responses = asyncio.run(gather_while(client, ask(60, tokens=20, seed=500), lambda: None))
+            assert trainer.check_versions(responses) == {trainer.version}
+            assert all(server.served > served[server.address] for server in client.router.servers)
+            publish()  # and it takes part in what follows
+            assert len(client.agreements) == 2
+
+
+def test_when_no_server_is_left_the_log_of_the_last_is_told_at_once(model_path, tmp_path):
+    with served_model(model_path, tmp_path) as (servers, client):
+        client.own(servers)
+
+        async def scenario():
+            running = [asyncio.ensure_future(client.agenerate(request)) for request in ask(20, tokens=300)]
+            while client.router.servers[0].load < 20:  # noqa: ASYNC110 - the router has no event
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)
+            kill(servers, 0)
+            return await asyncio.gather(*running, return_exceptions=True)
+
+        started = time.monotonic()
+        errors = asyncio.run(scenario())
+        assert time.monotonic() - started < client.config.setup_timeout / 2
+        assert all(isinstance(error, EngineError) for error in errors)
+        assert {str(error).partition("\n")[0].partition(" ended with")[2] for error in errors} == {
+            f" status {128 + signal.SIGKILL}, and no other is left. The end of {tmp_path / 'builtin_process-0.log'}:"
+        }
+        assert os.path.isdir(servers.weights_root)
+    assert not os.path.exists(servers.weights_root)
