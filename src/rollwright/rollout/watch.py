@@ -17,6 +17,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from rollwright.rollout.sample import SampleEngine
 from rollwright.tracking.logging import getLogger
@@ -36,22 +37,45 @@ class _Standstill:
 
     Attributes:
         step: which task or callback, of which beat.
-        since: when it was first seen.
-        waited: seconds that the loop's thread had waited for a processor by then.
-        late: seconds that the watch was woken too late since: the machine is busy, or another thread holds the interpreter.
+        held: seconds that the step itself has taken so far: it computed, or was blocked.
         places: where the loop's thread stood, look by look.
     """
 
     step: tuple[int, float]
-    since: float
-    waited: float
-    late: float = 0.0
+    held: float = BEAT  # it began before it was first seen
     places: Counter[str] = field(default_factory=Counter)
     is_reported: bool = False
 
-    def held(self, now: float, waited: float) -> float:
-        """Seconds that the step itself has taken, whether it computed or blocked."""
-        return now - self.since - max(self.late, waited - self.waited)
+
+class _Scheduling(NamedTuple):
+    """What the system has counted of a thread: its seconds on a processor, and those in which it could run and had none."""
+
+    computed: float
+    waited: float
+    is_runnable: bool  # it computes or waits now, and is not blocked
+
+    @classmethod
+    def of(cls, native_id: int | None) -> _Scheduling | None:
+        """Read it; None where the system does not say."""
+        directory = Path(f"/proc/self/task/{native_id}")
+        try:
+            computed, waited, _ = (directory / "schedstat").read_text().split()
+            state = (directory / "stat").read_text().rpartition(") ")[2][:1]
+        except (OSError, ValueError):
+            return None
+        return cls(int(computed) / 1e9, int(waited) / 1e9, state == "R")
+
+
+def own_time(elapsed: float, before: _Scheduling | None, now: _Scheduling | None) -> float:
+    """Seconds of ``elapsed`` that a thread computed or was blocked, as against waited for a processor.
+
+    A wait is counted by the system when it ends; so of a thread that is runnable only what it computed is known.
+    """
+    if before is None or now is None:
+        return elapsed
+    if now.is_runnable:
+        return min(elapsed, now.computed - before.computed)
+    return max(0.0, elapsed - (now.waited - before.waited))
 
 
 class LoopWatch:
@@ -67,7 +91,7 @@ class LoopWatch:
         self._slow = slow
         self._beat = time.monotonic()
         self._thread_id: int | None = None
-        self._scheduling = Path()
+        self._native_id: int | None = None
         self._ended = threading.Event()
         self._reported: Counter[str] = Counter()
         self.reports = 0
@@ -76,7 +100,7 @@ class LoopWatch:
     def start(self) -> None:
         """Begin to watch the calling thread."""
         self._thread_id = threading.get_ident()
-        self._scheduling = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        self._native_id = threading.get_native_id()
         self._beat = time.monotonic()
         self._loop.call_soon(self._pulse)
         threading.Thread(target=self._watch, name="rollwright-loop-watch", daemon=True).start()
@@ -97,25 +121,26 @@ class LoopWatch:
 
     def _watch(self) -> None:
         current: _Standstill | None = None
-        woke = time.monotonic()
+        woke, scheduling = time.monotonic(), _Scheduling.of(self._native_id)
         while not self._ended.wait(BEAT):
             now = time.monotonic()
-            late, woke = max(0.0, now - woke - 2 * BEAT), now
+            # Where this thread was kept waiting too, the machine is busy or another thread holds the interpreter.
+            elapsed, woke = min(now - woke, 2 * BEAT), now
+            before, scheduling = scheduling, _Scheduling.of(self._native_id)
             step = self._step() if now - self._beat > 2 * BEAT else None
             if step is None:
                 current = None
                 continue
-            waited = self._waited()
             if current is None or current.step != step:
-                current, late = _Standstill(step, now, waited), 0.0
-            current.late += late
+                current = _Standstill(step)
+            else:
+                current.held += own_time(elapsed, before, scheduling)
             place = self.where()
             if place is not None:
                 current.places[place] += 1
-            held = current.held(now, waited) + BEAT  # it began before it was first seen
-            if held >= self._slow and current.places and not current.is_reported:
+            if current.held >= self._slow and current.places and not current.is_reported:
                 current.is_reported = True
-                self._report(current.places.most_common(1)[0][0], held)
+                self._report(current.places.most_common(1)[0][0], current.held)
 
     def _report(self, place: str, held: float) -> None:
         self.reports += 1
@@ -128,13 +153,6 @@ class LoopWatch:
                 held,
                 place,
             )
-
-    def _waited(self) -> float:
-        """Seconds that the loop's thread could run and had no processor, since it began; 0 where the system does not say."""
-        try:
-            return int(self._scheduling.read_text().split()[1]) / 1e9
-        except (OSError, ValueError, IndexError):
-            return 0.0
 
     def _step(self) -> tuple[int, float] | None:
         """Which step of which task or callback the loop is in; None where it is in none."""

@@ -9,7 +9,7 @@ from echo import EchoEngine
 
 from rollwright.inference.request import ModelRequest
 from rollwright.rollout.executor import RolloutExecutor
-from rollwright.rollout.watch import LoopWatch
+from rollwright.rollout.watch import _Scheduling, own_time
 
 
 class Blocks:
@@ -70,40 +70,53 @@ def test_the_line_that_took_most_of_the_time_is_named():
         executor.destroy()
 
 
-def test_a_thread_that_gets_no_processor_is_not_blamed(monkeypatch):
+@pytest.mark.parametrize(
+    ("now", "own"),
+    [
+        (_Scheduling(5.0, 2.0, False), 0.1),  # blocked
+        (_Scheduling(5.03, 2.07, False), 0.03),  # computed at last, after a wait
+        (_Scheduling(5.09, 2.01, True), 0.09),  # computes
+        (_Scheduling(5.0, 2.0, True), 0.0),  # waits: counted by the system when it ends
+        (None, 0.1),
+    ],
+)
+def test_waiting_for_a_processor_is_nobodys_time(now, own):
+    assert own_time(0.1, _Scheduling(5.0, 2.0, True), now) == pytest.approx(own)
+
+
+CROWDED = """
+import os, sys, time, threading
+from rollwright.rollout.watch import LoopWatch
+import asyncio
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+crowd = [os.fork() for _ in range(6)]
+if 0 in crowd:
+    while os.getppid() != 1: pass
+    os._exit(0)
+def compute(seconds):
+    end = time.thread_time() + seconds
+    while time.thread_time() < end: pass
+async def episode():
+    await asyncio.sleep(0.05)
     began = time.monotonic()
-    monkeypatch.setattr(LoopWatch, "_waited", lambda self: 0.9 * (time.monotonic() - began))  # as on a machine that is full
-    executor = RolloutExecutor(EchoEngine())
-    try:
-        executor.rollout_batch([{}], Blocks())
-        assert executor.counters()["slow_loop_reports"] == 0
-    finally:
-        executor.destroy()
+    {"computes": lambda: compute(0.2), "sleeps": lambda: time.sleep(3)}[sys.argv[1]]()
+    print(time.monotonic() - began)
+loop = asyncio.new_event_loop()
+watch = LoopWatch(loop)
+loop.call_soon(watch.start)
+loop.run_until_complete(episode())
+watch.stop()
+for process in crowd: os.kill(process, 9)
+print(watch.reports)
+"""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the time that a thread waits for a processor")
-def test_time_without_a_processor_is_counted():
-    source = """
-import os, time, threading
-from rollwright.rollout.watch import LoopWatch
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-children = [os.fork() for _ in range(2)]
-if 0 in children:
-    end = time.monotonic() + 5
-    while time.monotonic() < end: pass
-    os._exit(0)
-class Loop:
-    def call_soon(self, *_): ...
-watch = LoopWatch(Loop())
-watch.start()
-before, begin, used = watch._waited(), time.monotonic(), time.thread_time()
-while time.monotonic() < begin + 1: pass
-waited, took, used = watch._waited() - before, time.monotonic() - begin, time.thread_time() - used
-watch.stop()
-for child in children: os.kill(child, 9)
-print(waited, took - used)
-"""
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True)
-    waited, without_processor = map(float, done.stdout.split())
-    assert waited == pytest.approx(without_processor, abs=0.15)
-    assert waited > 0.2
+@pytest.mark.parametrize(("what", "reports"), [("computes", 0), ("sleeps", 1)])
+def test_on_a_crowded_processor_only_what_blocks_is_reported(what, reports, tmp_path):
+    program = tmp_path / "crowded.py"  # a file: lines of the user's are looked for in files
+    program.write_text(CROWDED)
+    done = subprocess.run([sys.executable, str(program), what], capture_output=True, text=True, timeout=100, check=True)
+    took, reported = done.stdout.split()
+    assert float(took) > 0.6
+    assert int(reported) == reports, done.stderr
