@@ -29,6 +29,14 @@ class PromptTooLongError(EngineError):
     """A prompt leaves no room for a single new token in the engine's context."""
 
 
+class QueueFullError(EngineError):
+    """An engine has no room for a request to wait; sent later, it may have."""
+
+
+class EngineStepError(EngineError):
+    """A step of an engine failed for a reason that no request of it can be blamed for."""
+
+
 class RequestAborted(EngineError):
     """A request was ended by abort, by a closed engine or by its sample's time limit."""
 

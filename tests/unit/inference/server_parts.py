@@ -30,7 +30,8 @@ def tiny_engine(**settings) -> BuiltinEngine:
     """A random Qwen3 with an untied head over a character tokenizer."""
     tokenizer = build_character_tokenizer(chat_template=TOOL_TEMPLATE)
     model = tiny_model("qwen3", vocab_size=len(tokenizer), tie_word_embeddings=False)
-    return BuiltinEngine(model, tokenizer, max_running_requests=16, kv_cache_bytes=8 << 20, **settings)
+    settings = {"max_running_requests": 16, "kv_cache_bytes": 8 << 20, **settings}
+    return BuiltinEngine(model, tokenizer, **settings)
 
 
 @contextlib.contextmanager

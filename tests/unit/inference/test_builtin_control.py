@@ -10,7 +10,7 @@ import pytest
 from builtin_models import reference_logprobs, step, tiny_model
 
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.errors import ConfigError, EngineError, RequestAborted
+from rollwright.errors import ConfigError, EngineError, QueueFullError, RequestAborted
 from rollwright.inference.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelRequest
 
@@ -126,10 +126,10 @@ def test_a_failing_step_fails_its_requests_with_the_cause_and_the_engine_goes_on
 
 
 def test_a_full_queue_refuses_and_recovers():
-    with BuiltinEngine(tiny_model("qwen3"), max_waiting=3) as engine:
+    with BuiltinEngine(tiny_model("qwen3"), max_running_requests=2, max_waiting=3) as engine:
         engine.pause()
-        engine.submit([ModelRequest([5], LONG)] * 2)
-        with pytest.raises(EngineError, match="max_waiting is 3"):
+        engine.submit([ModelRequest([5], LONG)] * 4)  # two can run, the others wait
+        with pytest.raises(QueueFullError, match="max_waiting is 3"):
             engine.submit([ModelRequest([5], LONG)] * 2)
         futures = engine.submit([ModelRequest([5], LONG)])
         engine.resume()

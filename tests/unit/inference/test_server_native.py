@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 
@@ -102,6 +103,9 @@ def test_a_stream_grows_to_the_answer(server):
         ({"input_ids": []}, "not empty"),
         ({"input_ids": [1, "a"]}, "list of token ids"),
         ({"input_ids": [99999]}, "outside 0 to"),
+        ({"text": ""}, "text is empty"),
+        ({"input_ids": [5], "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens=0; it has to be at least 1"),
+        ({"input_ids": [5], "sampling_params": {"top_p": 1.5}}, "top_p=1.5; it has to be between 0.0 and 1.0"),
         ({"input_ids": [1] * 300}, "context"),
         ({"input_ids": [1], "image_data": ["x"]}, "image_data"),
         ({"input_ids": [1], "lora_path": "x"}, "lora_path"),
@@ -224,11 +228,32 @@ def test_health_metrics_and_memory(server):
     text = server.get("/metrics").text
     assert 'rollwright_requests_total{path="/generate",status="200"}' in text
     assert "# TYPE rollwright_request_seconds histogram" in text
-    assert "rollwright_running 0" in text
+    assert "# TYPE rollwright_running gauge\nrollwright_running 0\n" in text
+    assert re.search(r"# TYPE rollwright_generated_tokens_total counter\nrollwright_generated_tokens_total [1-9]\d*\n", text)
     assert server.post("/flush_cache").json()["success"]
     assert server.post("/release_memory_occupation", json={}).json()["success"]
     assert server.post("/resume_memory_occupation", json={"tags": ["kv_cache"]}).json()["success"]
     assert server.post("/release_memory_occupation", json={"tags": ["weights"]}).status_code == 400
+
+
+def test_a_path_or_method_that_nothing_answers_is_told_as_any_other_error(server):
+    missing = server.post("/v1/embeddings", json={"input": "a"})
+    assert missing.status_code == 404
+    assert missing.json()["error"]["message"].startswith("There is no /v1/embeddings here; there are /abort_request")
+    wrong = server.get("/generate")
+    assert wrong.status_code == 405
+    assert "/generate takes " in wrong.json()["error"]["message"]
+
+
+def test_a_failed_step_is_no_fault_of_the_request(monkeypatch):
+    engine = tiny_engine()
+    app = create_application(engine, ServerSettings())
+    monkeypatch.setattr(engine._stepper, "step", lambda finished: 1 / 0)
+    with served(app) as address, httpx.Client(base_url=f"http://{address}", timeout=30) as client:
+        for path, body in (("/generate", {"input_ids": [5]}), ("/v1/completions", {"prompt": [5]})):
+            response = client.post(path, json=body)
+            assert response.status_code == 500
+            assert "ZeroDivisionError" in response.json()["error"]["message"]
 
 
 def test_the_key_is_asked_for_everywhere_but_health():
@@ -243,19 +268,21 @@ def test_the_key_is_asked_for_everywhere_but_health():
 
 
 def test_too_many_pending_requests_are_a_429():
-    engine = tiny_engine(max_waiting=1)
-    app = create_application(engine, ServerSettings(max_pending=2))
+    engine = tiny_engine(max_waiting=1, max_running_requests=1)
+    app = create_application(engine, ServerSettings(max_pending=3))
     with served(app) as address, httpx.Client(base_url=f"http://{address}", timeout=30) as client:
         client.post("/pause_generation", json={"mode": "retract"})
         body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}}
         answers = []
-        threads = [threading.Thread(target=lambda: answers.append(client.post("/generate", json=body))) for _ in range(2)]
-        threads[0].start()
+        threads = [threading.Thread(target=lambda: answers.append(client.post("/generate", json=body))) for _ in range(3)]
+        for thread in threads[:2]:  # one can run, and one wait
+            thread.start()
         time.sleep(0.3)
-        threads[1].start()  # the engine's own queue is full
-        threads[1].join(5)
+        threads[2].start()
+        threads[2].join(5)
         assert answers[0].status_code == 429
         assert "max_waiting" in answers[0].json()["error"]["message"]
         client.post("/continue_generation", json={})
-        threads[0].join(5)
-        assert answers[1].status_code == 200
+        for thread in threads:
+            thread.join(10)
+        assert [answer.status_code for answer in answers[1:]] == [200, 200]

@@ -20,7 +20,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rollwright.errors import ConfigError, EngineError, RequestAborted, WeightUpdateError
+from rollwright.errors import (
+    ConfigError,
+    EngineError,
+    EngineStepError,
+    QueueFullError,
+    RequestAborted,
+    WeightUpdateError,
+)
 from rollwright.inference.builtin.model_loading import cache_bytes_by_default, load_model_for_inference
 from rollwright.inference.builtin.model_runner import ModelRunner
 from rollwright.inference.builtin.request_intake import RequestIntake
@@ -49,7 +56,8 @@ class BuiltinEngine(InferenceEngine):
         device, dtype: of a model that is loaded from a path; a live model keeps its own.
         on_weight_update: what happens to running requests when weights change: ``recompute`` their cache and go on, ``keep``
             the old cache and go on, or ``wait`` until they end (new ones are held) before the change.
-        max_waiting: most requests in the queue; one more is refused with ``EngineError``. None: no bound.
+        max_waiting: most requests in the queue beyond those that can run; one more is refused with ``QueueFullError``. None:
+            no bound.
         prefill_tokens: most prompt tokens computed between two decode steps: long prompts do not stall what runs.
         seed: of requests that bring no seed, in order of submission.
         version: of the weights at the start.
@@ -85,6 +93,7 @@ class BuiltinEngine(InferenceEngine):
         self._runner = ModelRunner(self.model, max_running_requests, context_length, kv_cache_bytes - kept_bytes)
         self._stepper = Stepper(self._runner, max_running_requests, kept_bytes, prefill_tokens, version)
         self._max_waiting = max_waiting
+        self._max_running = max_running_requests
         self._on_weight_update: OnWeightUpdate = on_weight_update
         self._intake = RequestIntake(self._runner, self.tokenizer, seed)
 
@@ -120,11 +129,13 @@ class BuiltinEngine(InferenceEngine):
     def _enqueue(self, sequences: list[Sequence]) -> list[Future[ModelResponse]]:
         with self._state:
             self._raise_if_closed()
-            queued = len(self._inbox) + len(self._stepper.scheduler.waiting)
-            if self._max_waiting is not None and queued + len(sequences) > self._max_waiting:
-                raise EngineError(
-                    f"The engine's queue is full: {queued} requests wait and max_waiting is {self._max_waiting}. Send later, "
-                    "send fewer at once, or raise max_waiting."
+            scheduler = self._stepper.scheduler
+            unfinished = len(self._inbox) + len(scheduler.waiting) + len(scheduler.active())
+            if self._max_waiting is not None and unfinished + len(sequences) > self._max_running + self._max_waiting:
+                raise QueueFullError(
+                    f"The engine's queue is full: it has {unfinished} requests and is asked for {len(sequences)} more, "
+                    f"max_running_requests is {self._max_running} and max_waiting is {self._max_waiting}. Send later, send fewer at "
+                    "once, or raise max_waiting."
                 )
             for sequence in sequences:
                 sequence.future.add_done_callback(lambda future, sequence=sequence: self._note_cancel(future, sequence))
@@ -236,7 +247,7 @@ class BuiltinEngine(InferenceEngine):
 
     def _fail_all(self, error: BaseException) -> list[Finished]:
         failed = self._stepper.scheduler.remove_all()
-        failure = EngineError(f"The engine's step failed: {type(error).__name__}: {error}")
+        failure = EngineStepError(f"The engine's step failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
         return [(sequence, failure) for sequence in failed]
 

@@ -9,7 +9,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
 from rollwright import __version__
 from rollwright.inference.server.control import Control
@@ -128,10 +130,26 @@ def create_application(engine: Any, settings: ServerSettings, *, model_path: str
 
     app = FastAPI(title="rollwright serve-model", version=__version__, lifespan=lifespan, openapi_url=None)
     tokenizer = engine.tokenizer
-    app.include_router(Control(engine, settings, metrics, model_path).router)
     limits = {"max_prompt_tokens": settings.max_prompt_tokens, "max_samples": settings.max_samples}
-    app.include_router(NativeProtocol(engine, tokenizer, **limits).router)
+    routers = [Control(engine, settings, metrics, model_path).router, NativeProtocol(engine, tokenizer, **limits).router]
     if tokenizer is not None:
-        app.include_router(OpenAIProtocol(engine, tokenizer, settings.model_name, **limits).router)
+        routers.append(OpenAIProtocol(engine, tokenizer, settings.model_name, **limits).router)
+    for router in routers:
+        app.include_router(router)
+    app.state.paths = sorted({getattr(route, "path", "") for router in routers for route in router.routes})
+    app.add_exception_handler(HTTPException, _refuse_path)
     app.add_middleware(Gate, settings=settings, metrics=metrics)
     return app
+
+
+async def _refuse_path(request: Request, error: Exception) -> JSONResponse:
+    """A path or method that nothing answers, in the form of every other error."""
+    assert isinstance(error, HTTPException)
+    path, status = request.url.path, error.status_code
+    message = str(error.detail)
+    if status == 404:
+        message = f"There is no {path} here; there are {', '.join(known for known in request.app.state.paths if known)}."
+    elif status == 405:
+        message = f"{path} takes {(error.headers or {}).get('Allow', 'another method')}, not {request.method}."
+    body = error_body(message, kind="invalid_request_error", status=status)
+    return JSONResponse(body, status_code=status, headers=dict(error.headers or {}))

@@ -76,7 +76,7 @@ class Control:
                 answer = await handler(await read_object(request))
             except WeightUpdateError as error:  # SGLang's form of a failed update
                 return JSONResponse({"success": False, "message": str(error)}, status_code=400)
-            except Exception as error:
+            except Exception as error:  # every failure becomes a response that says what is wrong
                 return error_response(error)
             return JSONResponse(answer)
 
@@ -96,7 +96,7 @@ class Control:
         request = ModelRequest(input_ids=[0], gconfig=GenerationHyperparameters(max_new_tokens=1, greedy=True), rid="health")
         try:
             await asyncio.wait_for(self._engine.agenerate(request), timeout=20.0)
-        except Exception as error:
+        except Exception as error:  # whatever it is, the server is not healthy
             return error_response(error)
         return Response(status_code=200)
 

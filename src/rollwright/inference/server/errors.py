@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from fastapi.responses import JSONResponse
 
-from rollwright.errors import EngineError, PromptTooLongError, RequestAborted
+from rollwright.errors import EngineError, EngineStepError, PromptTooLongError, QueueFullError, RequestAborted
 
 Result = TypeVar("Result")
 
@@ -45,11 +45,10 @@ def as_request_error(error: Exception) -> RequestError:
         return RequestError(str(error), param="prompt")
     if isinstance(error, RequestAborted):
         return RequestError(str(error), status=503, kind="server_error")
-    if isinstance(error, EngineError):
-        full = "queue" in str(error).lower() or "max_waiting" in str(error)
-        return RequestError(
-            str(error), status=429 if full else 400, kind="rate_limit_error" if full else "invalid_request_error"
-        )
+    if isinstance(error, QueueFullError):
+        return RequestError(str(error), status=429, kind="rate_limit_error")
+    if isinstance(error, EngineError) and not isinstance(error, EngineStepError):
+        return RequestError(str(error))
     return RequestError(f"{type(error).__name__}: {error}", status=500, kind="server_error")
 
 
@@ -59,6 +58,20 @@ def error_response(error: Exception) -> JSONResponse:
     headers = {"Retry-After": "1"} if refusal.status in (429, 503) else None
     body = error_body(str(refusal), kind=refusal.kind, param=refusal.param, status=refusal.status)
     return JSONResponse(body, status_code=refusal.status, headers=headers)
+
+
+def refuse_outside(name: str, value: float, low: float | None, high: float | None) -> None:
+    """Refuse a parameter that is out of its range; None: there is no limit on that side.
+
+    Raises:
+        RequestError: it names the limits.
+    """
+    if (low is None or value >= low) and (high is None or value <= high):
+        return
+    limits = (
+        f"between {low} and {high}" if None not in (low, high) else f"at least {low}" if high is None else f"at most {high}"
+    )
+    raise RequestError(f"{name}={value}; it has to be {limits}.", param=name)
 
 
 async def read_object(request: Request) -> dict[str, Any]:

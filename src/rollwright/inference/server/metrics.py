@@ -10,15 +10,21 @@ from collections.abc import Callable, Mapping
 _LATENCY_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
+#: Numbers of the engine that only grow; its others are gauges.
+_ENGINE_COUNTERS = frozenset(
+    {"steps", "prefill_tokens", "generated_tokens", "finished", "aborted", "preemptions", "reused_tokens"}
+)
+
+
 class ServerMetrics:
     """What a server counts. Safe to use from several threads."""
 
-    def __init__(self, gauges: Callable[[], Mapping[str, float]] | None = None) -> None:
+    def __init__(self, engine_stats: Callable[[], Mapping[str, float]] | None = None) -> None:
         """Args:
-        gauges: read at each scrape; the engine's own numbers.
+        engine_stats: read at each scrape; the engine's own numbers.
         """
         self._lock = threading.Lock()
-        self._gauges = gauges
+        self._engine_stats = engine_stats
         self._counters: dict[tuple[str, str], float] = defaultdict(float)
         self._latency_buckets = [0] * (len(_LATENCY_BOUNDS) + 1)
         self._latency_sum = 0.0
@@ -46,7 +52,11 @@ class ServerMetrics:
             if name != previous:
                 lines.append(f"# TYPE rollwright_{name}_total counter")
                 previous = name
-            lines.append(f"rollwright_{name}_total{{{labels}}} {value:g}" if labels else f"rollwright_{name}_total {value:g}")
+            lines.append(
+                f"rollwright_{name}_total{{{labels}}} {_number(value)}"
+                if labels
+                else f"rollwright_{name}_total {_number(value)}"
+            )
         lines.append("# TYPE rollwright_request_seconds histogram")
         seen = 0
         for bound, amount in zip((*_LATENCY_BOUNDS, float("inf")), buckets, strict=True):
@@ -54,7 +64,14 @@ class ServerMetrics:
             lines.append(
                 f'rollwright_request_seconds_bucket{{le="{"+Inf" if bound == float("inf") else f"{bound:g}"}"}} {seen}'
             )
-        lines += [f"rollwright_request_seconds_sum {total:g}", f"rollwright_request_seconds_count {seen}"]
-        for name, value in sorted((self._gauges() if self._gauges else {}).items()):
-            lines += [f"# TYPE rollwright_{name} gauge", f"rollwright_{name} {float(value):g}"]
+        lines += [f"rollwright_request_seconds_sum {_number(total)}", f"rollwright_request_seconds_count {seen}"]
+        for name, value in sorted((self._engine_stats() if self._engine_stats else {}).items()):
+            is_counter = name in _ENGINE_COUNTERS
+            full = f"rollwright_{name}_total" if is_counter else f"rollwright_{name}"
+            lines += [f"# TYPE {full} {'counter' if is_counter else 'gauge'}", f"{full} {_number(value)}"]
         return "\n".join(lines) + "\n"
+
+
+def _number(value: float) -> str:
+    """All digits: a counter that is rounded stands still."""
+    return str(int(value)) if float(value).is_integer() else repr(float(value))

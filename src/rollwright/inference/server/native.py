@@ -76,7 +76,7 @@ class NativeProtocol:
             ]
         except ClientGoneError:
             return Response(status_code=499)
-        except Exception as error:
+        except Exception as error:  # every failure becomes a response that says what is wrong
             return error_response(error)
         return JSONResponse(answers if generation.as_list else answers[0])
 
@@ -135,6 +135,8 @@ class NativeProtocol:
                 prompts, is_batch = [self.tokenizer.encode(item) for item in text], True
             else:
                 raise RequestError("text has to be a text or a list of texts.", param="text")
+            if not all(prompts):
+                raise RequestError("text is empty: there is no token to go on from.", param="text")
         else:
             is_batch = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
             prompts = list(ids) if is_batch else [ids]
@@ -199,7 +201,7 @@ class NativeProtocol:
                     latest = partial
                 yield _event(self.answer(generation, request, latest))
                 yield "data: [DONE]\n\n"
-            except Exception as error:
+            except Exception as error:  # the status is sent already: the stream says what is wrong
                 refusal = as_request_error(error)
                 yield _event(error_body(str(refusal), kind=refusal.kind, status=refusal.status))
             finally:

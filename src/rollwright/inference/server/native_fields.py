@@ -7,7 +7,7 @@ from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.inference.parameters import limits_top_k
-from rollwright.inference.server.errors import RequestError
+from rollwright.inference.server.errors import RequestError, refuse_outside
 
 #: Sampling parameters that are honoured: SGLang's name, accepted types, limits.
 _NUMBER = (int, float)
@@ -125,8 +125,8 @@ def generation_arguments(params: Any) -> tuple[GenerationHyperparameters, bool]:
         kinds, low, high = SAMPLING[name]
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise RequestError(f"{name} is {value!r}; it has to be {' or '.join(kind.__name__ for kind in kinds)}.", param=name)
-        if (low is not None and value < low) or (high is not None and value > high):
-            raise RequestError(f"{name}={value} is outside {low} to {high}.", param=name)
+        if isinstance(value, _NUMBER):
+            refuse_outside(name, value, low, high)
         values[name] = value
     keep_stop = bool(values.pop("no_stop_trim", False))
     values.pop("spaces_between_special_tokens", None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rollwright.inference.server.errors import RequestError
+from rollwright.inference.server.errors import RequestError, refuse_outside
 
 CHAT, COMPLETION = "chat", "completion"
 _BOTH = (CHAT, COMPLETION)
@@ -129,7 +129,7 @@ def _check_value(field: Field, value: Any) -> None:
     if not isinstance(value, field.kinds) or wrong_bool:
         kinds = " or ".join(kind.__name__ for kind in field.kinds)
         raise RequestError(f"{field.name} is {value!r}, a {type(value).__name__}; it has to be {kinds}.", param=field.name)
-    if (field.low is not None and value < field.low) or (field.high is not None and value > field.high):
-        raise RequestError(f"{field.name}={value} is outside {field.low} to {field.high}.", param=field.name)
+    if isinstance(value, int | float):
+        refuse_outside(field.name, value, field.low, field.high)
     if field.name == "top_p" and value == 0:
         raise RequestError("top_p=0 leaves no token; use temperature=0 for greedy sampling.", param="top_p")
