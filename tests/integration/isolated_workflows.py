@@ -49,3 +49,49 @@ class Failing(Workflow):
 class Dying(Workflow):
     def run(self):
         os._exit(3)
+
+
+class AgentInProcess(Workflow):
+    """An unmodified agent of two turns, whose calls go to the front; it keeps its client, which must not outlive the run."""
+
+    def run(self):
+        before = getattr(type(self), "client", None)
+        client = type(self).client = self.model.get_openai_client()
+        messages = [{"role": "user", "content": self.task.raw_task["question"]}]
+        answer = client.chat.completions.create(model=client.model_path, messages=messages)
+        messages += [{"role": "assistant", "content": answer.choices[0].message.content}, {"role": "user", "content": "more"}]
+        client.chat.completions.create(model=client.model_path, messages=messages, max_tokens=2)
+        self.model.set_reward(0.25)
+        self.model.set_reward(0.5, call=answer.id)
+        (experience,) = self.model.extract_experience_from_history()
+        judge = self.auxiliary_models[0]
+        experience.info = {
+            "process": os.getpid(),
+            "retries": client.max_retries,
+            "judge": [judge.model_path, judge.max_retries],
+            "earlier_client": None if before is None else refusal_of(before),
+        }
+        return [experience]
+
+
+class AsyncAgentInProcess(Workflow):
+    """The same agent on an event loop."""
+
+    async def run_async(self):
+        client = self.model.get_openai_async_client()
+        messages = [{"role": "user", "content": self.task.raw_task["question"]}]
+        answer = await client.chat.completions.create(model=client.model_path, messages=messages)
+        messages += [{"role": "assistant", "content": answer.choices[0].message.content}, {"role": "user", "content": "more"}]
+        await client.chat.completions.create(model=client.model_path, messages=messages, max_tokens=2)
+        self.model.set_reward(0.25)
+        self.model.set_reward(0.5, call=answer.id)
+        return self.model.extract_experience_from_history()
+
+
+def refusal_of(client) -> str:
+    """How a call of an earlier run's client ends."""
+    try:
+        client.chat.completions.create(model=client.model_path, messages=[{"role": "user", "content": "late"}])
+    except Exception as error:
+        return type(error).__name__
+    return "answered"

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -118,3 +119,41 @@ def test_what_cannot_be_handed_over_is_refused(tokenizer):
             await runner.arun_episode(NoEngine(), {"question": "1"})
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("workflow", ["AgentInProcess", "AsyncAgentInProcess"])
+def test_openai_clients_of_a_process_are_recorded_as_those_of_a_thread(tiny_model, tokenizer, workflow):
+    openai = pytest.importorskip("openai")
+    from rollwright.rollout.openai_front import OpenAIFront
+
+    judge = openai.OpenAI(base_url="http://127.0.0.1:1/v1", api_key="none", max_retries=5, timeout=3.0)
+    judge.model_path = "judge"
+    batches = {}
+    with OpenAIFront(tokenizer, "policy") as front:
+        services = SimpleNamespace(openai_front=front, auxiliary_models=[judge])
+        for isolation in ("process", "thread"):
+            taskset = TasksetConfig(
+                default_workflow_type=f"isolated_workflows.{workflow}", isolation=isolation, isolated_processes=1
+            )
+            taskset.rollout_args = taskset.rollout_args.new(max_new_tokens=4, temperature=0.5)
+            runner = TaskRunner([taskset], tokenizer, services=services, model_path="policy")
+            tasks = [{"question": f"{number}+1=", "ordinal": number} for number in range(2)]
+            with engine_of(tiny_model, tokenizer) as rollout:
+                parts = [rollout.rollout_batch([task], workflow=runner) for task in tasks]
+            batches[isolation] = parts
+
+    for apart, beside in zip(batches["process"], batches["thread"], strict=True):
+        assert apart["input_ids"].shape[0] == 1  # two calls, one of which extends the other
+        for key in ("input_ids", "loss_mask", "versions", "rewards", "token_rewards", "temperature"):
+            assert apart[key].tolist() == beside[key].tolist(), key
+        assert apart["logprobs"].flatten().tolist() == pytest.approx(beside["logprobs"].flatten().tolist(), abs=1e-5)
+        sampled = apart["loss_mask"].bool()
+        assert (apart["logprobs"][sampled] < 0).all()
+        assert apart["rewards"].item() == 0.25
+        assert apart["token_rewards"].sum().item() == 0.5
+    if workflow == "AgentInProcess":
+        first, second = (part["details"][0]["info"] for part in batches["process"])
+        assert first["process"] == second["process"] != os.getpid()
+        assert first["retries"] == 0
+        assert first["judge"] == ["judge", 5]
+        assert second["earlier_client"] == "AuthenticationError"  # its run has ended, and with it its key

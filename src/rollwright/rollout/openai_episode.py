@@ -104,13 +104,13 @@ class OpenAIEpisode(OpenAIProtocol):
 
     def client(self) -> Any:
         """An ``openai.OpenAI`` for this run; it carries ``model_path``. To be used in threads, not on the rollout's loop."""
-        from rollwright.rollout.openai_clients import RunClient
+        from rollwright.workflows.openai_clients import RunClient
 
         return RunClient(self.base_url, self.api_key, self.model_name, forbidden_loop=_running_loop(self.engine))
 
     def async_client(self) -> Any:
         """An ``openai.AsyncOpenAI`` for this run; it carries ``model_path``. Works on any event loop."""
-        from rollwright.rollout.openai_clients import AsyncRunClient
+        from rollwright.workflows.openai_clients import AsyncRunClient
 
         return AsyncRunClient(self.base_url, self.api_key, self.model_name)
 

@@ -48,7 +48,7 @@ class TaskServices:
             return None
         with self._lock:
             if self._front is None:
-                import rollwright.rollout.openai_clients  # noqa: F401 - a missing package is told before the first sample
+                import rollwright.workflows.openai_clients  # noqa: F401 - a missing package is told before the first sample
                 from rollwright.rollout.openai_front import OpenAIFront
 
                 self._front = OpenAIFront(self._tokenizer, self._config.actor.path)

@@ -135,11 +135,15 @@ class BridgedEpisode:
 
     def client(self) -> Any:
         """An ``openai.OpenAI``."""
-        return _openai_client(self.base_url, self.api_key, self.model_path)
+        from rollwright.workflows.openai_clients import RunClient
+
+        return RunClient(self.base_url, self.api_key, self.model_path)
 
     def async_client(self) -> Any:
         """An ``openai.AsyncOpenAI``."""
-        return _openai_client(self.base_url, self.api_key, self.model_path, asynchronous=True)
+        from rollwright.workflows.openai_clients import AsyncRunClient
+
+        return AsyncRunClient(self.base_url, self.api_key, self.model_path)
 
     def set_reward(self, reward: float, *, call: str | None = None, turn: int | None = None) -> None:
         """Reward the run, or one call or turn of it."""
@@ -160,10 +164,11 @@ class BridgedModel(ModelWrapper):
         return frames.unpack_experiences(bytes.fromhex(data)) or []
 
 
-def _openai_client(base_url: str, api_key: str, model_path: str, *, asynchronous: bool = False) -> Any:
+def auxiliary_client(model_path: str, **settings: Any) -> Any:
+    """The client of a model that is not trained, as the parent has it."""
     import openai
 
-    client = (openai.AsyncOpenAI if asynchronous else openai.OpenAI)(base_url=base_url, api_key=api_key)
+    client = openai.OpenAI(**settings)
     client.model_path = model_path  # type: ignore[attr-defined]
     return client
 
@@ -201,10 +206,10 @@ class Child:
             self.idle[type(workflow)].append(workflow)
         return result
 
-    def _take(self, task: Task, model: ModelWrapper, auxiliary: list[dict[str, str]]) -> Workflow:
+    def _take(self, task: Task, model: ModelWrapper, auxiliary: list[dict[str, Any]]) -> Workflow:
         idle = self.idle[task.workflow_class()]
         if not idle:
-            return task.to_workflow(model, [_openai_client(c["base_url"], c["api_key"], c["model_path"]) for c in auxiliary])
+            return task.to_workflow(model, [auxiliary_client(**settings) for settings in auxiliary])
         workflow = idle.pop()
         renew(workflow, task, model)
         return workflow

@@ -213,7 +213,13 @@ class IsolatedWorkflows:
             "template_kwargs": template_kwargs or {},
             "has_front": has_front,
             "auxiliary_models": [
-                {"base_url": str(client.base_url), "api_key": client.api_key, "model_path": client.model_path}
+                {
+                    "model_path": client.model_path,
+                    "base_url": str(client.base_url),
+                    "api_key": client.api_key,
+                    "timeout": client.timeout,
+                    "max_retries": client.max_retries,
+                }
                 for client in auxiliary_models
             ],
         }
