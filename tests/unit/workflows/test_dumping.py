@@ -1,0 +1,66 @@
+"""Dumps: readable, written beside the event loop, and never the end of a sample."""
+
+import asyncio
+import time
+
+import aiofiles.threadpool
+
+from rollwright.inference.request import ModelResponse
+from rollwright.workflows.dumping import dump_sample, dump_sequence, task_name
+from rollwright.workflows.token_sequence import TokenSequence
+
+
+async def test_a_slow_disk_does_not_hold_up_the_event_loop(tmp_path, monkeypatch):
+    def slow_open(*args, **kwargs):
+        time.sleep(0.4)
+        return open(*args, **kwargs)
+
+    monkeypatch.setattr(aiofiles.threadpool, "sync_open", slow_open)
+    dumping = asyncio.create_task(dump_sample(tmp_path, version=3, task="t", sections={"prompt": "6*7="}))
+    beats, longest, last = 0, 0.0, time.monotonic()
+    while not dumping.done():
+        await asyncio.sleep(0.01)
+        longest, last, beats = max(longest, time.monotonic() - last), time.monotonic(), beats + 1
+    path = await dumping
+    assert path is not None
+    assert "6*7=" in path.read_text()
+    assert beats > 5
+    assert longest < 0.35
+
+
+async def test_where_the_disk_fails_the_sample_does_not(tmp_path, caplog):
+    (tmp_path / "file").write_text("in the way")
+    assert await dump_sample(tmp_path / "file", version=0, task="t", sections={}) is None
+
+
+async def test_names_of_tasks_are_made_file_names(tmp_path):
+    path = await dump_sample(
+        tmp_path, version=3, task="a/b c?" + "x" * 200, sections={"one": "1", "two": "2"}, facts={"reward": 1}
+    )
+    assert path is not None
+    assert path.parent == tmp_path / "3"
+    assert path.name.startswith("a_b_c_xxx")
+    assert len(path.name) < 100
+    assert [line for line in path.read_text().splitlines() if "-" not in line] == ["reward: 1", "one", "1", "two", "2"]
+    assert [task_name(task) for task in ({"query_id": "q", "id": 1}, {"id": 1}, {"ordinal": 0}, {})] == ["q", 1, 0, "task"]
+
+
+async def test_a_sequence_says_how_many_of_its_tokens_were_sampled(tmp_path):
+    class Letters:
+        def decode(self, ids):
+            return "".join(chr(ord("a") + token) for token in ids)
+
+    sequence = TokenSequence([0, 1])
+    sequence.append_response(ModelResponse([0, 1], [2, 3], [-1.0, -1.0], [5, 6]))
+    sequence.append_context([4])
+    path = await dump_sequence(tmp_path, sequence, Letters(), {"id": 9}, {"reward": 0.5})
+    assert path is not None
+    assert path.parent.name == "5"
+    assert [line for line in path.read_text().splitlines() if "---" not in line] == [
+        "reward: 0.5",
+        "tokens: 5, 2 of them sampled",
+        "prompt",
+        "ab",
+        "episode",
+        "cde",
+    ]
