@@ -6,8 +6,8 @@ The arithmetic task with a tool whose time is log-normal, median 0.3 s, 99th per
 groups of the same size from the same checkpoint, with the same limit of samples at once and the same waits for each task's
 samples; the asynchronous side may be two versions stale (``max_head_offpolicyness: 2``, ``on_stale: wait``: nothing is
 dropped) and takes the decoupled loss. The ratio is that of all timed tokens over all timed seconds; the first three steps, in
-which the asynchronous side fills its places, are trained and not timed, on both sides. With ``--jobs 3`` the three seeds of a
-side run together, a third of the time and the same conditions for both.
+which the asynchronous side fills its places, are trained and not timed, on both sides. ``--jobs 3`` runs the three seeds of a
+side together, for accuracies only: an asynchronous run uses a core for most of the time, so that its speed suffers.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def arguments_of(description: str | None, full: Size, quick: Size) -> tuple[argp
         "--jobs",
         type=int,
         default=1,
-        help="runs side by side, one compute thread each: a run computes for a small part of its time and waits for the rest",
+        help="runs side by side, one compute thread each: quicker where accuracies are wanted; speeds need 1, since runs share cores",
     )
     parser.add_argument("--directory", type=Path, default=Path("runs/async-benchmark"), help="the warmed-up model is kept here")
     parser.add_argument("--json", type=Path, help="write machine, results and ratios to this file")
