@@ -1,7 +1,7 @@
 """The process of isolated workflows: runs one task at a time, and asks its parent for every token.
 
-The workflow runs in the main thread, as it would in a program of its own; model calls go through an event loop in a second
-thread; a third one reads what the parent sends.
+The workflow runs in the main thread, as it would in a program of its own, ``run_async`` on an event loop there; model calls go
+through an event loop in a second thread, which no workflow can block; a third one reads what the parent sends.
 """
 
 from __future__ import annotations
@@ -49,19 +49,22 @@ class Parent:
             write_frame(self._answers, kind, body)
 
     async def ask(self, call: str, /, **arguments: Any) -> Any:
-        """Have the parent do something; awaited on ``loop``.
+        """Have the parent do something; awaited on any loop.
 
         Raises:
             RollwrightError: what the parent raised.
         """
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._ask(call, arguments), self.loop))
+
+    async def _ask(self, call: str, arguments: dict[str, Any]) -> Any:
         number = next(self._numbers)
         future = self._waiting[number] = self.loop.create_future()
         self.say(frames.ASK, json.dumps({"number": number, "call": call, "arguments": arguments}).encode())
         return await future
 
     def ask_from_thread(self, call: str, /, **arguments: Any) -> Any:
-        """``ask`` from the workflow's own thread."""
-        return asyncio.run_coroutine_threadsafe(self.ask(call, **arguments), self.loop).result()
+        """``ask`` from the workflow's own thread, which waits, whether a loop runs in it or not."""
+        return asyncio.run_coroutine_threadsafe(self._ask(call, arguments), self.loop).result()
 
     def _read(self) -> None:
         while True:
@@ -179,6 +182,7 @@ class Child:
     def __init__(self, parent: Parent, tokenizer: Any) -> None:
         self.parent = parent
         self.tokenizer = tokenizer
+        self.loop = asyncio.new_event_loop()  # of run_async, in the main thread
         self.idle: dict[type, list[Workflow]] = defaultdict(list)
 
     def run(self, job: dict[str, Any]) -> Any:
@@ -199,7 +203,7 @@ class Child:
         model.parent = self.parent
         workflow = self._take(task, model, job["auxiliary_models"])
         if trait(workflow, "asynchronous"):
-            result = asyncio.run_coroutine_threadsafe(workflow.run_async(), self.parent.loop).result()
+            result = self.loop.run_until_complete(workflow.run_async())
         else:
             result = workflow.run()
         if trait(workflow, "resettable"):
