@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -146,7 +146,7 @@ def read_weights(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
                     yield name, file.get_tensor(name)
-        except Exception as error:  # safetensors raises its own error type, which it does not export everywhere
+        except (SafetensorError, OSError) as error:
             raise WeightUpdateError(f"{path} cannot be read as safetensors ({error}); publish the weights again.") from error
 
 

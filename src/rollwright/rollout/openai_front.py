@@ -18,7 +18,7 @@ import weakref
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.errors import ConfigError, RolloutError
+from rollwright.errors import ConfigError, RolloutError, WorkflowError
 from rollwright.inference.engine import InferenceEngine
 from rollwright.tracking.logging import getLogger
 
@@ -202,7 +202,7 @@ def _application(front: OpenAIFront) -> FastAPI:
             raise RequestError(f"Unknown parameter {unknown[0]!r}: a reward has reward, call and turn.", param=unknown[0])
         try:
             episode.set_reward(body.get("reward"), call=body.get("call"), turn=body.get("turn"))  # type: ignore[arg-type]
-        except Exception as error:
+        except (WorkflowError, TypeError) as error:  # TypeError: a turn that is no number
             raise RequestError(str(error)) from error
         return {"object": "reward", **body}
 

@@ -138,7 +138,7 @@ class Runner:
         """A fault of ours in a callback of the loop would only be logged there, and callers would wait for ever."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # unforeseen by definition
             logger.exception("rollout stops for a fault of its own")
             self.stop(error)
 
@@ -175,7 +175,7 @@ class Runner:
             return await self._episode(group, sample)
         except asyncio.CancelledError:
             return RolloutError("the workflow ended by a CancelledError of its own; a cancelled part must be caught there.")
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # a workflow that fails is data: it is retried, counted and reported
             return error
 
     def _ended(self, group: Group, task: asyncio.Task[Trajectory | BaseException | None]) -> None:
@@ -291,7 +291,7 @@ class Runner:
         try:
             group.trajectory = group.assemble()
             policy = policy_against(group, self.config.dynamic_filter)
-        except Exception as error:
+        except Exception as error:  # of a should_accept_fn, or rows of a workflow that cannot be joined
             self.failures.record(error, sample=str(group), task=str(group), workflow=group.workflow_name, is_final=True)
             self.failures.count(True)
             self._end(group, GroupState.FAILED, "failed", f"its group could not be completed: {error}")

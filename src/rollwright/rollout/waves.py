@@ -154,7 +154,7 @@ class WaveGate:
         self.waves += 1
         try:
             answers = await self._generate([held.request for held in wave])
-        except Exception as error:
+        except Exception as error:  # whatever the engine raises, each sample of the wave is told
             answers = [error] * len(wave)
         finally:
             self._in_flight = False

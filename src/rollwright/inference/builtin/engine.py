@@ -230,7 +230,7 @@ class BuiltinEngine(InferenceEngine):
             finished: list[Finished] = []
             try:
                 self._stepper.step(finished)
-            except BaseException as error:
+            except BaseException as error:  # whatever it is: requests end with it, and the thread goes on
                 logger.exception("A step of the engine failed; its requests fail with it.")
                 finished += self._fail_all(error)
             with self._state:

@@ -81,7 +81,7 @@ class GeneralModel:
         try:
             with torch.inference_mode():
                 output = self._model(probe, past_key_values=DynamicCache(), use_cache=True)
-        except Exception as error:
+        except Exception as error:  # a foreign forward may raise anything
             raise self._refusal(f"its forward takes no key-value cache ({type(error).__name__}: {error})") from error
         layers = getattr(getattr(output, "past_key_values", None), "layers", None)
         if not layers or any(getattr(layer, "keys", None) is None or layer.keys.dim() != 4 for layer in layers):
@@ -172,7 +172,7 @@ class GeneralModel:
         try:
             self.forward(prefill_batch(begin, 0, device), cache)
             logits = self.forward(prefill_batch(end, 0, device), cache)
-        except Exception as error:
+        except Exception as error:  # a foreign forward may raise anything
             raise self._refusal(f"it takes no explicit mask and cache ({type(error).__name__}: {error})") from error
         plain = torch.stack([self._model(torch.tensor([tokens], device=device)).logits[0, -1] for tokens in prompts])
         scale = (plain - plain.mean(-1, keepdim=True)).abs().max().item()

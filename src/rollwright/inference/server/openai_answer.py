@@ -208,7 +208,7 @@ async def chunks_of(protocol: OpenAIProtocol, engine: Any, call: OpenAICall, inc
         try:
             async for partial in stream_response(engine, call.requests[index]):
                 await queue.put((index, partial))
-        except Exception as error:
+        except Exception as error:  # whatever it is, the reader of the queue tells the client
             await queue.put((index, error))
         await queue.put((index, None))
 
