@@ -215,3 +215,76 @@ def test_the_built_in_names_are_registered():
 def test_generation_arguments_have_trinitys_names():
     arguments = GenerationHyperparameters.from_names(n=4, max_tokens=7)
     assert (arguments.n, arguments.max_tokens) == (4, 7)
+
+
+class RecordedScript(Scripted):
+    """A scripted engine whose answers are recorded, as a sample's engine records them."""
+
+    def __init__(self, tokenizer, *texts):
+        from rollwright.experience.recorder import Recorder
+
+        super().__init__(tokenizer, *texts)
+        self.recorder = Recorder()
+
+    async def agenerate(self, request):
+        response = await super().agenerate(request)
+        self.recorder.record(request, response)
+        return response
+
+
+def test_a_finished_conversation_becomes_one_experience_of_its_sampled_tokens(tokenizer):
+    engine = RecordedScript(tokenizer, "one", "two", "aside")
+    model = ModelWrapper(engine, tokenizer, recorder=engine.recorder)
+    messages = [{"role": "user", "content": "a"}]
+    for question in ("b", None):
+        (answer,) = model.chat(messages)
+        messages.append({"role": "assistant", "content": answer.response_text})
+        if question:
+            messages.append({"role": "user", "content": question})
+    model.chat([{"role": "user", "content": "another conversation"}])
+    experience = model.convert_messages_to_experience(messages)
+    first, second = engine.recorder.records[:2]
+    assert experience.tokens.tolist() == [*second.prompt_ids, *second.output_ids]
+    assert experience.tokens[experience.prompt_length :][experience.action_mask].tolist() == [
+        *first.output_ids,
+        *second.output_ids,
+    ]
+    assert experience.versions[experience.versions >= 0].unique().tolist() == [3]
+    messages[1] = {"role": "assistant", "content": "uno"}
+    with pytest.raises(WorkflowError, match="no reply in these messages was sampled"):
+        model.convert_messages_to_experience([messages[0], messages[1]])
+
+
+def test_evaluation_has_arguments_of_its_own_also_in_a_workflow_that_trains(tokenizer):
+    class Reused(Workflow):
+        resettable = True
+
+        def reset(self, task):
+            self.task = task
+
+        def run(self):
+            (response,) = self.model.chat(self.task.messages(), n=1)
+            response.reward = float(self.task.is_eval)
+            return [response]
+
+    trained = TasksetConfig(default_workflow_type=Reused, format=FormatConfig(prompt_key="question"))
+    trained.rollout_args = GenerationHyperparameters(temperature=0.7, max_new_tokens=9)
+    held_out = TasksetConfig(default_workflow_type=Reused, format=FormatConfig(prompt_key="question"))
+    evaluator = GenerationHyperparameters(greedy=True, max_new_tokens=5)
+    own = TasksetConfig(default_workflow_type=Reused, format=FormatConfig(prompt_key="question"))
+    own.rollout_args = GenerationHyperparameters(temperature=0.3, max_new_tokens=4)
+    engine = Scripted(tokenizer, "x")
+    training = TaskRunner([trained], tokenizer, n_samples=1)
+    rewards = []
+    for runner in (
+        training,
+        TaskRunner([held_out], tokenizer, gconfig=evaluator, is_eval=True),
+        TaskRunner([own], tokenizer, gconfig=evaluator, is_eval=True),
+        training,
+    ):
+        (experience,) = asyncio.run(runner.arun_episode(engine, {"question": "1"}))
+        rewards.append(experience.reward)
+    asked = [(request.gconfig.effective_temperature, request.gconfig.max_new_tokens) for request in engine.requests]
+    assert asked == [(0.7, 9), (1.0, 5), (0.3, 4), (0.7, 9)]
+    assert engine.requests[1].gconfig.greedy
+    assert rewards == [0.0, 1.0, 1.0, 0.0]
