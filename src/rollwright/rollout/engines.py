@@ -5,17 +5,31 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, RolloutError
-from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.rollout.executor import RolloutExecutor
-from rollwright.rollout.group import AcceptFunction
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def _executors(
+    method: Callable[Concatenate[RolloutExecutor, Arguments], Result],
+) -> Callable[Concatenate[RolloutEngine, Arguments], Result]:
+    """A method of the executor as one of the engine that holds it, with its arguments and its documentation."""
+
+    @functools.wraps(method)
+    def call(self: RolloutEngine, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return method(self.executor, *args, **kwargs)
+
+    return call
 
 
 class RolloutEngine(InferenceEngine):
@@ -107,49 +121,14 @@ class RolloutEngine(InferenceEngine):
 
     # -- samples -------------------------------------------------------------------------------------------------------
 
-    def submit(
-        self,
-        data: dict[str, Any],
-        workflow: Any,
-        workflow_kwargs: dict[str, Any] | None = None,
-        should_accept_fn: AcceptFunction | str | None = None,
-        group_size: int = 1,
-        is_eval: bool = False,
-    ) -> int:
-        """Queue a task; see :meth:`RolloutExecutor.submit`."""
-        return self.executor.submit(data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
-
-    def wait(self, count: int, timeout: float | None = None, is_eval: bool = False) -> Trajectory:
-        """Take complete groups; see :meth:`RolloutExecutor.wait`."""
-        return self.executor.wait(count, timeout, is_eval)
-
-    def wait_for_task(self, task_id: int, timeout: float | None = None) -> Trajectory:
-        """Take the group of one task; see :meth:`RolloutExecutor.wait_for_task`."""
-        return self.executor.wait_for_task(task_id, timeout)
-
-    def rollout_batch(
-        self,
-        data_list: Sequence[dict[str, Any]],
-        workflow: Any,
-        workflow_kwargs: dict[str, Any] | None = None,
-        should_accept_fn: AcceptFunction | str | None = None,
-        group_size: int = 1,
-        is_eval: bool = False,
-    ) -> Trajectory:
-        """Run these tasks to their end; see :meth:`RolloutExecutor.rollout_batch`."""
-        return self.executor.rollout_batch(data_list, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
-
-    def prepare_batch(
-        self,
-        dataloader: Iterable[Any],
-        workflow: Any,
-        workflow_kwargs: dict[str, Any] | None = None,
-        should_accept_fn: AcceptFunction | str | None = None,
-        group_size: int = 1,
-        batch_size: int | None = None,
-    ) -> Trajectory:
-        """The next training batch; see :meth:`RolloutExecutor.prepare_batch`."""
-        return self.executor.prepare_batch(dataloader, workflow, workflow_kwargs, should_accept_fn, group_size, batch_size)
+    submit = _executors(RolloutExecutor.submit)
+    wait = _executors(RolloutExecutor.wait)
+    wait_for_task = _executors(RolloutExecutor.wait_for_task)
+    rollout_batch = _executors(RolloutExecutor.rollout_batch)
+    prepare_batch = _executors(RolloutExecutor.prepare_batch)
+    counters = _executors(RolloutExecutor.counters)
+    state_dict = _executors(RolloutExecutor.state_dict)
+    load_state_dict = _executors(RolloutExecutor.load_state_dict)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -191,18 +170,6 @@ class RolloutEngine(InferenceEngine):
         """
         self.client.set_version(version)
         self.executor.set_version(version)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The executor's state; see :meth:`RolloutExecutor.state_dict`."""
-        return self.executor.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another rollout engine stood."""
-        self.executor.load_state_dict(state)
-
-    def counters(self) -> dict[str, float]:
-        """How samples and groups ended, and how many there are in each state."""
-        return self.executor.counters()
 
 
 class LocalRolloutEngine(RolloutEngine):

@@ -20,7 +20,7 @@ from rollwright.rollout.failures import Failure
 from rollwright.rollout.group import AcceptFunction, Group
 from rollwright.rollout.loop import LoopThread
 from rollwright.rollout.runner import Runner
-from rollwright.rollout.source import TaskSource
+from rollwright.rollout.source import Draws
 from rollwright.rollout.state import read_state
 from rollwright.rollout.tasks import GroupFactory
 from rollwright.rollout.waiting import BatchWaiter, PrepareWaiter, StreamWaiter, TaskWaiter, Waiter, describe, wanted
@@ -74,8 +74,7 @@ class RolloutExecutor:
         self._delivery.staleness.batch = batch_size
         self._delivery.staleness.version = engine.get_version()
         self._factory = GroupFactory()
-        self._sources: list[tuple[Any, TaskSource]] = []
-        self._restored: deque[dict[str, Any]] = deque()  # tasks that a checkpoint had drawn and not trained
+        self._draws = Draws()
         self._prepare_lock = threading.Lock()
 
     # -- one task at a time --------------------------------------------------------------------------------------------
@@ -223,7 +222,7 @@ class RolloutExecutor:
         """
         self._start()
         with self._prepare_lock:
-            source = self._source(dataloader)
+            source = self._draws.source(dataloader)
             count = batch_size or source.batch_size
             if count < 1:
                 raise DatasetEnded("prepare_batch: the dataloader has ended and no group is left.")
@@ -231,11 +230,11 @@ class RolloutExecutor:
             epochs, accepted = source.epochs, self._runner.groups["accepted"]
             while True:
                 missing = self._call(lambda: wanted(self._runner))
-                rows = self._draw(source, missing)
                 groups = [
-                    self._factory.make(row, workflow, workflow_kwargs, should_accept_fn, group_size, False) for row in rows
+                    self._factory.make(row, workflow, workflow_kwargs, should_accept_fn, group_size, False)
+                    for row in self._draws.take(source, missing)
                 ]
-                waiter = PrepareWaiter(count, threading.get_ident(), source_is_over=source.is_over and not self._restored)
+                waiter = PrepareWaiter(count, threading.get_ident(), source_is_over=self._draws.is_over(source))
                 taken = self._await(waiter, None, "prepare_batch", before=lambda groups=groups: self._runner.enqueue(groups))
                 if taken:
                     return _joined(taken)
@@ -311,15 +310,13 @@ class RolloutExecutor:
             drawn from the dataloader and are not done, in order, with their ordinals); ``finished`` (complete groups that no
             batch has taken: task, trajectory, version of admission). The dataloader's own state is ahead by exactly these.
         """
-
-        drawn = [*self._restored, *(row for _, source in self._sources for row in source.buffered)]
-        return self._call(read_state, self._runner, self._factory.next_ordinal, drawn)
+        return self._call(read_state, self._runner, self._factory.next_ordinal, self._draws.left)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another executor stood: its pending tasks run before the dataloader's next ones."""
         if self._call(lambda: self._runner.unfinished + len(self._delivery.ready)):
             raise RolloutError("load_state_dict: tasks are in flight already; load the state before the first one.")
-        self._restored = deque(dict(row) for row in state["pending"])
+        self._draws.restored = deque(dict(row) for row in state["pending"])
         self._factory.next_ordinal = state["next_ordinal"]
         finished = [self._factory.restored(entry) for entry in state["finished"]]
         self._call(self._delivery.restore, state["version"], state["frontier"], state["beyond"], finished)
@@ -375,18 +372,6 @@ class RolloutExecutor:
             if not waiter.future.done() and not self._thread.is_stopped:
                 self._call(self._runner.forget, waiter)
             raise
-
-    def _source(self, dataloader: Iterable[Any]) -> TaskSource:
-        for loader, source in self._sources:
-            if loader is dataloader:
-                return source
-        source = TaskSource(dataloader)
-        self._sources.append((dataloader, source))
-        return source
-
-    def _draw(self, source: TaskSource, count: int) -> list[dict[str, Any]]:
-        rows = [self._restored.popleft() for _ in range(min(count, len(self._restored)))]
-        return rows + source.draw(count - len(rows))
 
     def _set_batch(self, count: int) -> None:
         self._delivery.staleness.batch = count

@@ -1,7 +1,8 @@
-"""Drawing tasks from a dataloader, one after the other, over epochs, to a defined end."""
+"""Drawing tasks from dataloaders, one after the other, over epochs, to a defined end."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -83,3 +84,34 @@ class TaskSource:
                     "build it with collate_fn=lambda rows: rows, so that a batch is a list of rows."
                 )
         return [dict(row) for row in rows]
+
+
+class Draws:
+    """What was drawn from which dataloader: tasks that a checkpoint had drawn and not trained come before new ones."""
+
+    def __init__(self) -> None:
+        self.restored: deque[dict[str, Any]] = deque()
+        self._sources: list[tuple[Any, TaskSource]] = []
+
+    def source(self, dataloader: Iterable[Any]) -> TaskSource:
+        """The source over a dataloader; the same one for the same object."""
+        for loader, source in self._sources:
+            if loader is dataloader:
+                return source
+        source = TaskSource(dataloader)
+        self._sources.append((dataloader, source))
+        return source
+
+    def take(self, source: TaskSource, count: int) -> list[dict[str, Any]]:
+        """Up to ``count`` tasks; fewer only where the source is over."""
+        rows = [self.restored.popleft() for _ in range(min(count, len(self.restored)))]
+        return rows + source.draw(count - len(rows))
+
+    def is_over(self, source: TaskSource) -> bool:
+        """True where no task is left."""
+        return source.is_over and not self.restored
+
+    @property
+    def left(self) -> list[dict[str, Any]]:
+        """Tasks that were taken from dataloaders or a checkpoint, and from here by nobody yet."""
+        return [*self.restored, *(row for _, source in self._sources for row in source.buffered)]
