@@ -276,7 +276,7 @@ class ParallelGenerationWorkflow(RolloutWorkflow):
             paths=len(paths),
             goal_malformed=not has_outlines or not goal.is_closed,
             paths_cut=sum(path.is_cut for path in paths) / len(paths),
-            conclusion_missing=conclusion.content == 0,
+            conclusion_missing=not self._says_something(conclusion),
             conclusion_unclosed=not conclusion.is_closed,
             other_context_share=sum(row.other_context) / max(1, sum(row.loss_mask)),
             truncated=truncated,
@@ -309,6 +309,10 @@ class ParallelGenerationWorkflow(RolloutWorkflow):
                 "branches": self.branch_attention,
             },
         )
+
+    def _says_something(self, part: Part) -> bool:
+        sampled = part.response.output_tokens[: part.content] if part.response is not None else []
+        return bool(self.tokenizer.decode(sampled, skip_special_tokens=True).strip())
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))

@@ -158,10 +158,82 @@ def test_a_goal_and_a_path_cut_by_their_limits_are_closed_and_count_as_truncated
 
 def test_a_missing_conclusion_is_scored_as_it_is(tokenizer):
     engine = Author(tokenizer, conclusion="■")
-    row = run(ParallelGenerationWorkflow(whole, GCONFIG, tokenizer), engine)
+    row = run(ParallelGenerationWorkflow(whole, GCONFIG, tokenizer, rollout_stat_scope="test_missing"), engine)
     assert completion_of(tokenizer, row, engine).endswith(f"<Conclusion>\n{tokenizer.eos_token}\n</Conclusion>\n")
     assert row["rewards"].tolist() == [0.5]
     assert row["truncated"].tolist() == [False]
+    metrics = get_tracker("test_missing").export(reset=True)
+    assert (metrics["test_missing/conclusion_missing"], metrics["test_missing/conclusion_unclosed"]) == (1.0, 1.0)
+
+
+def test_a_conclusion_of_nothing_counts_as_missing(tokenizer):
+    workflow = ParallelGenerationWorkflow(whole, GCONFIG, tokenizer, rollout_stat_scope="test_nothing")
+    row = run(workflow, Author(tokenizer, conclusion="</Conclusion>"))
+    assert row["rewards"].tolist() == [0.5]
+    metrics = get_tracker("test_nothing").export(reset=True)
+    assert (metrics["test_nothing/conclusion_missing"], metrics["test_nothing/conclusion_unclosed"]) == (1.0, 0.0)
+
+
+def test_outlines_beyond_the_most_paths_get_none(tokenizer):
+    engine = Author(tokenizer)
+    row = run(ParallelGenerationWorkflow(whole, GCONFIG, tokenizer, max_paths=1), engine)
+    text = completion_of(tokenizer, row, engine)
+    assert "<Path>\n1. six</Path>" in text.replace("six </Path>", "six</Path>")
+    assert "<Path>\n3." not in text
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_an_aborted_part_rejects_the_sample(tokenizer, part):
+    class Aborts(Author):
+        async def agenerate(self, request):
+            response = await super().agenerate(request)
+            if len(self.requests) == part + 1 or (len(self.requests) > part and self.requests[part] is request):
+                response.stop_reason = "abort"
+            return response
+
+    assert run(ParallelGenerationWorkflow(whole, GCONFIG, tokenizer), Aborts(tokenizer)) is None
+
+
+def test_defaults_are_those_of_the_guide():
+    import inspect
+
+    parameters = inspect.signature(ParallelGenerationWorkflow).parameters
+    assert list(parameters)[:3] == ["reward_fn", "gconfig", "tokenizer"]
+    assert {name: parameters[name].default for name in list(parameters)[3:11]} == {
+        "enable_thinking": False,
+        "max_goal_tokens": 2048,
+        "max_path_tokens": 4096,
+        "max_conclusion_tokens": 2048,
+        "rollout_stat_scope": "rollout",
+        "dump_dir": None,
+        "get_input_ids_fn": None,
+        "data_extract_prompt_fn": None,
+    }
+
+
+def test_the_prompt_can_be_made_by_functions_and_their_import_paths(tokenizer):
+    engine = Author(tokenizer)
+    made = ParallelGenerationWorkflow(
+        whole,
+        GCONFIG,
+        tokenizer,
+        enable_thinking=True,
+        get_input_ids_fn=lambda prompt, tokenizer, thinking: tokenizer.encode(f"{prompt}{thinking}", add_special_tokens=False),
+        data_extract_prompt_fn=lambda data: data["query_id"],
+    )
+    run(made, engine)
+    assert tokenizer.decode(engine.requests[0].input_ids) == "sum/1True<Goal>\n"
+    by_path = ParallelGenerationWorkflow(
+        "exact_match_reward",
+        GCONFIG,
+        tokenizer,
+        get_input_ids_fn="rollwright.workflows.prompting.chat_input_ids",
+        data_extract_prompt_fn="rollwright.workflows.prompting.extract_messages",
+    )
+    engine = Author(tokenizer)
+    run(by_path, engine)
+    chat = tokenizer.apply_chat_template(TASK["messages"], tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(engine.requests[0].input_ids, skip_special_tokens=False) == chat + "<Goal>\n"
 
 
 def test_no_room_leaves_a_path_empty_and_the_conclusion_out(tokenizer):
