@@ -24,7 +24,7 @@ def names(request):
     """What the blocks that define classes define."""
     namespace = {"__name__": "docs_of_workflows"}
     for block in re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL):
-        if "class " in block:
+        if "class " in block or "def " in block:
             exec(compile(block, "docs/workflows.md", "exec"), namespace)
     return namespace
 
@@ -50,6 +50,14 @@ def test_the_ten_lines_give_a_row_that_keeps_the_contract(names, tiny_model):
         row = normalise(result, recording.recorder)
     check_trajectory(row)
     assert row["loss_mask"].sum() == len(recording.recorder.records[0].output_ids)
+
+
+def test_the_loop_over_turns_runs(names, tiny_model):
+    tokenizer = load_tokenizer(tiny_model)
+    with BuiltinEngine(str(tiny_model)) as engine:
+        row = asyncio.run(names["converse"](engine, tokenizer.encode("6*7="), GCONFIG, tokenizer, len))
+    check_trajectory(row)
+    assert "\nGo on. " in tokenizer.decode(row["input_ids"][0])
 
 
 def test_the_task_style_class_runs(names, tiny_model):
