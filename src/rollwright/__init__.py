@@ -19,6 +19,7 @@ _EXPORTS: dict[str, str] = {
     "BaseExperimentConfig": "rollwright.config.experiment",
     "PPOConfig": "rollwright.config.experiment",
     "GRPOConfig": "rollwright.config.experiment",
+    "DPOConfig": "rollwright.config.experiment",
     "SFTConfig": "rollwright.config.experiment",
     "SGLangConfig": "rollwright.config.sections",
     "VLLMConfig": "rollwright.config.sections",
@@ -91,6 +92,7 @@ _EXPORTS: dict[str, str] = {
     "new_model": "rollwright.training.model",
     # trainers
     "PPOTrainer": "rollwright.trainers.rl",
+    "DPOTrainer": "rollwright.trainers.dpo",
     "SFTTrainer": "rollwright.trainers.sft",
     # sequence processing
     "SequenceProcessor": "rollwright.sequence_processing",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollwright.config.experiment import PPOConfig, SFTConfig
+from rollwright.config.experiment import DPOConfig, PPOConfig, SFTConfig
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.loading import dump_yaml
 from rollwright.config.sections import DatasetConfig
@@ -43,13 +43,14 @@ def _new_model(config: NewModelConfig) -> str:
     )
 
 
-def _sft(config: SFTConfig) -> str:
+def _supervised(config: SFTConfig) -> str:
     until = (
         ""
         if config.stop_accuracy is None
         else f", until accuracy on {_rows(config.valid_dataset)} reaches {config.stop_accuracy:g}"
     )
-    return f"train {config.model.path} on the completions of {_rows(config.train_dataset)}, {_length(config)}{until}"
+    what = "preferences" if isinstance(config, DPOConfig) else "completions"
+    return f"train {config.model.path} on the {what} of {_rows(config.train_dataset)}, {_length(config)}{until}"
 
 
 def _rl(config: PPOConfig) -> str:
@@ -88,4 +89,4 @@ def _sampling(gconfig: GenerationHyperparameters) -> str:
     return f"temperature {gconfig.effective_temperature:g}, at most {gconfig.max_new_tokens} tokens"
 
 
-_WORDS = {"model": _new_model, "sft": _sft, "rl": _rl, "eval": _eval}
+_WORDS = {"model": _new_model, "sft": _supervised, "dpo": _supervised, "rl": _rl, "eval": _eval}

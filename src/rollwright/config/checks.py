@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from rollwright.config.experiment import BaseExperimentConfig, PPOConfig, SFTConfig
+from rollwright.config.experiment import BaseExperimentConfig, DPOConfig, PPOConfig, SFTConfig
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.new_model import NewModelConfig
 from rollwright.config.sections import DatasetConfig, IntervalConfig, NormConfig
 from rollwright.config.source import KeyPath, dotted
+from rollwright.config.tasksets import FormatConfig
 from rollwright.errors import ConfigError
 
 Fault = tuple[KeyPath, str]
@@ -27,8 +28,8 @@ def faults_of(config: Any) -> Iterator[Fault]:
         yield from _new_model(config)
     if isinstance(config, BaseExperimentConfig):
         yield from _experiment(config)
-    if isinstance(config, SFTConfig) and config.stop_accuracy is not None:
-        yield from _stops_by_accuracy(config)
+    if isinstance(config, SFTConfig):
+        yield from _supervised(config)
     if isinstance(config, PPOConfig):
         yield from _policy(config)
         yield from _store(config)
@@ -96,6 +97,16 @@ def _experiment(config: BaseExperimentConfig) -> Iterator[Fault]:
             )
 
 
+def _supervised(config: SFTConfig) -> Iterator[Fault]:
+    wanted = "preference" if isinstance(config, DPOConfig) else "sft"
+    if config.train_dataset.type != wanted:
+        yield ("train_dataset", "type"), f"is {config.train_dataset.type}, but this stage trains on rows of type {wanted}"
+    if config.model.optimizer is None:
+        yield ("model", "optimizer"), "is null, but the model is trained; give it at least lr"
+    if config.stop_accuracy is not None:
+        yield from _stops_by_accuracy(config)
+
+
 def _stops_by_accuracy(config: SFTConfig) -> Iterator[Fault]:
     needed = {
         "valid_dataset": config.valid_dataset,
@@ -110,6 +121,14 @@ def _has_interval(section: IntervalConfig) -> bool:
     return any(value is not None for value in (section.every_steps, section.every_epochs, section.every_seconds))
 
 
+#: Keys of a format that say nothing to a task-style workflow, and what to do.
+_UNREAD_BY_TASKS = {
+    "chosen_key": "pairs of replies are trained on by a stage of kind dpo",
+    "rejected_key": "pairs of replies are trained on by a stage of kind dpo",
+    "image_key": "a workflow finds its images in task.raw_task; or use train_dataset and vision_rlvr",
+}
+
+
 def _policy(config: PPOConfig) -> Iterator[Fault]:
     actor, rollout = config.actor, config.rollout
     if config.store is None and config.mode in ("explore", "train", "serve"):
@@ -121,6 +140,11 @@ def _policy(config: PPOConfig) -> Iterator[Fault]:
         yield ("train_dataset", "path"), "is given beside tasksets, which take its place; keep one"
     if config.tasksets and config.workflow:
         yield ("workflow",), "is given beside tasksets, which name their workflows; keep one"
+    for name in ("tasksets", "eval_tasksets"):
+        for index, taskset in enumerate(getattr(config, name)):
+            for key, remedy in _UNREAD_BY_TASKS.items():
+                if getattr(taskset.format, key) != getattr(FormatConfig(), key):
+                    yield (name, index, "format", key), f"is not read by task-style workflows: {remedy}"
     for index, auxiliary in enumerate(config.auxiliary_models):
         if bool(auxiliary.model_path) == bool(auxiliary.base_url):
             which = "both" if auxiliary.model_path else "neither"

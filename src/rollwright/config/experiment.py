@@ -141,3 +141,16 @@ class SFTConfig(BaseExperimentConfig):
     workflow_kwargs: dict[str, Any] = field(default_factory=dict, metadata={"help": "Arguments of the workflow's constructor."})
     reward_fn: str | None = field(default=None, metadata={"help": "Import path or registered name of the reward function."})
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+
+@dataclass
+class DPOConfig(SFTConfig):
+    """Direct preference optimisation, on pairs of replies of which one is preferred."""
+
+    train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(type="preference"))
+    ref: TrainEngineConfig | None = field(default=None, metadata={"help": "Reference policy; None: the model's first weights."})
+    beta: float = field(default=0.1, metadata={"help": "Strength of the pull towards the reference.", "gt": 0.0})
+    label_smoothing: float = field(
+        default=0.0,
+        metadata={"help": "Share of pairs taken to be the wrong way round (conservative DPO).", "ge": 0.0, "lt": 0.5},
+    )

@@ -83,6 +83,10 @@ def find_recipe(name: str) -> Recipe:
             f"actor.recipe is {name!r}, which needs a critic, and there is none yet. Use grpo (a group of samples is the "
             "baseline) or reinforceplusplus (the batch is)."
         )
+    if key in ("sft", "dpo"):
+        raise ConfigError(
+            f"actor.recipe is {name!r}, which samples nothing: it is a stage of its own, `kind: {key}` (docs/supervised.md)."
+        )
     near = get_close_matches(key, RECIPES, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"actor.recipe is {name!r}, which is no recipe.{hint} There are: {', '.join(RECIPES)}.")

@@ -25,7 +25,10 @@ class DatasetConfig:
     name: str | None = field(default=None, metadata=_help("Subset (configuration) of a Hugging Face dataset."))
     type: str = field(
         default="rl",
-        metadata=_help("rl: tasks with messages and an answer; sft: rows with a worked completion.", choices=["rl", "sft"]),
+        metadata=_help(
+            "rl: tasks with messages and an answer; sft: rows with a worked completion; preference: with a chosen and a rejected one.",
+            choices=["rl", "sft", "preference"],
+        ),
     )
     format: FormatConfig | None = field(
         default=None, metadata=_help("Which columns hold what; null: known by their names (docs/datasets.md).")

@@ -21,7 +21,7 @@ from typing import Any
 from rollwright.config.building import Builder, names_besides, nearest
 from rollwright.config.checks import faults_of
 from rollwright.config.evaluation import EvalConfig
-from rollwright.config.experiment import BaseExperimentConfig, GRPOConfig, SFTConfig
+from rollwright.config.experiment import BaseExperimentConfig, DPOConfig, GRPOConfig, SFTConfig
 from rollwright.config.loading import config_to_dict, merge_overrides, written_keys
 from rollwright.config.new_model import NewModelConfig
 from rollwright.config.recipes import apply_recipe
@@ -34,7 +34,13 @@ logger = logging.getLogger("rollwright.config")
 
 
 #: What a stage of each kind is told.
-STAGE_CLASSES: dict[str, type] = {"model": NewModelConfig, "sft": SFTConfig, "rl": GRPOConfig, "eval": EvalConfig}
+STAGE_CLASSES: dict[str, type] = {
+    "model": NewModelConfig,
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "rl": GRPOConfig,
+    "eval": EvalConfig,
+}
 
 #: Keys of a stage, and of a file, that are no settings of the stage's config.
 _STAGE_KEYS = ("kind", "name")
@@ -202,6 +208,7 @@ def _relative(override: Override, place: KeyPath, name: Any) -> Override | None:
 _NEEDED: dict[str, dict[str, str]] = {
     "model": {"path": "the directory to write the model to"},
     "sft": {"model.path": "the model to train", "train_dataset.path": "the rows to train on"},
+    "dpo": {"model.path": "the model to train", "train_dataset.path": "the pairs of replies to train on"},
     "rl": {
         "actor.path": "the model to train",
         "train_dataset.path": "the tasks to train on",

@@ -25,12 +25,14 @@ class FormatConfig:
     system_prompt: str | None = field(default=None, metadata={"help": "System message of every task."})
     system_prompt_key: str | None = field(default=None, metadata={"help": "Column of a row's own system message."})
     tools_key: str | None = field(default=None, metadata={"help": "Column of the tools offered to the model."})
-    image_key: str | None = field(default=None, metadata={"help": "Column of images."})
+    image_key: str | None = field(
+        default=None, metadata={"help": "Column of images (datasets; task-style workflows read their row)."}
+    )
     reply_prefix: str | None = field(default=None, metadata={"help": "Text that the assistant's reply begins with."})
     workflow_key: str | None = field(default=None, metadata={"help": "Column that names a row's own workflow."})
     reward_fn_key: str | None = field(default=None, metadata={"help": "Column that names a row's own reward function."})
-    chosen_key: str = field(default="chosen", metadata={"help": "Column of the preferred reply (DPO)."})
-    rejected_key: str = field(default="rejected", metadata={"help": "Column of the other reply (DPO)."})
+    chosen_key: str = field(default="chosen", metadata={"help": "Column of the preferred reply (datasets of type preference)."})
+    rejected_key: str = field(default="rejected", metadata={"help": "Column of the other reply (datasets of type preference)."})
     enable_thinking: bool | None = field(default=None, metadata={"help": "Passed to the chat template where set."})
     chat_template: str | None = field(default=None, metadata={"help": "Chat template in place of the tokenizer's."})
 

@@ -180,7 +180,7 @@ def get_dataset(config: DatasetConfig, tokenizer: Any = None) -> list[Row]:
         tokenizer: counts a prompt's tokens where ``max_length`` is set; an object, or the directory or name of one.
 
     Returns:
-        Tasks with ``messages`` and ``answer``, and ``completion`` where ``type`` is sft.
+        Tasks with ``messages`` and ``answer``, ``completion`` where ``type`` is sft, ``chosen`` and ``rejected`` where it is preference.
 
     Raises:
         DataError: with the dataset, and the row where it is a row's fault.
@@ -191,7 +191,7 @@ def get_dataset(config: DatasetConfig, tokenizer: Any = None) -> list[Row]:
     rows = read_taskset_rows(config)
     if config.limit is not None:
         rows = rows.first(config.limit) if isinstance(rows, Rows) else rows[: config.limit]
-    tasks = to_tasks(rows, config.format, source, supervised=config.type == "sft")
+    tasks = to_tasks(rows, config.format, source, config.type)
     return tasks if config.max_length is None else _short_enough(tasks, config.max_length, tokenizer, source)
 
 

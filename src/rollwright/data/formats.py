@@ -7,10 +7,12 @@ is a task already, and the usual pairs of a question and its answer are known by
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from rollwright.config.tasksets import FormatConfig
 from rollwright.data.gsm8k import is_worked_answer, task_of
+from rollwright.data.preferences import preference_task
 from rollwright.errors import DataError
 
 Row = dict[str, Any]
@@ -27,44 +29,48 @@ KNOWN_PAIRS = (
 )
 
 #: What a ``format`` of a dataset cannot say: these belong to tasksets, whose rows choose their workflow.
-_TASKSET_ONLY = (
-    "workflow_key", "reward_fn_key", "reply_prefix", "enable_thinking", "chat_template", "chosen_key", "rejected_key",
-)  # fmt: skip
+_TASKSET_ONLY = ("workflow_key", "reward_fn_key", "reply_prefix", "enable_thinking", "chat_template")
+
+#: What it can say only where rows are preference pairs.
+_PAIRS_ONLY = ("chosen_key", "rejected_key")
 
 
-def to_tasks(rows: Sequence[Row], layout: FormatConfig | None, source: str, supervised: bool = False) -> list[Row]:
+def to_tasks(rows: Sequence[Row], layout: FormatConfig | None, source: str, kind: str = "rl") -> list[Row]:
     """Make tasks of rows.
 
     Args:
         rows: as they were read.
         layout: which columns hold what; None: known by their names.
         source: name of the dataset, for messages.
-        supervised: rows must have a worked ``completion`` to train on; where there is none, the answer is it.
+        kind: ``sft``: rows must have a worked ``completion`` to train on; where there is none, the answer is it.
+            ``preference``: they must have a ``chosen`` and a ``rejected`` reply.
 
     Returns:
-        Rows with ``messages`` and ``answer`` (and ``completion``), and all that they had.
+        Rows with ``messages`` and ``answer`` (and ``completion``, or ``chosen`` and ``rejected``), and all that they had.
 
     Raises:
         DataError: a column is missing or is not what it should be; the message names the row.
     """
     if layout is not None:
-        _refuse_what_a_dataset_cannot_do(layout, source)
+        _refuse_what_a_dataset_cannot_do(layout, source, kind)
     places = getattr(rows, "places", None) or [f"{source}: row {index}" for index in range(len(rows))]
     tasks = []
     for row, where in zip(rows, places, strict=True):
-        task = _by_layout(row, layout, where) if layout is not None else _by_names(row, where)
+        prompted = partial(_by_names, where=where) if layout is None else partial(_by_layout, layout=layout, where=where)
+        task = preference_task(row, layout, where, prompted) if kind == "preference" else prompted(row)
         _check_messages(task["messages"], where)
-        if supervised and "segments" not in task and "input_ids" not in task:  # worked episodes need no completion
+        if kind == "sft" and "segments" not in task and "input_ids" not in task:  # worked episodes need no completion
             task = {**task, "completion": _completion(task, where)}
         tasks.append(task)
     return tasks
 
 
-def _refuse_what_a_dataset_cannot_do(layout: FormatConfig, source: str) -> None:
+def _refuse_what_a_dataset_cannot_do(layout: FormatConfig, source: str, kind: str) -> None:
     default = FormatConfig()
-    for key in _TASKSET_ONLY:
+    for key in _TASKSET_ONLY + (() if kind == "preference" else _PAIRS_ONLY):
         if getattr(layout, key, None) != getattr(default, key, None):
-            raise DataError(f"{source}: format.{key} means nothing for a dataset of messages; it is for tasksets.")
+            use = "datasets of type preference" if key in _PAIRS_ONLY else "tasksets"
+            raise DataError(f"{source}: format.{key} means nothing for this dataset of messages; it is for {use}.")
 
 
 def _by_layout(row: Row, layout: FormatConfig, where: str) -> Row:
@@ -94,6 +100,10 @@ def _by_layout(row: Row, layout: FormatConfig, where: str) -> Row:
 def _by_names(row: Row, where: str) -> Row:
     if "messages" in row:
         return row
+    if "chosen" in row and "rejected" in row:
+        for prompt_key in ("prompt", "question", "instruction"):
+            if isinstance(row.get(prompt_key), str):
+                return {**row, "messages": [{"role": "user", "content": row[prompt_key]}]}
     for prompt_key, answer_key in KNOWN_PAIRS:
         if prompt_key in row and answer_key in row:
             if is_worked_answer(row[answer_key]):

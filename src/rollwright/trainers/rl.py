@@ -20,6 +20,7 @@ from rollwright.experience.trajectory import Trajectory, tensor_container_to
 from rollwright.rollout.engines import LocalRolloutEngine, RolloutEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
+from rollwright.trainers.checkpoints import save_step
 from rollwright.trainers.evaluation import EvaluationResult, evaluate
 from rollwright.trainers.group_operators import GroupOperators
 from rollwright.trainers.rollout_backend import make_rollout_engine
@@ -181,7 +182,7 @@ class PPOTrainer:
                     evaluations[self.step] = self._evaluate(run, evaluated, evaluated_kwargs)
                 with run.timer.phase("checkpoint"):
                     if saving.due(self.step):
-                        self.save(self.directory.checkpoints / f"step-{self.step:06d}")
+                        save_step(self.actor, self.directory, self.step, self.tokenizer, config.saver.keep)
                     due = recovering.due_by_now(self.step, published) or (published and stop.received is not None)
                     if config.recover.mode != "off" and due:
                         self._save_recover()

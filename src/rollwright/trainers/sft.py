@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from rollwright.config.experiment import FinetuneSpec, SFTConfig
-from rollwright.data.loader import TaskLoader
-from rollwright.data.tokenizer import load_tokenizer
+from rollwright.config.experiment import SFTConfig
 from rollwright.data.vision import as_images, image_placeholder, load_processor, multi_modal_outputs, place_images
-from rollwright.errors import ConfigError, DataError
+from rollwright.errors import DataError
 from rollwright.experience.contract import MULTI_MODAL
-from rollwright.experience.trajectory import Trajectory, concat_padded_tensors, tensor_container_to
+from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.trainers.evaluation import evaluate
-from rollwright.trainers.rollout_backend import make_local_engine
-from rollwright.trainers.schedule import Schedule
-from rollwright.trainers.stage_run import StageRun
-from rollwright.trainers.stop_signal import StopSignal
-from rollwright.trainers.workflow_arguments import with_defaults
+from rollwright.trainers.supervised import SupervisedTrainer
 from rollwright.training.engine import TrainEngine
-from rollwright.training.publish import SharedWeights
 
 
-class SFTTrainer:
+class SFTTrainer(SupervisedTrainer):
     """Trains a model on rows with ``messages`` and ``completion``; the loss is on the completion and the end token.
-
-    Where ``stop_accuracy`` is set, a workflow scores the model on ``valid_dataset`` every ``evaluator.every_steps`` steps, and
-    training stops when the mean reward reaches it.
 
     Args:
         config: the experiment.
-        train_dataset: rows with ``messages`` (or ``prompt``) and ``completion``.
+        train_dataset: rows as :func:`supervised_batch` takes them.
         valid_dataset: tasks that stop the training; a split of their own.
         directory: where the run writes; claimed by the caller.
     """
@@ -47,97 +35,22 @@ class SFTTrainer:
         *,
         directory: RunDirectory,
     ) -> None:
-        if config.stop_accuracy is not None and not (valid_dataset and config.workflow and config.evaluator.every_steps):
-            raise ConfigError("stop_accuracy needs valid_dataset, workflow and evaluator.every_steps to be set as well.")
-        self.config = config
-        self.valid_dataset = list(valid_dataset or [])[: config.evaluator.limit]
-        self.directory = directory
-        self.tokenizer = load_tokenizer(config.tokenizer_path or config.model.path, config.model.trust_remote_code)
+        super().__init__(config, train_dataset, valid_dataset, directory=directory)
         self.processor = None
         if any(row.get("images") for row in train_dataset[:1]):
             self.processor = load_processor(config.tokenizer_path or config.model.path, self.tokenizer)
-        dataset = config.train_dataset
-        self.loader = TaskLoader(
-            train_dataset, dataset.batch_size, shuffle=dataset.shuffle, drop_last=dataset.drop_last, seed=config.seed
-        )
-        self.spec = FinetuneSpec(config.total_train_epochs, len(train_dataset), dataset.batch_size, config.total_train_steps)
 
-    def __enter__(self) -> SFTTrainer:
-        torch.manual_seed(self.config.seed)
-        self.model = TrainEngine(self.config.model)
-        self.model.initialize(None, self.spec)
-        self.rollout = None
-        if self.config.workflow and self.valid_dataset:  # nothing is sampled where nothing is evaluated
-            self.rollout = make_local_engine(self.config, self.model, self.tokenizer)
-        if self.rollout is not None:
-            self.rollout.initialize()
-            self.weights = SharedWeights(self.rollout)
-        return self
+    def make_engine(self) -> TrainEngine:
+        """The model."""
+        return TrainEngine(self.config.model)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.rollout is not None:
-            self.rollout.destroy()
-        self.model.destroy()
+    def make_batch(self, rows: Sequence[dict[str, Any]]) -> Trajectory:
+        """See :func:`supervised_batch`."""
+        return supervised_batch(rows, self.tokenizer, self.processor)
 
-    def train(self) -> dict[str, Any]:
-        """Run to the end, or to ``stop_accuracy``.
-
-        Returns:
-            ``{"steps", "loss", "eval": {step: accuracy}, "seconds": {...}, "checkpoint": path}``.
-        """
-        config = self.config
-        total = self.spec.total_steps
-        evaluating = Schedule(config.evaluator, self.spec.steps_per_epoch)
-        batches = self.loader.forever()
-        evaluations: dict[int, float] = {}
-        loss = float("nan")
-        step = 0
-        with (
-            StopSignal() as stop,
-            StageRun(
-                config, self.directory, total_steps=total, resume_step=None, tokenizer=self.tokenizer, value_name="loss"
-            ) as run,
-        ):
-            while step < total and stop.received is None:
-                with run.timer.phase("train"):
-                    batch = supervised_batch(next(batches), self.tokenizer, self.processor)
-                    if self.rollout is not None:
-                        self.weights.before_first_step()
-                    stats = self.model.sft_update(tensor_container_to(batch, self.model.device))
-                    self.model.step_lr_scheduler()
-                step += 1
-                loss = stats["loss"]
-                seconds = run.timer.export()
-                speed = float(batch["attention_mask"].sum()) / seconds["train"]
-                run.log(step, {"loss": loss, "tokens_per_second/train": speed, **{f"model/{k}": v for k, v in stats.items()}})
-                run.display.step(step, loss, train_tokens_per_second=speed, seconds=seconds)
-                if self.rollout is not None and (evaluating.due(step) or step == total):
-                    with run.timer.phase("eval"):
-                        evaluations[step] = self._accuracy()
-                    run.log(step, {"eval/reward": evaluations[step]})
-                    run.display.evaluation(step, evaluations[step])
-                    if config.stop_accuracy is not None and evaluations[step] >= config.stop_accuracy:
-                        break
-            if stop.received is not None:
-                raise SystemExit(stop.exit_code)
-            checkpoint = self.directory.checkpoints / "final"
-            self.model.save(checkpoint, self.tokenizer)
-            return {
-                "steps": step,
-                "loss": loss,
-                "eval": evaluations,
-                "seconds": run.timer.totals,
-                "checkpoint": str(checkpoint),
-            }
-
-    def _accuracy(self) -> float:
-        assert self.rollout is not None
-        self.model.version += 1
-        self.weights.publish(self.model, self.model.version)
-        gconfig = self.config.evaluator.gconfig
-        defaults = {"reward_fn": self.config.reward_fn, "gconfig": gconfig, "tokenizer": self.tokenizer}
-        kwargs = with_defaults(self.config.workflow, self.config.workflow_kwargs, defaults)
-        return evaluate(self.rollout, self.valid_dataset, self.config.workflow, kwargs, gconfig).reward
+    def update(self, batch: Trajectory) -> dict[str, float]:
+        """The mean negative log-likelihood of the completions' tokens."""
+        return self.model.sft_update(batch)
 
 
 def supervised_batch(rows: Sequence[dict[str, Any]], tokenizer: Any, processor: Any = None) -> Trajectory:

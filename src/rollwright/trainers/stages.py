@@ -150,12 +150,14 @@ def _make_model(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
 
 def _train_supervised(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
     from rollwright.data.examples import get_dataset
+    from rollwright.trainers.dpo import DPOTrainer
     from rollwright.trainers.sft import SFTTrainer
 
+    trainer_class = DPOTrainer if stage.kind == "dpo" else SFTTrainer
     config = stage.config
     tokenizer = config.tokenizer_path or config.model.path  # counts prompts where max_length is set
     valid = get_dataset(config.valid_dataset, tokenizer) if config.valid_dataset else None
-    with SFTTrainer(config, get_dataset(config.train_dataset, tokenizer), valid, directory=directory) as trainer:
+    with trainer_class(config, get_dataset(config.train_dataset, tokenizer), valid, directory=directory) as trainer:
         return trainer.train()
 
 
@@ -221,7 +223,7 @@ def _evaluate(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
         return {"label": config.label or stage.name, **evaluate_model(config)}
 
 
-_CARRY_OUT = {"model": _make_model, "sft": _train_supervised, "rl": _train_policy, "eval": _evaluate}
+_CARRY_OUT = {"model": _make_model, "sft": _train_supervised, "dpo": _train_supervised, "rl": _train_policy, "eval": _evaluate}
 
 
 # -- what the user sees at the end ------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from rollwright.experience.store_sampling import Sampling
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors, tensor_container_to
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
+from rollwright.trainers.checkpoints import save_step
 from rollwright.trainers.drawn_tasks import count_tasks, training_tasks
 from rollwright.trainers.group_operators import joined_samples
 from rollwright.trainers.published_weights import PublishedWeights
@@ -121,7 +122,7 @@ class StoreTrainer:
                     check_agreement(config, self.actor, self.step, stats)
                 with run.timer.phase("checkpoint"):
                     if saving.due(self.step):
-                        self.actor.save(self.directory.checkpoints / f"step-{self.step:06d}", self.tokenizer)
+                        save_step(self.actor, self.directory, self.step, self.tokenizer, config.saver.keep)
                     if recovering.due(self.step):
                         self._save_recover()
             if self.step and self.step not in self.recover.steps():

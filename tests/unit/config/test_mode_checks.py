@@ -8,6 +8,7 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.config.source import parse_yaml
 from rollwright.config.stages import build_stages
 from rollwright.config.store import StoreConfig
+from rollwright.config.tasksets import FormatConfig, TasksetConfig
 from rollwright.errors import ConfigError
 
 
@@ -65,3 +66,18 @@ stages:
 """
     with pytest.raises(ConfigError, match="no other stages"):
         run_config(build_stages(parse_yaml(text, "x.yaml"), []))
+
+
+@pytest.mark.parametrize(
+    ("key", "remedy"), [("chosen_key", "kind dpo"), ("rejected_key", "kind dpo"), ("image_key", "vision_rlvr")]
+)
+def test_a_taskset_refuses_columns_that_its_workflows_do_not_read(key, remedy):
+    taskset = TasksetConfig(path="tasks.jsonl", format=FormatConfig(**{key: "column"}))
+    assert remedy in faults("both", None, tasksets=[taskset])[f"tasksets.0.format.{key}"]
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_what_samples_nothing_is_a_stage_and_no_recipe(kind):
+    text = f"experiment_name: x\nactor: {{path: m, recipe: {kind}}}\ntrain_dataset: {{path: arithmetic}}\nworkflow: rlvr\n"
+    with pytest.raises(ConfigError, match=f"`kind: {kind}`"):
+        build_stages(parse_yaml(text, "x.yaml"), [])
