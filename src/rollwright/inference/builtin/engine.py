@@ -28,11 +28,17 @@ from rollwright.errors import (
     RequestAborted,
     WeightUpdateError,
 )
-from rollwright.inference.builtin.model_loading import cache_bytes_by_default, load_model_for_inference
+from rollwright.inference.builtin.model_loading import (
+    cache_bytes_by_default,
+    copy_weights,
+    load_model_for_inference,
+    weight_copies,
+)
 from rollwright.inference.builtin.model_runner import ModelRunner
 from rollwright.inference.builtin.request_intake import RequestIntake
 from rollwright.inference.builtin.sequence import Sequence
-from rollwright.inference.builtin.step import Finished, Stepper
+from rollwright.inference.builtin.step import Finished, Stepper, sample_alone
+from rollwright.inference.builtin.token_stream import TokenStream
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.tracking.logging import getLogger
@@ -166,24 +172,12 @@ class BuiltinEngine(InferenceEngine):
 
         Leaving the iteration early frees the request's row.
         """
-        loop = asyncio.get_running_loop()
-        news = asyncio.Event()
         sequence = self._intake.sequence(request)
-        sequence.on_token = _token_listener(loop, news, sampled := [])
+        stream = TokenStream(sequence)
         (pending,) = self._enqueue([sequence])
-        future = asyncio.wrap_future(pending)
-        future.add_done_callback(lambda _: news.set())
-        try:
-            given = 0
-            while not future.done():
-                await news.wait()
-                news.clear()
-                if len(sampled) > given and not future.done():
-                    given = len(sampled)
-                    yield sequence.partial_response(sampled[:given])
-            yield future.result()
-        finally:
-            future.cancel()
+        async with contextlib.aclosing(stream.responses(pending)) as responses:
+            async for response in responses:
+                yield response
 
     def generate(self, requests: list[ModelRequest]) -> list[ModelResponse]:
         """Like ``agenerate_batch``, for synchronous code; also works while an event loop runs in this thread."""
@@ -201,14 +195,7 @@ class BuiltinEngine(InferenceEngine):
         """
         sequence = self._intake.sequence(request)
         with self._between_steps():
-            runner = self._runner.for_one_sequence(len(sequence.tokens) + sequence.max_new_tokens)
-            stepper = Stepper(runner, 1, 0, len(sequence.tokens), self.get_version())
-            stepper.scheduler.waiting.append(sequence)
-            finished: list[Finished] = []
-            while stepper.has_work:
-                stepper.step(finished)
-        ((_, response),) = finished
-        assert isinstance(response, ModelResponse)
+            response = sample_alone(self._runner, sequence, self.get_version())
         return {"The built-in engine": response}
 
     # ------------------------------------------------------------------ the thread
@@ -373,13 +360,8 @@ class BuiltinEngine(InferenceEngine):
         Raises:
             WeightUpdateError: a name or shape is not the model's; then no weight has changed.
         """
-        pairs: list[tuple[str, Tensor]] = list(dict(named).items())
-        state = self.model.state_dict(keep_vars=True)
-        for name, tensor in pairs:
-            if name not in state or state[name].shape != tensor.shape:
-                there = f"has shape {tuple(state[name].shape)}" if name in state else "is not in the model"
-                raise WeightUpdateError(f"Weight {name} of shape {tuple(tensor.shape)} {there}: it belongs to another model.")
-        self._update(version, lambda: _copy_weights(state, pairs))
+        copies = weight_copies(self.model, dict(named))
+        self._update(version, lambda: copy_weights(copies))
 
     def go_back(self, version: int) -> None:
         """End all requests, and give the present weights an earlier version, as whose weights others are loaded next.
@@ -411,23 +393,6 @@ class BuiltinEngine(InferenceEngine):
     def stats(self) -> dict[str, float]:
         """Counts since the start, and what runs and waits now."""
         return {**self._stepper.stats(), "queued": len(self._inbox)}
-
-
-def _token_listener(loop: asyncio.AbstractEventLoop, news: asyncio.Event, sampled: list) -> Any:
-    """A callback of the engine's thread that keeps each ``(token, logprob, version)`` and wakes ``loop``."""
-
-    def listen(token: int, logprob: float, version: int) -> None:
-        sampled.append((token, logprob, version))
-        with contextlib.suppress(RuntimeError):  # the loop was closed; nobody listens any more
-            loop.call_soon_threadsafe(news.set)
-
-    return listen
-
-
-def _copy_weights(state: dict[str, Tensor], pairs: list[tuple[str, Tensor]]) -> None:
-    with torch.no_grad():
-        for name, tensor in pairs:
-            state[name].copy_(tensor)
 
 
 def _resolve(finished: list[Finished]) -> None:

@@ -1,4 +1,4 @@
-"""A model and its tokenizer for inference, from a live model or a path, and how much memory its cache may take."""
+"""A model and its tokenizer for inference, from a live model or a path; its memory, and weights that fit it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import os
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rollwright.data.tokenizer import load_tokenizer
+from rollwright.errors import WeightUpdateError
 
 _MOST_ON_CPU = 4 << 30
 
@@ -43,3 +45,24 @@ def cache_bytes_by_default(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0] // 2
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(_MOST_ON_CPU, free // 4)
+
+
+def weight_copies(model: Any, named: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of a model's own tensor and the one to be copied into it.
+
+    Raises:
+        WeightUpdateError: a name or shape is not the model's.
+    """
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in named.items():
+        if name not in state or state[name].shape != tensor.shape:
+            there = f"has shape {tuple(state[name].shape)}" if name in state else "is not in the model"
+            raise WeightUpdateError(f"Weight {name} of shape {tuple(tensor.shape)} {there}: it belongs to another model.")
+    return [(state[name], tensor) for name, tensor in named.items()]
+
+
+def copy_weights(copies: list[tuple[Tensor, Tensor]]) -> None:
+    """Overwrite the first of each pair with the second."""
+    with torch.no_grad():
+        for destination, source in copies:
+            destination.copy_(source)

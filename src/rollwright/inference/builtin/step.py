@@ -187,3 +187,22 @@ class Stepper:
             "cache_rows": self._runner.cache.rows,
             "cache_length": self._runner.cache.length,
         }
+
+
+def sample_alone(runner: ModelRunner, sequence: Sequence, version: int) -> ModelResponse:
+    """One sequence from its prompt to its end, over a cache of its own; no step of anybody else runs meanwhile.
+
+    Args:
+        runner: its model computes.
+        sequence: in no queue.
+        version: of the weights.
+    """
+    own = runner.for_one_sequence(len(sequence.tokens) + sequence.max_new_tokens)
+    stepper = Stepper(own, 1, 0, len(sequence.tokens), version)
+    stepper.scheduler.waiting.append(sequence)
+    finished: list[Finished] = []
+    while stepper.has_work:
+        stepper.step(finished)
+    ((_, response),) = finished
+    assert isinstance(response, ModelResponse)
+    return response
