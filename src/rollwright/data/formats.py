@@ -70,7 +70,7 @@ def _refuse_what_a_dataset_cannot_do(layout: FormatConfig, source: str, kind: st
     for key in _TASKSET_ONLY + (() if kind == "preference" else _PAIRS_ONLY):
         if getattr(layout, key, None) != getattr(default, key, None):
             use = "datasets of type preference" if key in _PAIRS_ONLY else "tasksets"
-            raise DataError(f"{source}: format.{key} means nothing for this dataset of messages; it is for {use}.")
+            raise DataError(f"{source}: format.{key} means nothing for a dataset of {kind} rows; it is for {use}.")
 
 
 def _by_layout(row: Row, layout: FormatConfig, where: str) -> Row:

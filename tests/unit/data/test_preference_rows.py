@@ -59,5 +59,7 @@ def test_what_is_no_pair_is_refused_with_its_place(row, message):
 
 
 def test_columns_of_replies_mean_nothing_elsewhere():
-    with pytest.raises(DataError, match=r"chosen_key means nothing .* datasets of type preference"):
+    with pytest.raises(
+        DataError, match=r"chosen_key means nothing for a dataset of rl rows; it is for datasets of type preference"
+    ):
         to_tasks([{"prompt": "a"}], FormatConfig(chosen_key="good"), "rows")
