@@ -170,6 +170,29 @@ def test_the_clerk_earns_nearly_everything_in_few_tokens(place):
     assert max(lengths) < 400
 
 
+def test_a_careless_clerk_acts_as_the_shop_allows_and_earns_little(place):
+    rewards = []
+    for session_id in range(40):
+        session = place.session(session_id)
+        steps = worked_steps(place, session_id, careless=0.75)
+        assert steps == worked_steps(place, session_id, careless=0.75)
+        for observation, action in steps:
+            assert observation == session.observation()
+            result = session.step(action)
+            assert result.info["valid"]
+        assert result.done
+        rewards.append(result.reward)
+    assert 0.0 < sum(rewards) / len(rewards) < 0.4
+    assert worked_steps(place, 0, careless=0.0) == worked_steps(place, 0)
+
+
+def test_worked_visits_train_on_actions_and_where_asked_on_pages():
+    actions, everything = (tasks("train", 1, 1, 200, 60, 5, worked=True, pages=pages)[0]["segments"] for pages in (False, True))
+    assert [part["text"] for part in actions] == [part["text"] for part in everything]
+    assert [part["train"] for part in actions] == [False, True] * (len(actions) // 2)
+    assert all(part["train"] for part in everything)
+
+
 def test_splits_share_no_session():
     split = {name: {row["session_id"] for row in tasks(name, None, 1, 200, 60, 5)} for name in ("train", "valid", "test")}
     assert [len(ids) for ids in split.values()] == [48, 6, 6]

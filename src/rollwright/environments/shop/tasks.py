@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from rollwright.environments.shop import catalogue as goods
@@ -23,6 +24,8 @@ def tasks(
     goals: int = 500,
     page_size: int = 10,
     worked: bool = False,
+    careless: float = 0.0,
+    pages: bool = False,
 ) -> list[dict[str, Any]]:
     """Sessions of one shop as a taskset; train has the first four fifths of the goals, valid and test share the rest.
 
@@ -31,6 +34,10 @@ def tasks(
         size: number of tasks; None: all of the split.
         seed, products, goals, page_size: the shop; give the workflow the same.
         worked: add ``segments``, a worked episode, for supervised training.
+        careless: the clerk's share of words, products and options that are drawn without regard to what the customer wants.
+            A model that learns from such a clerk knows the shop and not yet its job.
+        pages: these train on what the shop says, too, not on the clerk's actions alone. A page repeats much of the page
+            before it, from which a small model learns to copy a word; the dozen copied words of the actions alone take it long.
 
     Raises:
         DataError: no such split, or it has fewer tasks than ``size``.
@@ -57,14 +64,21 @@ def tasks(
             "answer": goal.product.id,
             "query_id": f"shop-{seed}-{session_id}",
         }
-        rows.append({**row, "segments": _segments(worked_steps(place, session_id))} if worked else row)
+        rows.append({**row, "segments": _segments(worked_steps(place, session_id, careless), pages)} if worked else row)
     return rows
 
 
-def worked_steps(place: Any, session_id: int) -> list[tuple[str, str]]:
-    """What the clerk saw and did, ``(observation, action)`` a step: search, take the best of the first page, choose, buy."""
+def worked_steps(place: Any, session_id: int, careless: float = 0.0) -> list[tuple[str, str]]:
+    """What the clerk saw and did, ``(observation, action)`` a step: search, take the best of the first page, choose, buy.
+
+    Args:
+        place: the shop.
+        session_id: whom the clerk serves.
+        careless: probability of each of these choices to be drawn from what is there instead.
+    """
     session = place.session(session_id)
     goal = session.goal
+    draw = random.Random(f"clerk {session_id}")
     steps = []
 
     def act(action: str) -> None:
@@ -72,12 +86,19 @@ def worked_steps(place: Any, session_id: int) -> list[tuple[str, str]]:
         result = session.step(action)
         assert result.info["valid"], action
 
-    act(f"search[{' '.join(goal.attributes)} {goal.product.kind}]")
+    sought = draw.choice(place.catalogue.goals) if draw.random() < careless else goal
+    act(f"search[{' '.join(sought.attributes)} {sought.product.kind}]")
     first_page = place.search(session.query)[: place.page_size]
-    best = max(first_page, key=lambda product: purchase_reward(product, _choices(product, goal), goal))
-    act(f"click[{best.id}]")
-    for value in _choices(best, goal).values():
-        act(f"click[{value}]")
+    taken = max(first_page, key=lambda product: purchase_reward(product, _choices(product, goal), goal))
+    if draw.random() < careless:
+        taken = draw.choice(first_page)
+    act(f"click[{taken.id}]")
+    wanted = _choices(taken, goal)
+    for name, values in taken.options.items():
+        if draw.random() < careless:
+            act(f"click[{draw.choice(values)}]")
+        elif name in wanted:
+            act(f"click[{wanted[name]}]")
     act(f"click[{BUY.lower()}]")
     return steps
 
@@ -86,11 +107,11 @@ def _choices(product: Product, goal: Goal) -> dict[str, str]:
     return {name: value for name, value in goal.options.items() if value in product.options.get(name, ())}
 
 
-def _segments(steps: list[tuple[str, str]]) -> list[dict[str, Any]]:
+def _segments(steps: list[tuple[str, str]], pages: bool) -> list[dict[str, Any]]:
     """The episode in the chat form of ``data.tokenizer.CHAT_TEMPLATE``: an observation a user message, an action a reply."""
     segments = []
     for observation, action in steps:
-        segments.append({"text": f"<|user|>{observation}<|end|><|assistant|>", "train": False})
+        segments.append({"text": f"<|user|>{observation}<|end|><|assistant|>", "train": pages})
         segments.append({"text": f"<think>{_thought(action)}</think><action>{action}</action><|end|>", "train": True})
     return segments
 
