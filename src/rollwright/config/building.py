@@ -92,6 +92,9 @@ class Builder:
             if name not in values and default is None and _default_of(field) is dataclasses.MISSING:
                 self.fault((*path, name), f"is required{_help_of(field)}")
                 values[name] = _FAULT
+        if isinstance(default, GenerationHyperparameters) and default.greedy and "greedy" not in values:
+            for name in values.keys() & {"temperature", "top_k", "top_p"}:
+                self.fault((*path, name), "says how to sample, but this is greedy unless `greedy: false` stands beside it")
         if any(value is _FAULT for value in values.values()):
             return _FAULT
         try:

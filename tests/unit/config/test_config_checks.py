@@ -23,6 +23,7 @@ REFUSED = [
     ("rollout: {context_length: 512}", "leaves no room for a prompt"),
     ("gconfig: {min_new_tokens: 9, max_new_tokens: 8}", "gconfig.min_new_tokens: is 9"),
     ("evaluator: {gconfig: {top_k: -2}}", "evaluator.gconfig.top_k"),
+    ("evaluator: {gconfig: {temperature: 0.7}}", "greedy unless `greedy: false`"),
     ("evaluator: {every_steps: 5}", "there is no valid_dataset"),
     ("recover: {mode: 'off', every_steps: 5}", "mode is off"),
     ("train_dataset: {limit: 3, batch_size: 4}", "no batch would ever be full"),
