@@ -16,7 +16,8 @@ from real_servers import Trainer, ask, write_model
 
 from rollwright.cluster.local import LocalServers
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.config.sections import RolloutConfig, VLLMConfig
+from rollwright.config.sections import RolloutConfig
+from rollwright.config.servers import VLLMConfig
 from rollwright.errors import EngineError, PromptTooLongError, WeightUpdateError
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.vllm import VLLMClient

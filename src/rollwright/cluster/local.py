@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rollwright.config.sections import RolloutConfig, SGLangConfig, VLLMConfig
-from rollwright.config.servers import LocalServerConfig
+from rollwright.config.sections import RolloutConfig
+from rollwright.config.servers import LocalServerConfig, SGLangConfig, VLLMConfig
 from rollwright.errors import ConfigError
 from rollwright.inference.launcher import Launcher
 from rollwright.tracking.logging import getLogger

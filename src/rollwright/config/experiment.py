@@ -16,11 +16,10 @@ from rollwright.config.sections import (
     RecoverConfig,
     RolloutConfig,
     SaverConfig,
-    SGLangConfig,
     StatsLoggerConfig,
     TrainEngineConfig,
-    VLLMConfig,
 )
+from rollwright.config.servers import SGLangConfig, VLLMConfig
 from rollwright.config.service import ServiceConfig
 from rollwright.config.store import StoreConfig
 from rollwright.config.tasksets import TasksetConfig

@@ -1,4 +1,4 @@
-"""Command lines of inference servers, by their configs."""
+"""Inference servers that a run may start: their settings, and the command lines that these make."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollwright.config.sections import SGLangConfig, VLLMConfig
 from rollwright.errors import ConfigError
 
 logger = logging.getLogger("rollwright.config.servers")
@@ -17,22 +16,117 @@ logger = logging.getLogger("rollwright.config.servers")
 _PREFILL_TOKENS = 4096
 
 
+def _help(text: str, **limits: Any) -> dict[str, Any]:
+    return {"help": text, **limits}
+
+
+@dataclass
+class SGLangConfig:
+    """Arguments of a server that speaks SGLang's protocol; see build_cmd."""
+
+    implementation: str = field(
+        default="sglang",
+        metadata=_help(
+            "sglang: SGLang itself (needs a GPU); builtin: rollwright serve-model, which speaks the same protocol.",
+            choices=["sglang", "builtin"],
+        ),
+    )
+    model_path: str = field(default="", metadata=_help("Model directory or name; empty: the actor's."))
+    dtype: str = field(default="auto", metadata=_help("Compute type."))
+    context_length: int | None = field(default=None, metadata=_help("Prompt and new tokens together.", ge=2))
+    mem_fraction_static: float | None = field(
+        default=None, metadata=_help("Share of GPU memory for weights and cache (SGLang).", gt=0.0, lt=1.0)
+    )
+    max_running_requests: int | None = field(default=None, metadata=_help("Sequences decoded together.", ge=1))
+    log_level: str = field(default="warning", metadata=_help("The server's log level."))
+    decode_log_interval: int = field(default=40, metadata=_help("Decode steps between two log lines.", ge=1))
+    random_seed: int = field(default=1, metadata=_help("The server's seed for requests that carry none."))
+    trust_remote_code: bool = field(default=False, metadata=_help("Run code that comes with a model."))
+    extra_args: dict[str, Any] = field(
+        default_factory=dict, metadata=_help("Further arguments of the server, by the server's own names.")
+    )
+
+    @staticmethod
+    def build_cmd(
+        config: SGLangConfig,
+        tp_size: int = 1,
+        base_gpu_id: int = 0,
+        host: str = "127.0.0.1",
+        port: int = 30000,
+        dist_init_addr: str | None = None,
+    ) -> list[str]:
+        """The command line of the server, for ``subprocess.Popen``.
+
+        Args:
+            config: the section of the experiment.
+            tp_size: GPUs that share one copy of the model.
+            base_gpu_id: the first of them.
+            host, port: where it listens.
+            dist_init_addr: ``host:port`` at which several nodes of one server meet.
+        """
+        return sglang_command(
+            config, tp_size=tp_size, base_gpu_id=base_gpu_id, host=host, port=port, dist_init_addr=dist_init_addr
+        )
+
+
+@dataclass
+class VLLMConfig:
+    """Arguments of a vLLM server; see build_cmd."""
+
+    model_path: str = field(default="", metadata=_help("Model directory or name; empty: the actor's."))
+    dtype: str = field(default="auto", metadata=_help("Compute type."))
+    max_model_len: int | None = field(default=None, metadata=_help("Prompt and new tokens together.", ge=2))
+    gpu_memory_utilization: float | None = field(default=None, metadata=_help("Share of GPU memory.", gt=0.0, le=1.0))
+    max_num_seqs: int | None = field(default=None, metadata=_help("Sequences decoded together.", ge=1))
+    device: str = field(
+        default="auto",
+        metadata=_help(
+            "auto: as vLLM finds it; cpu: its CPU build, started without compiled graphs and with prompts computed whole (it ends "
+            "when a request with a seed is prefilled in parts).",
+            choices=["auto", "cpu"],
+        ),
+    )
+    enforce_eager: bool = field(default=False, metadata=_help("No compiled graphs."))
+    python: str | None = field(
+        default=None, metadata=_help("Interpreter of the environment that vLLM is installed in; None: this one.")
+    )
+    trust_remote_code: bool = field(default=False, metadata=_help("Run code that comes with a model."))
+    extra_args: dict[str, Any] = field(
+        default_factory=dict, metadata=_help("Further arguments of the server, by the server's own names.")
+    )
+    env: dict[str, str] = field(default_factory=dict, metadata=_help("Environment variables of the server."))
+
+    @staticmethod
+    def build_cmd(
+        config: VLLMConfig, tp_size: int = 1, base_gpu_id: int = 0, host: str = "127.0.0.1", port: int = 8000
+    ) -> list[str]:
+        """The command line of the server, for ``subprocess.Popen``.
+
+        Args:
+            config: the section of the experiment.
+            tp_size: GPUs that share one copy of the model.
+            base_gpu_id: the first of them.
+            host, port: where it listens.
+        """
+        return vllm_command(config, tp_size=tp_size, base_gpu_id=base_gpu_id, host=host, port=port)
+
+
 @dataclass
 class LocalServerConfig:
     """Arguments of ``rollwright serve-model``; see build_cmd."""
 
-    model_path: str = field(default="", metadata={"help": "Model directory or name."})
-    device: str = field(default="auto", metadata={"help": "Device of the engine."})
-    dtype: str = field(default="auto", metadata={"help": "Compute type."})
-    context_length: int | None = field(default=None, metadata={"help": "Prompt and new tokens together.", "ge": 2})
-    max_running_requests: int | None = field(default=None, metadata={"help": "Sequences decoded together.", "ge": 1})
-    kv_cache_bytes: int | None = field(default=None, metadata={"help": "Memory of the engine's cache.", "ge": 1})
-    threads: int | None = field(default=None, metadata={"help": "Compute threads; None: one for each core.", "ge": 1})
-    weights_roots: list[str] = field(default_factory=list, metadata={"help": "Where updates from files may be read."})
-    random_seed: int = field(default=1, metadata={"help": "Seed of requests that bring none."})
-    log_level: str = field(default="warning", metadata={"help": "The server's log level."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with a model."})
-    extra_args: dict[str, Any] = field(default_factory=dict, metadata={"help": "Further options, by their names."})
+    model_path: str = field(default="", metadata=_help("Model directory or name."))
+    device: str = field(default="auto", metadata=_help("Device of the engine."))
+    dtype: str = field(default="auto", metadata=_help("Compute type."))
+    context_length: int | None = field(default=None, metadata=_help("Prompt and new tokens together.", ge=2))
+    max_running_requests: int | None = field(default=None, metadata=_help("Sequences decoded together.", ge=1))
+    kv_cache_bytes: int | None = field(default=None, metadata=_help("Memory of the engine's cache.", ge=1))
+    threads: int | None = field(default=None, metadata=_help("Compute threads; None: one for each core.", ge=1))
+    weights_roots: list[str] = field(default_factory=list, metadata=_help("Where updates from files may be read."))
+    random_seed: int = field(default=1, metadata=_help("Seed of requests that bring none."))
+    log_level: str = field(default="warning", metadata=_help("The server's log level."))
+    trust_remote_code: bool = field(default=False, metadata=_help("Run code that comes with a model."))
+    extra_args: dict[str, Any] = field(default_factory=dict, metadata=_help("Further options, by their names."))
 
     @staticmethod
     def build_cmd(config: LocalServerConfig, *, host: str = "127.0.0.1", port: int = 30000) -> list[str]:
