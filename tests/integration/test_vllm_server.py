@@ -138,48 +138,68 @@ def test_a_published_weight_changes_what_is_sampled_and_agrees_with_the_trainer(
         assert trainer.check_versions(after) == {version}
 
 
-def running_requests(client) -> float:
+def generated_tokens(client) -> float:
+    """How many tokens the server has made so far: a counter, so that nothing is missed between two looks."""
     text = client.connections.request("GET", f"{client.router.servers[0].url}/metrics")["text"]
-    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:num_requests_running"))
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:generation_tokens_total"))
+
+
+async def generating(client, since: float, *requests: asyncio.Task) -> None:
+    """Return when the server has made tokens since a look at its counter; what a request raises before that is raised."""
+    while await asyncio.to_thread(generated_tokens, client) <= since:
+        for request in requests:
+            if request.done():
+                request.result()
+        await asyncio.sleep(0.01)
 
 
 def test_versions_are_right_when_weights_change_under_running_requests(server, tmp_path):
     client, trainer = server
     before = trainer.version
 
+    def update():
+        version = trainer.step()
+        meta = WeightUpdateMeta.from_disk(tmp_path)
+        client.update_weights(meta, version=version, weights=trainer.model.state_dict(), trainer=trainer)
+
     async def scenario():
-        running = [asyncio.ensure_future(client.agenerate(request)) for request in ask(120, tokens=400)]
-        while await asyncio.to_thread(running_requests, client) < 20:  # noqa: ASYNC110 - another process
-            await asyncio.sleep(0.02)
+        responses, is_updated = [], False
 
-        def update():
-            version = trainer.step()
-            meta = WeightUpdateMeta.from_disk(tmp_path)
-            client.update_weights(meta, version=version, weights=trainer.model.state_dict(), trainer=trainer)
+        async def keep_asking(requests):
+            while not is_updated:
+                responses.append(await client.agenerate(next(requests)))
 
+        made = await asyncio.to_thread(generated_tokens, client)
+        requests = iter(ask(5000, tokens=300))
+        running = [asyncio.ensure_future(keep_asking(requests)) for _ in range(120)]
+        await generating(client, made, *running)
         await asyncio.to_thread(update)
-        return await asyncio.gather(*running)
+        is_updated = True
+        await asyncio.gather(*running)
+        return responses
 
     responses = asyncio.run(scenario())
-    assert all(len(response.output_tokens) == 400 for response in responses)
+    assert len(responses) >= 120
+    assert all(len(response.output_tokens) == 300 for response in responses)
+    assert any(len(set(response.output_versions)) == 2 for response in responses)
     assert trainer.check_versions(responses, tolerance=2e-3) == {before, before + 1}
 
 
 def test_abort_and_a_cancelled_request(server):
     client, _ = server
 
-    async def is_running() -> None:
-        while await asyncio.to_thread(running_requests, client) < 1:
-            pass
-
-    async def scenario():
+    async def start() -> tuple[ModelRequest, asyncio.Task]:
+        made = await asyncio.to_thread(generated_tokens, client)
         (request,) = ask(1, tokens=500)
         task = asyncio.ensure_future(client.agenerate(request))
-        await is_running()
+        await generating(client, made, task)
+        return request, task
+
+    async def scenario():
+        request, task = await start()
         await asyncio.to_thread(client.abort, request.rid)
         aborted = await task
-        cancelled = asyncio.ensure_future(client.agenerate(ask(1, tokens=500)[0]))
-        await is_running()
+        _, cancelled = await start()
         cancelled.cancel()
         await asyncio.gather(cancelled, return_exceptions=True)
         return aborted
