@@ -132,7 +132,7 @@ async def gather_while(client, requests: list[ModelRequest], act) -> list[ModelR
 
     before = await asyncio.to_thread(generated)
     running = [asyncio.ensure_future(client.agenerate(request)) for request in requests]
-    while any(now == old for now, old in zip(await asyncio.to_thread(generated), before, strict=True)):  # noqa: ASYNC110 - another process
+    while any(now == old for now, old in zip(await asyncio.to_thread(generated), before, strict=True)):
         if all(request.done() for request in running):
             raise AssertionError(f"a server got none of {await asyncio.gather(*running)}")
         await asyncio.sleep(0.01)
