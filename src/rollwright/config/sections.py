@@ -366,7 +366,8 @@ class StatsLoggerConfig:
     )
     project: str | None = field(default=None, metadata=_help("Project name at the sink; None: experiment_name."))
     dump_rollouts: int = field(
-        default=4, metadata=_help("Trajectories of each step written readable to rollouts/; 0: none; -1: all.", ge=-1)
+        default=4,
+        metadata=_help("Trajectories of each step or evaluation written readable to rollouts/; 0: none; -1: all.", ge=-1),
     )
     display: str = field(
         default="auto",

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from rollwright.config.stages import EvalConfig
 from rollwright.errors import RolloutError
 from rollwright.experience.trajectory import Trajectory
 from rollwright.rollout.engines import RolloutEngine
+from rollwright.tracking.rollout_dumps import RolloutDumper
 from rollwright.workflows.task_runner import TaskRunner
 
 
@@ -83,8 +85,12 @@ def sample_means(trajectory: Trajectory, values_B: torch.Tensor) -> torch.Tensor
     return totals / torch.bincount(index_B, minlength=count)
 
 
-def evaluate_model(config: EvalConfig) -> dict[str, Any]:
+def evaluate_model(config: EvalConfig, rollouts: Path | None = None) -> dict[str, Any]:
     """Scores of a model on a split, with the built-in engine.
+
+    Args:
+        config: what to evaluate, on what.
+        rollouts: directory for trajectories to read, ``stats_logger.dump_rollouts`` of each score.
 
     Returns:
         ``greedy`` and ``mean@<samples>`` mean rewards (where asked for), ``tasks``, and a few ``completions``
@@ -100,6 +106,7 @@ def evaluate_model(config: EvalConfig) -> dict[str, Any]:
     runs = {"greedy": config.gconfig.new(greedy=True, n_samples=1)} if config.greedy else {}
     if config.samples:
         runs[f"mean@{config.samples}"] = config.gconfig.new(n_samples=config.samples)
+    dumper = RolloutDumper(rollouts, tokenizer, config.stats_logger.dump_rollouts) if rollouts else None
     scores: dict[str, Any] = {"tasks": len(tasks)}
     rollout = make_engine_alone(config, tokenizer)
     rollout.initialize()
@@ -109,6 +116,8 @@ def evaluate_model(config: EvalConfig) -> dict[str, Any]:
             kwargs = with_defaults(config.workflow, config.workflow_kwargs, defaults)
             result = evaluate(rollout, tasks, config.workflow, kwargs, gconfig)
             scores[name] = result.reward
+            if dumper is not None:
+                dumper.dump(0, result.trajectory, name=name)
             scores.setdefault("completions", _completions(result.trajectory, tasks, tokenizer))
     finally:
         rollout.destroy()

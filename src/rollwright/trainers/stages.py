@@ -220,7 +220,7 @@ def _evaluate(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
 
     config: EvalConfig = stage.config
     with logging.console().status(f"evaluating {config.path}"):
-        return {"label": config.label or stage.name, **evaluate_model(config)}
+        return {"label": config.label or stage.name, **evaluate_model(config, directory.rollouts)}
 
 
 _CARRY_OUT = {"model": _make_model, "sft": _train_supervised, "dpo": _train_supervised, "rl": _train_policy, "eval": _evaluate}

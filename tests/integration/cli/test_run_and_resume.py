@@ -61,6 +61,8 @@ def test_stopped_resumed_finished(tmp_path):
     assert sorted(set(steps(run / "grpo" / "metrics.jsonl"))) == list(range(1, stopped + 3))
     summary = json.loads((run / "summary.json").read_text())
     assert set(summary["eval"]) == {"after"}
+    for score in ("greedy", "mean@2"):
+        assert "── completion" in (run / "after" / "rollouts" / f"{score}-000000.txt").read_text()
     assert set(summary["seconds"]) == {"model", "warmup", "grpo", "after"}
 
     third = subprocess.run(again, capture_output=True, text=True, timeout=100, env=environment)
