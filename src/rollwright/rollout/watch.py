@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from rollwright.rollout.sample import SampleEngine
+from rollwright.rollout.sample import CURRENT_SAMPLE
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("rollout")
@@ -166,24 +166,39 @@ class LoopWatch:
 
 
 def _describe(frame: FrameType) -> str | None:
-    """The innermost line of user code that is on the stack, and the workflow whose episode it belongs to."""
-    workflow, users = None, None
+    """The innermost line of user code that is on the stack, and the workflow whose episode it belongs to.
+
+    A workflow of an installed package is not told from the libraries that it calls: the line is then the outermost of them.
+    """
+    workflow, users, installed = None, None, None
     current: FrameType | None = frame
     while current is not None:
         code = current.f_code
         file = code.co_filename.replace("\\", "/")
-        if code.co_name == "arun_episode" and "self" in current.f_locals and workflow is None:
-            workflow = type(current.f_locals["self"]).__qualname__
-        sample = current.f_locals.get("sample")
-        if isinstance(sample, SampleEngine) and workflow is None:
-            workflow = sample.workflow
+        if workflow is None:
+            workflow = _workflow(current)
         is_own = any(part in file for part in _OWN) or file.startswith((sys.base_prefix, "<string>", "<frozen"))
-        is_own = is_own or "site-packages" in file
-        if users is None and not is_own:
+        if "site-packages" in file:
+            installed = installed if is_own else current
+        elif users is None and not is_own:
             users = current
         current = current.f_back
+    users = users or installed
     if users is None:
         return None  # the executor's own work
     file, line = users.f_code.co_filename, users.f_lineno
     source = linecache.getline(file, line).strip()
     return f"{workflow or 'a task of a workflow'} at {file}:{line} in {users.f_code.co_name}: {source}"
+
+
+def _workflow(frame: FrameType) -> str | None:
+    """The workflow that a frame tells of: its own episode's, or that of the sample whose task or callback the loop runs.
+
+    Tasks that an episode starts inherit its context, and with it the sample.
+    """
+    if frame.f_code.co_name == "arun_episode" and "self" in frame.f_locals:
+        return type(frame.f_locals["self"]).__qualname__
+    if frame.f_code is asyncio.Handle._run.__code__:
+        sample = frame.f_locals["self"]._context.get(CURRENT_SAMPLE)
+        return sample.workflow if sample is not None else None
+    return None

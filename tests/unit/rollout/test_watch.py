@@ -1,5 +1,7 @@
 """A workflow that blocks the loop is named, with the line."""
 
+import asyncio
+import re
 import subprocess
 import sys
 import time
@@ -30,7 +32,7 @@ def test_a_blocking_call_is_reported_with_workflow_and_line(caplog):
         assert executor.counters()["slow_loop_reports"] == 1
         report = next(record.getMessage() for record in caplog.records if "stood still" in record.getMessage())
         assert "Blocks at " in report
-        assert "test_watch.py:18 in arun_episode: time.sleep(0.9)" in report
+        assert "test_watch.py:20 in arun_episode: time.sleep(0.9)" in report
     finally:
         root.propagate = before
         executor.destroy()
@@ -47,6 +49,45 @@ def test_an_idle_or_busy_loop_is_not_reported():
     executor.rollout_batch([{}] * 200, Fine())
     assert executor.counters()["slow_loop_reports"] == 0
     executor.destroy()
+
+
+class BlocksInAPart:
+    """Blocks in a task that the episode started."""
+
+    async def arun_episode(self, engine, data):
+        async def part():
+            time.sleep(0.9)  # noqa: ASYNC251 - the line that the report names
+
+        await asyncio.gather(part(), asyncio.sleep(0))
+        response = await engine.agenerate(ModelRequest(input_ids=[1]))
+        return {"input_ids": response.input_tokens, "output_ids": response.output_tokens, "reward": 0.0}
+
+
+def test_a_part_of_an_episode_is_known_by_its_sample():
+    executor = RolloutExecutor(EchoEngine())
+    try:
+        executor.rollout_batch([{}], BlocksInAPart())
+        assert re.match(r"BlocksInAPart at .*test_watch.py:\d+ in part: time.sleep\(0.9\)", executor._thread.watch.latest)
+    finally:
+        executor.destroy()
+
+
+def test_a_workflow_of_an_installed_package_is_named_too(tmp_path, monkeypatch):
+    package = tmp_path / "site-packages" / "sold_workflows.py"
+    package.parent.mkdir()
+    package.write_text(
+        "import time\n\nfrom rollwright import ModelRequest\n\n\nclass Sold:\n    async def arun_episode(self, engine, data):\n"
+        "        time.sleep(0.9)\n        response = await engine.agenerate(ModelRequest(input_ids=[1]))\n"
+        "        return {'input_ids': response.input_tokens, 'output_ids': response.output_tokens, 'reward': 0.0}\n"
+    )
+    monkeypatch.syspath_prepend(package.parent)
+    executor = RolloutExecutor(EchoEngine())
+    try:
+        executor.rollout_batch([{}], "sold_workflows.Sold")
+        assert "Sold at " in executor._thread.watch.latest
+        assert "sold_workflows.py:8 in arun_episode: time.sleep(0.9)" in executor._thread.watch.latest
+    finally:
+        executor.destroy()
 
 
 class Mixed:
