@@ -55,7 +55,7 @@ def evaluate(
         kwargs = {**(workflow_kwargs or {}), "gconfig": gconfig.new(n_samples=1)}
     elif not isinstance(workflow, TaskRunner) and hasattr(workflow, "gconfig"):  # an instance: the same with other arguments
         workflow = copy.copy(workflow)
-        workflow.gconfig = gconfig.new(n_samples=1)
+        workflow.gconfig = _with_stops_of(workflow.gconfig, gconfig.new(n_samples=1))
     trajectory = rollout.rollout_batch(
         list(tasks), workflow=workflow, workflow_kwargs=kwargs, group_size=gconfig.n_samples, is_eval=True
     )
@@ -74,6 +74,13 @@ def evaluate(
         response_tokens=float(trajectory["loss_mask"].sum()) / len(rewards),
         trajectory=trajectory,
     )
+
+
+def _with_stops_of(own: Any, gconfig: GenerationHyperparameters) -> GenerationHyperparameters:
+    """The arguments, with what ends a turn of the workflow besides: where its turns end is part of how its episodes go."""
+    stops = list(dict.fromkeys([*(getattr(own, "stop", None) or []), *(gconfig.stop or [])]))
+    stop_token_ids = dict.fromkeys([*(getattr(own, "stop_token_ids", None) or []), *gconfig.stop_token_ids])
+    return gconfig.new(stop=stops or None, stop_token_ids=list(stop_token_ids))
 
 
 def sample_means(trajectory: Trajectory, values_B: torch.Tensor) -> torch.Tensor:
