@@ -111,6 +111,33 @@ def test_a_wrong_request_is_told_what_is_wrong(service, path, content, status, m
     assert message in response.json()["error"]["message"]
 
 
+def test_unknown_paths_and_methods_are_told_in_the_same_form(service):
+    unknown = post(service, "/search", json={})
+    assert unknown.status_code == 404
+    assert "There are POST /retrieve" in unknown.json()["error"]["message"]
+    wrong = httpx.get(service + "/retrieve")
+    assert wrong.status_code == 405
+    assert "GET /retrieve: Method Not Allowed" in wrong.json()["error"]["message"]
+
+
+async def test_a_search_that_fails_is_a_500_that_says_so():
+    from rollwright.environments.corpus import Corpus
+    from rollwright.environments.retrieval_service import create_app
+
+    class Broken:
+        name = "broken"
+
+        def search(self, queries, topk):
+            raise MemoryError("index is gone")
+
+    app = create_app(Corpus.from_rows([{"contents": "a"}]), Broken())
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+        response = await client.post("/retrieve", json={"queries": ["a"]})
+    assert response.status_code == 500
+    assert "MemoryError: index is gone" in response.json()["error"]["message"]
+
+
 async def test_many_clients_at_once_get_their_own_answers(service):
     async with httpx.AsyncClient(base_url=service) as client:
         queries = ["Balo", "Tufeno", "Maliku", "title"] * 50

@@ -6,6 +6,7 @@ A lexical index (``bm25``) and a dense one differ only behind ``Retriever``: que
 from __future__ import annotations
 
 import asyncio
+import os
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +120,13 @@ class RetrievalClient:
         client = self._clients.get(loop)
         if client is None:
             limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
-            client = httpx.AsyncClient(base_url=self.base_url, timeout=self.timeout, headers=self._headers, limits=limits)
+            client = httpx.AsyncClient(
+                base_url=self.base_url,
+                timeout=self.timeout,
+                headers=self._headers,
+                limits=limits,
+                trust_env=False,  # a service of one's own is not behind the proxy of the environment
+            )
             self._clients[loop] = client
         try:
             response = await client.post(path, json=body)
@@ -146,8 +153,10 @@ def make_search_tool(spec: Any) -> SearchTool:
     """The tool that a config names.
 
     Args:
-        spec: a tool (kept as it is); ``"host:port"`` or a URL: a service; ``{"corpus": file}``: an index in this process;
-            ``{"encyclopedia": {...}}``: an index over procedural worlds (arguments of ``environments.encyclopedia.tool``).
+        spec: a tool (kept as it is); ``"host:port"`` or a URL: a service, which is sent the key of ``ROLLWRIGHT_API_KEY`` where
+            that is set; ``{"service": address, "api_key": key}``: one with a key of its own; ``{"corpus": file}``: an index in
+            this process; ``{"encyclopedia": {...}}``: one over procedural worlds (arguments of
+            ``environments.encyclopedia.tool``).
 
     Raises:
         ConfigError: it is none of these.
@@ -155,7 +164,9 @@ def make_search_tool(spec: Any) -> SearchTool:
     if hasattr(spec, "search"):
         return spec
     if isinstance(spec, str):
-        return RetrievalClient(spec)
+        return RetrievalClient(spec, api_key=os.environ.get("ROLLWRIGHT_API_KEY"))
+    if hasattr(spec, "items") and {"service"} <= set(spec) <= {"service", "api_key"}:
+        return RetrievalClient(spec["service"], api_key=spec.get("api_key"))
     if hasattr(spec, "items") and len(spec) == 1:
         [(kind, value)] = spec.items()
         if kind == "corpus":
@@ -165,8 +176,14 @@ def make_search_tool(spec: Any) -> SearchTool:
         if kind == "encyclopedia":
             from rollwright.environments.encyclopedia import tool
 
-            return tool(**dict(value))
+            try:
+                return tool(**dict(value))
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"search_tool encyclopedia: {value!r} cannot be its arguments ({error}). Give worlds and world_size, as in "
+                    "{encyclopedia: {worlds: '1-40', world_size: 100}}."
+                ) from error
     raise ConfigError(
-        f"search_tool is {spec!r}, which names no tool. Give 'host:port' of a retrieval service, {{corpus: FILE}}, "
-        "{encyclopedia: {worlds: [...]}}, or an object with `async search(query, topk)`."
+        f"search_tool is {spec!r}, which names no tool. Give 'host:port' of a retrieval service, {{service: 'host:port', "
+        "api_key: KEY}, {corpus: FILE}, {encyclopedia: {worlds: ...}}, or an object with `search(query, topk)`, async or plain."
     )

@@ -6,7 +6,7 @@
 * ``GET /health`` says what is served.
 
 Requests are parsed on the event loop and searched off it: queries that arrive while a search runs are searched together next.
-An error is ``{"error": {"message": ...}}`` with a 4xx status.
+An error is ``{"error": {"message": ...}}`` with a status of 400 or above, also where the path is unknown or the search failed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.exceptions import HTTPException
 
 from rollwright.environments.corpus import Corpus
 from rollwright.environments.retrieval import DEFAULT_TOPK, Retriever, SearchHits
@@ -186,7 +187,18 @@ def create_app(
 
     @app.exception_handler(RequestError)
     async def refuse(_request: Request, error: RequestError) -> Response:
-        return Response(json.dumps({"error": {"message": str(error)}}), status_code=error.status, media_type="application/json")
+        return _error(error.status, str(error))
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        return _error(
+            error.status_code,
+            f"{request.method} {request.url.path}: {error.detail}. There are POST /retrieve, POST /access and GET /health.",
+        )
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        return _error(500, f"{request.url.path} failed ({type(error).__name__}: {error}); see the service's log.")
 
     @app.post("/retrieve")
     async def retrieve(request: Request) -> Response:
@@ -220,6 +232,10 @@ def create_app(
         }
 
     return app
+
+
+def _error(status: int, message: str) -> Response:
+    return Response(json.dumps({"error": {"message": message}}), status_code=status, media_type="application/json")
 
 
 def _document_list(corpus: Corpus, hits: SearchHits, with_scores: bool) -> bytes:

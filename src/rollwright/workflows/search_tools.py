@@ -7,7 +7,9 @@ An action is a closed tag in what the model wrote: ``<search>query</search>``, `
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +86,7 @@ async def run_tool(
     """Carry out a search or an access.
 
     Args:
-        tool: what is called.
+        tool: what is called; its methods may also be plain.
         action: a ``search`` or an ``access``.
         topk: documents of a search.
         timeout: seconds that the call may take.
@@ -98,10 +100,11 @@ async def run_tool(
     try:
         async with asyncio.timeout(timeout):
             if action.kind == "search":
-                documents = await tool.search(action.argument, topk)
+                documents = await _call(tool.search, action.argument, topk)
             else:
-                page = await tool.access(action.argument)
+                page = await _call(tool.access, action.argument)
                 documents = [] if page is None else [{"title": action.argument, **page}]
+        shown = [show_document(document, document_template) for document in documents]
     except TimeoutError:
         logger.warning("%s %r took over %g s and was given up", action.kind, action.argument[:80], timeout)
         return ToolResult(f"The {action.kind} took longer than {timeout:g} seconds and was given up.", failed=True)
@@ -110,12 +113,20 @@ async def run_tool(
     except Exception as error:
         logger.warning("%s %r failed: %s: %s", action.kind, action.argument[:80], type(error).__name__, error)
         return ToolResult(f"The {action.kind} failed: {type(error).__name__}: {str(error)[:200]}", failed=True)
-    if not documents:
+    if not shown:
         return ToolResult("Nothing was found." if action.kind == "search" else "There is no page at this address.")
-    return ToolResult("\n\n".join(show_document(document, document_template) for document in documents))
+    return ToolResult("\n\n".join(shown))
+
+
+async def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a tool's method; a plain one in a thread, so that it does not hold up the event loop."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments)
+    result = await asyncio.to_thread(function, *arguments)
+    return await result if inspect.isawaitable(result) else result
 
 
 def show_document(document: dict[str, Any], template: str = DOCUMENT_TEMPLATE) -> str:
     """A document as the model sees it."""
     title = document.get("wikipedia_title") or document.get("title") or ""
-    return fill(template, title=title, contents=document.get("contents", ""), url=document.get("url") or "")
+    return fill(template, title=title, contents=document.get("contents") or "", url=document.get("url") or "")

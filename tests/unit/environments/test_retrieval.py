@@ -102,6 +102,14 @@ async def test_a_large_corpus_is_searched_off_the_event_loop(monkeypatch):
     assert threads[0] is not threading.current_thread()
 
 
+def test_a_service_that_asks_for_a_key_gets_it(monkeypatch):
+    monkeypatch.setenv("ROLLWRIGHT_API_KEY", "secret")
+    assert make_search_tool("localhost:5001")._headers == {"Authorization": "Bearer secret"}
+    other = make_search_tool({"service": "localhost:5001", "api_key": "other"})
+    assert other._headers == {"Authorization": "Bearer other"}
+    assert make_search_tool({"service": "localhost:5001"})._headers == {}
+
+
 def test_the_tool_that_a_config_names(tmp_path):
     (tmp_path / "c.jsonl").write_text('{"contents": "red mug", "url": "u"}\n')
     local = make_search_tool({"corpus": str(tmp_path / "c.jsonl")})
@@ -114,6 +122,8 @@ def test_the_tool_that_a_config_names(tmp_path):
     assert make_search_tool(local) is local
     with pytest.raises(ConfigError, match="names no tool"):
         make_search_tool(5001)
+    with pytest.raises(ConfigError, match="cannot be its arguments"):
+        make_search_tool({"encyclopedia": {"world": 1}})
 
 
 def test_other_machines_need_a_key():
