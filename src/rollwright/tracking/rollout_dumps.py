@@ -84,13 +84,18 @@ def format_record(record: Mapping[str, Any], tokenizer: Decoder) -> str:
     sampled_logprobs = [value for value, sampled in zip(record.get("logprobs", []), mask, strict=False) if sampled]
     if sampled_logprobs:
         facts.append(f"mean logprob {sum(sampled_logprobs) / len(sampled_logprobs):.3f}")
+    completion = marked_text(ids[prompt_tokens:], mask[prompt_tokens:], tokenizer)
+    prompt = str(tokenizer.decode(ids[:prompt_tokens], skip_special_tokens=False))
+    return f"{_RULE}\n{' · '.join(facts)}\n── prompt\n{prompt}\n── completion\n{completion}\n"
+
+
+def marked_text(ids: Sequence[int], loss_mask: Sequence[int], tokenizer: Decoder) -> str:
+    """Text of token ids, with what the policy did not sample between ``⟦`` and ``⟧``."""
     parts = []
-    completion = zip(mask[prompt_tokens:], ids[prompt_tokens:], strict=True)
-    for sampled, run in groupby(completion, key=lambda pair: pair[0]):
+    for sampled, run in groupby(zip(loss_mask, ids, strict=True), key=lambda pair: pair[0]):
         text = str(tokenizer.decode([token for _, token in run], skip_special_tokens=False))
         parts.append(text if sampled else f"⟦{text}⟧")
-    prompt = str(tokenizer.decode(ids[:prompt_tokens], skip_special_tokens=False))
-    return f"{_RULE}\n{' · '.join(facts)}\n── prompt\n{prompt}\n── completion\n{''.join(parts)}\n"
+    return "".join(parts)
 
 
 def _spread(count: int, limit: int) -> list[int]:

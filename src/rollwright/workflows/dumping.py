@@ -10,6 +10,7 @@ import aiofiles
 import aiofiles.os
 
 from rollwright.tracking.logging import getLogger
+from rollwright.tracking.rollout_dumps import marked_text
 from rollwright.workflows.token_sequence import TokenSequence
 
 logger = getLogger("workflows")
@@ -52,7 +53,10 @@ async def dump_sample(
 async def dump_sequence(
     dump_dir: str | Path, sequence: TokenSequence, tokenizer: Any, data: dict[str, Any], facts: dict[str, Any]
 ) -> Path | None:
-    """Write an episode that is one sequence: its prompt, and all that followed; see ``dump_sample``."""
+    """Write an episode that is one sequence: its prompt, and all that followed; see ``dump_sample``.
+
+    What the policy did not sample stands between ``⟦`` and ``⟧``, as in the rollouts of the run directory.
+    """
     sampled = sum(sequence.loss_mask)
     return await dump_sample(
         dump_dir,
@@ -60,7 +64,7 @@ async def dump_sequence(
         task=task_name(data),
         sections={
             "prompt": tokenizer.decode(sequence.input_ids[: sequence.prompt_length]),
-            "episode": tokenizer.decode(sequence.completion_ids),
+            "episode": marked_text(sequence.completion_ids, sequence.loss_mask[sequence.prompt_length :], tokenizer),
         },
         facts={**facts, "tokens": f"{len(sequence)}, {sampled} of them sampled"},
     )

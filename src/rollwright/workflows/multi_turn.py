@@ -6,7 +6,8 @@ chat template puts there are appended.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
@@ -17,15 +18,16 @@ from rollwright.inference.engine import InferenceEngine
 from rollwright.rewards.wrapper import AsyncRewardWrapper
 from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.base import RolloutWorkflow
-from rollwright.workflows.dumping import dump_sequence
+from rollwright.workflows.dumping import dump_sequence, task_name
 from rollwright.workflows.prompting import PromptFunction, as_gconfig, as_tokenizer, extract_messages
 from rollwright.workflows.registry import WORKFLOWS, resolve_function
+from rollwright.workflows.side_by_side import one_group
 from rollwright.workflows.turns import Turns
 
 FEEDBACK = "That answer was not accepted. Read the question once more, look for the mistake, and answer again."
 
-#: ``(completion, reward, task) -> feedback``
-FeedbackFunction = Callable[[str, float, dict[str, Any]], str]
+#: ``(completion, reward, task) -> feedback``, plain or async.
+FeedbackFunction = Callable[[str, float, dict[str, Any]], str | Awaitable[str]]
 
 
 @WORKFLOWS.register_module("multi_turn")
@@ -33,7 +35,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
     """Turns until the reward is reached, or ``max_turns``.
 
     The sample's reward is that of its last answer times ``turn_discount ** (turns - 1)``. A conversation that fills the
-    engine's context ends there, and counts as truncated.
+    engine's context ends there, and counts as truncated. Where ``gconfig.n_samples`` is above 1 and nobody repeats the task,
+    the workflow makes the group itself.
 
     Args:
         reward_fn: scores one answer, called with the conversation so far as the prompt; function, name or import path.
@@ -45,7 +48,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
         dump_dir: where each sample is written to, readable; None: nowhere.
         target_reward: an answer with at least this reward ends the conversation.
         feedback_message: what the user says between two turns.
-        feedback_fn: ``(completion, reward, task) -> feedback`` instead, or its import path.
+        feedback_fn: ``(completion, reward, task) -> feedback`` instead, or its import path. It runs on the event loop: make it
+            async where it takes time.
         enable_thinking: given to chat templates that know it.
         data_extract_prompt_fn: ``(task) -> messages``, or its import path; None: the task's ``messages``.
         reward_timeout: seconds that the reward function may take.
@@ -87,6 +91,9 @@ class MultiTurnWorkflow(RolloutWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory | None:
         """Run one episode; see :class:`RolloutWorkflow`."""
+        return await one_group(self._sample(engine, data) for _ in range(self.gconfig.n_samples))
+
+    async def _sample(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory | None:
         messages = [dict(message) for message in self.data_extract_prompt_fn(data)]
         conversation = ConversationTokens(self.tokenizer, enable_thinking=self.enable_thinking)
         turns = Turns(engine, conversation.encode(messages), self.gconfig, self.tokenizer, max_turns=self.max_turns)
@@ -99,8 +106,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
                 break
             reply = {"role": "assistant", "content": completion}
             conversation.remember(messages, reply, response.input_tokens, response.output_tokens)
-            feedback = self.feedback_message if self.feedback_fn is None else self.feedback_fn(completion, reward, data)
-            messages += [reply, {"role": "user", "content": feedback}]
+            messages += [reply, {"role": "user", "content": await self._feedback(completion, reward, data)}]
             turns.append_context(self._added(conversation.encode(messages), turns))
         if turns.is_aborted:
             return None
@@ -116,6 +122,19 @@ class MultiTurnWorkflow(RolloutWorkflow):
         if self.dump_dir is not None:
             await dump_sequence(self.dump_dir, turns, self.tokenizer, data, {"reward": discounted, "turns": turns.count})
         return turns.row(discounted)
+
+    async def _feedback(self, completion: str, reward: float, data: dict[str, Any]) -> str:
+        if self.feedback_fn is None:
+            return self.feedback_message
+        feedback = self.feedback_fn(completion, reward, data)
+        if inspect.isawaitable(feedback):
+            feedback = await feedback
+        if not isinstance(feedback, str):
+            raise WorkflowError(
+                f"MultiTurnWorkflow: feedback_fn gave a {type(feedback).__name__} for task {task_name(data)}; it has to return "
+                "the text that the user says next."
+            )
+        return feedback
 
     def _added(self, ids: list[int], turns: Turns) -> list[int]:
         """What the chat template puts behind the turns so far. Tokens that it would change were sampled, and must stay."""

@@ -18,7 +18,6 @@ loss. What the model wrote between them is trained as it was sampled.
 
 from __future__ import annotations
 
-import asyncio
 import re
 import uuid
 from collections.abc import Callable
@@ -27,11 +26,12 @@ from typing import Any, Literal
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import ConfigError, PromptTooLongError
-from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
+from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.rewards.wrapper import AsyncRewardWrapper
 from rollwright.tracking.metrics import get_tracker
+from rollwright.tracking.rollout_dumps import marked_text
 from rollwright.workflows.base import RolloutWorkflow
 from rollwright.workflows.branched_sequence import BranchedSequence
 from rollwright.workflows.dumping import dump_sample, task_name
@@ -44,6 +44,7 @@ from rollwright.workflows.prompting import (
     extract_messages,
 )
 from rollwright.workflows.registry import WORKFLOWS, resolve_function
+from rollwright.workflows.side_by_side import one_group, side_by_side
 
 BranchAttention = Literal["plain", "isolated"]
 
@@ -164,9 +165,7 @@ class ParallelGenerationWorkflow(RolloutWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory | None:
         """Run one episode; see :class:`RolloutWorkflow`."""
         prompt_ids = list(self.get_input_ids_fn(self.data_extract_prompt_fn(data), self.tokenizer, self.enable_thinking))
-        rows = await asyncio.gather(*(self._sample(engine, data, prompt_ids) for _ in range(self.gconfig.n_samples)))
-        whole = [row for row in rows if row is not None]
-        return concat_padded_tensors(whole) if len(whole) == len(rows) else None  # a group is whole or not at all
+        return await one_group(self._sample(engine, data, prompt_ids) for _ in range(self.gconfig.n_samples))
 
     async def _sample(self, engine: InferenceEngine, data: dict[str, Any], prompt_ids: list[int]) -> Trajectory | None:
         rid = uuid.uuid4().hex
@@ -180,11 +179,9 @@ class ParallelGenerationWorkflow(RolloutWorkflow):
             return None
         self._append(row, goal)
         numbers = outline_numbers(self._text(goal))
-        paths = await asyncio.gather(
-            *(
-                self._write(engine, rid, row, f"<Path>\n{number}.", "</Path>", self.max_path_tokens, in_new_branch=True)
-                for number in (numbers or ["1"])[: self.max_paths]
-            )
+        paths = await side_by_side(
+            self._write(engine, rid, row, f"<Path>\n{number}.", "</Path>", self.max_path_tokens, in_new_branch=True)
+            for number in (numbers or ["1"])[: self.max_paths]
         )
         if any(path.is_aborted for path in paths):
             return None
@@ -295,9 +292,9 @@ class ParallelGenerationWorkflow(RolloutWorkflow):
         paths: list[Part],
         conclusion: Part,
     ) -> None:
-        sections = {"prompt": prompt, "goal": self._text(goal)}
-        sections |= {f"path {number}": self._text(path) for number, path in enumerate(paths, 1)}
-        sections["conclusion"] = self._text(conclusion) if conclusion.response is not None else "(no room for one)"
+        sections = {"prompt": prompt, "goal": self._marked(goal)}
+        sections |= {f"path {number}": self._marked(path) for number, path in enumerate(paths, 1)}
+        sections["conclusion"] = self._marked(conclusion) if conclusion.response is not None else "(no room for one)"
         await dump_sample(
             self.dump_dir,  # type: ignore[arg-type]
             version=min((version for version in row.versions if version >= 0), default=0),
@@ -316,6 +313,12 @@ class ParallelGenerationWorkflow(RolloutWorkflow):
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _marked(self, part: Part) -> str:
+        """A part with what is not trained between marks, as in the rollouts of the run directory."""
+        row = BranchedSequence([], isolated=False)
+        self._append(row, part)
+        return marked_text(row.input_ids, row.loss_mask, self.tokenizer)
 
     def _text(self, part: Part) -> str:
         """A part as it stands in the row."""

@@ -1,4 +1,4 @@
-"""From a task to a prompt: the defaults that the built-in workflows share, each replaceable by a function of the user's."""
+"""From a task to a request: the defaults that the built-in workflows share, the prompt's each replaceable by a function of the user's."""
 
 from __future__ import annotations
 
@@ -65,3 +65,8 @@ def as_gconfig(gconfig: Any, tokenizer: Any) -> Any:
     if gconfig is None or isinstance(gconfig, Mapping):
         gconfig = GenerationHyperparameters.from_names(**(gconfig or {}))
     return gconfig.new_with_stop_and_pad_token_ids(tokenizer)
+
+
+def stopping_at(gconfig: Any, *stops: str) -> Any:
+    """Generation arguments whose requests also end at these strings."""
+    return gconfig.new(stop=list(dict.fromkeys([*(gconfig.stop or []), *stops])))

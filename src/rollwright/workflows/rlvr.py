@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
+from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.rewards.wrapper import AsyncRewardWrapper
@@ -27,6 +26,7 @@ from rollwright.workflows.prompting import (
     extract_messages,
 )
 from rollwright.workflows.registry import WORKFLOWS, resolve_function
+from rollwright.workflows.side_by_side import one_group
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,7 @@ class RLVRWorkflow(RolloutWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory | None:
         """Run one episode; see :class:`RolloutWorkflow`."""
         prompt = await self._prompt(data)
-        rows = await asyncio.gather(*(self._sample(engine, data, prompt) for _ in range(self.gconfig.n_samples)))
-        whole = [row for row in rows if row is not None]
-        return concat_padded_tensors(whole) if len(whole) == len(rows) else None  # a group is whole or not at all
+        return await one_group(self._sample(engine, data, prompt) for _ in range(self.gconfig.n_samples))
 
     async def _prompt(self, data: dict[str, Any]) -> Prompt:
         prompt = self.data_extract_prompt_fn(data)
@@ -133,11 +131,11 @@ class RLVRWorkflow(RolloutWorkflow):
                     "stopped by": response.stop_reason,
                 },
             )
-        return {**single_turn_row(response, reward), **prompt.columns}
+        return {**single_turn_row(response, reward, self.gconfig.effective_temperature), **prompt.columns}
 
 
-def single_turn_row(response: ModelResponse, reward: float) -> Trajectory:
-    """The trajectory ``[1, L]`` of one prompt and one completion."""
+def single_turn_row(response: ModelResponse, reward: float, temperature: float) -> Trajectory:
+    """The trajectory ``[1, L]`` of one prompt and one completion, sampled at a temperature."""
     prompt, completion = response.input_len, response.output_len
     return {
         "input_ids": torch.tensor([response.input_tokens + response.output_tokens]),
@@ -146,5 +144,6 @@ def single_turn_row(response: ModelResponse, reward: float) -> Trajectory:
         "logprobs": torch.tensor([[0.0] * prompt + response.output_logprobs]),
         "versions": torch.tensor([[-1] * prompt + response.output_versions], dtype=torch.int32),
         "rewards": torch.tensor([float(reward)]),
+        "temperature": torch.tensor([temperature]),
         "truncated": torch.tensor([response.truncated]),
     }

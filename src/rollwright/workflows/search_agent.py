@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.environments.retrieval import DEFAULT_TOPK, make_search_tool
 from rollwright.errors import ConfigError, WorkflowError
-from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
+from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
 from rollwright.rewards.text import f1_score
 from rollwright.rewards.wrapper import AsyncRewardWrapper
@@ -17,7 +16,7 @@ from rollwright.tracking import logging
 from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.base import RolloutWorkflow
 from rollwright.workflows.dumping import dump_sequence
-from rollwright.workflows.prompting import as_gconfig, as_tokenizer
+from rollwright.workflows.prompting import as_gconfig, as_tokenizer, stopping_at
 from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.search_tools import (
     DOCUMENT_TEMPLATE,
@@ -28,6 +27,7 @@ from rollwright.workflows.search_tools import (
     parse_action,
     run_tool,
 )
+from rollwright.workflows.side_by_side import one_group
 from rollwright.workflows.token_sequence import TokenSequence
 from rollwright.workflows.turns import Turns
 
@@ -44,11 +44,12 @@ class SearchAgentWorkflow(RolloutWorkflow):
     Args:
         gconfig: generation arguments of one turn; the stop strings of the actions are added to its own.
         tokenizer: tokenizer of the policy.
-        max_tokens: tokens of prompt, turns and tool text together. Tool text that does not fit is cut.
+        max_tokens: tokens of prompt, turns and tool text together. Long tool text loses its end, so that the next turn has room.
         max_turns: turns at most.
         verbose: log turns and length of each episode.
         search_tool: ``host:port`` of a retrieval service, ``{corpus: FILE}``, ``{encyclopedia: {...}}`` or an object with
-            ``async search(query, topk)``; None: no tool is there and every call says so.
+            ``search(query, topk)`` and, for ``enable_access``, ``access(url)``, async or plain (plain ones run in a thread);
+            None: no tool is there and every call says so.
         prompt_template: text before the first turn, with ``{question}``; None: the template of ``search_tools``.
         document_template, information_template: how tool results are shown, with ``{title}``, ``{contents}``, ``{url}`` and
             ``{documents}``.
@@ -59,8 +60,10 @@ class SearchAgentWorkflow(RolloutWorkflow):
             with one of ``data["answer"]``, 0 without an answer.
         rollout_stat_scope: scope of the metrics.
         dump_dir: where each episode is written to, readable; None: nowhere.
+        reward_timeout: seconds that ``reward_fn`` may take.
 
-    A row needs ``question`` and, for the default reward, ``answer``: text or a list of accepted texts.
+    A row needs ``question`` and, for the default reward, ``answer``: text or a list of accepted texts. ``gconfig.n_samples`` is
+    not looked at: groups are made by the executor, or by ``GroupedSearchAgentWorkflow``.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class SearchAgentWorkflow(RolloutWorkflow):
         reward_fn: Callable[..., Any] | str | None = None,
         rollout_stat_scope: str = "rollout",
         dump_dir: str | None = None,
+        reward_timeout: float = 15.0,
     ) -> None:
         if prompt_template is None:
             prompt_template = PROMPT_TEMPLATE_WITH_ACCESS if enable_access else PROMPT_TEMPLATE
@@ -95,20 +99,23 @@ class SearchAgentWorkflow(RolloutWorkflow):
         if max_tokens < 1 or max_turns < 1 or topk < 1 or tool_timeout <= 0:
             raise ConfigError(f"{type(self).__name__}: max_tokens, max_turns, topk and tool_timeout must be above 0.")
         self.tokenizer = as_tokenizer(tokenizer)
-        gconfig = as_gconfig(gconfig, self.tokenizer)
         self.kinds = ("search", "access", "answer") if enable_access else ("search", "answer")
-        stops = [*(gconfig.stop or []), *(f"</{kind}>" for kind in self.kinds)]
-        self.gconfig = gconfig.new(n_samples=1, stop=list(dict.fromkeys(stops)))
+        self.gconfig = stopping_at(as_gconfig(gconfig, self.tokenizer), *(f"</{kind}>" for kind in self.kinds))
         self.max_tokens = max_tokens
         self.max_turns = max_turns
         self.verbose = verbose
         self.tool = None if search_tool is None else make_search_tool(search_tool)
+        if enable_access and self.tool is not None and not hasattr(self.tool, "access"):
+            raise ConfigError(
+                f"{type(self).__name__}: enable_access offers <access>, but {type(self.tool).__name__} has no access(url): "
+                "give it one, or leave enable_access out."
+            )
         self.prompt_template = prompt_template
         self.document_template = document_template
         self.information_template = information_template
         self.topk = topk
         self.tool_timeout = tool_timeout
-        self.reward = None if reward_fn is None else AsyncRewardWrapper(reward_fn)
+        self.reward = None if reward_fn is None else AsyncRewardWrapper(reward_fn, timeout_seconds=reward_timeout)
         self.tracker = get_tracker(rollout_stat_scope)
         self.dump_dir = dump_dir
 
@@ -126,15 +133,17 @@ class SearchAgentWorkflow(RolloutWorkflow):
             if action.kind == "answer":
                 answer = action.argument
                 break
+            if turns.is_last:
+                break  # nobody would read what is found
             tool_calls += 1
             information, failed = await self._information(action)
             tool_failures += failed
-            turns.append_context(self._cut(information, turns.room))
+            turns.append_filled(self.information_template, documents=information)
         if turns.is_aborted:
             return None
 
         reward = await self._reward(turns, answer, data)
-        facts = {"turns": turns.count, "tool_calls": tool_calls, "tool_failures": tool_failures, "answered": answer is not None}
+        facts = {"turns": turns.count, "tool_calls": tool_calls, "tool_failures": tool_failures, "answered": bool(answer)}
         self.tracker.scalar(**facts, episode_reward=reward)
         if self.verbose:
             logger.info("turns=%d tools=%d length=%d reward=%.3f", turns.count, tool_calls, len(turns), reward)
@@ -150,15 +159,6 @@ class SearchAgentWorkflow(RolloutWorkflow):
             self.tool, action, topk=self.topk, timeout=self.tool_timeout, document_template=self.document_template
         )
         return result.text, result.failed
-
-    def _cut(self, information: str, room: int) -> list[int]:
-        """Tokens of the information between its tags; its contents are shortened so that a token of room remains."""
-        whole = self._encode(fill(self.information_template, documents=information))
-        if len(whole) < room:
-            return whole
-        before, after = (self._encode(part) for part in self.information_template.split("{documents}", 1))
-        kept = max(0, room - 1 - len(before) - len(after))
-        return [*before, *self._encode(information)[:kept], *after][: max(0, room)]
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
@@ -200,18 +200,13 @@ class GroupedSearchAgentWorkflow(SearchAgentWorkflow):
         self.group_size = group_size
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory | None:
-        """See ``RolloutWorkflow``; the trajectory has ``group_size`` rows. Where one is aborted, the group is rejected; where one episode raises, the others are ended."""
-        tasks = [
-            asyncio.create_task(super(GroupedSearchAgentWorkflow, self).arun_episode(engine, data))
-            for _ in range(self.group_size)
-        ]
-        try:
-            rows = await asyncio.gather(*tasks)
-            accepted = [row for row in rows if row is not None]
-            return concat_padded_tensors(accepted) if len(accepted) == len(rows) else None
-        finally:
-            for task in tasks:
-                task.cancel()
+        """See ``RolloutWorkflow``; the trajectory has ``group_size`` rows.
+
+        Where one episode is aborted, the group is rejected; where one raises, the others are ended.
+        """
+        return await one_group(
+            super(GroupedSearchAgentWorkflow, self).arun_episode(engine, data) for _ in range(self.group_size)
+        )
 
 
 def _question(data: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from rollwright.errors import WorkflowError
 from rollwright.rewards.sandbox import run_python
 from rollwright.workflows.registry import resolve_function
+from rollwright.workflows.script_output import script_output, shortened
 
 PYTHON_SECONDS = 10.0
 MAX_CHARACTERS = 4000
@@ -28,13 +29,7 @@ async def execute_python(code: str) -> str:
     Args:
         code: The script; print what you want to see.
     """
-    result = await run_python(code, timeout=PYTHON_SECONDS)
-    if result.timed_out:
-        return f"{result.stdout}\nThe script was stopped after {PYTHON_SECONDS:g} seconds.".strip()
-    if not result.ok:
-        last_line = (result.stderr.strip().splitlines() or [f"exit code {result.exit_code}"])[-1]
-        return f"{result.stdout}\n{last_line}".strip()
-    return result.stdout.strip() or "The script printed nothing."
+    return script_output(await run_python(code, timeout=PYTHON_SECONDS), PYTHON_SECONDS, MAX_CHARACTERS)
 
 
 #: Tools that go by a name.
@@ -101,7 +96,7 @@ class ToolFunctions:
         except Exception as error:
             return ToolResult(f"{type(error).__name__}: {error}", False)
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-        return ToolResult(_shortened(text), True)
+        return ToolResult(shortened(text, MAX_CHARACTERS), True)
 
     def guarded(self) -> list[Callable[..., Any]]:
         """The tools as async functions with the same names, signatures and docstrings, whose failures are text."""
@@ -126,10 +121,3 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
             f"no schema can be made of the tool {function.__name__!r}: {error} Give every parameter a type hint and a line "
             "under 'Args:' in the docstring."
         ) from error
-
-
-def _shortened(text: str) -> str:
-    if len(text) <= MAX_CHARACTERS:
-        return text
-    half = MAX_CHARACTERS // 2
-    return f"{text[:half]}\n...\n{text[-half:]}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
@@ -21,9 +23,11 @@ from rollwright.workflows.prompting import (
     as_tokenizer,
     chat_input_ids,
     extract_messages,
-    fill,
+    stopping_at,
 )
 from rollwright.workflows.registry import WORKFLOWS, resolve_function
+from rollwright.workflows.script_output import script_output
+from rollwright.workflows.side_by_side import one_group
 from rollwright.workflows.turns import Turns
 
 OPEN, CLOSE = "<python>", "</python>"
@@ -37,7 +41,8 @@ _SCRIPT = re.compile(f"{OPEN}(.*?){CLOSE}", re.DOTALL)
 
 @WORKFLOWS.register_module("tool_integrated")
 class ToolIntegratedWorkflow(RolloutWorkflow):
-    """Reason, compute, reason, answer: one row for one episode; what scripts print is not trained on.
+    """Reason, compute, reason, answer: one row for one episode; what scripts print is not trained on, and loses its end where
+    the next turn would have no room.
 
     Scripts run in a process of their own with limits on time, memory, files, processes and network. **That is no security
     boundary**: it stops accidents, not attacks (see ``rewards.sandbox``).
@@ -57,6 +62,9 @@ class ToolIntegratedWorkflow(RolloutWorkflow):
         data_extract_prompt_fn: ``(task) -> messages`` or text; None: the task's ``messages``.
         rollout_stat_scope: scope of the metrics.
         dump_dir: where each episode is written to, readable; None: nowhere.
+        reward_timeout: seconds that the reward function may take.
+
+    Where ``gconfig.n_samples`` is above 1 and nobody repeats the task, the workflow makes the group itself.
     """
 
     def __init__(
@@ -75,6 +83,7 @@ class ToolIntegratedWorkflow(RolloutWorkflow):
         data_extract_prompt_fn: PromptFunction | str | None = None,
         rollout_stat_scope: str = "rollout",
         dump_dir: str | None = None,
+        reward_timeout: float = 15.0,
     ) -> None:
         if max_turns < 1 or max_tokens < 1 or script_timeout <= 0 or max_output_characters < 1:
             raise ConfigError(
@@ -83,15 +92,12 @@ class ToolIntegratedWorkflow(RolloutWorkflow):
         if "{output}" not in output_template:
             raise ConfigError(f"ToolIntegratedWorkflow: output_template has no {{output}}: {output_template[:80]!r}.")
         self.tokenizer = as_tokenizer(tokenizer)
-        gconfig = as_gconfig(gconfig, self.tokenizer)
-        self.gconfig = gconfig.new(n_samples=1, stop=list(dict.fromkeys([*(gconfig.stop or []), CLOSE])))
-        self.reward = AsyncRewardWrapper(reward_fn)
+        self.gconfig = stopping_at(as_gconfig(gconfig, self.tokenizer), CLOSE)
+        self.reward = AsyncRewardWrapper(reward_fn, timeout_seconds=reward_timeout)
         self.max_turns = max_turns
         self.max_tokens = max_tokens
         self.script_timeout = script_timeout
-        self.script_limits = (
-            script_limits if isinstance(script_limits, SandboxLimits) else SandboxLimits(**(script_limits or {}))
-        )
+        self.script_limits = _as_limits(script_limits)
         self.max_output_characters = max_output_characters
         self.output_template = output_template
         self.run_scripts = run_scripts
@@ -101,7 +107,10 @@ class ToolIntegratedWorkflow(RolloutWorkflow):
         self.dump_dir = dump_dir
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory | None:
-        """See ``RolloutWorkflow``; the trajectory has one row. An aborted episode is rejected."""
+        """See ``RolloutWorkflow``. An aborted episode is rejected."""
+        return await one_group(self._sample(engine, data) for _ in range(self.gconfig.n_samples))
+
+    async def _sample(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory | None:
         prompt_ids = chat_input_ids(self._prompt(data), self.tokenizer)
         turns = Turns(engine, prompt_ids, self.gconfig, self.tokenizer, max_turns=self.max_turns, max_tokens=self.max_tokens)
         scripts = failed_scripts = 0
@@ -112,8 +121,7 @@ class ToolIntegratedWorkflow(RolloutWorkflow):
             result = await self._run(script)
             scripts += 1
             failed_scripts += not result.ok
-            shown = fill(self.output_template, output=self._shown(result))
-            turns.append_context(self.tokenizer.encode(shown, add_special_tokens=False)[: turns.room])
+            turns.append_filled(self.output_template, output=self._shown(result))
         if turns.is_aborted:
             return None
 
@@ -138,19 +146,16 @@ class ToolIntegratedWorkflow(RolloutWorkflow):
         return [{"role": "system", "content": self.system_prompt}, *prompt]
 
     def _shown(self, result: SandboxResult) -> str:
-        """What a script printed, then why it failed, as the model sees it."""
-        text = result.stdout.strip()
-        if result.timed_out:
-            text = f"{text}\nThe script was stopped after {self.script_timeout:g} seconds.".strip()
-        elif not result.ok:
-            last_line = (result.stderr.strip().splitlines() or [f"exit code {result.exit_code}"])[-1]
-            text = f"{text}\n{last_line}".strip()
-        elif not text:
-            text = "The script printed nothing."
-        if len(text) > self.max_output_characters:
-            half = self.max_output_characters // 2
-            text = f"{text[:half]}\n...\n{text[-half:]}"
-        return text
+        return script_output(result, self.script_timeout, self.max_output_characters)
+
+
+def _as_limits(limits: SandboxLimits | Mapping[str, Any] | None) -> SandboxLimits:
+    if isinstance(limits, SandboxLimits):
+        return limits
+    known = [field.name for field in fields(SandboxLimits)]
+    if unknown := sorted(set(limits or {}) - set(known)):
+        raise ConfigError(f"ToolIntegratedWorkflow: script_limits has {', '.join(unknown)}; it may hold {', '.join(known)}.")
+    return SandboxLimits(**(limits or {}))
 
 
 def parse_script(text: str) -> str | None:
@@ -158,4 +163,4 @@ def parse_script(text: str) -> str | None:
     if not text.rstrip().endswith(CLOSE):
         return None
     found = _SCRIPT.findall(text)
-    return found[-1].strip("\n") if found else ""
+    return textwrap.dedent(found[-1]).strip("\n") if found else ""

@@ -12,6 +12,7 @@ from rollwright.errors import PromptTooLongError
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.workflows.prompting import fill
 from rollwright.workflows.token_sequence import TokenSequence
 
 
@@ -75,6 +76,25 @@ class Turns(TokenSequence):
         """Tokens that the limit of the whole sequence leaves."""
         return max(0, self._max_tokens - len(self))
 
+    def append_filled(self, template: str, **value: str) -> None:
+        """Put a template with a text in its ``{place}`` behind the last turn, within the limit of the whole sequence.
+
+        The end of a long text is left out, so that the next turn has room for all that it may sample, or, where little room is
+        left, for half of it.
+
+        Args:
+            template: has the place once.
+            value: the text, under the place's name.
+        """
+        [(place, text)] = value.items()
+        ids = self._encode(fill(template, **value))
+        reserved = max(1, min(self._gconfig.max_new_tokens, self.room // 2))
+        if len(ids) > self.room - reserved:
+            before, after = (self._encode(part) for part in template.split(f"{{{place}}}", 1))
+            kept = max(0, self.room - reserved - len(before) - len(after))
+            ids = [*before, *self._encode(text)[:kept], *after][: self.room]
+        self.append_context(ids)
+
     def __aiter__(self) -> Turns:
         return self
 
@@ -111,6 +131,9 @@ class Turns(TokenSequence):
     def row(self, reward: float) -> Trajectory:
         """The trajectory ``[1, L]`` of the episode."""
         return self.trajectory(reward, truncated=self.truncated, temperature=self._gconfig.effective_temperature)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _take_back_context(self) -> None:
         """Take away what was put after the last sampled token."""

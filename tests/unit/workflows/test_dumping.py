@@ -45,9 +45,9 @@ async def test_names_of_tasks_are_made_file_names(tmp_path):
     assert [task_name(task) for task in ({"query_id": "q", "id": 1}, {"id": 1}, {"ordinal": 0}, {})] == ["q", 1, 0, "task"]
 
 
-async def test_a_sequence_says_how_many_of_its_tokens_were_sampled(tmp_path):
+async def test_a_sequence_says_which_of_its_tokens_were_sampled(tmp_path):
     class Letters:
-        def decode(self, ids):
+        def decode(self, ids, skip_special_tokens=False):
             return "".join(chr(ord("a") + token) for token in ids)
 
     sequence = TokenSequence([0, 1])
@@ -62,5 +62,5 @@ async def test_a_sequence_says_how_many_of_its_tokens_were_sampled(tmp_path):
         "prompt",
         "ab",
         "episode",
-        "cde",
+        "cd⟦e⟧",
     ]

@@ -105,6 +105,19 @@ def test_feedback_may_depend_on_the_answer(tokenizer):
     assert "40 is not 42" in tokenizer.decode(engine.requests[1].input_ids)
 
 
+def test_feedback_may_take_time_and_has_to_be_text(tokenizer):
+    async def judge(completion, reward, data):
+        await asyncio.sleep(0)
+        return f"not {completion}"
+
+    engine = Answers(tokenizer, "40", "42")
+    run(MultiTurnWorkflow(exact, GCONFIG, tokenizer, feedback_fn=judge), engine)
+    assert "not 40" in tokenizer.decode(engine.requests[1].input_ids)
+    silent = MultiTurnWorkflow(exact, GCONFIG, tokenizer, feedback_fn=lambda completion, reward, data: None)
+    with pytest.raises(WorkflowError, match="feedback_fn gave a NoneType"):
+        run(silent, Answers(tokenizer, "40", "42"))
+
+
 def test_a_cut_answer_is_closed_before_the_feedback_and_flagged_only_at_the_end(tokenizer):
     engine = Answers(tokenizer, "4…", "42")
     row = run(MultiTurnWorkflow(exact, GCONFIG, tokenizer), engine)

@@ -259,7 +259,7 @@ def test_sync_rewards_dumps_and_statistics(tokenizer, tmp_path):
     assert run(workflow, Author(tokenizer))["rewards"].tolist() == [0.0]
     (file,) = tmp_path.glob("2/sum_1-*.txt")
     text = file.read_text(encoding="utf-8")
-    assert all(part in text for part in ("path 2", "3. seven", "conclusion", "reward: 0.0", "of them trained"))
+    assert all(part in text for part in ("path 2", "⟦<Path>\n3.⟧ seven ", "conclusion", "reward: 0.0", "of them trained"))
     metrics = get_tracker("test_stats").export(reset=True)
     assert (metrics["test_stats/paths"], metrics["test_stats/conclusion_tokens"]) == (2.0, 2.0)
     assert 0 < metrics["test_stats/other_context_share"] < 1

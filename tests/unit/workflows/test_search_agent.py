@@ -1,4 +1,6 @@
 import asyncio
+import threading
+import time
 
 import pytest
 
@@ -10,6 +12,7 @@ from rollwright.experience.trajectory import check_trajectory, row_lengths
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelResponse
 from rollwright.rewards.text import f1_score
+from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.prompting import fill
 from rollwright.workflows.search_agent import GroupedSearchAgentWorkflow, SearchAgentWorkflow
 from rollwright.workflows.search_tools import parse_action, parse_answer, parse_search_query
@@ -165,19 +168,57 @@ def test_an_episode_ends_without_an_answer_at_each_of_its_limits():
     cut = run(ScriptedEngine("x" * 100))
     assert cut["truncated"].item()
     assert int(cut["loss_mask"].sum()) == 60
-    out_of_turns = run(ScriptedEngine(*["<search>a</search>"] * 4))
-    assert out_of_turns["rewards"].item() == 0.0
-
-
-def test_the_token_budget_holds_and_tool_text_is_cut_to_leave_room():
     flow = workflow()
-    flow.max_tokens = 80
+    out_of_turns = run(ScriptedEngine(*["<search>a</search>"] * 4), flow)
+    assert out_of_turns["rewards"].item() == 0.0
+    assert len(flow.tool.queries) == 3  # nobody would have read what a fourth had found
+    assert out_of_turns["loss_mask"][0, -1] == 1
+
+
+def test_the_token_budget_holds_and_tool_text_is_cut_to_leave_room_for_an_answer():
+    flow = workflow()
+    flow.max_tokens = 130
     engine = ScriptedEngine("<search>a</search>", "<answer>red king</answer>")
     trajectory = run(engine, flow)
-    assert trajectory["input_ids"].shape[1] == 80
-    assert len(engine.requests) == 2
-    assert engine.requests[1].gconfig.max_new_tokens == 1
-    assert trajectory["truncated"].item()
+    assert trajectory["input_ids"].shape[1] <= 130
+    assert trajectory["rewards"].item() == 1.0
+    shown = text(trajectory)
+    assert '\n\n<information>\n<document title="a' in shown
+    assert "\n</information>\n\n<answer>" in shown
+    assert "facts of" not in shown
+    flow.max_tokens = 60
+    assert run(ScriptedEngine("<search>a</search>", "<answer>red king</answer>"), flow)["truncated"].item()
+
+
+def test_tools_may_be_plain_and_are_then_called_in_a_thread():
+    class Plain:
+        def search(self, query, topk):
+            time.sleep(0.01)
+            threads.append(threading.current_thread())
+            return [{"title": query, "contents": None}] * topk
+
+    threads = []
+    shown = text(run(ScriptedEngine("<search>a</search>", "<answer>red king</answer>"), workflow(search_tool=Plain())))
+    assert '<document title="a">' in shown
+    assert threads[0] is not threading.main_thread()
+    with pytest.raises(ConfigError, match=r"Plain has no access\(url\)"):
+        workflow(search_tool=Plain(), enable_access=True)
+
+
+def test_documents_that_cannot_be_shown_are_a_failed_call():
+    class Odd:
+        async def search(self, query, topk):
+            return ["text instead of a document"]
+
+    assert "The search failed: AttributeError" in text(
+        run(ScriptedEngine("<search>a</search>", "<answer>x</answer>"), workflow(search_tool=Odd()))
+    )
+
+
+def test_an_empty_answer_is_none():
+    get_tracker("empty_answer").export(reset=True)
+    run(ScriptedEngine("red</answer>"), workflow(rollout_stat_scope="empty_answer"))
+    assert get_tracker("empty_answer").export(reset=True)["empty_answer/answered"] == 0.0
 
 
 def test_a_plain_answer_text_and_several_accepted_answers():

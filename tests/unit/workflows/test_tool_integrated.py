@@ -19,8 +19,10 @@ class ScriptedEngine(InferenceEngine):
 
     async def agenerate(self, request):
         self.requests.append(request)
-        ids = TOKENIZER.encode(self.turns.pop(0), add_special_tokens=False)
-        return ModelResponse(request.input_ids, ids, [-0.5] * len(ids), [1] * len(ids))
+        said = TOKENIZER.encode(self.turns.pop(0), add_special_tokens=False)
+        ids = said[: request.gconfig.max_new_tokens]
+        reason = "length" if len(ids) < len(said) else "stop"
+        return ModelResponse(request.input_ids, ids, [-0.5] * len(ids), [1] * len(ids), reason)
 
     def get_version(self):
         return 1
@@ -61,6 +63,7 @@ def test_a_script_is_run_and_its_output_read_but_not_trained():
         ("while True: pass", "The script was stopped after 0.5 seconds."),
         ("def (", "SyntaxError"),
         ("print('y' * 500)", "yyy\n...\nyyy"),
+        ("\n    for n in range(2):\n        print(n)\n    ", "0\n1"),
     ],
 )
 def test_what_goes_wrong_in_a_script_is_text_for_the_model(script, shown):
@@ -73,7 +76,7 @@ def test_what_goes_wrong_in_a_script_is_text_for_the_model(script, shown):
 def test_the_turns_and_tokens_are_bounded():
     _, _, _, engine = run(*["<python>print(1)</python>"] * 5, max_turns=2)
     assert len(engine.requests) == 2
-    trajectory, _, _, _ = run("<python>print('z' * 400)</python>", max_tokens=300)
+    trajectory, _, _, _ = run("<python>print('z' * 400)</python>", "<answer>391</answer>", max_tokens=300)
     assert trajectory["input_ids"].shape[1] == 300
     assert trajectory["truncated"].item()
 
@@ -96,12 +99,15 @@ def test_episodes_are_dumped_readable(tmp_path):
     lines = dumped.read_text().splitlines()
     assert lines[:4] == ["reward: 1.0", "turns: 2", "scripts: 1", "failed_scripts: 0"]
     assert lines[4].startswith("tokens: ")
-    assert "<python>print(17*23)</python>" in lines
+    assert "<python>print(17*23)</python>⟦" in lines
+    assert lines[-1] == "⟧<answer>391</answer>"
 
 
 def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ConfigError):
         run("x", max_turns=0)
+    with pytest.raises(ConfigError, match=r"script_limits has memory; it may hold memory_bytes"):
+        run("x", script_limits={"memory": 1})
     with pytest.raises(ConfigError, match=r"output_template has no \{output\}"):
         run("x", output_template="<o>")
 
@@ -110,3 +116,13 @@ def test_parsing():
     assert parse_script("a<python>1</python> b <python>2\n</python>") == "2"
     assert parse_script("<python>1</python> and then text") is None
     assert parse_script("1</python>") == ""
+    assert parse_script("<python>\n  if 1:\n    2\n  </python>") == "if 1:\n  2"
+
+
+def test_long_output_leaves_room_for_an_answer():
+    turns = ("<python>print('z' * 400)</python>", "<answer>391</answer>")
+    trajectory, text, _, _ = run(*turns, max_tokens=330)
+    assert trajectory["input_ids"].shape[1] <= 330
+    assert trajectory["rewards"].item() == 1.0
+    assert "zz\n</output>\n<answer>" in text
+    assert text.count("z") < 400
