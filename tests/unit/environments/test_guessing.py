@@ -1,0 +1,69 @@
+"""Guessing numbers: splits, verdicts, what the best play earns, and worked games that are what the workflow makes of them."""
+
+import asyncio
+import functools
+
+import pytest
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.data.tokenizer import build_character_tokenizer
+from rollwright.environments.guessing import NUMBERS, best_reward, episode, games, verdict
+from rollwright.errors import DataError
+from rollwright.inference.request import ModelResponse
+from rollwright.workflows.multi_turn import MultiTurnWorkflow
+
+
+def test_every_number_of_an_interval_is_a_game_and_splits_share_no_interval():
+    intervals = {}
+    for split in ("train", "valid", "test"):
+        for task in games(split):
+            first, last = map(int, task["messages"][0]["content"].split("-"))
+            assert first <= int(task["answer"]) <= last == first + NUMBERS - 1 <= 99
+            intervals.setdefault(split, {}).setdefault(first, set()).add(task["answer"])
+    assert all(len(numbers) == NUMBERS for split in intervals.values() for numbers in split.values())
+    assert not set(intervals["train"]) & (set(intervals["valid"]) | set(intervals["test"]))
+    assert not set(intervals["valid"]) & set(intervals["test"])
+    with pytest.raises(DataError, match="has 225"):
+        games("test", size=226)
+
+
+@pytest.mark.parametrize(
+    ("guess", "said"), [("12", "higher"), (" 41\n", "lower"), ("1-", "no number"), ("", "no number"), ("²", "no number")]
+)
+def test_verdicts(guess, said):
+    assert verdict(guess, 0.0, {"answer": "29"}) == said
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.9])
+def test_no_plan_earns_more_than_halving(discount):
+    @functools.cache
+    def earns(numbers, turns):  # the best of all plans, first guess by first guess
+        if numbers == 0 or turns == 0:
+            return 0.0
+        return max(1 + discount * (earns(place, turns - 1) + earns(numbers - 1 - place, turns - 1)) for place in range(numbers))
+
+    assert best_reward(4, discount) == pytest.approx(earns(NUMBERS, 4) / NUMBERS)
+    assert best_reward(3, discount) == pytest.approx(earns(NUMBERS, 3) / NUMBERS)
+
+
+def test_a_worked_game_is_what_the_workflow_makes_of_it():
+    tokenizer = build_character_tokenizer("0123456789-", pieces=["higher", "lower", "no number"])
+    for task in games("valid", size=20):
+        segments = episode(task)
+        said = [part["text"] for part in segments if part["train"]]
+
+        class Player:
+            async def agenerate(self, request, said=said):
+                ids = tokenizer.encode(said.pop(0), add_special_tokens=False)
+                return ModelResponse(request.input_ids, ids, [-0.5] * len(ids), [0] * len(ids))
+
+        workflow = MultiTurnWorkflow(
+            "exact_match_reward", GenerationHyperparameters(max_new_tokens=3), tokenizer, feedback_fn=verdict
+        )
+        row = asyncio.run(workflow.arun_episode(Player(), task))
+        encoded = [(tokenizer.encode(part["text"], add_special_tokens=False), int(part["train"])) for part in segments]
+        assert row["input_ids"][0].tolist() == [token for ids, _ in encoded for token in ids]
+        assert row["loss_mask"][0].tolist() == [trained for ids, trained in encoded for _ in ids]
+        guesses = len([part for part in segments if part["train"]])
+        won = segments[-1]["text"].startswith(task["answer"])
+        assert row["rewards"].tolist() == pytest.approx([won * 0.9 ** (guesses - 1)])
