@@ -18,6 +18,7 @@ import aiohttp
 import httpx
 
 from rollwright.errors import EngineError, PromptTooLongError
+from rollwright.inference.open_files import allow_many_connections
 
 #: Below the keep-alive limits of servers (uvicorn's is 5 s), so that a reused connection is seldom just being closed.
 _KEEP_ALIVE_SECONDS = 4.0
@@ -98,10 +99,13 @@ class Connections:
         limits = httpx.Timeout(timeout, connect=connect_timeout)
         self._sync = httpx.Client(headers=self._headers, timeout=limits, trust_env=False, verify=_ssl_context())
         self._closed = False
+        self._most_connections = allow_many_connections()
 
     async def _open_session(self) -> AsyncGenerator[aiohttp.ClientSession, None]:
         """Yields the session of this loop once, and closes it when the loop shuts its asynchronous generators down."""
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS, ssl=_ssl_context())
+        connector = aiohttp.TCPConnector(
+            limit=self._most_connections, keepalive_timeout=_KEEP_ALIVE_SECONDS, ssl=_ssl_context()
+        )
         session = aiohttp.ClientSession(
             connector=connector, headers=self._headers, timeout=self._timeout, read_bufsize=_RESPONSE_BYTES
         )

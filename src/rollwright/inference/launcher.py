@@ -26,6 +26,8 @@ logger = getLogger("Launcher")
 
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _LOG_TAIL_BYTES = 2000
+#: How often a server is started on another port because somebody took the one that was free a moment before.
+_PORTS_TRIED = 3
 
 
 class ServerProcess:
@@ -119,6 +121,11 @@ class ServerProcess:
             self._process.kill()  # the command dies with its supervisor
             self._process.wait()
 
+    @property
+    def found_its_port_taken(self) -> bool:
+        """True where the server has ended because another process listened on its port."""
+        return self.exit_status is not None and "address already in use" in self.log_tail().lower()
+
 
 #: Builds a command for ``(host, port, index)``.
 CommandBuilder = Callable[[str, int, int], list[str]]
@@ -136,6 +143,7 @@ class Launcher:
         self._host = host
         self._lock = threading.Lock()
         self.servers: list[ServerProcess] = []
+        self._starters: list[Callable[[int], ServerProcess]] = []  # of each: starts it on a port
         _open_launchers.add(self)
 
     def start(
@@ -157,18 +165,25 @@ class Launcher:
             shared: a directory of these servers alone, which is removed when they were stopped, or this process is gone.
 
         Returns:
-            Their addresses, ``host:port``.
+            Their addresses, ``host:port``. ``wait_healthy`` gives those that they have in the end, should a port be taken by
+            another process before the server binds it.
         """
+
+        def starter(index: int) -> Callable[[int], ServerProcess]:
+            def start(port: int) -> ServerProcess:
+                command, log_path = build(self._host, port, index), self._logs / f"{name}-{index}.log"
+                server = ServerProcess(command, f"{self._host}:{port}", log_path, environment, shared)
+                logger.info("started %s, log in %s: %s", server.address, log_path, " ".join(command))
+                return server
+
+            return start
+
         ports = find_free_ports(count)
         with self._lock:
             first = len(self.servers)
-            for offset, port in enumerate(ports):
-                index = first + offset
-                command = build(self._host, port, index)
-                log_path = self._logs / f"{name}-{index}.log"
-                server = ServerProcess(command, f"{self._host}:{port}", log_path, environment, shared)
-                self.servers.append(server)
-                logger.info("started %s, log in %s: %s", server.address, log_path, " ".join(command))
+            for index, port in enumerate(ports, first):
+                self._starters.append(starter(index))
+                self.servers.append(self._starters[-1](port))
             return [server.address for server in self.servers[first:]]
 
     def wait_healthy(self, timeout: float = 300.0) -> list[str]:
@@ -182,12 +197,24 @@ class Launcher:
         """
         deadline = time.monotonic() + timeout
         try:
-            for server in self.servers:
-                server.wait_healthy(deadline)
+            for place in range(len(self.servers)):
+                self._wait_healthy(place, deadline)
         except BaseException:
             self.close()
             raise
         return [server.address for server in self.servers]
+
+    def _wait_healthy(self, place: int, deadline: float) -> None:
+        for ports_left in reversed(range(_PORTS_TRIED)):
+            server = self.servers[place]
+            try:
+                return server.wait_healthy(deadline)
+            except EngineError:
+                if not ports_left or not server.found_its_port_taken:
+                    raise
+                logger.warning("The port of %s was taken by another process; the server is started on another.", server.address)
+            with self._lock:
+                self.servers[place] = self._starters[place](find_free_ports(1)[0])
 
     def check(self) -> None:
         """Raises:
@@ -204,7 +231,7 @@ class Launcher:
     def close(self) -> None:
         """End every server; once more is a no-op."""
         with self._lock:
-            servers, self.servers = self.servers, []
+            servers, self.servers, self._starters = self.servers, [], []
         threads = [threading.Thread(target=server.stop, daemon=True) for server in servers]
         for thread in threads:
             thread.start()

@@ -4,8 +4,9 @@ Invariants:
 
 * a token's version is the one that the server says; where a server cannot say it, an update in flight is an error, not a
   guess;
-* a request is sent again only where its connection failed before a response began;
-* a server that stops answering is taken out; it is put back only after it holds the weights of the current version.
+* a request is sent again only where its connection failed, or its server was given up, before a response began;
+* a server that stops answering is taken out, whoever notices it, and the others go on; it is put back only after it holds
+  the weights of the current version.
 """
 
 from __future__ import annotations
@@ -13,25 +14,27 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import threading
 import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, RequestAborted, WeightUpdateError
 from rollwright.inference.connections import ConnectionLostError, Connections, ServerRefusedError, refusal_of
 from rollwright.inference.engine import InferenceEngine
-from rollwright.inference.health import HealthMonitor
+from rollwright.inference.fan_out import FanOut
+from rollwright.inference.health import HealthMonitor, is_healthy, wait_healthy
+from rollwright.inference.in_flight import InFlight
 from rollwright.inference.network import find_server_addresses
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.router import Router, Server
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("RemoteEngine")
+
+Result = TypeVar("Result")
 
 #: Clients of this process that are connected; see ``connected_clients``.
 _CONNECTED: weakref.WeakValueDictionary[int, RemoteClient] = weakref.WeakValueDictionary()
@@ -67,21 +70,18 @@ class RemoteClient(InferenceEngine):
         self._connections: Connections | None = None
         self._router: Router | None = None
         self._monitor: HealthMonitor | None = None
-        self._fan_out: ThreadPoolExecutor | None = None
+        self._fan_out: FanOut | None = None
         self._version = 0
         self._paused = False
         self._holding = False  # new requests wait on this side
         self._owned: list[Any] = []
-        self._wire_ids = itertools.count()
-        self._live: dict[str, set[str]] = {}  # conversation -> ids of its requests in flight
-        self._live_on: dict[str, Server] = {}
-        self._lock = threading.Lock()
+        self._in_flight = InFlight()
 
     # -- what a protocol adds ------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _payload(self, request: ModelRequest, wire_id: str) -> dict[str, Any]:
-        """The body of one generation request."""
+    def _payload(self, request: ModelRequest, wire_id: str, server: Server) -> dict[str, Any]:
+        """The body of one generation request to ``server``."""
 
     @abstractmethod
     def _response(self, request: ModelRequest, data: dict[str, Any], version_when_sent: int) -> ModelResponse:
@@ -90,6 +90,11 @@ class RemoteClient(InferenceEngine):
     @abstractmethod
     def _check(self, request: ModelRequest, server: str) -> bool:
         """Refuse what these servers cannot do; True where the log-probabilities will not be the contract's."""
+
+    @property
+    def _control_seconds(self) -> float:
+        """Longest wait for a call that computes nothing: a server that hangs must not hold the others up for ever."""
+        return self.config.setup_timeout
 
     @abstractmethod
     def _pause_server(self, server: Server) -> None: ...
@@ -132,17 +137,19 @@ class RemoteClient(InferenceEngine):
         router = Router(found if found is not None else find_server_addresses(self.config.addresses))
         api_key = self.config.api_key or os.environ.get("ROLLWRIGHT_API_KEY")
         self._connections = Connections(api_key=api_key, timeout=self.config.request_timeout)
-        self._fan_out = ThreadPoolExecutor(max(4, len(router.servers)), thread_name_prefix=f"{self.kind}-control")
+        self._fan_out = FanOut(f"{self.kind}-control", len(router.servers))
         self._router = router
         try:
             deadline = time.monotonic() + self.config.setup_timeout
-            self._each(lambda server: self._wait_healthy(server, deadline), router.servers)
-            self._each(self._on_connected, router.servers)
+            self._fan_out.each(lambda server: wait_healthy(self.connections, server, deadline), router.servers)
+            self._fan_out.each(self._on_connected, router.servers)
             self._adopt_version(router.servers)
         except BaseException:
             self.destroy()
             raise
-        self._monitor = HealthMonitor(router, self._is_healthy, self._bring_back, skip_in_service=lambda: self._paused)
+        self._monitor = HealthMonitor(
+            router, self._is_healthy, self._take_out, self._bring_back, skip_in_service=lambda: self._paused
+        )
         self._monitor.start()
         _CONNECTED[next(_connections_made)] = self
         logger.info("%s servers in use: %s", self.kind, ", ".join(server.address for server in router.servers))
@@ -155,7 +162,7 @@ class RemoteClient(InferenceEngine):
             self._monitor.stop()
             self._monitor = None
         if self._fan_out is not None:
-            self._fan_out.shutdown(wait=False, cancel_futures=True)
+            self._fan_out.close()
             self._fan_out = None
         if self._connections is not None:
             self._connections.close()
@@ -172,21 +179,8 @@ class RemoteClient(InferenceEngine):
         """
         self._owned.append(resource)
 
-    def _wait_healthy(self, server: Server, deadline: float) -> None:
-        while not self._is_healthy(server):
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    f"The {self.kind} server at {server.address} was not healthy within {self.config.setup_timeout:g} s. Look at "
-                    "its log; raise rollout.setup_timeout if its model takes longer to load."
-                )
-            time.sleep(0.2)
-
     def _is_healthy(self, server: Server) -> bool:
-        try:
-            self.connections.request("GET", f"{server.url}/health", timeout=10.0)
-        except EngineError:
-            return False
-        return True
+        return is_healthy(self.connections, server)
 
     @property
     def connections(self) -> Connections:
@@ -194,6 +188,13 @@ class RemoteClient(InferenceEngine):
         if self._connections is None:
             raise EngineError(f"{type(self).__name__} is not connected: call initialize() first.")
         return self._connections
+
+    @property
+    def fan_out(self) -> FanOut:
+        """Calls to all servers at once."""
+        if self._fan_out is None:
+            raise EngineError(f"{type(self).__name__} is not connected: call initialize() first.")
+        return self._fan_out
 
     @property
     def router(self) -> Router:
@@ -212,7 +213,8 @@ class RemoteClient(InferenceEngine):
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Sample one completion; see ``InferenceEngine.agenerate``.
 
-        A connection that fails before a response began is tried again, on another server where this one is gone.
+        A connection that fails before a response began is tried again, on another server where this one is gone. A server
+        that is too busy is asked again, for at most ``setup_timeout``.
 
         Raises:
             PromptTooLongError: the server has no room for the prompt and a new token.
@@ -220,36 +222,41 @@ class RemoteClient(InferenceEngine):
             EngineError: a parameter cannot be honoured, the server refused, or no server is left.
         """
         shifted = self._check(request, ", ".join(self.addresses))
-        started = time.perf_counter()
-        last_error: EngineError | None = None
-        for attempt in range(self.config.request_retries + 1):
+        started, lost, busy = time.perf_counter(), 0, 0
+        while True:
             server = await self._lease(request.rid)
-            wire_id = self._open(request.rid, server)
             version_when_sent = self._version
             try:
-                payload = self._payload(request, wire_id)
-                data = await self.connections.post(server.url + self.generate_path, payload)
+                async with self._in_flight.send(request.rid, server) as wire_id:
+                    payload = self._payload(request, wire_id, server)
+                    data = await self.connections.post(server.url + self.generate_path, payload)
+                break
             except ConnectionLostError as error:
-                last_error = error
-                logger.debug("%s Trying again (%d of %d).", error, attempt + 1, self.config.request_retries)
+                lost += 1
+                logger.debug("%s Trying again (%d of %d).", error, lost, self.config.request_retries)
                 await asyncio.to_thread(self._suspect, server, str(error))
-                continue
+                if lost > self.config.request_retries:
+                    raise EngineError(
+                        f"A request of conversation {request.rid!r} failed {lost} times (rollout.request_retries); servers: "
+                        f"{self.router.describe()}. Last: {error}"
+                    ) from error
             except ServerRefusedError as error:
                 if error.status not in _TRY_AGAIN_STATUSES:
                     raise refusal_of(error) from error
-                last_error = error
-                await asyncio.sleep(min(0.1 * 2**attempt, 2.0))
-                continue
+                busy += 1
+                if time.perf_counter() - started > self.config.setup_timeout:
+                    raise EngineError(
+                        f"The {self.kind} servers have been too busy for {self.config.setup_timeout:g} s: lower "
+                        f"rollout.max_concurrent_samples, or use more servers. Last: {error}"
+                    ) from error
+                await asyncio.sleep(min(0.1 * 2 ** min(busy, 5), 2.0))
             finally:
-                self._close(request.rid, wire_id, server)
-            response = self._response(request, data, version_when_sent)
-            response.latency = time.perf_counter() - started
-            response.logprobs_shifted = shifted
-            return response
-        raise EngineError(
-            f"A request of conversation {request.rid!r} failed {self.config.request_retries + 1} times; servers: "
-            f"{self.router.describe()}. Last: {last_error}"
-        ) from last_error
+                if self._router is not None:
+                    self._router.give_back(server)
+        response = self._response(request, data, version_when_sent)
+        response.latency = time.perf_counter() - started
+        response.logprobs_shifted = shifted
+        return response
 
     async def _lease(self, conversation: str) -> Server:
         deadline = time.monotonic() + self.config.setup_timeout
@@ -268,27 +275,20 @@ class RemoteClient(InferenceEngine):
                 )
             await asyncio.sleep(0.05)
 
-    def _open(self, conversation: str, server: Server) -> str:
-        wire_id = f"{conversation}/{next(self._wire_ids)}"
-        with self._lock:
-            self._live.setdefault(conversation, set()).add(wire_id)
-            self._live_on[wire_id] = server
-        return wire_id
-
-    def _close(self, conversation: str, wire_id: str, server: Server) -> None:
-        with self._lock:
-            self._live_on.pop(wire_id, None)
-            ids = self._live.get(conversation, set())
-            ids.discard(wire_id)
-            if not ids:
-                self._live.pop(conversation, None)
-        if self._router is not None:
-            self._router.give_back(server)
-
     def _suspect(self, server: Server, reason: str) -> None:
         """Take ``server`` out unless it answers: one check for a burst of failures."""
         if self._monitor is not None:
             self._monitor.suspect(server, reason)
+
+    def _take_out(self, server: Server, reason: str) -> bool:
+        """Send nothing more to ``server``, and ask others what it was asked; True where it was in service until now.
+
+        Where it is the last one, its requests stay with it: it may answer yet, and nobody else can.
+        """
+        was_in_service = self.router.take_out(server, reason)
+        if was_in_service and self.router.in_service():
+            self._in_flight.give_up(server)
+        return was_in_service
 
     # -- versions ------------------------------------------------------------------------------------------------------
 
@@ -309,7 +309,7 @@ class RemoteClient(InferenceEngine):
     def _adopt_version(self, servers: list[Server]) -> None:
         """Number the weights of servers that were just started; take over the number where they already have one."""
         numbers: dict[str, int] = {}
-        for server, label in zip(servers, self._each(self._read_version, servers), strict=True):
+        for server, label in zip(servers, self.fan_out.each(self._read_version, servers), strict=True):
             if label is None or not str(label).lstrip("-").isdigit():
                 self._label_version(server, self._version)
                 label = self._version
@@ -335,7 +335,9 @@ class RemoteClient(InferenceEngine):
         if version == self._version:
             return
         servers = self.router.in_service()
-        held = {server.address: label for server, label in zip(servers, self._each(self._read_version, servers), strict=True)}
+        held = {
+            server.address: label for server, label in zip(servers, self.fan_out.each(self._read_version, servers), strict=True)
+        }
         if not held or any(str(label) != str(version) for label in held.values()):
             raise WeightUpdateError(
                 f"set_version({version}) does not match what the {self.kind} servers hold: {held}. Versions are set by "
@@ -346,15 +348,27 @@ class RemoteClient(InferenceEngine):
     # -- control -------------------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Stop sampling on every server; requests keep what they have."""
-        with self._lock:
-            self._paused = True
-        self._each(self._pause_server, self.router.in_service())
+        """Stop sampling on every server; requests keep what they have. A server that cannot be paused is taken out.
+
+        Raises:
+            EngineError: no server could be paused.
+        """
+        self._paused = True
+        try:
+            self._each_in_service(self._pause_server, "be paused")
+        except BaseException:
+            self._paused = self._holding = False
+            raise
 
     def resume(self) -> None:
-        """Go on after ``pause``."""
-        self._each(self._resume_server, self.router.in_service())
-        with self._lock:
+        """Go on after ``pause``. A server that cannot go on is taken out.
+
+        Raises:
+            EngineError: no server could go on.
+        """
+        try:
+            self._each_in_service(self._resume_server, "go on")
+        finally:
             self._paused = self._holding = False
 
     def drain(self) -> None:
@@ -382,22 +396,45 @@ class RemoteClient(InferenceEngine):
         return self._paused
 
     def abort(self, rid: str | None = None) -> None:
-        """End the requests of one conversation, or all that this client sent; they return what they have."""
-        by_server: dict[int, tuple[Server, list[str]]] = {}
-        with self._lock:
-            wire_ids = list(self._live_on) if rid is None else list(self._live.get(rid, ()))
-            for wire_id in wire_ids:
-                server = self._live_on[wire_id]
-                by_server.setdefault(id(server), (server, []))[1].append(wire_id)
-        for server, ids in by_server.values():
-            self._abort_on_server(server, ids)
+        """End the requests of one conversation, or all that this client sent; they return what they have.
 
-    def _each(self, action: Callable[[Server], Any], servers: Iterable[Server]) -> list[Any]:
-        """``action`` on all servers at once; the first failure is raised after all are done."""
-        if self._fan_out is None:
-            raise EngineError(f"{type(self).__name__} is not connected: call initialize() first.")
-        futures = [self._fan_out.submit(action, server) for server in servers]
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:
-            raise errors[0]
-        return [future.result() for future in futures]
+        On an event loop it does not wait for the servers, as the loop's other tasks would wait with it.
+        """
+        asked = [self.fan_out.submit(self._abort_quietly, *entry) for entry in self._in_flight.by_server(rid)]
+        if not _is_on_a_loop():
+            for future in asked:
+                future.result()
+
+    def _abort_quietly(self, server: Server, wire_ids: list[str]) -> None:
+        try:
+            self._abort_on_server(server, wire_ids)
+        except EngineError as error:  # its requests end with their connections, or are given up when it is taken out
+            logger.warning("The server at %s was asked to abort %d requests: %s", server.address, len(wire_ids), error)
+
+    def _each_in_service(self, action: Callable[[Server], Result], what: str) -> list[tuple[Server, Result]]:
+        """``action`` on all servers in service at once; those that fail are taken out, as long as one is left.
+
+        Args:
+            action: what is done, and raises an ``EngineError`` where a server does not do it.
+            what: a server could not do, for the log.
+
+        Raises:
+            EngineError: every one failed.
+        """
+        done, failed = self.fan_out.settled(action, self.router.in_service())
+        if failed and not done:
+            for servers in self._owned:
+                servers.check()
+            raise failed[0][1]
+        for server, error in failed:
+            if self._take_out(server, f"could not {what}: {error}"):
+                logger.error("The server at %s could not %s and is out of service: %s", server.address, what, error)
+        return done
+
+
+def _is_on_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

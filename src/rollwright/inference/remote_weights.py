@@ -9,7 +9,6 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -39,7 +38,8 @@ class PublishingClient(RemoteClient):
         self._restore: Callable[[Server], None] | None = None
         self._pending_audit: Callable[[], object] | None = None
         self._mapped: MappedWeights | None = None
-        self._update_lock = threading.Lock()  # held by a publication, and while a server is brought back
+        # Held by a publication, by pause and resume, and while a server is brought back: none of them sees half of another.
+        self._update_lock = threading.RLock()
 
     def destroy(self) -> None:
         """See ``RemoteClient.destroy``; what was shared with the servers is removed."""
@@ -48,9 +48,15 @@ class PublishingClient(RemoteClient):
             self._mapped.close()
             self._mapped = None
 
+    def pause(self) -> None:
+        """See ``RemoteClient.pause``; a server that is being brought back is paused with the others."""
+        with self._update_lock:
+            super().pause()
+
     def resume(self) -> None:
         """Go on after ``pause``; the audit of a publication that was made meanwhile is done now."""
-        super().resume()
+        with self._update_lock:
+            super().resume()
         self._run_pending_audit()
 
     def update_weights(
@@ -71,7 +77,8 @@ class PublishingClient(RemoteClient):
             WeightUpdateError: no server took the weights, or one does not compute with them.
         """
         config = getattr(getattr(trainer, "model", None), "config", None)
-        publication = publish_weights(self, weights, version, meta or self.default_meta(), config=config)
+        with self._update_lock:  # files that a server may just be brought back with are written, too
+            publication = publish_weights(self, weights, version, meta or self.default_meta(), config=config)
         if trainer is not None:
             self._pending_audit = lambda: self.audit(score_of(trainer), tolerance_of(self.config, trainer))
             if not self._paused:
@@ -100,7 +107,8 @@ class PublishingClient(RemoteClient):
         return WeightUpdateMeta.shared()
 
     def mapped_weights(self, path: str | None) -> MappedWeights:
-        """The file that this client shares weights through; made once."""
+        """The file that this client shares weights through, about to be written; made once."""
+        self._restore = None  # may read that file, which from now on holds weights that no server has confirmed
         if self._mapped is None:
             directory = Path(path) if path else shared_directory(self._weights_roots())
             self._mapped = MappedWeights(directory)
@@ -124,16 +132,15 @@ class PublishingClient(RemoteClient):
 
     def probe(self, request: ModelRequest) -> dict[str, ModelResponse]:
         """What every server in service samples for one request, by the server's name in messages."""
-        servers = self.router.in_service()
-        answers = self._each(lambda server: self._probe(server, request), servers)
-        return {f"The {self.kind} server at {server.address}": answer for server, answer in zip(servers, answers, strict=True)}
+        answers = self._each_in_service(lambda server: self._probe(server, request), "answer the audit's probe")
+        return {f"The {self.kind} server at {server.address}": answer for server, answer in answers}
 
     @staticmethod
     def _vocabulary_of(score: Score) -> int:
         return int(getattr(score, "vocabulary", 64))
 
     def _probe(self, server: Server, request: ModelRequest) -> ModelResponse:
-        payload = self._payload(request, f"audit-probe/{next(self._wire_ids)}")
+        payload = self._payload(request, self._in_flight.new_wire_id("audit-probe"), server)
         data = self.connections.request("POST", server.url + self.generate_path, payload)
         return self._response(request, data, self._version)
 
@@ -173,8 +180,14 @@ class PublishingClient(RemoteClient):
             was_paused = self._paused
             if not was_paused:
                 self.pause()
+
+            def give(server: Server) -> None:
+                if not server.in_service:  # it was not paused with the others, and may still run what it was asked before
+                    self._pause_server(server)
+                update(server)
+
             try:
-                failures = self._update_each(chosen, update, alongside)
+                failures = self._update_each(chosen, give, alongside)
                 confirmed = [server for server in chosen if server.address not in failures]
                 for address, reason in failures.items():
                     logger.error("The server at %s did not take version %d: %s", address, version, reason)
@@ -184,33 +197,26 @@ class PublishingClient(RemoteClient):
                     )
                 self._version, self._restore = version, restore
                 for server in confirmed:
-                    if not server.in_service:
-                        self._pause_server(server)
-                        self.router.put_back(server)
+                    server.has_doubtful_weights = False
+                    self.router.put_back(server)
             finally:
                 if not was_paused:
-                    self._let_go_on(chosen)
                     self.resume()
             return [server.address for server in confirmed]
 
-    def _let_go_on(self, servers: list[Server]) -> None:
-        """Resume servers that were taken out while they were paused: requests that they still hold end by themselves."""
-        for server in servers:
-            if not server.in_service:
-                with contextlib.suppress(EngineError):
-                    self._resume_server(server)
-
     def answering_servers(self) -> list[Server]:
-        """Servers in service, and those out of service that answer again."""
-        out = self.router.out_of_service()
-        healthy = self._each(self._is_healthy, out)
-        return self.router.in_service() + [server for server, answers in zip(out, healthy, strict=True) if answers]
+        """Servers that answer their health check, in service or not; those in service that do not are taken out."""
+        servers = self.router.servers
+        healthy = self.fan_out.each(self._is_healthy, servers)
+        for server, answers in zip(servers, healthy, strict=True):
+            if not answers and self._take_out(server, "did not answer when weights were published"):
+                logger.error("The server at %s does not answer and is out of service.", server.address)
+        return [server for server, answers in zip(servers, healthy, strict=True) if answers]
 
     def _update_each(
         self, servers: list[Server], update: Callable[[Server], None], alongside: Callable[[], None] | None
     ) -> dict[str, str]:
-        assert self._fan_out is not None
-        futures = {server.address: self._fan_out.submit(update, server) for server in servers}
+        futures = {server.address: self.fan_out.submit(update, server) for server in servers}
         failures: dict[str, str] = {}
         if alongside is not None:
             try:
@@ -224,30 +230,43 @@ class PublishingClient(RemoteClient):
             elif error is not None:
                 raise error
             if server.address in failures:
+                server.has_doubtful_weights = True  # whatever its label says: some of them may have been changed
                 self.router.take_out(server, f"did not take the published weights: {failures[server.address]}")
+                self._in_flight.give_up(server)  # it stays paused with what it was asked
         return failures
 
     def _bring_back(self, server: Server) -> None:
-        """Give a server that answers again the current weights, pause it where this client is paused, and put it back.
+        """See that a server that answers again holds the current weights, pause it where this client is paused, and put it back.
 
         Raises:
             EngineError: it cannot be given the current weights; it stays out.
         """
         with self._update_lock:
             self._on_connected(server)
-            label = self._read_version(server)
-            if str(label) != str(self._version):
-                if self._restore is not None:
-                    self._restore(server)
-                elif self._version == 0 and not str(label).isdigit():
-                    self._label_version(server, 0)
-                else:
-                    raise WeightUpdateError(
-                        f"it holds version {label!r} and version {self._version} is not on disk; it comes back with the next "
-                        "publication"
-                    )
+            if not self._holds_current_weights(server):
+                self._give_current_weights(server)
             if self._paused:
                 self._pause_server(server)
             else:
                 self._resume_server(server)
             self.router.put_back(server)
+
+    def _holds_current_weights(self, server: Server) -> bool:
+        """What its label says; except that a server that was started again may call its first weights 0, too."""
+        label = str(self._read_version(server))
+        return label == str(self._version) and not server.has_doubtful_weights and (label != "0" or self._restore is None)
+
+    def _give_current_weights(self, server: Server) -> None:
+        label = self._read_version(server)
+        if self._restore is not None:
+            self._pause_server(server)  # what it may still run must not see its weights change
+            self._restore(server)
+            server.has_doubtful_weights = False
+        elif self._version == 0 and not str(label).isdigit() and not server.has_doubtful_weights:
+            self._label_version(server, 0)
+        else:
+            doubt = ", which may be incomplete," if server.has_doubtful_weights else ""
+            raise WeightUpdateError(
+                f"it holds version {label!r}{doubt} and version {self._version} is not on disk; it comes back with the next "
+                "publication"
+            )

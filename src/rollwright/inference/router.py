@@ -10,11 +10,10 @@ Invariants:
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rollwright.errors import EngineError
 from rollwright.inference.network import server_url
@@ -30,7 +29,7 @@ class Server:
     reason: str = ""  # why it is out of service
     load: int = 0  # requests in flight
     served: int = 0  # requests sent since the start
-    out_since: float = field(default=0.0, repr=False)  # time.monotonic()
+    has_doubtful_weights: bool = False  # an update of them failed: its label proves nothing
 
     def __post_init__(self) -> None:
         self.url = self.url or server_url(self.address)
@@ -93,7 +92,7 @@ class Router:
         with self._lock:
             was_in_service = server.in_service
             if was_in_service:
-                server.in_service, server.reason, server.out_since = False, reason, time.monotonic()
+                server.in_service, server.reason = False, reason
                 self.changes += 1
             return was_in_service
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
 from rollwright.data.vision import encoded_image
 from rollwright.errors import EngineError, WeightUpdateError
@@ -25,9 +28,9 @@ from rollwright.tracking.logging import getLogger
 
 logger = getLogger("SGLangClient")
 
-#: What happens to requests that run while weights change, in SGLang's words. With "wait" none runs: the client holds new
-#: requests back and waits for its own to end before it pauses.
-PAUSE_MODES = {"recompute": "retract", "keep": "in_place", "wait": "in_place"}
+#: What happens to requests that run while weights change, in SGLang's words. With "wait" none of this client's runs: it holds
+#: new requests back and waits for its own to end before it pauses.
+PAUSE_MODES = {"recompute": "retract", "keep": "in_place", "wait": "retract"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class _Facts:
     is_builtin: bool = False
     deterministic: bool = False
     weights_roots: list[str] | None = None  # None: it may read any directory
+    context_length: int | None = None  # above which it refuses a prompt and max_new_tokens together; None: it cuts the output
 
 
 class SGLangClient(PublishingClient):
@@ -54,8 +58,12 @@ class SGLangClient(PublishingClient):
     def _on_connected(self, server: Server) -> None:
         info = self.connections.request("GET", f"{server.url}/server_info", timeout=30.0)
         is_builtin = info.get("server") == "rollwright"
+        models = {} if is_builtin else self.connections.request("GET", f"{server.url}/v1/models", timeout=30.0)
         self._facts[server.address] = _Facts(
-            is_builtin, bool(info.get("enable_deterministic_inference")), info.get("weights_roots") if is_builtin else None
+            is_builtin,
+            bool(info.get("enable_deterministic_inference")),
+            info.get("weights_roots") if is_builtin else None,
+            next((model["max_model_len"] for model in models.get("data") or () if model.get("max_model_len")), None),
         )
 
     @property
@@ -95,12 +103,12 @@ class SGLangClient(PublishingClient):
             accept_shifted=self.config.accept_shifted_logprobs,
         )
 
-    def _payload(self, request: ModelRequest, wire_id: str) -> dict[str, Any]:
+    def _payload(self, request: ModelRequest, wire_id: str, server: Server) -> dict[str, Any]:
         seed = request.seed if request.gconfig.seed is None else request.gconfig.seed
         payload: dict[str, Any] = {
             "rid": wire_id,
             "input_ids": request.input_ids,
-            "sampling_params": sglang_sampling_params(request.gconfig, seed),
+            "sampling_params": sglang_sampling_params(self._within_context(request, server), seed),
             "return_logprob": True,
             "stream": False,
         }
@@ -112,6 +120,14 @@ class SGLangClient(PublishingClient):
             if getattr(request, name) is not None:
                 payload[name] = getattr(request, name)
         return payload
+
+    def _within_context(self, request: ModelRequest, server: Server) -> GenerationHyperparameters:
+        """The generation arguments with no more new tokens than there is room for: as every engine, but SGLang refuses more."""
+        gconfig, context = request.gconfig, self._facts[server.address].context_length
+        room = gconfig.max_new_tokens if context is None else context - len(request.input_ids)
+        if room >= gconfig.max_new_tokens or room < 1:  # a prompt that leaves no room is refused by the server, as it should
+            return gconfig
+        return gconfig.new(max_new_tokens=room, min_new_tokens=min(gconfig.min_new_tokens, room))
 
     def _response(self, request: ModelRequest, data: dict[str, Any], version_when_sent: int) -> ModelResponse:
         meta = data.get("meta_info") or {}
@@ -164,22 +180,22 @@ class SGLangClient(PublishingClient):
 
     def _pause_server(self, server: Server) -> None:
         mode = PAUSE_MODES[self.config.on_weight_update]
-        self.connections.request("POST", f"{server.url}/pause_generation", {"mode": mode})
+        self.connections.request("POST", f"{server.url}/pause_generation", {"mode": mode}, timeout=self._control_seconds)
 
     def _resume_server(self, server: Server) -> None:
-        self.connections.request("POST", f"{server.url}/continue_generation", {})
+        self.connections.request("POST", f"{server.url}/continue_generation", {}, timeout=self._control_seconds)
 
     def _abort_on_server(self, server: Server, wire_ids: list[str] | None) -> None:
         bodies = [{"abort_all": True}] if wire_ids is None else [{"rid": wire_id} for wire_id in wire_ids]
         for body in bodies:
-            self.connections.request("POST", f"{server.url}/abort_request", body)
+            self.connections.request("POST", f"{server.url}/abort_request", body, timeout=self._control_seconds)
 
     def _read_version(self, server: Server) -> str | None:
         return self.connections.request("GET", f"{server.url}/model_info", timeout=30.0).get("weight_version")
 
     def _label_version(self, server: Server, version: int) -> None:
         body = {"new_version": str(version), "abort_all_requests": False}
-        self.connections.request("POST", f"{server.url}/update_weight_version", body)
+        self.connections.request("POST", f"{server.url}/update_weight_version", body, timeout=self._control_seconds)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -209,7 +225,7 @@ class SGLangClient(PublishingClient):
         body: dict[str, Any] = {
             "model_path": str(directory),
             "weight_version": str(version),
-            "flush_cache": self.config.on_weight_update == "recompute",
+            "flush_cache": self.config.on_weight_update != "keep",  # which SGLang refuses while requests run
             "abort_all_requests": False,
             "keep_pause": True,
         }
@@ -243,7 +259,7 @@ class SGLangClient(PublishingClient):
             raise WeightUpdateError(
                 "A rollwright server loads no weights from files: start it with --weights-root DIRECTORY, or publish by xccl."
             )
-        return roots or []
+        return super()._weights_roots() if roots is None else roots
 
     def broadcast_weights(self, named: list[tuple[str, Tensor]], version: int, meta: WeightUpdateMeta) -> list[str]:
         """Send weights to every server over a distributed group, bucket by bucket.
@@ -259,7 +275,18 @@ class SGLangClient(PublishingClient):
         Raises:
             WeightUpdateError: no server took the weights.
         """
+        try:
+            return self._broadcast(named, version, meta)
+        except WeightUpdateError as error:  # a server that goes in the middle takes the whole group with it
+            logger.warning(
+                "The broadcast of version %d failed, and is begun anew with the servers that answer: %s", version, error
+            )
+            return self._broadcast(named, version, meta)
+
+    def _broadcast(self, named: list[tuple[str, Tensor]], version: int, meta: WeightUpdateMeta) -> list[str]:
         servers = self.answering_servers()
+        if not servers:
+            raise WeightUpdateError(f"No {self.kind} server took version {version}: {self.router.describe()}.")
         group = self._weight_group(servers, named, meta)
         parts = list(buckets(named, meta.bucket_bytes))
 
@@ -269,8 +296,8 @@ class SGLangClient(PublishingClient):
                     "names": [name for name, _ in bucket],
                     "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
                     "shapes": [list(tensor.shape) for _, tensor in bucket],
-                    "group_name": meta.group,
-                    "flush_cache": index == len(parts) - 1 and self.config.on_weight_update == "recompute",
+                    "group_name": group.name,
+                    "flush_cache": index == len(parts) - 1 and self.config.on_weight_update != "keep",
                     "abort_all_requests": False,
                 }
                 if index == len(parts) - 1:
@@ -279,14 +306,38 @@ class SGLangClient(PublishingClient):
                     self._post_update(server, "update_weights_from_distributed", body)
 
         def send() -> None:
-            for bucket in parts:
-                group.send(bucket)
+            try:
+                for bucket in parts:
+                    group.send(bucket)
+            except WeightUpdateError:
+                self._leave_group()  # so that the others do not wait for what will not come
+                raise
 
         try:
             return self.apply_update(version, update, restore=None, servers=servers, alongside=send)
         except WeightUpdateError:
-            self._group = None
+            self._leave_group()
             raise
+
+    def _leave_group(self) -> None:
+        group, self._group = self._group, None
+        if group is None:
+            return
+        group.close()
+        if self._fan_out is not None and self._is_builtin:  # SGLang is not asked: it may wait there for ranks that are gone
+            for server in self.router.in_service():
+                self._fan_out.submit(self._forget_group, server, group.name)
+
+    def _forget_group(self, server: Server, name: str) -> None:
+        with contextlib.suppress(EngineError):  # it may never have joined, or be gone
+            self.connections.request(
+                "POST", f"{server.url}/destroy_weights_update_group", {"group_name": name}, timeout=self._control_seconds
+            )
+
+    def destroy(self) -> None:
+        """See ``PublishingClient.destroy``; the group with the servers is left."""
+        super().destroy()
+        self._leave_group()
 
     def _weight_group(self, servers: list[Server], named: list[tuple[str, Tensor]], meta: WeightUpdateMeta) -> WeightGroup:
         """The group with ``servers``; formed anew where one was taken out or came back since."""
@@ -297,12 +348,13 @@ class SGLangClient(PublishingClient):
         backend = meta.backend
         if backend == "auto":
             backend = "nccl" if any(tensor.is_cuda for _, tensor in named) else "gloo"
+        self._leave_group()
         address = own_address(server.url for server in servers)
         (port,) = find_free_ports(1)
         world_size = 1 + per_server * len(servers)
-        assert self._fan_out is not None
+        name = f"{meta.group}-{uuid.uuid4().hex[:8]}"  # SGLang forms no second group of one name, nor forgets that of a dead trainer
         joining = [
-            self._fan_out.submit(
+            self.fan_out.submit(
                 self._post_update,
                 server,
                 "init_weights_update_group",
@@ -311,14 +363,18 @@ class SGLangClient(PublishingClient):
                     "master_port": port,
                     "rank_offset": 1 + per_server * index,
                     "world_size": world_size,
-                    "group_name": meta.group,
+                    "group_name": name,
                     "backend": backend,
                 },
             )
             for index, server in enumerate(servers)
         ]
-        self._group = WeightGroup(address, port, 0, world_size, meta.group, backend)
-        for future in joining:
-            future.result()
+        self._group = WeightGroup(address, port, 0, world_size, name, backend)
+        try:
+            for future in joining:
+                future.result()
+        except EngineError as error:
+            self._leave_group()
+            raise WeightUpdateError(f"The group of the trainer and its servers could not be formed: {error}") from error
         self._group_members = members
         return self._group

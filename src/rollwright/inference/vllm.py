@@ -94,7 +94,7 @@ class VLLMClient(PublishingClient):
             )
         return check_parameters(request.gconfig, "vllm", where=server, accept_shifted=self.config.accept_shifted_logprobs)
 
-    def _payload(self, request: ModelRequest, wire_id: str) -> dict[str, Any]:
+    def _payload(self, request: ModelRequest, wire_id: str, server: Server) -> dict[str, Any]:
         seed = self._seed(request)
         payload: dict[str, Any] = {
             "request_id": wire_id,
@@ -142,20 +142,23 @@ class VLLMClient(PublishingClient):
 
     def _pause_server(self, server: Server) -> None:
         mode = PAUSE_MODES[self.config.on_weight_update]
-        self.connections.request("POST", f"{server.url}/pause?mode={mode}")
+        limit = None if mode == "wait" else self._control_seconds  # what runs may take as long as a request may
+        self.connections.request("POST", f"{server.url}/pause?mode={mode}", timeout=limit)
 
     def _resume_server(self, server: Server) -> None:
-        self.connections.request("POST", f"{server.url}/resume")
+        self.connections.request("POST", f"{server.url}/resume", timeout=self._control_seconds)
 
     def _abort_on_server(self, server: Server, wire_ids: list[str] | None) -> None:
         ids = [] if wire_ids is None else [_ENGINE_ID_PREFIX + wire_id for wire_id in wire_ids]
-        self.connections.request("POST", f"{server.url}/abort_requests", {"request_ids": ids})
+        body = {"request_ids": ids}
+        self.connections.request("POST", f"{server.url}/abort_requests", body, timeout=self._control_seconds)
 
     def _read_version(self, server: Server) -> str | None:
         return self.connections.request("GET", f"{server.url}/weight_info", timeout=30.0).get("weight_version")
 
     def _label_version(self, server: Server, version: int) -> None:
-        self.connections.request("POST", f"{server.url}/update_weight_version", {"new_version": str(version)})
+        body = {"new_version": str(version)}
+        self.connections.request("POST", f"{server.url}/update_weight_version", body, timeout=self._control_seconds)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 

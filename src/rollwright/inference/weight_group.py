@@ -47,9 +47,9 @@ class WeightGroup:
         limit = timedelta(seconds=timeout)
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         try:
-            self._store = TCPStore(master_address, master_port, world_size, rank == 0, limit)
+            self._store: Any = TCPStore(master_address, master_port, world_size, rank == 0, limit)
             store = PrefixStore(f"{self.device.type}/", PrefixStore(name, self._store))
-            self._group: Any
+            self._group: Any = None
             if backend == "gloo":
                 self._group = dist.ProcessGroupGloo(store, rank, world_size, limit)
             else:
@@ -69,12 +69,20 @@ class WeightGroup:
         Raises:
             WeightUpdateError: a rank is gone.
         """
+        if self._group is None:
+            raise WeightUpdateError(f"The group {self.name!r} was left; form another.")
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         try:
             self._group.broadcast([tensor], options).wait()
         except RuntimeError as error:
             raise WeightUpdateError(f"A broadcast in the group {self.name!r} failed: {error}") from error
+
+    def close(self) -> None:
+        """Leave the group: its connections close, so that ranks that wait for this one hear of it."""
+        group, self._group, self._store = self._group, None, None
+        if group is not None and self.device.type == "cuda":
+            group.abort()
 
     def send(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Broadcast tensors in this order (rank 0)."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rollwright.config.allocation import AllocationMode
 from rollwright.errors import WeightUpdateError
-from rollwright.inference.weight_files import keep_newest, write_weights
+from rollwright.inference.weight_files import keep_newest, remove_later, write_weights
 from rollwright.inference.weight_group import BUCKET_BYTES, DEFAULT_GROUP
 from rollwright.tracking.logging import getLogger
 
@@ -256,6 +256,7 @@ def publish_weights(
         engines = [type(engine).__name__]
     elif meta.type == "disk":
         root = Path(str(meta.path)).resolve()
+        remove_later(root, "v", version)  # of a run that went back to a checkpoint: they would be kept in the place of these
         digest = write_weights(root / f"v{version}", named, version, config)
         engines = engine.update_weights_from_disk(str(root / f"v{version}"), version, digest)
         keep_newest(root, "v", meta.keep)

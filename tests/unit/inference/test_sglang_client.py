@@ -10,11 +10,9 @@ import time
 
 import pytest
 import torch
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fake_sglang import FakeSGLang, ask, connected
 from server_parts import served
 
-from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, PromptTooLongError, RequestAborted, WeightUpdateError
 from rollwright.inference.request import ModelRequest
@@ -107,76 +105,6 @@ SGLANG_DISTRIBUTED_FIELDS = set(
 SGLANG_GROUP_FIELDS = set(["master_address", "master_port", "rank_offset", "world_size", "group_name", "backend"])
 
 
-class FakeSGLang:
-    """The endpoints that a client needs; what it was sent is in ``bodies``."""
-
-    def __init__(self, version="default"):
-        self.version, self.bodies, self.calls = version, {}, []
-        self.info = {"enable_deterministic_inference": False}
-        self.answer = self.default_answer
-        self.delay = 0.0
-        self.app = FastAPI()
-        for path in ("pause_generation", "continue_generation", "abort_request", "update_weight_version", "update_weights_from_disk",
-                     "init_weights_update_group", "update_weights_from_distributed"):  # fmt: skip
-            self.app.post(f"/{path}")(self._recorder(path))
-        self.app.get("/health")(lambda: {})
-        self.app.get("/server_info")(lambda: self.info)
-        self.app.get("/model_info")(lambda: {"weight_version": self.version})
-        self.app.post("/generate")(self.generate)
-
-    def _recorder(self, path):
-        async def route(request: Request):
-            body = await request.json()
-            self.calls.append(path)
-            self.bodies.setdefault(path, []).append(body)
-            new = body.get("weight_version") or body.get("new_version")
-            if new is not None:
-                self.version = new
-            return {"success": True, "message": ""}
-
-        return route
-
-    def default_answer(self, body):
-        tokens = [7, 8, 9]
-        return {
-            "text": "",
-            "output_ids": tokens,
-            "meta_info": {
-                "id": body["rid"],
-                "finish_reason": {"type": "stop", "matched": 9},
-                "output_token_logprobs": [[-0.5, token, None] for token in tokens],
-                "prompt_tokens": len(body["input_ids"]),
-                "completion_tokens": 3,
-                "weight_version": self.version,
-                "weight_versions": [{"version": self.version, "start": 0, "end": 3}],
-            },
-        }
-
-    async def generate(self, request: Request):
-        body = await request.json()
-        self.bodies.setdefault("generate", []).append(body)
-        await asyncio.sleep(self.delay)
-        answer = self.answer(body)
-        return answer if isinstance(answer, dict) else JSONResponse(answer[1], status_code=answer[0])
-
-
-@contextlib.contextmanager
-def connected(*fakes, **settings):
-    with contextlib.ExitStack() as stack:
-        addresses = [stack.enter_context(served(fake.app)) for fake in fakes]
-        client = SGLangClient(RolloutConfig(setup_timeout=10, request_timeout=10, **settings), addresses=addresses)
-        client.initialize()
-        stack.callback(client.destroy)
-        yield client
-
-
-def ask(client, **settings):
-    request = settings.pop("request", {})
-    return asyncio.run(
-        client.agenerate(ModelRequest(input_ids=[1, 2], gconfig=GenerationHyperparameters(**settings), **request))
-    )
-
-
 def test_spans_become_one_version_for_each_token():
     spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 9}]
     assert versions_of_spans(spans, 4, int) == [3, 3, 4, 4]
@@ -227,13 +155,26 @@ def test_updates_and_control_have_sglangs_shape(tmp_path):
         assert client.get_version() == 2
 
 
-@pytest.mark.parametrize(("policy", "mode"), [("recompute", "retract"), ("keep", "in_place"), ("wait", "in_place")])
-def test_what_running_requests_do_is_said_in_the_pause(policy, mode):
+@pytest.mark.parametrize(
+    ("policy", "mode", "flush"), [("recompute", "retract", True), ("keep", "in_place", False), ("wait", "retract", True)]
+)
+def test_what_running_requests_do_is_said_in_the_pause(policy, mode, flush, tmp_path):
     fake = FakeSGLang()
     with connected(fake, on_weight_update=policy) as client:
-        client.pause()
+        client.update_weights_from_disk(str(tmp_path), 1)
         assert fake.bodies["pause_generation"] == [{"mode": mode}]
-        client.resume()
+        assert fake.bodies["update_weights_from_disk"][0]["flush_cache"] is flush  # old prefixes serve no later request
+
+
+def test_no_more_tokens_are_asked_for_than_there_is_room_for():
+    """Other engines end at the context's end; SGLang refuses such a request as a whole."""
+    fake = FakeSGLang()
+    fake.context_length = 10
+    with connected(fake) as client:
+        assert ask(client, max_new_tokens=100).output_tokens == [7, 8, 9]
+        assert fake.bodies["generate"][0]["sampling_params"]["max_new_tokens"] == 8  # the prompt has 2
+        with pytest.raises(PromptTooLongError):
+            ask(client, request={"input_ids": [1] * 10}, max_new_tokens=1)
 
 
 def test_wait_holds_new_requests_until_those_in_flight_have_ended():
@@ -349,15 +290,20 @@ def test_requests_of_a_conversation_go_to_one_server_and_others_are_spread():
 
 def test_a_busy_server_is_asked_again():
     fake = FakeSGLang()
-    left = [1, 1]
+    left = [1] * 4  # more often than a lost connection would be tried again
 
     def busy_twice(body):
         return (503, {"error": "busy"}) if left and left.pop() else fake.default_answer(body)
 
     fake.answer = busy_twice
-    with connected(fake) as client:
+    with connected(fake, request_retries=0) as client:
         assert ask(client).output_tokens == [7, 8, 9]
-        assert len(fake.bodies["generate"]) == 3
+        assert len(fake.bodies["generate"]) == 5
+    fake.answer = lambda body: (429, {"error": "busy"})
+    with connected(fake) as client:
+        client.config.setup_timeout = 0.5
+        with pytest.raises(EngineError, match=r"too busy for 0\.5 s"):
+            ask(client)
 
 
 def test_a_dead_server_is_taken_out_and_comes_back_with_the_current_weights(tmp_path):
@@ -483,7 +429,10 @@ class _SilentGroup:
     """Stands for the sending half of a group: the bodies alone are looked at."""
 
     def __init__(self, *arguments):
-        self.arguments, self.sent = arguments, []
+        self.name, self.sent = arguments[4], []
+
+    def close(self):
+        pass
 
     def send(self, bucket):
         self.sent.append([name for name, _ in bucket])
@@ -504,6 +453,7 @@ def test_bodies_of_a_distributed_update_have_sglangs_shape(monkeypatch):
             assert joined["rank_offset"] == 1 + 2 * index
             assert joined["world_size"] == 5
             assert joined["backend"] == "gloo"
+            assert joined["group_name"].startswith(f"{meta.group}-")  # SGLang forms no second group of one name
             buckets = fake.bodies["update_weights_from_distributed"]
             assert all(set(body) <= SGLANG_DISTRIBUTED_FIELDS for body in buckets)
             assert [(body["names"], body.get("weight_version")) for body in buckets[:2]] == [(["a"], None), (["b"], "1")]

@@ -143,8 +143,10 @@ class Control:
         return {"message": "Generation paused.", "status": "ok"}
 
     async def _continue(self, body: dict[str, Any]) -> dict[str, Any]:
-        await asyncio.to_thread(self._engine.resume)
         self._paused = False
+        if self._paused_for_buckets:
+            return {"message": "Generation continues when the last part of the new weights has come.", "status": "ok"}
+        await asyncio.to_thread(self._engine.resume)
         return {"message": "Generation continues.", "status": "ok"}
 
     async def _abort(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -204,6 +206,7 @@ class Control:
             if body.get("abort_all_requests"):
                 await asyncio.to_thread(self._engine.abort)
             digest = await asyncio.to_thread(self._load, directory, version, expected)
+            await self._weights_are_whole()
         stats = self._engine.stats()
         return {
             "success": True,
@@ -241,14 +244,16 @@ class Control:
         except (KeyError, TypeError, ValueError) as error:
             raise RequestError(f"master_address, master_port, rank_offset and world_size are needed: {error!r}.") from error
         backend = str(body.get("backend") or "nccl")
-        self._groups.pop(name, None)
+        if name in self._groups:
+            self._groups.pop(name).close()
         self._groups[name] = await asyncio.to_thread(WeightGroup, *arguments, name, backend)
         return {"success": True, "message": f"Joined {name!r} as rank {arguments[2]} of {arguments[3]} over {backend}."}
 
     async def _destroy_group(self, body: dict[str, Any]) -> dict[str, Any]:
         name = str(body.get("group_name") or DEFAULT_GROUP)
-        if self._groups.pop(name, None) is None:
+        if name not in self._groups:
             raise WeightUpdateError(f"There is no group {name!r}; there are {sorted(self._groups)}.")
+        self._groups.pop(name).close()
         return {"success": True, "message": f"Left {name!r}."}
 
     async def _update_from_distributed(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -268,13 +273,18 @@ class Control:
                 self._paused_for_buckets = True
             named = await asyncio.to_thread(group.receive, names, dtypes, shapes)
             await asyncio.to_thread(self._take, named, version)
-            if is_last and self._paused_for_buckets:
-                self._paused_for_buckets = False
-                if not self._paused:
-                    await asyncio.to_thread(self._engine.resume)
+            if is_last:
+                await self._weights_are_whole()
         if is_last:
             self._metrics.count("weight_updates", source="distributed")
         return {"success": True, "message": f"Received {len(names)} tensors."}
+
+    async def _weights_are_whole(self) -> None:
+        """Go on where some parts of new weights had come and the engine waited for the others."""
+        if self._paused_for_buckets:
+            self._paused_for_buckets = False
+            if not self._paused:
+                await asyncio.to_thread(self._engine.resume)
 
     async def _weights_checker(self, body: dict[str, Any]) -> dict[str, Any]:
         action = body.get("action", "checksum")

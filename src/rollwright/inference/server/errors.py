@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -92,7 +92,7 @@ async def read_object(request: Request) -> dict[str, Any]:
     return value
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+async def while_connected(request: Request, work: Awaitable[Result]) -> Result:
     """Await ``work``, and cancel it when the client goes away, so that its slot is free at once.
 
     Raises:

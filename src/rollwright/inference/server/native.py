@@ -69,7 +69,7 @@ class NativeProtocol:
             body = await read_object(request)
             generation = self._parse(body)
             if body.get("stream"):
-                return await self._stream(generation)
+                return await self._stream(request, generation)
             responses = await while_connected(request, generate_all(self.engine, generation.requests))
             answers = [
                 self.answer(generation, asked, response) for asked, response in zip(generation.requests, responses, strict=True)
@@ -188,10 +188,10 @@ class NativeProtocol:
             )
         return {"text": text, "output_ids": response.output_tokens, "meta_info": meta}
 
-    async def _stream(self, generation: _Generation) -> StreamingResponse:
+    async def _stream(self, asked: Request, generation: _Generation) -> StreamingResponse:
         (request,) = generation.requests
         partials = stream_response(self.engine, request)
-        first = await anext(partials)
+        first = await while_connected(asked, anext(partials))
 
         async def events() -> AsyncIterator[str]:
             try:

@@ -155,7 +155,7 @@ class OpenAIProtocol:
             call = self._call(api_key, endpoint, body, fields, prompts_of(fields))
             if fields.get("stream"):
                 include_usage = bool((fields.get("stream_options") or {}).get("include_usage"))
-                return await self._stream(engine, call, include_usage)
+                return await self._stream(request, engine, call, include_usage)
             await while_connected(request, self._run(engine, call))
         except ClientGoneError:
             return Response(status_code=499)
@@ -343,9 +343,13 @@ class OpenAIProtocol:
             answer["prompt_token_ids"] = call.requests[0].input_ids
         return answer
 
-    async def _stream(self, engine: InferenceEngine, call: OpenAICall, include_usage: bool) -> StreamingResponse:
+    async def _stream(
+        self, request: Request, engine: InferenceEngine, call: OpenAICall, include_usage: bool
+    ) -> StreamingResponse:
         chunks = chunks_of(self, engine, call, include_usage)
-        first = await anext(chunks)  # a request that is refused gets its status, not a stream that breaks off
+        first = await while_connected(
+            request, anext(chunks)
+        )  # a request that is refused gets its status, not a stream that breaks off
 
         async def body() -> AsyncIterator[str]:
             try:

@@ -10,6 +10,7 @@ import uvicorn
 
 from rollwright.errors import ConfigError
 from rollwright.inference.builtin.engine import BuiltinEngine
+from rollwright.inference.open_files import allow_many_connections
 from rollwright.inference.server.application import create_application
 from rollwright.inference.server.settings import ServerSettings
 from rollwright.tracking.logging import getLogger
@@ -72,6 +73,7 @@ def serve(engine_settings: EngineSettings, settings: ServerSettings, *, log_leve
     engine = engine_settings.start()
     app = create_application(engine, settings, model_path=engine_settings.model)
     logger.info("Serving %s at http://%s:%d", settings.model_name, settings.host, settings.port)
+    allow_many_connections()
     config = uvicorn.Config(app, log_level=log_level, timeout_keep_alive=30, timeout_graceful_shutdown=5, access_log=False)
     try:
         uvicorn.Server(config).run(sockets=[listener])

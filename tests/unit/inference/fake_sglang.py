@@ -1,0 +1,94 @@
+"""A server that answers in SGLang's shapes and misbehaves on purpose, and a client of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from server_parts import served
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.sections import RolloutConfig
+from rollwright.inference.request import ModelRequest
+from rollwright.inference.sglang import SGLangClient
+
+
+class FakeSGLang:
+    """The endpoints that a client needs; what it was sent is in ``bodies``."""
+
+    def __init__(self, version="default"):
+        self.version, self.bodies, self.calls = version, {}, []
+        self.info = {"enable_deterministic_inference": False}
+        self.answer = self.default_answer
+        self.delay = 0.0
+        self.context_length = 512
+        self.fails: set[str] = set()  # control calls that are answered with 500
+        self.app = FastAPI()
+        for path in ("pause_generation", "continue_generation", "abort_request", "update_weight_version", "update_weights_from_disk",
+                     "init_weights_update_group", "update_weights_from_distributed"):  # fmt: skip
+            self.app.post(f"/{path}")(self._recorder(path))
+        self.app.get("/health")(lambda: {})
+        self.app.get("/server_info")(lambda: self.info)
+        self.app.get("/v1/models")(lambda: {"data": [{"id": "tiny", "max_model_len": self.context_length}]})
+        self.app.get("/model_info")(lambda: {"weight_version": self.version})
+        self.app.post("/generate")(self.generate)
+
+    def _recorder(self, path):
+        async def route(request: Request):
+            body = await request.json()
+            self.calls.append(path)
+            self.bodies.setdefault(path, []).append(body)
+            if path in self.fails:
+                return JSONResponse({"success": False, "message": "on purpose"}, status_code=500)
+            new = body.get("weight_version") or body.get("new_version")
+            if new is not None:
+                self.version = new
+            return {"success": True, "message": ""}
+
+        return route
+
+    def default_answer(self, body):
+        tokens = [7, 8, 9]
+        return {
+            "text": "",
+            "output_ids": tokens,
+            "meta_info": {
+                "id": body["rid"],
+                "finish_reason": {"type": "stop", "matched": 9},
+                "output_token_logprobs": [[-0.5, token, None] for token in tokens],
+                "prompt_tokens": len(body["input_ids"]),
+                "completion_tokens": 3,
+                "weight_version": self.version,
+                "weight_versions": [{"version": self.version, "start": 0, "end": 3}],
+            },
+        }
+
+    async def generate(self, request: Request):
+        body = await request.json()
+        self.bodies.setdefault("generate", []).append(body)
+        await asyncio.sleep(self.delay)
+        asked = len(body["input_ids"]) + body["sampling_params"]["max_new_tokens"]
+        if asked > self.context_length:  # SGLang cuts neither prompt nor output by itself
+            message = f"Requested token count exceeds the model's maximum context length of {self.context_length} tokens."
+            return JSONResponse({"error": {"message": message}}, status_code=400)
+        answer = self.answer(body)
+        return answer if isinstance(answer, dict) else JSONResponse(answer[1], status_code=answer[0])
+
+
+@contextlib.contextmanager
+def connected(*fakes, **settings):
+    with contextlib.ExitStack() as stack:
+        addresses = [stack.enter_context(served(fake.app)) for fake in fakes]
+        client = SGLangClient(RolloutConfig(setup_timeout=10, request_timeout=10, **settings), addresses=addresses)
+        client.initialize()
+        stack.callback(client.destroy)
+        yield client
+
+
+def ask(client, **settings):
+    request = {"input_ids": [1, 2], **settings.pop("request", {})}
+    return asyncio.run(
+        client.agenerate(ModelRequest(gconfig=GenerationHyperparameters(**{"max_new_tokens": 16, **settings}), **request))
+    )
