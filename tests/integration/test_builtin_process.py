@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 import pytest
 from real_servers import write_model
@@ -10,6 +12,8 @@ from rollwright import PPOTrainer
 from rollwright.config.experiment import PPOConfig
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import ClusterConfig, DatasetConfig, NormConfig, OptimizerConfig, PPOActorConfig, RolloutConfig
+from rollwright.errors import WeightUpdateError
+from rollwright.training.actor import FSDPPPOActor
 
 pytestmark = pytest.mark.slow
 
@@ -18,10 +22,9 @@ def reward(prompt, completion, prompt_ids, completion_ids, **data) -> float:
     return float(len(set(completion_ids)))
 
 
-@pytest.mark.parametrize("init_from_scratch", [False, True])
-def test_a_run_trains_with_generation_in_a_process_of_its_own(tmp_path, init_from_scratch):
+def config_of(tmp_path: Path, init_from_scratch: bool = False, **rollout) -> PPOConfig:
     model = write_model(tmp_path / "model")
-    config = PPOConfig(
+    return PPOConfig(
         experiment_name="apart",
         actor=PPOActorConfig(
             path=str(model),
@@ -29,18 +32,33 @@ def test_a_run_trains_with_generation_in_a_process_of_its_own(tmp_path, init_fro
             optimizer=OptimizerConfig(lr=1e-3),
             adv_norm=NormConfig(mean_level="batch", std_level="batch"),
         ),
-        rollout=RolloutConfig(backend="builtin_process", max_head_offpolicyness=1, setup_timeout=120),
+        rollout=RolloutConfig(backend="builtin_process", max_head_offpolicyness=1, setup_timeout=120, **rollout),
         train_dataset=DatasetConfig(batch_size=4),
         gconfig=GenerationHyperparameters(n_samples=2, max_new_tokens=12, temperature=0.7),
         total_train_steps=3,
         cluster=ClusterConfig(fileroot=str(tmp_path / "runs")),
     )
-    rows = [{"messages": [{"role": "user", "content": f"task {index}"}], "answer": "x"} for index in range(16)]
-    with PPOTrainer(config, rows) as trainer:
+
+
+ROWS = [{"messages": [{"role": "user", "content": f"task {index}"}], "answer": "x"} for index in range(16)]
+
+
+def servers_of_this_process() -> list[psutil.Process]:
+    """The servers and their supervisors; other children score rewards."""
+    return [child for child in psutil.Process().children(recursive=True) if "serve-model" in child.cmdline()]
+
+
+def wait_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("init_from_scratch", [False, True])
+def test_a_run_trains_with_generation_in_a_process_of_its_own(tmp_path, init_from_scratch):
+    with PPOTrainer(config_of(tmp_path, init_from_scratch), ROWS) as trainer:
         client = trainer.rollout.client
         assert client.agreements[0].mean < 1e-4  # compared before the first token
-        children = psutil.Process().children(recursive=True)
-        children = [child for child in children if "serve-model" in child.cmdline()]  # others score rewards
+        children = servers_of_this_process()
         assert len(children) == 2  # the server and its supervisor
         summary = trainer.train("rollwright.workflows.rlvr.RLVRWorkflow", {"reward_fn": reward})
         assert summary["steps"] == 3
@@ -48,5 +66,36 @@ def test_a_run_trains_with_generation_in_a_process_of_its_own(tmp_path, init_fro
         assert client.agreements[0].mean < 1e-3
         log = trainer.directory.logs / "builtin_process-0.log"
         assert log.exists()
-    _, alive = psutil.wait_procs(children, timeout=10)
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    wait_gone(children)
+
+
+def test_a_run_starts_several_servers_and_publishes_to_them_by_files_where_it_is_told_to(tmp_path):
+    weights = tmp_path / "weights"
+    config = config_of(tmp_path, servers=2, weight_update="disk", weight_update_path=str(weights))
+    with PPOTrainer(config, ROWS) as trainer:
+        client = trainer.rollout.client
+        assert len(servers_of_this_process()) == 4
+        assert trainer.train("rollwright.workflows.rlvr.RLVRWorkflow", {"reward_fn": reward})["steps"] == 3
+        assert len(client.agreements) == 2
+        assert all(server.served for server in client.router.servers)
+        assert sorted(path.name for path in weights.iterdir()) == ["v2", "v3"]
+
+
+def test_a_run_that_cannot_begin_leaves_no_server_and_its_directory_free(tmp_path, monkeypatch):
+    """Python calls no __exit__ where __enter__ fails, here because an engine does not compute what the actor computes."""
+    config = config_of(tmp_path)
+    trainer = PPOTrainer(config, ROWS)
+    begun = []
+
+    def other_weights(self):
+        begun.extend(servers_of_this_process())
+        raise WeightUpdateError("it does not compute with the published weights")
+
+    monkeypatch.setattr(FSDPPPOActor, "republish", other_weights)
+    with pytest.raises(WeightUpdateError), trainer:
+        raise AssertionError("it began")
+    assert len(begun) == 2
+    wait_gone(begun)
+    monkeypatch.undo()
+    with PPOTrainer(config, ROWS) as again:
+        assert again.rollout.client.get_version() == 0

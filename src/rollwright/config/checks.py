@@ -175,6 +175,18 @@ def _policy(config: PPOConfig) -> Iterator[Fault]:
         for name in ("addresses", "api_key"):
             if getattr(rollout, name):
                 yield ("rollout", name), f"names a server, but rollout.backend is {rollout.backend}; set it to sglang or vllm"
+    for name, default in (("servers", 1), ("tensor_parallel", 1), ("first_gpu", 0)):
+        value, of_servers = getattr(rollout, name), rollout.backend not in ("builtin", "builtin_process")
+        if value != default and not of_servers and (name, rollout.backend) != ("servers", "builtin_process"):
+            yield (
+                ("rollout", name),
+                f"is {value}, which the {rollout.backend} engine does not have; set rollout.backend to sglang or vllm",
+            )
+        elif value != default and rollout.addresses:
+            yield (
+                ("rollout", name),
+                "is about servers that are started here, but rollout.addresses names some that run; keep one",
+            )
     recomputes = actor.recompute_logprob or (actor.use_decoupled_loss and actor.prox_logp_method == "recompute")
     if rollout.accept_shifted_logprobs and not recomputes:
         yield (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -86,33 +87,35 @@ class PPOTrainer:
 
     def __enter__(self) -> PPOTrainer:
         config = self.config
-        if self._owns_directory:
-            from rollwright.config.loading import config_to_dict
+        with ExitStack() as opened:  # closes what it has where something fails here
+            if self._owns_directory:
+                from rollwright.config.loading import config_to_dict
 
-            self.directory.claim(config_to_dict(config), config.recover.mode)
-        torch.manual_seed(config.seed)
-        self.actor = FSDPPPOActor(config.actor)
-        if config.ref is not None:  # otherwise the actor keeps a copy of its first weights where kl_ctl > 0
-            self.actor.reference = TrainEngine(replace(config.ref, optimizer=None))
-            self.actor.reference.initialize()
-        self.actor.initialize(None, self.spec)
-        self.rollout: RolloutEngine = make_rollout_engine(config, self.actor, self.tokenizer, self.directory)
-        self.rollout.initialize()
-        self.actor.connect_engine(self.rollout)
-        self.recover = RecoverCheckpoints(self.directory.recover, keep=config.recover.keep)
-        if self.directory.resumed and self.recover.steps():
-            self._resume()
-        elif config.rollout.backend != "builtin":
-            self.actor.republish()  # servers hold the actor's weights from the first token on, and are compared with it
+                self.directory.claim(config_to_dict(config), config.recover.mode)
+                opened.callback(self.directory.release)
+            torch.manual_seed(config.seed)
+            self.actor = FSDPPPOActor(config.actor)
+            if config.ref is not None:  # otherwise the actor keeps a copy of its first weights where kl_ctl > 0
+                self.actor.reference = TrainEngine(replace(config.ref, optimizer=None))
+                self.actor.reference.initialize()
+            self.actor.initialize(None, self.spec)
+            opened.callback(self.actor.destroy)
+            self.rollout: RolloutEngine = make_rollout_engine(config, self.actor, self.tokenizer, self.directory)
+            opened.callback(self.rollout.destroy)
+            self.rollout.initialize()
+            self.actor.connect_engine(self.rollout)
+            self.recover = RecoverCheckpoints(self.directory.recover, keep=config.recover.keep)
+            if self.directory.resumed and self.recover.steps():
+                self._resume()
+            elif config.rollout.backend != "builtin":
+                self.actor.republish()  # servers hold the actor's weights from the first token on, and are compared with it
+            self._opened = opened.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.rollout.destroy()
-        self.actor.destroy()
-        if self._owns_directory:
-            if kind is None:
+        with self._opened:
+            if self._owns_directory and kind is None:
                 self.directory.finish()
-            self.directory.release()
 
     def _resume(self) -> None:
         self.step, state = self.recover.load()

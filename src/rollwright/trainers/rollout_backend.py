@@ -71,7 +71,11 @@ def _make_server_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory
             logs=directory.logs,
             sglang=config.sglang,
             vllm=config.vllm,
+            count=rollout.servers,
+            tensor_parallel=rollout.tensor_parallel,
+            base_gpu=rollout.first_gpu,
             threads=_engine_threads(config),
+            weights_roots=() if rollout.weight_update_path is None else (rollout.weight_update_path,),
         )
         addresses = servers.addresses
     client = (VLLMClient if rollout.backend == "vllm" else SGLangClient)(rollout, addresses=addresses)
@@ -91,10 +95,17 @@ def _served_model(config: PPOConfig, actor: Any, tokenizer: Any, directory: RunD
 
 
 def _engine_threads(config: PPOConfig) -> int:
-    """Half of the cores for generation, and the rest for training: threads of both on all cores would wait for each other."""
+    """Threads of each server. Half of the cores are for generation, and the rest for training: threads of both on all cores would
+    wait for each other."""
     cores = len(os.sched_getaffinity(0))
-    threads = max(1, cores // 2)
+    generating = max(1, cores // 2)
+    threads = max(1, generating // config.rollout.servers)
     if config.cluster.threads is None:
-        torch.set_num_threads(max(1, cores - threads))
-        logger.info("%d compute threads for generation and %d for training", threads, max(1, cores - threads))
+        torch.set_num_threads(max(1, cores - generating))
+        logger.info(
+            "%d compute threads for each of %d servers and %d for training",
+            threads,
+            config.rollout.servers,
+            max(1, cores - generating),
+        )
     return threads

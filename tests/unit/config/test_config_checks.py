@@ -15,6 +15,12 @@ REFUSED = [
     ("actor: {ppo_n_minibatches: 9}\ngconfig: {n_samples: 2}\ntrain_dataset: {batch_size: 4}", "a batch has 8 samples"),
     ("rollout: {addresses: ['h:1']}", "rollout.addresses: names a server"),
     ("rollout: {api_key: k}", "rollout.api_key: names a server"),
+    ("rollout: {servers: 2}", "rollout.servers: is 2, which the builtin engine does not have"),
+    (
+        "rollout: {tensor_parallel: 2, backend: builtin_process}",
+        "rollout.tensor_parallel: is 2, which the builtin_process engine",
+    ),
+    ("rollout: {servers: 2, backend: vllm, addresses: ['h:1']}", "servers that are started here"),
     ("rollout: {accept_shifted_logprobs: true}", "set actor.recompute_logprob"),
     (
         "rollout: {accept_shifted_logprobs: true}\nactor: {use_decoupled_loss: true, prox_logp_method: interpolate}",
