@@ -1,7 +1,12 @@
 """The code of docs/workflows.md runs as it stands there."""
 
 import asyncio
+import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +29,7 @@ def names(request):
     """What the blocks that define classes define."""
     namespace = {"__name__": "docs_of_workflows"}
     for block in re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL):
-        if "class " in block or "def " in block:
+        if "class " in block or "async def " in block:
             exec(compile(block, "docs/workflows.md", "exec"), namespace)
     return namespace
 
@@ -50,6 +55,31 @@ def test_the_ten_lines_give_a_row_that_keeps_the_contract(names, tiny_model):
         row = normalise(result, recording.recorder)
     check_trajectory(row)
     assert row["loss_mask"].sum() == len(recording.recorder.records[0].output_ids)
+
+
+@pytest.mark.slow
+def test_the_page_followed_to_the_letter_trains(tmp_path):
+    code = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+    (tmp_path / "my_module.py").write_text(code[0])
+    (tmp_path / "config.yaml").write_text(re.search(r"```yaml\n(.*?)```", TEXT, flags=re.DOTALL)[1])
+    (tmp_path / "try_it.py").write_text(code[-1])
+    commands = re.search(r"```bash\n(.*?)```", TEXT, flags=re.DOTALL)[1].splitlines()
+    assert [command.split()[:2] for command in commands] == [["rollwright", "model"], ["rollwright", "run"]]
+    for command in [*(f"{sys.executable} -m {command}" for command in commands), f"{sys.executable} try_it.py"]:
+        done = subprocess.run(
+            shlex.split(command, comments=True),
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)},
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert "'output_ids': [" in done.stdout
+    run = tmp_path / "runs" / "experiment" / "trial"
+    rewards = [json.loads(line)["reward"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert rewards[0] < 0.2 < 0.4 < rewards[-1]
+    assert "sampled tokens of" in (run / "rollouts" / "step-000020.txt").read_text()
 
 
 def test_the_loop_over_turns_runs(names, tiny_model):
