@@ -55,8 +55,8 @@ def _check_name(name: str, directory: Path) -> None:
         )
     if name in WORKFLOWS:
         raise ConfigError(f"a workflow {name!r} is built in; choose another name.")
-    here = {"", str(Path.cwd()), str(directory.resolve())}
     found = importlib.util.find_spec(name) if name not in sys.modules else sys.modules[name].__spec__
-    origin = getattr(found, "origin", None) or ""
-    if found is not None and str(Path(origin).parent) not in here:
+    # A directory without an __init__.py hides nothing, and is hidden by nothing that is not meant to.
+    origin = found.origin if found is not None else None
+    if origin is not None and Path(origin).parent not in (Path.cwd(), directory.resolve()):
         raise ConfigError(f"a module {name!r} is installed already, which {name}.py would hide; choose another name.")

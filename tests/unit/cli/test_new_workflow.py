@@ -16,10 +16,20 @@ def test_names_that_cannot_be_are_refused(tmp_path, capsys, monkeypatch):
         "class": "no name for a Python module",
         "rlvr": "is built in",
         "json": "is installed already",
+        "sys": "is installed already",
+        "zipimport": "is installed already",
     }.items():
         assert main(["new", "workflow", name]) == 1
         assert reason in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_of_that_name_is_not_in_the_way(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "three_readers").mkdir()
+    assert main(["new", "workflow", "three_readers", "--directory", "three_readers"]) == 0
+    assert (tmp_path / "three_readers" / "three_readers.py").exists()
 
 
 def test_nothing_is_overwritten(tmp_path, capsys):
