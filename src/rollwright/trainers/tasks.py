@@ -28,7 +28,7 @@ def training_runner(
     """Runs training tasks; every task's reward is told to the mixture's selectors.
 
     A task is sampled as often as its taskset's ``repeat_times`` says, else ``gconfig.n_samples``, else the taskset's
-    ``rollout_args.n``.
+    ``rollout_args.n``; with the taskset's ``rollout_args``, or ``gconfig`` where it sets none.
 
     Args:
         config: the experiment.
@@ -40,6 +40,7 @@ def training_runner(
     return TaskRunner(
         config.tasksets,
         tokenizer,
+        gconfig=config.gconfig,
         n_samples=config.gconfig.n_samples if config.gconfig.n_samples > 1 else None,
         services=services,
         model_path=config.actor.path,

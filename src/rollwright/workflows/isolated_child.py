@@ -26,7 +26,7 @@ from rollwright.rewards.worker import die_with_parent, read_frame, write_frame
 from rollwright.workflows import isolated_frames as frames
 from rollwright.workflows.model_wrapper import ModelWrapper
 from rollwright.workflows.task import Task
-from rollwright.workflows.task_workflow import Workflow, renew, trait
+from rollwright.workflows.task_workflow import Workflow, renew, tell_group_size, trait
 
 
 class Parent:
@@ -212,10 +212,12 @@ class Child:
 
     def _take(self, task: Task, model: ModelWrapper, auxiliary: list[dict[str, Any]]) -> Workflow:
         idle = self.idle[task.workflow_class()]
-        if not idle:
-            return task.to_workflow(model, [auxiliary_client(**settings) for settings in auxiliary])
-        workflow = idle.pop()
-        renew(workflow, task, model)
+        if idle:
+            workflow = idle.pop()
+            renew(workflow, task, model)
+        else:
+            workflow = task.to_workflow(model, [auxiliary_client(**settings) for settings in auxiliary])
+        tell_group_size(workflow, task)
         return workflow
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -57,6 +58,7 @@ class ModelWrapper:
         self._loop = loop
         self._open_episode = open_episode
         self._opened: Any = None
+        self._clients: weakref.WeakSet[Any] = weakref.WeakSet()  # that were handed out
         self._conversation = ConversationTokens(tokenizer, **(template_kwargs or {}))
         self._conversation_id = uuid.uuid4().hex
         self._history_start = 0
@@ -155,12 +157,26 @@ class ModelWrapper:
     # -- OpenAI --------------------------------------------------------------------------------------------------------
 
     def get_openai_client(self) -> Any:
-        """An ``openai.OpenAI`` whose calls are recorded as this sample's; it carries ``model_path``."""
-        return self.openai_episode.client()
+        """An ``openai.OpenAI`` whose calls are recorded as this sample's; it carries ``model_path``.
+
+        A workflow that is given its next task may keep it: its calls are then the next sample's.
+        """
+        return self._handed_out(self.openai_episode.client())
 
     def get_openai_async_client(self) -> Any:
-        """An ``openai.AsyncOpenAI`` whose calls are recorded as this sample's; it carries ``model_path``."""
-        return self.openai_episode.async_client()
+        """An ``openai.AsyncOpenAI``, else as ``get_openai_client``."""
+        return self._handed_out(self.openai_episode.async_client())
+
+    def _handed_out(self, client: Any) -> Any:
+        self._clients.add(client)
+        return client
+
+    def take_over_clients(self, before: ModelWrapper) -> None:
+        """Point the clients that the model of an ended sample handed out, and that somebody still holds, at this sample."""
+        for client in list(before._clients):
+            client.base_url, client.api_key = self.openai_episode.base_url, self.openai_episode.api_key
+            self._clients.add(client)
+        before._clients.clear()
 
     def set_reward(self, reward: float, *, call: str | None = None, turn: int | None = None) -> None:
         """Reward the run of the OpenAI clients, or one call (by its response's id) or turn of it."""

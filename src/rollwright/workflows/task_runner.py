@@ -24,7 +24,7 @@ from rollwright.workflows.base import RolloutWorkflow
 from rollwright.workflows.isolation import IsolatedWorkflows
 from rollwright.workflows.model_wrapper import ModelWrapper
 from rollwright.workflows.task import Task
-from rollwright.workflows.task_workflow import Workflow, class_trait, renew, trait
+from rollwright.workflows.task_workflow import Workflow, class_trait, renew, tell_group_size, trait
 
 logger = getLogger("tasks")
 
@@ -35,7 +35,7 @@ class TaskRunner(RolloutWorkflow):
     Args:
         tasksets: the tasksets that rows come from; a row's ``"taskset"`` names its own, the first is the default.
         tokenizer: the policy's tokenizer.
-        gconfig: generation arguments of tasksets that set no ``rollout_args`` (evaluation); None: the defaults.
+        gconfig: generation arguments of tasksets that set no ``rollout_args``; None: the defaults.
         n_samples: samples of a task whose taskset sets no ``repeat_times``; None: the tasksets' ``rollout_args.n``.
         is_eval: tasks are evaluation.
         services: what runs beside the run: its ``openai_front``, at which samples' OpenAI clients are recorded (None: there
@@ -71,7 +71,8 @@ class TaskRunner(RolloutWorkflow):
         self.openai_front = None if services is None else services.openai_front
         self.model_path = model_path
         self.threads = AbandonableThreads(max_abandoned_threads)
-        self._idle: dict[type, list[Workflow]] = defaultdict(list)
+        self._idle: dict[tuple[type, str], list[Workflow]] = defaultdict(list)  # by class and taskset: one has one's arguments
+        self._warned: set[type] = set()
         self._processes: dict[str, IsolatedWorkflows] = {}
 
     def task_of(self, data: dict[str, Any]) -> Task:
@@ -138,22 +139,23 @@ class TaskRunner(RolloutWorkflow):
                 template_kwargs=_template_arguments(task),
             )
         elif class_trait(task.workflow_class(), "asynchronous", task):
-            workflow = self._take(task, model)
+            workflow = self._take(taskset, task, model)
             experiences = await workflow.run_async()
-            self._keep(workflow)
+            self._keep(taskset, workflow)
         else:
-            experiences = await self.threads.run(lambda: self._run_in_thread(task, model), name=name)
+            experiences = await self.threads.run(lambda: self._run_in_thread(taskset, task, model), name=name)
         experiences = _complete(name, experiences)
+        self._note_small_group(task, experiences)
         rewards = [e.reward for e in experiences or [] if e.reward is not None]
         if self.feedback is not None and rewards and task.index is not None:
             self.feedback(task.index, sum(rewards) / len(rewards))
         return experiences
 
-    def _run_in_thread(self, task: Task, model: ModelWrapper) -> Any:
+    def _run_in_thread(self, taskset: TasksetConfig, task: Task, model: ModelWrapper) -> Any:
         """Build (or reset) and run: a workflow that is heavy to build holds nobody up."""
-        workflow = self._take(task, model)
+        workflow = self._take(taskset, task, model)
         result = workflow.run()
-        self._keep(workflow)
+        self._keep(taskset, workflow)
         return result
 
     def _isolated(self, taskset: TasksetConfig) -> IsolatedWorkflows:
@@ -164,17 +166,31 @@ class TaskRunner(RolloutWorkflow):
     def _samples(self, task: Task) -> int:
         return task.repeat_times or self.n_samples or task.rollout_args.n_samples
 
-    def _take(self, task: Task, model: ModelWrapper) -> Workflow:
+    def _take(self, taskset: TasksetConfig, task: Task, model: ModelWrapper) -> Workflow:
         try:
-            workflow = self._idle[task.workflow_class()].pop()
+            workflow = self._idle[task.workflow_class(), taskset.name].pop()
         except IndexError:
-            return task.to_workflow(model, self.auxiliary_models)
-        renew(workflow, task, model)
+            workflow = task.to_workflow(model, self.auxiliary_models)
+        else:
+            renew(workflow, task, model)
+        tell_group_size(workflow, task)
         return workflow
 
-    def _keep(self, workflow: Workflow) -> None:
+    def _keep(self, taskset: TasksetConfig, workflow: Workflow) -> None:
         if trait(workflow, "resettable"):
-            self._idle[type(workflow)].append(workflow)
+            self._idle[type(workflow), taskset.name].append(workflow)
+
+    def _note_small_group(self, task: Task, experiences: list[Experience] | None) -> None:
+        """A workflow that is not repeatable and yet samples once has groups of one, whose advantages say nothing."""
+        wanted, kind = task.rollout_args.n_samples, task.workflow_class()
+        if wanted > 1 and experiences is not None and len(experiences) == 1 and kind not in self._warned:
+            self._warned.add(kind)
+            logger.warning(
+                "%s returned 1 experience where the group has %d samples: a workflow that is not repeatable runs once for a task "
+                "and makes its group itself, with n=self.task.rollout_args.n; one that samples once says `repeatable = True`",
+                kind.__name__,
+                wanted,
+            )
 
 
 def _complete(name: str, experiences: Any) -> list[Experience] | None:

@@ -19,6 +19,9 @@ class Workflow:
     * ``repeatable``: run once for each sample of the group with ``n`` = 1; otherwise run once, to make the group itself
       from ``task.rollout_args.n``;
     * ``asynchronous``: ``run_async`` is awaited on the event loop; otherwise ``run`` runs in a thread.
+
+    A workflow that makes its group itself and defines ``set_repeat_times(repeat_times, run_id_base)`` is told by it, too, how
+    many samples the group has.
     """
 
     resettable: Any = False
@@ -47,22 +50,52 @@ class Workflow:
         raise WorkflowError(f"{type(self).__name__} is asynchronous but defines no run_async().")
 
 
+#: Second names of traits, which other systems' workflows may have.
+_SECOND_NAMES = {"resettable": "can_reset", "asynchronous": "is_async"}
+
+
 def trait(workflow: Any, name: str) -> bool:
     """A yes-or-no trait of a workflow, whether it is written as attribute, property or method."""
-    value = getattr(workflow, name, False)
-    return bool(value() if callable(value) else value)
+    kind = workflow if isinstance(workflow, type) else type(workflow)
+    known = [each for each in (name, _SECOND_NAMES.get(name)) if each and (hasattr(kind, each) or each in vars(workflow))]
+    values = [getattr(workflow, each) for each in known]  # a property that raises is not one that says no
+    return any(bool(value() if callable(value) else value) for value in values)
 
 
 def class_trait(workflow_class: type, name: str, task: Task) -> bool:
-    """A trait asked of the class, before there is an instance (properties and methods that need one are built without init)."""
+    """A trait asked of the class, before there is an instance.
+
+    Properties and methods are asked of an instance that has its ``task`` and was not initialised.
+
+    Raises:
+        WorkflowError: it wants more than the task.
+    """
     value = getattr(workflow_class, name, False)
-    if isinstance(value, property) or callable(value):
-        return trait(object.__new__(workflow_class), name)
-    return bool(value)
+    if not isinstance(value, property) and not callable(value):
+        return trait(workflow_class, name)
+    bare = object.__new__(workflow_class)
+    bare.task = task
+    try:
+        return trait(bare, name)
+    except AttributeError as error:
+        raise WorkflowError(
+            f"{workflow_class.__name__}.{name} is asked before there is an instance, with nothing set but self.task ({error}): "
+            "make it a class attribute, or let it go by the task alone."
+        ) from error
 
 
 def renew(workflow: Any, task: Task, model: ModelWrapper) -> None:
-    """Give a resettable workflow its next task: model and arguments are the new task's also where ``reset`` keeps the old."""
+    """Give a resettable workflow its next task: model, arguments and the OpenAI clients that it kept are the new task's also
+    where ``reset`` keeps the old."""
+    before = getattr(workflow, "model", None)
+    if isinstance(before, ModelWrapper):
+        model.take_over_clients(before)
     workflow.task, workflow.model = task, model
     workflow.rollout_args = task.rollout_args
     workflow.reset(task)
+
+
+def tell_group_size(workflow: Any, task: Task) -> None:
+    """Call ``set_repeat_times`` of a workflow that has one."""
+    if callable(told := getattr(workflow, "set_repeat_times", None)):
+        told(task.rollout_args.n_samples, 0)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import openai
 import pytest
 
-from rollwright import WORKFLOWS
+from rollwright import WORKFLOWS, Workflow
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
 from rollwright.data.tokenizer import build_character_tokenizer
@@ -331,3 +331,39 @@ async def test_the_code_of_the_docs_runs(front, tokenizer):
     (experience,) = await runner.arun_episode(sample_engine(Script(tokenizer, "2")), row)
     assert experience.reward == 1.0
     WORKFLOWS._modules.pop("my_agent")
+
+
+@pytest.mark.parametrize("kept", ["get_openai_client", "get_openai_async_client"])
+async def test_a_client_that_a_reused_workflow_keeps_belongs_to_its_next_sample(front, tokenizer, kept):
+    """As the guide to workflows has it: the client is made in ``__init__``, and ``reset`` renews the question alone."""
+
+    class Keeper(Workflow):
+        resettable = True
+
+        def __init__(self, task, model, auxiliary_models):
+            super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
+            self.client = getattr(self.model, kept)()
+            self.question = task.raw_task["question"]
+
+        def reset(self, task):
+            self.question = task.raw_task["question"]
+
+        def ask(self):
+            return self.client.chat.completions.create(
+                model=self.client.model_path, messages=[{"role": "user", "content": self.question}]
+            )
+
+        def run(self):
+            answer = self.ask() if kept == "get_openai_client" else asyncio.run(self.ask())
+            self.model.set_reward(float(answer.choices[0].message.content))
+            return self.model.extract_experience_from_history()
+
+    taskset = TasksetConfig(default_workflow_type=Keeper, repeat_times=1)
+    runner = TaskRunner([taskset], tokenizer, services=SimpleNamespace(openai_front=front, auxiliary_models=[]))
+    for question in ("3", "4", "5"):
+        sample = sample_engine(Script(tokenizer, question))
+        (experience,) = await runner.arun_episode(sample, {"question": question})
+        assert experience.reward == float(question)
+        (record,) = sample.recorder.records  # this sample's, not the one's that the client was made for
+        assert question in tokenizer.decode(record.prompt_ids)
+    assert sum(map(len, runner._idle.values())) == 1

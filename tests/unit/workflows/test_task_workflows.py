@@ -288,3 +288,89 @@ def test_evaluation_has_arguments_of_its_own_also_in_a_workflow_that_trains(toke
     assert asked == [(0.7, 9), (1.0, 5), (0.3, 4), (0.7, 9)]
     assert engine.requests[1].gconfig.greedy
     assert rewards == [0.0, 1.0, 1.0, 0.0]
+
+
+class OfItsTaskset(Workflow):
+    """Reads its arguments once, as a workflow does whose building is heavy."""
+
+    can_reset = True  # the second name of resettable
+
+    def __init__(self, *, task, model, auxiliary_models=None):
+        super().__init__(task=task, model=model)
+        self.level = task.workflow_args["level"]
+
+    def reset(self, task): ...
+
+    def run(self):
+        (response,) = self.model.chat(self.task.messages())
+        response.reward = float(self.level)
+        return [response]
+
+
+def test_a_workflow_is_reused_within_its_taskset_alone(tokenizer):
+    tasksets = [
+        TasksetConfig(name=name, default_workflow_type=OfItsTaskset, workflow_args={"level": level}, format=TASKSET.format)
+        for name, level in (("easy", 1), ("hard", 2))
+    ]
+    runner = TaskRunner(tasksets, tokenizer)
+    engine = Scripted(tokenizer, "x")
+    rewards = []
+    for name in ("easy", "hard", "easy", "hard"):
+        (experience,) = asyncio.run(runner.arun_episode(engine, {"question": "1", "taskset": name}))
+        rewards.append(experience.reward)
+    assert rewards == [1.0, 2.0, 1.0, 2.0]
+    assert sum(map(len, runner._idle.values())) == 2  # reused, not built four times
+
+
+def test_a_trait_may_go_by_the_task_but_by_nothing_else():
+    by_task = type("ByTask", (Workflow,), {"repeatable": property(lambda self: self.task.workflow_args.get("often", False))})
+    assert not class_trait(by_task, "repeatable", Task())
+    assert class_trait(by_task, "repeatable", Task(workflow_args={"often": True}))
+    by_more = type("ByMore", (Workflow,), {"repeatable": property(lambda self: self.model.is_cheap)})
+    with pytest.raises(WorkflowError, match=r"ByMore\.repeatable is asked before there is an instance"):
+        class_trait(by_more, "repeatable", Task())
+
+
+def test_who_makes_a_group_of_one_is_warned_once(tokenizer, caplog):
+    class AsksOnce(Workflow):
+        def run(self):
+            (response,) = self.model.chat(self.task.messages())
+            response.reward = 0.0
+            return [response]
+
+    taskset = TasksetConfig(format=TASKSET.format, default_workflow_type=AsksOnce)
+    runner = TaskRunner([taskset], tokenizer, n_samples=4)
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            asyncio.run(runner.arun_episode(Scripted(tokenizer, "x"), {"question": "1"}))
+    assert caplog.text.count("AsksOnce returned 1 experience where the group has 4 samples") == 1
+
+
+def test_who_asks_to_be_told_the_group_s_size_is_told(tokenizer):
+    class Told(Workflow):
+        def set_repeat_times(self, repeat_times, run_id_base):
+            self.repeat_times = repeat_times
+
+        def run(self):
+            responses = self.model.chat(self.task.messages(), n=self.repeat_times)
+            for response in responses:
+                response.reward = 0.0
+            return responses
+
+    assert len(run(Told, {"question": "1", "answer": "1"}, Scripted(tokenizer, "x"), tokenizer, n_samples=3)) == 3
+
+
+def test_a_taskset_without_generation_arguments_has_the_run_s(tokenizer):
+    from rollwright import GRPOConfig
+    from rollwright.data.mixture import TaskMixture
+    from rollwright.trainers.tasks import training_runner
+
+    config = GRPOConfig(gconfig=GenerationHyperparameters(n_samples=2, max_new_tokens=7, temperature=0.6))
+    config.tasksets = [
+        TasksetConfig(name="plain"),
+        TasksetConfig(name="own", rollout_args=GenerationHyperparameters(max_new_tokens=9)),
+    ]
+    mixture = TaskMixture(config.tasksets, [[{"prompt": "1"}], [{"prompt": "2"}]], 1)
+    runner = training_runner(config, tokenizer, mixture)
+    asked = [runner.generation_of(taskset) for taskset in config.tasksets]
+    assert [(each.max_new_tokens, each.temperature) for each in asked] == [(7, 0.6), (9, 1.0)]
