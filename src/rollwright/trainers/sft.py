@@ -15,6 +15,7 @@ from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.supervised import SupervisedTrainer
 from rollwright.training.engine import TrainEngine
+from rollwright.workflows.branched_sequence import BranchedSequence
 
 
 class SFTTrainer(SupervisedTrainer):
@@ -58,8 +59,9 @@ def supervised_batch(rows: Sequence[dict[str, Any]], tokenizer: Any, processor: 
 
     Rows with ``images`` need the model's ``processor``; then the batch has ``multi_modal_inputs``, too.
 
-    A row may instead carry ``input_ids`` and ``loss_mask`` (a worked episode of several turns). The end token follows the
-    completion and is learned.
+    A row may instead carry ``input_ids`` and ``loss_mask``, or ``segments``: a worked episode of several turns as
+    ``[{"text": str, "train": bool}]``, in which ``"branch": n`` (1, 2, …) puts a segment on an isolated branch that begins
+    where the segments before the first branch ended. The end token follows the completion and is learned.
 
     Raises:
         DataError: a row lacks the columns.
@@ -69,12 +71,11 @@ def supervised_batch(rows: Sequence[dict[str, Any]], tokenizer: Any, processor: 
 
 def _encode(row: dict[str, Any], tokenizer: Any, processor: Any = None) -> Trajectory:
     seen: dict[str, Any] = {}
+    layout: dict[str, torch.Tensor] = {}
     if "input_ids" in row and "loss_mask" in row:
         ids, mask = list(row["input_ids"]), list(row["loss_mask"])
-    elif "segments" in row:  # [{"text": str, "train": bool}]: a worked episode of several turns
-        encoded = [(tokenizer.encode(part["text"], add_special_tokens=False), part["train"]) for part in row["segments"]]
-        ids = [token for tokens, _ in encoded for token in tokens]
-        mask = [int(trained) for tokens, trained in encoded for _ in tokens]
+    elif "segments" in row:
+        ids, mask, layout = _joined(row["segments"], tokenizer)
     elif "messages" in row and "completion" in row:
         if processor is None:
             prompt = tokenizer.apply_chat_template(row["messages"], tokenize=True, add_generation_prompt=True)
@@ -91,8 +92,24 @@ def _encode(row: dict[str, Any], tokenizer: Any, processor: Any = None) -> Traje
         "input_ids": torch.tensor([ids], dtype=torch.long),
         "attention_mask": torch.ones(1, len(ids), dtype=torch.bool),
         "loss_mask": torch.tensor([mask], dtype=torch.long),
+        **layout,
     }
     return encoded if processor is None else {**encoded, MULTI_MODAL: [seen or None]}
+
+
+def _joined(segments: Sequence[dict[str, Any]], tokenizer: Any) -> tuple[list[int], list[int], dict[str, torch.Tensor]]:
+    """Ids, loss mask and, where segments name branches, the layout of a worked episode: ``[{"text", "train", "branch"}]``."""
+    sequence = BranchedSequence([], isolated=any("branch" in part for part in segments))
+    mask: list[int] = []
+    current = 0
+    for part in segments:
+        if (branch := part.get("branch", 0)) != current:
+            current = branch
+            sequence.open_branch() if branch else sequence.close_branches()
+        ids = tokenizer.encode(part["text"], add_special_tokens=False)
+        sequence.append_context(ids)
+        mask += [int(part["train"])] * len(ids)
+    return sequence.input_ids, mask, {name: torch.tensor([ids]) for name, ids in sequence.layout().items()}
 
 
 def _seen_prompt(row: dict[str, Any], tokenizer: Any, processor: Any) -> tuple[list[int], dict[str, torch.Tensor]]:

@@ -95,12 +95,14 @@ class BranchedSequence(TokenSequence):
             "branch_ids": [*self.branch_ids, *[branch] * len(opening)],
         }
 
+    def layout(self) -> dict[str, list[int]]:
+        """``position_ids`` and ``branch_ids`` of the row; empty where plain."""
+        return {"position_ids": self.position_ids, "branch_ids": self.branch_ids} if self.isolated else {}
+
     def trajectory(self, reward: float, *, truncated: bool, temperature: float) -> Trajectory:
         """One row ``[1, L]``, with the columns of its layout."""
         row: dict[str, Any] = super().trajectory(reward, truncated=truncated, temperature=temperature)
-        if self.isolated:
-            row["position_ids"] = torch.tensor([self.position_ids], dtype=torch.int64)
-            row["branch_ids"] = torch.tensor([self.branch_ids], dtype=torch.int64)
-        else:
+        row |= {name: torch.tensor([ids], dtype=torch.int64) for name, ids in self.layout().items()}
+        if not self.isolated:
             row["other_context"] = torch.tensor([self.other_context], dtype=torch.bool)
         return row

@@ -1,0 +1,69 @@
+"""Two sums side by side: splits, rewards, and worked episodes that are what the workflow makes of them, layout and all."""
+
+import asyncio
+
+import pytest
+import torch
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.data.tokenizer import build_character_tokenizer
+from rollwright.environments.larger_sum import conclusion_reward, episode, tasks
+from rollwright.errors import DataError
+from rollwright.inference.request import ModelResponse
+from rollwright.trainers.sft import supervised_batch
+from rollwright.workflows.parallel_generation import ParallelGenerationWorkflow
+
+TOKENIZER = build_character_tokenizer(pieces=["<Goal>", "</Goal>", "<Path>", "</Path>", "<Conclusion>", "</Conclusion>"])
+
+
+def test_answers_are_right_and_splits_share_no_task():
+    rows = {split: tasks(split, size=200) for split in ("train", "valid", "test")}
+    for row in (row for split in rows.values() for row in split):
+        first, second = (sum(map(int, one.split("+"))) for one in row["query_id"].split())
+        assert first != second
+        assert int(row["answer"]) == max(first, second)
+    assert len({row["query_id"] for split in rows.values() for row in split}) == 600
+    with pytest.raises(DataError, match="no split 'all'"):
+        tasks("all")
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("<Path>\n1. 80</Path>\n<Conclusion>\n80</Conclusion>\n", 1.0),
+        ("<Conclusion>\n 80 </Conclusion>", 1.0),
+        ("<Path>\n1. 80</Path>\n<Conclusion>\n72</Conclusion>\n", 0.0),
+        ("<Path>\n1. 80</Path>\n", 0.0),
+    ],
+)
+def test_only_the_conclusion_counts(completion, reward):
+    assert conclusion_reward("", completion, [], [], answer="80", query_id="x") == reward
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_a_worked_episode_is_what_the_workflow_makes_of_it(isolated):
+    for task in tasks("valid", size=5):
+        segments = episode(task, isolated)
+        goal, *paths, conclusion = [part["text"] for part in segments if part["train"]]
+
+        class Author:
+            async def agenerate(self, request, goal=goal, paths=paths, conclusion=conclusion):
+                asked = TOKENIZER.decode(request.input_ids)
+                number = asked.rsplit("\n", 1)[1]
+                said = {"1.": paths[0], "2.": paths[1]}.get(number, goal if asked.endswith("<Goal>\n") else conclusion)
+                ids = TOKENIZER.encode(said, add_special_tokens=False)
+                return ModelResponse(request.input_ids, ids, [-0.5] * len(ids), [0] * len(ids))
+
+        workflow = ParallelGenerationWorkflow(
+            conclusion_reward,
+            GenerationHyperparameters(),
+            TOKENIZER,
+            branch_attention="isolated" if isolated else "plain",
+            train_closing_tags=True,
+        )
+        row = asyncio.run(workflow.arun_episode(Author(), task))
+        worked = supervised_batch([{"segments": segments}], TOKENIZER)
+        columns = ["input_ids", "loss_mask", *(["position_ids", "branch_ids"] if isolated else [])]
+        assert set(worked) == {*columns, "attention_mask"}
+        assert all(torch.equal(row[column], worked[column]) for column in columns)
+        assert row["rewards"].tolist() == [1.0]
