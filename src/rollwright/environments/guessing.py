@@ -1,11 +1,11 @@
 """Guess a number from "higher" and "lower": a game that no single answer wins, and whose best play is known.
 
-games(size=2)      # tasks: {"messages": [user: "23-37"], "answer": "29", "query_id"}
+games(size=2)      # tasks: {"messages": [user: "23-29"], "answer": "28", "query_id"}
 verdict(…)         # what the player is told after a guess: the feedback function of ``MultiTurnWorkflow``
 episode(task)      # a worked episode by a careless player, for a supervised warm-up
-best_reward(4)     # what halving the interval earns
+best_reward(3)     # what halving the interval earns
 
-The interval has 15 numbers, so that halving it finds any of them in at most four guesses. The intervals of the splits begin at
+The interval has 7 numbers, so that halving it finds any of them in at most three guesses. The intervals of the splits begin at
 different numbers: a held-out game is one in an interval that was never played in.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from rollwright.errors import DataError
 
-NUMBERS = 15
+NUMBERS = 7
 HIGHER, LOWER, NO_NUMBER = "higher", "lower", "no number"
 _FIRST, _LAST = 10, 99 - NUMBERS + 1  # two digits throughout
 _SPLITS = {"train": (0, 2, 3), "valid": (1,), "test": (4,)}  # remainders modulo 5 of where intervals begin
@@ -24,7 +24,7 @@ _USER, _ASSISTANT, _END = "<|user|>", "<|assistant|>", "<|end|>"
 
 
 def games(
-    split: str = "train", size: int | None = None, seed: int = 1, worked: bool = False, max_turns: int = 4
+    split: str = "train", size: int | None = None, seed: int = 1, worked: bool = False, max_turns: int = 3
 ) -> list[dict[str, Any]]:
     """A taskset of games, each once, in a random order.
 
@@ -70,7 +70,7 @@ def verdict(completion: str, reward: float, task: dict[str, Any]) -> str:
     return HIGHER if int(guess) < int(task["answer"]) else LOWER
 
 
-def episode(task: dict[str, Any], generator: random.Random | None = None, max_turns: int = 4) -> list[dict[str, Any]]:
+def episode(task: dict[str, Any], generator: random.Random | None = None, max_turns: int = 3) -> list[dict[str, Any]]:
     """A worked episode as ``segments``, ``[{"text", "train"}]``, in the form that ``MultiTurnWorkflow`` runs.
 
     The player is careless: each guess is any number that the verdicts so far allow.
@@ -95,7 +95,7 @@ def episode(task: dict[str, Any], generator: random.Random | None = None, max_tu
     return segments
 
 
-def best_reward(max_turns: int = 4, turn_discount: float = 1.0, numbers: int = NUMBERS) -> float:
+def best_reward(max_turns: int = 3, turn_discount: float = 1.0, numbers: int = NUMBERS) -> float:
     """What the best play earns on average: of ``numbers``, halving finds ``2**t`` with guess ``t + 1``."""
     reward, left = 0.0, numbers
     for turn in range(max_turns):
