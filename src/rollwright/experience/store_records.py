@@ -70,6 +70,15 @@ class Announcement:
     epoch: int
     since: int = 0
 
+    def names_weights_of(self, loaded: Announcement | None) -> bool:
+        """True where what was loaded by an earlier look are these very weights."""
+        return loaded is not None and (loaded.epoch, loaded.version) == (self.epoch, self.version)
+
+    def takes_back(self, loaded: Announcement | None) -> bool:
+        """True where the trainer began again from before what was loaded: those weights no longer exist."""
+        before = Announcement(0, "", self.epoch) if loaded is None else loaded
+        return self.version < before.version or (before.epoch != self.epoch and self.since <= before.version)
+
 
 @dataclass(frozen=True)
 class StoreStatus:

@@ -17,6 +17,7 @@ from rich.table import Table
 from rollwright.config.experiment import PPOConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError
+from rollwright.inference.network import find_server_addresses
 from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.plots import plot_curves
@@ -50,6 +51,7 @@ def bench(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
         ConfigError: there is nothing to evaluate, or to evaluate on.
     """
     benchmarks = find_checkpoints(config)
+    _refuse_running_servers(config)
     logger.info("evaluating %d checkpoints: %s", len(benchmarks), ", ".join(each.label for each in benchmarks))
     for each in benchmarks:
         with logging.console().status(f"evaluating {each.label}"):
@@ -125,9 +127,10 @@ def _scores(config: PPOConfig, path: str, directory: RunDirectory) -> dict[str, 
     gconfig = config.evaluator.gconfig.new(n_samples=config.bench.samples)
     rollout = make_explorer_engine(config, tokenizer, directory)
     rollout.initialize()
+    services = tasks.TaskServices(config, tokenizer, directory.logs)  # of this checkpoint: agents and judges ask for it by name
     try:
         scores = {}
-        for name, (rows, workflow, kwargs) in _evaluations(config, tokenizer).items():
+        for name, (rows, workflow, kwargs) in _evaluations(config, tokenizer, services).items():
             trajectory = evaluate(rollout, rows, workflow, kwargs, gconfig).trajectory
             rewards = _rewards_by_task(trajectory)
             scores[name] = {
@@ -138,14 +141,25 @@ def _scores(config: PPOConfig, path: str, directory: RunDirectory) -> dict[str, 
             }
     finally:
         rollout.destroy()
+        services.close()
     return scores
 
 
-def _evaluations(config: PPOConfig, tokenizer: Any) -> Mapping[str, tuple[list[dict[str, Any]], Any, dict[str, Any]]]:
+def _refuse_running_servers(config: PPOConfig) -> None:
+    if config.rollout.backend in ("sglang", "vllm") and (addresses := find_server_addresses(config.rollout.addresses)):
+        raise ConfigError(
+            f"mode bench starts a server for each checkpoint, but there are servers that run already ({', '.join(addresses)}), and what "
+            "they hold is one model: take rollout.addresses out of the config, and the addresses out of the environment."
+        )
+
+
+def _evaluations(
+    config: PPOConfig, tokenizer: Any, services: tasks.TaskServices
+) -> Mapping[str, tuple[list[dict[str, Any]], Any, dict[str, Any]]]:
     """By the name of each set of held-out tasks: its rows, the workflow and its arguments."""
     limit = config.evaluator.limit
     if config.eval_tasksets:
-        runner = tasks.evaluation_runner(config, tokenizer, n_samples=config.bench.samples)
+        runner = tasks.evaluation_runner(config, tokenizer, services, n_samples=config.bench.samples)
         greedy = [each.name for each in config.eval_tasksets if runner.generation_of(each).is_greedy]
         _refuse_equal_samples(config, greedy)
         rows = tasks.evaluation_rows(config)

@@ -9,8 +9,6 @@ Invariants:
 
 from __future__ import annotations
 
-import fcntl
-import os
 import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -35,6 +33,7 @@ from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers import tasks
 from rollwright.trainers.drawn_tasks import count_tasks, training_tasks
 from rollwright.trainers.evaluation import evaluate, sample_means
+from rollwright.trainers.evaluation_turns import EvaluationTurns
 from rollwright.trainers.group_operators import samples_of
 from rollwright.trainers.rollout_backend import make_explorer_engine
 from rollwright.trainers.shared_run import open_run_store, run_length, trial_path
@@ -76,7 +75,9 @@ class Explorer:
         self.tasks = training_tasks(config)
         self.spec = run_length(config, count_tasks(self.tasks.source))
         self.limit = (config.rollout.max_head_offpolicyness + 1) * config.train_dataset.batch_size
-        self.loaded: tuple[int, int] | None = None  # (epoch, version) of the trainer's announcement
+        self.loaded: Announcement | None = None  # of the weights that sample now
+        self.turns = EvaluationTurns(trial_path(config) / "evaluation.lock")
+        self.services: tasks.TaskServices | None = None
         self.groups = 0  # stored so far
         self.missed = 0  # tasks in a row that gave no group
 
@@ -103,6 +104,8 @@ class Explorer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stop_engine()
         self.pool.shutdown(wait=True, cancel_futures=True)
+        if self.services is not None:
+            self.services.close()
         self.store.close()
 
     def _start_engine(self) -> RolloutEngine:
@@ -206,13 +209,13 @@ class Explorer:
     @property
     def rollout_version(self) -> int:
         """Version that the next token is sampled with."""
-        return 0 if self.loaded is None else self.loaded[1]
+        return 0 if self.loaded is None else self.loaded.version
 
     def follow_trainer(self) -> bool:
         """Load the weights that were announced last; true where they are others than before."""
         for _ in range(5):
             newest = self.store.latest_version()
-            if newest is None or (newest.epoch, newest.version) == self.loaded:
+            if newest is None or newest.names_weights_of(self.loaded):
                 return False
             try:
                 self._load(newest)
@@ -225,8 +228,7 @@ class Explorer:
         raise WeightUpdateError("five versions in a row were replaced while they were read: publish less often, or keep more.")
 
     def _load(self, newest: Announcement) -> None:
-        restarted = self.loaded is not None and newest.epoch != self.loaded[0]
-        if newest.version < self.rollout_version or (restarted and newest.since <= self.rollout_version):
+        if newest.takes_back(self.loaded):
             logger.warning(
                 "the trainer went back behind version %d, and is at %d: the tasks that run are given back",
                 self.rollout_version,
@@ -245,7 +247,7 @@ class Explorer:
                 self.rollout.update_weights(version=newest.version, weights=weights)  # type: ignore[attr-defined]
         finally:
             self.rollout.resume()
-        self.loaded = (newest.epoch, newest.version)
+        self.loaded = newest
 
     def _wait_for_first_weights(self, stop: StopSignal) -> None:
         """Where the engine does not hold the run's first weights, there is nothing to begin with until they are announced.
@@ -306,25 +308,20 @@ class Explorer:
     def _evaluate(self, run: StageRun, evaluations: dict[int, float], last: bool = False) -> None:
         """Evaluate where it is due since the last time, in one of the explorers."""
         version, every = self.rollout_version, self.config.evaluator.every_steps
-        done = max(evaluations, default=-1 if self.config.evaluator.at_start else 0)
+        before, evaluated = -1 if self.config.evaluator.at_start else 0, self.turns.last(self.loaded)
+        done = before if evaluated is None else max(before, evaluated)
         due = every is not None and version // every > done // every
         if version == done or not self.evaluation_tasks or not (due or last or (done < 0 and version == 0)):
             return
-        lock = os.open(trial_path(self.config) / "evaluation.lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(lock)
-            return  # another explorer evaluates
-        try:
+        with self.turns.taken(self.loaded) as is_mine:
+            if not is_mine:
+                return
             workflow, kwargs = self.evaluated
             result = evaluate(self.rollout, self.evaluation_tasks, workflow, kwargs, self.config.evaluator.gconfig)
-        finally:
-            os.close(lock)
-        evaluations[version] = result.reward
-        run.log(version, {f"eval/{name}": value for name, value in result.as_metrics().items()})
-        run.display.evaluation(version, result.reward)
-        run.dumper.dump(version, result.trajectory, name="eval")
+            evaluations[version] = result.reward
+            run.log(version, {f"eval/{name}": value for name, value in result.as_metrics().items()})
+            run.display.evaluation(version, result.reward)
+            run.dumper.dump(version, result.trajectory, name="eval")
 
     def _workflows(self) -> tuple[Any, tuple[Any, dict[str, Any]], list[dict[str, Any]]]:
         """The workflow of exploration, that of evaluation with its arguments, and the tasks of evaluation."""
@@ -332,7 +329,7 @@ class Explorer:
         if config.tasksets:
             mixture = self.tasks.source
             assert isinstance(mixture, TaskMixture)
-            services = tasks.TaskServices(config, self.tokenizer)
+            self.services = services = tasks.TaskServices(config, self.tokenizer, self.directory.logs)
             runner = tasks.training_runner(config, self.tokenizer, mixture, services)
             if not config.eval_tasksets:
                 return runner, (runner, {}), []

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from rollwright import GRPOConfig
 from rollwright.config.sections import PPOActorConfig
 from rollwright.errors import ConfigError
-from rollwright.trainers.bench import Benchmark, draw, find_checkpoints, pass_at_k, scores_of, step_of, table_of
+from rollwright.tracking.run_directory import RunDirectory
+from rollwright.trainers.bench import Benchmark, bench, draw, find_checkpoints, pass_at_k, scores_of, step_of, table_of
 
 
 @given(st.integers(1, 8), st.data())
@@ -80,3 +81,11 @@ def test_the_table_and_the_plot_show_every_score(tmp_path):
         "pass@2",
     ]
     assert draw(tmp_path / "bench.png", benchmarks, config_of(tmp_path)).stat().st_size > 1000
+
+
+def test_servers_that_hold_one_model_cannot_be_benched(tmp_path):
+    config = config_of(tmp_path)
+    config.bench.checkpoints = ["/models/a", "/models/b"]
+    config.rollout.backend, config.rollout.addresses = "sglang", ["127.0.0.1:30000"]
+    with pytest.raises(ConfigError, match="what they hold is one model"):
+        bench(config, RunDirectory(tmp_path, "run", "one"))
