@@ -96,8 +96,18 @@ def test_feedback_becomes_experiences_and_weights_are_followed(service, tiny_mod
         write_weights(path, model.named_parameters(), 3, config=model.config)
         store.recover(None)
         store.publish_version(str(path), 3)
-    deadline = time.monotonic() + 30
-    while client.get("/status").json()["version"] != 3:
+        until_version(client, 3)
+        store.recover(None)  # the trainer begins again: what it publishes now is older than what samples
+        path = trial_path(config) / "weights" / "v000001"
+        write_weights(path, model.named_parameters(), 1, config=model.config)
+        store.publish_version(str(path), 1)
+        until_version(client, 1)
+        agent(client.post("/runs", json={}).json())  # the next calls are answered with them
+
+
+def until_version(client: httpx.Client, version: int) -> None:
+    deadline = time.monotonic() + 60
+    while client.get("/status").json()["version"] != version:
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
@@ -108,7 +118,10 @@ def test_who_has_no_key_opens_nothing(service):
     assert client.post("/runs", json={}, headers=stranger).status_code == 401
     assert client.post("/feedback", json={"run": "x", "reward": 1.0}, headers=stranger).status_code == 401
     assert client.post("/runs", json={"taks": "x"}).status_code == 400
+    for task in ("", "x" * 1000, 3):
+        assert client.post("/runs", json={"task": task}).status_code == 400
     run = client.post("/runs", json={}).json()
-    assert client.post("/feedback", json={"run": run["run"], "reward": "good"}).status_code == 400
+    for wrong in ({"reward": "good"}, {"reward": 1.0, "turn": "last"}, {"reward": 1.0, "final": "no"}):
+        assert client.post("/feedback", json={"run": run["run"], **wrong}).status_code == 400
     assert client.post("/feedback", json={"run": run["run"], "reward": 1.0}).json() == {"stored": 0}  # it asked nothing
     assert client.get("/status").json()["dropped"] == 1

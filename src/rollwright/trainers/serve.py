@@ -33,6 +33,7 @@ from rollwright.errors import ConfigError, RollwrightError, WeightUpdateError
 from rollwright.experience.experience import ExperienceId
 from rollwright.experience.operators import ExperiencePipeline
 from rollwright.experience.store import ExperienceStore
+from rollwright.experience.store_records import Announcement
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.server.errors import RequestError, error_response, read_object
 from rollwright.inference.server.openai import bearer_token
@@ -50,6 +51,7 @@ from rollwright.trainers.stop_signal import StopSignal
 logger = getLogger("service")
 
 POLL_SECONDS = 0.5
+LONGEST_TASK = 128  # characters; the name of a group in the store holds it
 
 
 @dataclass
@@ -114,14 +116,15 @@ class RunBook:
             opened = self._runs[run]
             try:
                 opened.episode.set_reward(reward, turn=turn, call=call)
-            except RollwrightError as error:
+            except (RollwrightError, TypeError) as error:  # TypeError: a turn that is no number
                 raise RequestError(str(error)) from error
             opened.touched = time.monotonic()
             if not final:
                 return 0
-            del self._runs[run]
             opened.episode.close()
-            return self._store(opened)
+            stored = self._store(opened)
+            del self._runs[run]  # not before it is stored: where that fails, the same feedback may be given again
+            return stored
 
     def drop_idle(self) -> None:
         """End the runs that have waited too long for feedback."""
@@ -137,6 +140,7 @@ class RunBook:
             return {**self.counts, "open": len(self._runs), "version": self.engine.get_version()}
 
     def _store(self, run: OpenRun) -> int:
+        """Store what a run was rewarded for. Nothing here changes before the store has it."""
         experiences = run.episode.experiences()
         if not experiences:
             self.counts["dropped"] += 1
@@ -151,11 +155,11 @@ class RunBook:
         for sample in result.samples:
             for experience in sample:
                 experience.eid.run = index
+        stored = self.store.append(result.samples, name=name, index=index, group_size=size) if result.samples else 0
         self.store.count_drops(result.drops)
         if not result.samples:
             self.counts["dropped"] += 1
             return 0
-        stored = self.store.append(result.samples, name=name, index=index, group_size=size)
         self._samples_of[run.task or ""] = finished + 1
         self.counts["stored"] += 1
         self.counts["experiences"] += stored
@@ -177,15 +181,19 @@ def application(book: RunBook, api_key: str) -> FastAPI:
     async def open_run(request: Request) -> dict[str, str]:
         body = await asked(request, {"task"})
         task = body.get("task")
-        if task is not None and not isinstance(task, str):
-            raise RequestError("task is the name of what the agent is to do, as text.", param="task")
+        if task is not None and not (isinstance(task, str) and 0 < len(task) <= LONGEST_TASK):
+            raise RequestError(
+                f"task is the name of what the agent is to do, as text of 1 to {LONGEST_TASK} characters.", param="task"
+            )
         return book.open(task)
 
     async def feedback(request: Request) -> dict[str, int]:
         body = await asked(request, {"run", "reward", "turn", "call", "final"})
         final = body.get("final", True)
+        if not isinstance(final, bool):
+            raise RequestError("final is true (the run ends) or false (it goes on).", param="final")
         stored = book.feedback(
-            str(body.get("run")), body.get("reward"), turn=body.get("turn"), call=body.get("call"), final=bool(final)
+            str(body.get("run")), body.get("reward"), turn=body.get("turn"), call=body.get("call"), final=final
         )  # type: ignore[arg-type]
         return {"stored": stored}
 
@@ -196,6 +204,7 @@ def application(book: RunBook, api_key: str) -> FastAPI:
         return error_response(error)
 
     app.add_exception_handler(RequestError, refuse)
+    app.add_exception_handler(RollwrightError, refuse)  # an operator that fails, a store that cannot be written
     app.add_api_route("/runs", open_run, methods=["POST"])
     app.add_api_route("/feedback", feedback, methods=["POST"])
     app.add_api_route("/status", status, methods=["GET"])
@@ -226,7 +235,7 @@ def serve(config: PPOConfig, directory: RunDirectory, *, is_over: Callable[[], b
     try:
         _write_private(directory.path / "service.json", {"url": server.url, "api_key": api_key})
         logging.console().print(f"serving at {server.url}; the key is in {directory.path / 'service.json'}")
-        loaded: tuple[int, int] | None = None
+        loaded: Announcement | None = None
         with StopSignal() as stop:
             while stop.received is None and not is_over():
                 loaded = follow_trainer(rollout, store, loaded)
@@ -240,13 +249,14 @@ def serve(config: PPOConfig, directory: RunDirectory, *, is_over: Callable[[], b
         store.close()
 
 
-def follow_trainer(rollout: RolloutEngine, store: ExperienceStore, loaded: tuple[int, int] | None) -> tuple[int, int] | None:
+def follow_trainer(rollout: RolloutEngine, store: ExperienceStore, loaded: Announcement | None) -> Announcement | None:
     """Load the weights that were announced last, also between the tokens of a run; returns what is loaded now.
 
-    A trainer that went back to an earlier version is followed when it is past what is loaded: runs keep the weights they have.
+    A trainer that went back to an earlier version is followed at once: calls that run are finished first with the weights that they
+    began with, and later calls, of the same runs too, are answered with the earlier ones. (Servers end the calls that run.)
     """
     newest = store.latest_version()
-    if newest is None or (newest.epoch, newest.version) == loaded or newest.version < rollout.get_version():
+    if newest is None or newest.names_weights_of(loaded):
         return loaded
     try:
         weights = dict(read_weights(newest.path))
@@ -254,6 +264,11 @@ def follow_trainer(rollout: RolloutEngine, store: ExperienceStore, loaded: tuple
         if store.latest_version() == newest:
             raise
         return loaded  # replaced while it was read: the newer one is next
+    if newest.takes_back(loaded):
+        assert loaded is not None
+        logger.warning("the trainer went back behind version %d, and is at %d", loaded.version, newest.version)
+    if newest.version < rollout.get_version() and isinstance(rollout, LocalRolloutEngine):
+        rollout.client.go_back(newest.version, finish=True)  # type: ignore[attr-defined]
     rollout.pause()
     try:
         if isinstance(rollout, LocalRolloutEngine):
@@ -263,7 +278,7 @@ def follow_trainer(rollout: RolloutEngine, store: ExperienceStore, loaded: tuple
     finally:
         rollout.resume()
     logger.info("version %d samples now", newest.version)
-    return newest.epoch, newest.version
+    return newest
 
 
 def _write_private(path: Any, content: dict[str, str]) -> None:

@@ -178,6 +178,21 @@ def test_going_back_ends_what_runs_and_relabels_the_rest():
         expect_logprobs(other, response, 0, 16)
 
 
+def test_going_back_may_let_what_runs_finish_and_keep_what_waits():
+    model, other = tiny_model("qwen3"), tiny_model("qwen3", seed=4)
+    with BuiltinEngine(model, version=4, max_running_requests=2) as engine:
+        running = engine.submit([ModelRequest([5, 6], LONG, seed=i) for i in range(2)])
+        while not engine.stats()["generated_tokens"]:
+            time.sleep(0.001)
+        held = engine.submit([ModelRequest([5, 6], LONG, seed=i) for i in range(3)])
+        engine.go_back(2, finish=True)
+        assert [f.result(1).output_versions for f in running] == [[4] * 16] * 2
+        engine.load_weights(other.state_dict(), 2)
+        for response in (f.result(60) for f in held):
+            assert response.output_versions == [2] * 16
+            expect_logprobs(other, response, 0, 16)
+
+
 def test_updates_race_with_generation_and_no_token_is_mislabelled():
     """Each version's weights make one token certain, so a wrong label shows."""
     model = tiny_model("qwen3", tie_word_embeddings=False)

@@ -363,13 +363,19 @@ class BuiltinEngine(InferenceEngine):
         copies = weight_copies(self.model, dict(named))
         self._update(version, lambda: copy_weights(copies))
 
-    def go_back(self, version: int) -> None:
+    def go_back(self, version: int, *, finish: bool = False) -> None:
         """End all requests, and give the present weights an earlier version, as whose weights others are loaded next.
 
         For a trainer that began again from a checkpoint: within a request versions only grow.
+
+        Args:
+            version: of the weights that are loaded next.
+            finish: wait until what runs has ended by itself, and keep what has not begun for those weights.
         """
+        if finish:
+            self._drain()
         with self._between_steps():
-            finished = self._stepper.abort(None)
+            finished = [] if finish else self._stepper.abort(None)
             self._stepper.version = version
         _resolve(finished)
 
