@@ -71,6 +71,13 @@ class StoreConfig:
             "gt": 0.0,
         },
     )
+    keep_used: bool = field(
+        default=True,
+        metadata={
+            "help": "Keep experiences that were used as often as they may be, for export; false: their rows are deleted once no kept "
+            "recover checkpoint can ask for them again, so that the store does not grow with the run."
+        },
+    )
     operators: list[OperatorConfig] = field(
         default_factory=list, metadata={"help": "Filters and shapers that experiences pass before they are stored."}
     )

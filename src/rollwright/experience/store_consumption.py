@@ -91,7 +91,7 @@ def _enough(drawn: Sequence[tuple[int, int]], wanted: int, row_count: int | None
     return chosen
 
 
-def _unfinished(connection: Connection, limit: int, min_version: int | None) -> list[tuple[int, int]]:
+def _unfinished(connection: Connection, limit: int | None, min_version: int | None) -> list[tuple[int, int]]:
     statement = select(groups.c.id, groups.c.rows).where(groups.c.state == OPEN)
     if min_version is not None:
         statement = statement.where(groups.c.version >= min_version)
@@ -110,6 +110,10 @@ def available(
 ) -> tuple[int, int]:
     """Groups and rows that a sample could draw from now."""
     now = database.now(connection)
+    if sampling.order == "priority":  # its function may refuse groups that have uses left
+        drawn = sampling.draw(connection, None, database.counter(connection, "batch"), now, min_version)
+        drawn += _unfinished(connection, None, min_version) if partial_groups else []
+        return len(drawn), sum(rows for _, rows in drawn)
     eligible = sampling.eligible(now, min_version)
     if partial_groups:
         unfinished = select(groups.c.id, groups.c.rows, groups.c.version, groups.c.uses).where(groups.c.state == OPEN)
@@ -175,11 +179,13 @@ def recover(database: Database, connection: Connection, name: str | None) -> tup
 
 
 def forget_used(connection: Connection, sampling: Sampling, keep_checkpoints: int) -> int:
-    """Deletes the rows of groups without uses left that a recovery from the newest checkpoints cannot ask for again."""
+    """Deletes the rows of groups that are used up or dropped and that a recovery from the newest checkpoints cannot ask for again."""
     newest = select(checkpoints.c.sequence).order_by(checkpoints.c.sequence.desc())
     oldest_kept = connection.execute(newest.offset(keep_checkpoints - 1).limit(1)).scalar_one_or_none()
     if oldest_kept is None or sampling.uses is None:
         return 0
     needed = select(uses.c.group_id).where(or_(uses.c.checkpoint.is_(None), uses.c.checkpoint > oldest_kept))
-    done = select(groups.c.id).where(groups.c.uses >= sampling.uses, groups.c.id.not_in(needed))
+    used_up = (groups.c.uses >= sampling.uses) & groups.c.id.not_in(needed)
+    dropped = (groups.c.state == DROPPED) & (groups.c.drop_checkpoint <= oldest_kept)
+    done = select(groups.c.id).where(or_(used_up, dropped))
     return connection.execute(delete(experiences).where(experiences.c.group_id.in_(done))).rowcount

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ from rollwright.experience.experience import Experience
 from rollwright.experience.store_records import StoredGroup
 
 _ROWS_AT_ONCE = 2048
+#: Fields that are written as JSON.
+_DOCUMENTS = ("messages", "tools", "chosen_messages", "rejected_messages", "info", "metrics")
+#: Fields that have no column of their name: the id is one text, and images are left out.
+_ELSEWHERE = ("eid", "multi_modal_inputs")
 
 
 def _schema(pyarrow: Any) -> Any:
@@ -36,13 +41,17 @@ def _schema(pyarrow: Any) -> Any:
             ("reward", pyarrow.float64()),
             ("temperature", pyarrow.float32()),
             ("truncated", pyarrow.bool_()),
+            ("logprobs_shifted", pyarrow.bool_()),
+            ("advantages", numbers),
+            ("returns", numbers),
+            ("position_ids", ids),
+            ("branch_ids", ids),
+            ("other_context", pyarrow.list_(pyarrow.bool_())),
             ("chosen", ids),
             ("rejected", ids),
             ("prompt_text", pyarrow.string()),
             ("response_text", pyarrow.string()),
-            ("messages", pyarrow.string()),  # JSON, as are the next
-            ("info", pyarrow.string()),
-            ("metrics", pyarrow.string()),
+            *((name, pyarrow.string()) for name in _DOCUMENTS),
         ]
     )
 
@@ -66,12 +75,11 @@ def _row(group: StoredGroup, index: int, experience: Experience) -> dict[str, An
         "row": index,
         "eid": str(experience.eid),
     }
-    for name in (
-        "tokens", "prompt_length", "action_mask", "logprobs", "versions", "token_rewards", "reward", "temperature", "truncated",
-        "chosen", "rejected", "prompt_text", "response_text",
-    ):  # fmt: skip
-        row[name] = plain(name)
-    row.update({name: document(name) for name in ("messages", "info", "metrics")})
+    for field in fields(Experience):
+        if field.name in _DOCUMENTS:
+            row[field.name] = document(field.name)
+        elif field.name not in _ELSEWHERE:
+            row[field.name] = plain(field.name)
     return row
 
 

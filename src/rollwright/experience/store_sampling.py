@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -73,6 +74,15 @@ class Sampling:
             raise ConfigError(f"store.uses is {self.uses}: each experience is used at least once.")
         if self.order == "priority" and self.priority_fn not in PRIORITY_FUNCTIONS:
             raise ConfigError(f"priority_fn is {self.priority_fn!r}: choose from {', '.join(PRIORITY_FUNCTIONS)}.")
+        if self.order == "priority":
+            function = PRIORITY_FUNCTIONS[self.priority_fn]
+            try:
+                inspect.signature(function).bind(0, 0, random.Random(), **self.priority_fn_args)
+            except TypeError as error:
+                raise ConfigError(
+                    f"priority_fn {self.priority_fn} was given {dict(self.priority_fn_args)}, but {error}; it takes "
+                    f"{inspect.signature(function)}."
+                ) from None
 
     @classmethod
     def from_config(cls, config: StoreConfig, seed: int = 1) -> Sampling:
@@ -98,9 +108,9 @@ class Sampling:
         return statement
 
     def draw(
-        self, connection: Connection, limit: int, batch: int, now: float, min_version: int | None
+        self, connection: Connection, limit: int | None, batch: int, now: float, min_version: int | None
     ) -> list[tuple[int, int]]:
-        """The first ``limit`` groups in order, or all there are.
+        """The first ``limit`` groups in order, or all there are (also where it is None).
 
         Returns:
             ``(id, rows)`` of each.
@@ -115,7 +125,9 @@ class Sampling:
         found = connection.execute(statement.order_by(groups.c.sequence)).all()
         generator = random.Random(f"{self.seed}/{batch}")
         if self.order == "uniform":
-            return [(row.id, row.rows) for row in generator.sample(found, min(limit, len(found)))]
+            return [
+                (row.id, row.rows) for row in generator.sample(found, min(len(found) if limit is None else limit, len(found)))
+            ]
         function = PRIORITY_FUNCTIONS[self.priority_fn]
         priorities = [function(row.version, row.uses, generator, **self.priority_fn_args) for row in found]
         ranked = [index for index, priority in enumerate(priorities) if priority is not None]

@@ -188,6 +188,9 @@ class StoreTrainer:
             {"actor": self.actor.state_dict()},
             before_visible=lambda: self.store.commit(name, version=self.actor.version),
         )
+        assert self.config.store is not None
+        if not self.config.store.keep_used and isinstance(self.store, ExperienceStore):
+            self.store.forget_used(sampling=self.sampling, keep_checkpoints=self.config.recover.keep)
 
 
 def trajectory_of(batch: Batch) -> Trajectory:

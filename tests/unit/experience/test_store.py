@@ -369,6 +369,16 @@ class TestCheckpoints:
         with pytest.raises(StoreError, match="has a checkpoint 'step-1' already"):
             store.commit("step-1")
 
+    def test_dropped_rows_can_be_forgotten_once_no_checkpoint_brings_them_back(self, store):
+        store.append_many([group(i, version=i) for i in range(3)], ordinals=[0, 1, 2])
+        assert store.drop_older_than(1) == 1
+        assert store.forget_used(keep_checkpoints=1) == 0  # there is no checkpoint yet
+        store.commit("step-1")
+        assert store.drop_older_than(2) == 1
+        assert store.forget_used(keep_checkpoints=1) == 2  # the second drop is not committed
+        assert store.recover("step-1") == 0
+        assert ordinals(store.sample(groups=2)) == [1, 2]
+
     def test_used_rows_can_be_forgotten_once_no_checkpoint_needs_them(self, store):
         store.append_many([group(i) for i in range(4)], ordinals=list(range(4)))
         for step in (1, 2, 3):
@@ -459,3 +469,48 @@ class TestIdentity:
     def test_wrong_sampling_is_refused(self, arguments):
         with pytest.raises(ConfigError):
             Sampling(**arguments)
+
+
+class TestPrioritiesThatRefuse:
+    """A priority function may say that a group is not to be used again, though it has uses left."""
+
+    SAMPLING = Sampling(
+        order="priority",
+        uses=None,
+        priority_fn="linear_decay_use_count_control_randomization",
+        priority_fn_args={"use_count_limit": 1},
+    )
+
+    def test_the_wait_is_for_groups_that_may_be_drawn(self, store):
+        store.append_many([group(i) for i in range(2)], ordinals=[0, 1])
+        assert store.sample(groups=2, sampling=self.SAMPLING) is not None
+        started = time.monotonic()
+        assert store.sample(groups=2, sampling=self.SAMPLING, timeout=0.2) is None
+        assert time.monotonic() - started >= 0.2
+        store.append_many([group(i) for i in (2, 3)], ordinals=[2, 3])
+        assert ordinals(store.sample(groups=2, sampling=self.SAMPLING, timeout=0.2)) == [2, 3]
+        assert store.sample(experiences=1, sampling=self.SAMPLING) is None
+
+    def test_arguments_that_it_does_not_take_are_told_before_the_first_draw(self):
+        with pytest.raises(ConfigError, match="decai"):
+            Sampling(order="priority", priority_fn_args={"decai": 1.0})
+
+
+def test_claims_are_renewed_again_after_a_failure(store, monkeypatch, caplog):
+    """A database that refuses once must not cost an explorer all that it holds."""
+    renew, calls = store.renew_claims, []
+
+    def sometimes(owner, **options):
+        calls.append(owner)
+        if len(calls) == 1:
+            raise StoreError("disk full")
+        return renew(owner, **options)
+
+    monkeypatch.setattr(store, "renew_claims", sometimes)
+    with caplog.at_level("WARNING"), store.keeping_claims("e1", lease_seconds=0.15):
+        store.claim_tasks("e1", 1, lease_seconds=0.15)
+        deadline = time.monotonic() + 10
+        while len(calls) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert "could not be renewed: disk full" in caplog.text

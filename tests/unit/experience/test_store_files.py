@@ -2,8 +2,10 @@
 
 import json
 import math
+from dataclasses import fields
 
 import pytest
+import torch
 
 pytest.importorskip("sqlalchemy")
 
@@ -204,3 +206,49 @@ def test_stored_bytes_are_safetensors_and_repeat(name):
     read = load(data)
     assert all(read[key].dtype == tensors[key].dtype and torch.equal(read[key], tensors[key]) for key in tensors)
     assert unpack_bytes(data)[1] == {"text": "é"}
+
+
+def test_every_field_of_an_experience_is_exported(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    whole = Experience(
+        tokens=[1, 2, 3],
+        prompt_length=1,
+        reward=0.5,
+        logprobs=[-0.5, -1.0],
+        action_mask=[True, False],
+        versions=[4, 4],
+        token_rewards=[0.0, 1.0],
+        advantages=[0.25, 0.5],
+        returns=[1.0, 2.0],
+        temperature=0.75,
+        truncated=False,
+        logprobs_shifted=True,
+        info={"a": 1},
+        metrics={"b": 2.0},
+        prompt_text="p",
+        response_text="r",
+        messages=[{"role": "user", "content": "q"}],
+        tools=[{"type": "function"}],
+        chosen=[5],
+        rejected=[6, 7],
+        chosen_messages=[{"role": "assistant", "content": "c"}],
+        rejected_messages=[{"role": "assistant", "content": "d"}],
+        position_ids=[0, 1, 2],
+        branch_ids=[0, 0, 1],
+        other_context=[False, False, True],
+    )
+    with ExperienceStore("sqlite://") as store:
+        store.append([whole])
+        store.export_parquet(tmp_path / "e.parquet")
+    (row,) = parquet.read_table(tmp_path / "e.parquet").to_pylist()
+    for field in fields(Experience):
+        value = getattr(whole, field.name)
+        if field.name in ("eid", "multi_modal_inputs"):
+            continue
+        assert value is not None, f"{field.name} is not set in this test"
+        written = row[field.name]
+        if isinstance(value, torch.Tensor):
+            assert written == value.tolist(), field.name
+        else:
+            assert (json.loads(written) if isinstance(value, list | dict) else written) == value, field.name
+    assert row["eid"] == str(whole.eid)
