@@ -28,7 +28,7 @@ from rollwright.tracking.logging import getLogger
 
 logger = getLogger("rollout")
 
-MAX_QUEUED_TASKS = 65_536
+MAX_UNDELIVERED_TASKS = 65_536
 PAUSED_WARNING_SECONDS = 30.0
 EPOCHS_WITHOUT_ACCEPTANCE = 2
 
@@ -102,12 +102,15 @@ class RolloutExecutor:
             The task's id, for ``wait_for_task``.
 
         Raises:
-            RolloutError: the queue is full, the executor was destroyed, or rollout has stopped for its failures.
+            RolloutError: too many tasks were submitted and not taken, the executor was destroyed, or rollout has stopped for its failures.
         """
         self._start()
-        if self._runner.queued >= MAX_QUEUED_TASKS:
-            raise RolloutError(f"{MAX_QUEUED_TASKS} tasks are queued already: take results with wait() before submitting more.")
+        if len(self._runner.tasks) >= MAX_UNDELIVERED_TASKS:
+            raise RolloutError(
+                f"{MAX_UNDELIVERED_TASKS} tasks are queued, running or ready already: take results with wait() before submitting more."
+            )
         group = self._factory.make(data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
+        self._runner.tasks[group.task_id] = group  # counted here: the loop may be far behind
         self._thread.loop.call_soon_threadsafe(self._runner.enqueue, [group])
         return group.task_id
 

@@ -69,7 +69,7 @@ class Runner:
         self._stream: deque[Group] = deque()  # groups of submit and prepare_batch
         self._members: deque[tuple[Group, int, int]] = deque()  # samples of admitted groups that wait for a place
         self._active: set[Group] = set()  # admitted and not at an end, of every kind
-        self.tasks: dict[int, Group] = {}  # groups that wait and wait_for_task can ask for
+        self.tasks: dict[int, Group] = {}  # that wait and wait_for_task can ask for; submit adds to it from its own thread
         self._settling = False
         self._waiters: list[Waiter] = []
         self._ends: dict[int, str] = {}  # task id -> why it never became ready
@@ -98,7 +98,9 @@ class Runner:
 
     def may_bring_more(self, is_eval: bool) -> bool:
         """True where a queued or running task may still become ready for ``wait``."""
-        return any(group.is_eval for group in self.tasks.values() if not group.is_over) if is_eval else self.unfinished > 0
+        return (
+            any(group.is_eval for group in list(self.tasks.values()) if not group.is_over) if is_eval else self.unfinished > 0
+        )
 
     def count_ready(self, is_eval: bool) -> int:
         """Complete groups that ``wait`` could take."""

@@ -180,6 +180,59 @@ def test_a_disconnected_client_frees_its_slot(server):
     assert server.engine.stats()["finished"] == before  # it did not run to its end
 
 
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_a_client_that_leaves_before_the_first_token_of_its_stream_frees_its_slot(server, path):
+    body = {
+        "/generate": {"input_ids": [7, 8], "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}},
+        "/v1/completions": {"prompt": [7, 8], "max_tokens": 200, "ignore_eos": True},
+    }[path]
+    server.post("/pause_generation", json={"mode": "retract"})
+    try:
+        with pytest.raises(httpx.ReadTimeout):
+            server.post(path, json={**body, "stream": True}, timeout=0.3)
+        deadline = time.monotonic() + 5
+        while not server.engine._cancelled:  # the engine is paused: it takes the request out when it goes on
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        server.post("/continue_generation", json={})
+
+
+def test_no_token_is_sampled_while_a_part_of_new_weights_is_missing(server, monkeypatch):
+    """A client that pauses nothing, and one that goes on too early."""
+    weights = {name: tensor.clone() for name, tensor in server.engine.model.state_dict().items()}
+    names = list(weights)
+
+    class Group:
+        def __init__(self, *arguments):
+            pass
+
+        def receive(self, names, dtypes, shapes):
+            return [(name, weights[name]) for name in names]
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("rollwright.inference.server.control.WeightGroup", Group)
+    group = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "group_name": "parts"}
+    assert server.post("/init_weights_update_group", json=group).json()["success"]
+
+    def send(part, **more):
+        described = {"names": part, "dtypes": ["float32"] * len(part), "shapes": [list(weights[name].shape) for name in part]}
+        return server.post("/update_weights_from_distributed", json={**described, "group_name": "parts", **more}).json()
+
+    version = server.engine.get_version()
+    assert send(names[:2])["success"]
+    assert "last part" in server.post("/continue_generation", json={}).json()["message"]
+    with pytest.raises(httpx.ReadTimeout):
+        server.post("/generate", json={"input_ids": [7, 8], "sampling_params": {"max_new_tokens": 2}}, timeout=0.3)
+    assert send(names[2:], weight_version=str(version))["success"]
+    assert generate(server, input_ids=[7, 8]).json()["meta_info"]["weight_version"] == str(version)
+    assert server.post("/destroy_weights_update_group", json={"group_name": "parts"}).json()["success"]
+    again = server.post("/destroy_weights_update_group", json={"group_name": "parts"})
+    assert again.status_code == 400
+
+
 def test_weights_are_loaded_from_below_the_root_alone(server, root, tmp_path):
     refused = server.post("/update_weights_from_disk", json={"model_path": str(tmp_path), "weight_version": "1"})
     assert refused.status_code == 403

@@ -202,6 +202,22 @@ def test_submit_wait_and_wait_for_task(make):
         executor.wait(1, timeout=0.05)
 
 
+@pytest.mark.parametrize("is_eval", [False, True])
+def test_what_is_submitted_and_never_taken_has_a_bound(make, monkeypatch, is_eval):
+    """Queued, running or ready: none of them may pile up, however far behind the loop is."""
+    monkeypatch.setattr("rollwright.rollout.executor.MAX_UNDELIVERED_TASKS", 20)
+    executor = make()
+    for index in range(20):
+        executor.submit({"id": index}, OneTurn(), is_eval=is_eval)
+    with pytest.raises(RolloutError, match="take results with wait"):
+        executor.submit({"id": 20}, OneTurn(), is_eval=is_eval)
+    executor.wait(15, timeout=10, is_eval=is_eval)
+    for index in range(15):
+        executor.submit({"id": index}, OneTurn(), is_eval=is_eval)
+    with pytest.raises(RolloutError, match="take results with wait"):
+        executor.submit({"id": 20}, OneTurn(), is_eval=is_eval)
+
+
 def test_evaluation_is_apart_from_training(make):
     executor = make(dynamic_filter="no_variance", batch_size=1)
     executor.submit({"id": 0}, OneTurn, is_eval=True)
