@@ -73,7 +73,8 @@ class PolicyUpdate:
         current ones are the same numbers, so that no forward pass is spent on them.
         """
         config = self.config
-        if config.use_decoupled_loss and config.prox_logp_method == "interpolate" and "prox_logp" not in part:
+        interpolates = config.use_decoupled_loss and config.prox_logp_method == "interpolate" and not config.recompute_logprob
+        if interpolates and "prox_logp" not in part:
             return interpolated_prox_logp(logp_BL, behaviour_BL, part["versions"], self.version)
         if "prox_logp" in part:
             return part["prox_logp"].to(logp_BL.dtype)

@@ -136,7 +136,14 @@ def test_recomputed_log_probabilities_are_the_anchor(minibatches):
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
-@pytest.mark.parametrize("keys", [{"recompute_logprob": True}, {"use_decoupled_loss": True}])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"recompute_logprob": True},
+        {"use_decoupled_loss": True},
+        {"recompute_logprob": True, "use_decoupled_loss": True, "prox_logp_method": "interpolate"},
+    ],
+)
 def test_the_trainers_own_take_the_place_of_shifted_log_probabilities(keys, minibatches):
     """What a server gave after top-p changes nothing: neither the update nor the comparison with the engine."""
     results = []
