@@ -124,17 +124,19 @@ def ask(count: int, *, tokens: int, seed: int = 0, temperature: float = 0.7) -> 
 
 
 async def gather_while(client, requests: list[ModelRequest], act) -> list[ModelResponse]:
-    """Send ``requests`` at once, and run ``act`` in a thread when every server is generating."""
+    """Send ``requests`` at once, and run ``act`` in a thread when every server in service is generating."""
+    servers = client.router.in_service()
 
     def generated() -> list[int]:
-        infos = (client.connections.request("GET", f"{server.url}/server_info") for server in client.router.servers)
+        infos = (client.connections.request("GET", f"{server.url}/server_info") for server in servers)
         return [info["stats"]["generated_tokens"] for info in infos]
 
     before = await asyncio.to_thread(generated)
     running = [asyncio.ensure_future(client.agenerate(request)) for request in requests]
     while any(now == old for now, old in zip(await asyncio.to_thread(generated), before, strict=True)):
         if all(request.done() for request in running):
-            raise AssertionError(f"a server got none of {await asyncio.gather(*running)}")
+            answers = await asyncio.gather(*running)
+            raise AssertionError(f"one of {client.router.servers} got none of {len(answers)} requests, as {answers[0]}")
         await asyncio.sleep(0.01)
     await asyncio.to_thread(act)
     return list(await asyncio.gather(*running))

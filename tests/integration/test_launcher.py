@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -105,6 +106,27 @@ def test_a_server_that_ends_early_is_an_error_with_its_log(tmp_path):
         with pytest.raises(EngineError, match=r"status 7[\s\S]*no such model"):
             launcher.wait_healthy(20)
         assert launcher.servers == []
+
+
+def test_a_server_whose_port_was_taken_is_started_on_another(server_script, tmp_path):
+    """Between the moment at which a port was free and the server's bind, another process may take it."""
+    started = []
+    with socket.socket() as taken, Launcher(tmp_path) as launcher:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+
+        def build(host, port, index):
+            started.append(taken.getsockname()[1] if index == 1 and len(started) < 3 else port)
+            return [sys.executable, str(server_script), str(started[-1])]
+
+        launcher.start(build, count=2)
+        addresses = launcher.wait_healthy(60)
+        assert [int(address.rpartition(":")[2]) for address in addresses] == [started[0], started[-1]]
+        assert len(started) == 4  # the second had to be started three times
+        assert all(httpx.get(f"http://{address}/health").status_code == 200 for address in addresses)
+        assert len(launcher.servers) == 2
+        processes = [psutil.Process(server.pid) for server in launcher.servers]
+    wait_gone(processes)
 
 
 def test_a_server_that_is_too_slow_is_ended(tmp_path):

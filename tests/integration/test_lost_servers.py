@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ from real_servers import Trainer, ask, gather_while, served_model, write_model
 from rollwright.cluster.local import LocalServers
 from rollwright.errors import EngineError
 from rollwright.inference.launcher import ServerProcess
+from rollwright.inference.weight_group import WeightGroup
 from rollwright.inference.weights import WeightUpdateMeta
 
 pytestmark = pytest.mark.slow
@@ -81,6 +83,58 @@ def test_a_server_killed_in_the_middle_of_a_batch_comes_back_with_the_published_
             assert all(server.served > served[server.address] for server in client.router.servers)
             publish()  # and it takes part in what follows
             assert len(client.agreements) == 2
+
+
+def test_a_server_killed_in_the_middle_of_a_broadcast_does_not_end_the_publication(model_path, tmp_path, monkeypatch):
+    """A group cannot go on without one of its ranks: it is formed anew with those that are left."""
+    with served_model(model_path, tmp_path / "logs", count=3) as (servers, client):
+        meta = dataclasses.replace(WeightUpdateMeta.from_fsdp_xccl("sglang:d3p1t1"), bucket_bytes=40_000)
+        trainer = Trainer(model_path)
+
+        def publish() -> None:
+            client.update_weights(meta, version=trainer.step(), weights=trainer.model.state_dict(), trainer=trainer)
+
+        publish()
+        sent, send = [], WeightGroup.send
+
+        def send_and_kill(self, bucket) -> None:
+            sent.append(bucket)
+            if len(sent) == 3:
+                kill(servers, 1)
+                time.sleep(0.5)
+            send(self, bucket)
+
+        monkeypatch.setattr(WeightGroup, "send", send_and_kill)
+        started = time.monotonic()
+        responses = asyncio.run(gather_while(client, ask(60, tokens=100), publish))
+        assert time.monotonic() - started < 100  # the group's own limit is 120 s
+        assert len(client.agreements) == 2
+        assert [server.address for server in client.router.out_of_service()] == [servers.addresses[1]]
+        assert all(len(response.output_tokens) == 100 for response in responses)
+        assert trainer.check_versions(responses) <= {1, 2}
+        assert all(server.load == 0 for server in client.router.servers), client.router.servers
+        assert trainer.check_versions(asyncio.run(gather_while(client, ask(8, tokens=6, seed=500), lambda: None))) == {2}
+
+
+def test_a_server_that_hangs_loses_what_it_was_asked_and_comes_back(model_path, tmp_path, monkeypatch):
+    """A stopped process keeps its connections open and answers nothing."""
+    with served_model(model_path, tmp_path / "logs", count=2) as (servers, client):
+        client._monitor._check_interval = 0.5
+        monkeypatch.setattr("rollwright.inference.health.CHECK_SECONDS", 1.0)
+        trainer = Trainer(model_path)
+        client.update_weights(version=trainer.step(), weights=trainer.model.state_dict(), trainer=trainer)
+        (process,) = psutil.Process(servers._launcher.servers[0].pid).children()
+        try:
+            responses = asyncio.run(gather_while(client, ask(100, tokens=60), process.suspend))
+            assert all(len(response.output_tokens) == 60 for response in responses)
+            assert [server.address for server in client.router.out_of_service()] == [servers.addresses[0]]
+            client.update_weights(version=trainer.step(), weights=trainer.model.state_dict(), trainer=trainer)
+            assert len(client.agreements) == 1
+        finally:
+            process.resume()
+        wait_in_service(client, 2)
+        responses += asyncio.run(gather_while(client, ask(40, tokens=6, seed=500), lambda: None))
+        assert trainer.check_versions(responses) == {1, 2}
 
 
 def test_when_no_server_is_left_the_log_of_the_last_is_told_at_once(model_path, tmp_path):

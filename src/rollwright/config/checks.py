@@ -238,8 +238,11 @@ def _store(config: PPOConfig) -> Iterator[Fault]:
 
 def _deterministic(config: PPOConfig) -> Iterator[Fault]:
     rollout = config.rollout
-    if rollout.backend in ("sglang", "vllm"):
-        yield ("rollout", "backend"), f"a deterministic run needs the built-in engine: {rollout.backend} batches by arrival"
+    if rollout.backend != "builtin":
+        yield (
+            ("rollout", "backend"),
+            f"a deterministic run needs the built-in engine in its own process (builtin): {rollout.backend} batches by arrival",
+        )
     if rollout.max_head_offpolicyness > 0:
         yield (
             ("rollout", "max_head_offpolicyness"),

@@ -13,11 +13,14 @@ from rollwright.tracking.logging import getLogger
 
 logger = getLogger("Health")
 
+#: Longest wait for a health check.
+CHECK_SECONDS = 10.0
+
 
 def is_healthy(connections: Connections, server: Server) -> bool:
     """One check: True where the server answers ``/health``."""
     try:
-        connections.request("GET", f"{server.url}/health", timeout=10.0)
+        connections.request("GET", f"{server.url}/health", timeout=CHECK_SECONDS)
     except EngineError:
         return False
     return True

@@ -35,6 +35,7 @@ REFUSED = [
     ("train_dataset: {limit: 3, batch_size: 4}", "no batch would ever be full"),
     ("deterministic: true\nsaver: {every_seconds: 5}", "saver.every_seconds: goes by the clock"),
     ("deterministic: true\nrollout: {backend: vllm}", "needs the built-in engine"),
+    ("deterministic: true\nrollout: {backend: builtin_process}", "batches by arrival"),
     ("deterministic: true\nrollout: {max_head_offpolicyness: 1}", "max_head_offpolicyness: is above 0"),
     ("deterministic: true\nrollout: {over_sampling: 0.5}", "cuts the slowest samples"),
     ("actor: {adv_norm: {mean_level: none, leave_one_out: true}}", "actor.adv_norm.leave_one_out: says what"),
