@@ -16,6 +16,7 @@ from rollwright.config.source import Document, KeyPath, dotted
 from rollwright.config.trinity_keys import (
     ALREADY_SO,
     CONVERTED,
+    EVAL_TASKSET_DEFAULTS,
     REFUSED,
     RENAMED,
     SELECTORS,
@@ -24,6 +25,7 @@ from rollwright.config.trinity_keys import (
     TOGETHER,
     Pairs,
 )
+from rollwright.config.trinity_together import decide_together
 from rollwright.errors import ConfigError
 
 
@@ -53,14 +55,16 @@ def translate(data: dict[str, Any], document: Document) -> Translation:
     Raises:
         ConfigError: naming every key that cannot be honoured, with file and line.
     """
-    work = _Work(document)
+    work = Work(document)
     for path, value in _leaves(data):
         work.take(path, value)
     work.finish()
     return Translation(Document(work.data, work.lines, document.file), work.notes)
 
 
-class _Work:
+class Work:
+    """A translation that is being made."""
+
     def __init__(self, document: Document) -> None:
         self.document = document
         self.data: dict[str, Any] = {}
@@ -68,12 +72,13 @@ class _Work:
         self.notes: list[str] = []
         self.faults: list[str] = []
         self.defaults: dict[str, Any] = {}  # of every taskset
-        self.prompt_tokens: int | None = None
-        self.train_batch_size: tuple[KeyPath, int] | None = None
-        self.sync: dict[str, tuple[KeyPath, int]] = {}  # interval and offset
+        self.eval_defaults: dict[str, Any] = {}  # of those of evaluation
+        self.together: dict[str, tuple[KeyPath, Any]] = {}  # keys of TOGETHER, and what they say
+        self.places_of_tasksets: dict[str, KeyPath] = {}  # by the section that they stand in
         self._refused: set[str] = set()
 
     def take(self, path: KeyPath, value: Any) -> None:
+        """Translate one key, or note why it cannot be."""
         key = dotted(path)
         try:
             if section := next((name for name in REFUSED if key == name or key.startswith(f"{name}.")), None):
@@ -89,12 +94,11 @@ class _Work:
             elif key in TASKSET_DEFAULTS:
                 self.defaults[TASKSET_DEFAULTS[key]] = value
                 self.notes.append(f"{key}: {value}, for tasksets that name none")
-            elif key == "model.max_prompt_tokens":
-                self.prompt_tokens = int(value)
-            elif key == "buffer.train_batch_size":
-                self.train_batch_size = (path, int(value))
-            elif key in ("synchronizer.sync_interval", "synchronizer.sync_offset"):
-                self.sync[str(path[1])] = (path, _whole(value, 1 if key.endswith("interval") else 0))
+            elif key in EVAL_TASKSET_DEFAULTS:
+                self.eval_defaults[EVAL_TASKSET_DEFAULTS[key]] = value
+                self.notes.append(f"{key}: {value}, for evaluation tasksets that name none")
+            elif key in TOGETHER:
+                self.together[key] = (path, value)
             elif key in RENAMED:
                 self.put(path, [(RENAMED[key], value)])
             elif key in CONVERTED:
@@ -108,9 +112,17 @@ class _Work:
                 near = get_close_matches(key, known, n=1)
                 raise ConfigError("cannot be honoured here" + (f"; did you mean {near[0]}?" if near else "; remove it"))
         except ConfigError as error:
-            self.faults.append(f"{document_place(self.document, path)}: {key} {error}")
+            self.faults.append(f"{self.place(path)}: {key} {error}")
+
+    def place(self, path: KeyPath) -> str:
+        """``file:line`` of a key, or of the nearest key above it that was written."""
+        for length in range(len(path), 0, -1):
+            if line := self.document.lines.get(path[:length]):
+                return f"{self.document.file}:{line}"
+        return self.document.file
 
     def put(self, path: KeyPath, pairs: Pairs) -> None:
+        """Set what a key becomes, tell it, and keep the line that it was written in."""
         line = self.document.lines.get(path)
         for target, value in pairs:
             parts: list[Any] = [int(part) if part.isdigit() else part for part in target.split(".")]
@@ -132,6 +144,8 @@ class _Work:
     def _taskset(self, path: KeyPath, place: tuple[str, KeyPath], value: Any) -> None:
         target, inner = place
         key = dotted(inner)
+        if target.startswith("tasksets."):
+            self.places_of_tasksets.setdefault(str(path[2]), path)
         head = inner[0]
         if value is None:
             return
@@ -164,8 +178,10 @@ class _Work:
 
     def finish(self) -> None:
         """What several keys decide together; then the faults of all keys at once."""
-        self._batch_of_experiences()
-        self._synchronisation()
+        decide_together(self)
+        if len(self.places_of_tasksets) > 1:
+            sections = ", ".join(f"{name} ({self.place(p)})" for name, p in self.places_of_tasksets.items())
+            self.faults.append(f"buffer.explorer_input has {sections}, which are places of the same tasks; keep one")
         if self.faults:
             count = f"{len(self.faults)} keys" if len(self.faults) > 1 else "a key"
             raise ConfigError(
@@ -175,7 +191,6 @@ class _Work:
         if not self.data.get("tasksets") and mode in ("both", "explore"):
             raise ConfigError(f"{self.document.file}: no buffer.explorer_input.taskset: there is nothing to explore.")
         self._finish_tasksets()
-        self._finish_lengths()
         self.data.setdefault("experiment_name", "trinity")
         self.data.setdefault("trial_name", "trial")
         if mode in ("explore", "train", "serve"):
@@ -192,7 +207,7 @@ class _Work:
         response = self.data.get("gconfig", {}).get("max_new_tokens")
         for index, taskset in enumerate([*training, *self.data.get("eval_tasksets", [])]):
             taskset.setdefault("name", f"taskset{index}")
-            for key, value in self.defaults.items():
+            for key, value in {**self.defaults, **(self.eval_defaults if index >= len(training) else {})}.items():
                 taskset.setdefault(key, value)
             if response is not None:
                 taskset.setdefault("rollout_args", {}).setdefault("max_new_tokens", response)
@@ -208,69 +223,6 @@ class _Work:
                 )
         if self.data.get("eval_tasksets") and response is None:
             self.data.setdefault("evaluator", {}).setdefault("gconfig", {"greedy": False})
-
-    def _finish_lengths(self) -> None:
-        if self.prompt_tokens is None:
-            return
-        rollout = self.data.setdefault("rollout", {})
-        response = self.data.get("gconfig", {}).get("max_new_tokens")
-        if "context_length" in rollout:
-            self.notes.append(f"model.max_prompt_tokens: prompts are bounded by the model length {rollout['context_length']}")
-        elif response is None:
-            raise ConfigError(
-                f"{document_place(self.document, ('model', 'max_prompt_tokens'))}: model.max_prompt_tokens bounds a prompt together with "
-                "model.max_response_tokens, which is not set; set it, too."
-            )
-        else:
-            rollout["context_length"] = self.prompt_tokens + response
-            self.notes.append(
-                f"model.max_prompt_tokens + max_response_tokens -> rollout.context_length: {rollout['context_length']}"
-            )
-
-    def _batch_of_experiences(self) -> None:
-        if self.train_batch_size is None:
-            return
-        path, size = self.train_batch_size
-        group = self.data.get("gconfig", {}).get("n_samples", 1)
-        whole = self.data.get("train_dataset", {}).get("batch_size", 1) * group
-        if self.data.get("mode", "both") in ("explore", "train"):
-            self.put(path, [("store.train_batch_size", size)])
-        elif size == whole:
-            self.notes.append(f"buffer.train_batch_size: {size} (batch_size × repeat_times, as here)")
-        else:
-            self.faults.append(
-                f"{document_place(self.document, path)}: buffer.train_batch_size is {size}, but in mode both a step trains on what it "
-                f"explored: batch_size × repeat_times = {whole}; set it to that, or run mode explore beside mode train"
-            )
-
-    def _synchronisation(self) -> None:
-        """Weights move every ``interval`` steps, and explorers are ``offset`` batches further ahead."""
-        if not self.sync:
-            return
-        interval = self.sync.get("sync_interval", ((), 1))[1]
-        offset = self.sync.get("sync_offset", ((), 0))[1]
-        if "sync_interval" in self.sync:
-            self.put(self.sync["sync_interval"][0], [("rollout.weight_update_every_steps", interval)])
-        path = self.sync["sync_offset" if "sync_offset" in self.sync else "sync_interval"][0]
-        self.put(path, [("rollout.max_head_offpolicyness", interval - 1 + offset)])
-        self.notes.append(
-            f"synchronizer: weights move after every {interval} steps of the trainer, and no token is trained that is more than "
-            f"sync_interval - 1 + sync_offset = {interval - 1 + offset} steps old; explorers wait where they would be further ahead"
-        )
-
-
-def _whole(value: Any, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"is {value!r}; it is a whole number of at least {least}")
-    return value
-
-
-def document_place(document: Document, path: KeyPath) -> str:
-    """``file:line`` of a key, or of the nearest key above it that was written."""
-    for length in range(len(path), 0, -1):
-        if line := document.lines.get(path[:length]):
-            return f"{document.file}:{line}"
-    return document.file
 
 
 def _taskset_place(path: KeyPath) -> tuple[str, KeyPath] | None:

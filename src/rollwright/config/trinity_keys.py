@@ -24,20 +24,14 @@ RENAMED: dict[str, str] = {
     "algorithm.optimizer.weight_decay": "actor.optimizer.weight_decay",
     "algorithm.optimizer.lr_warmup_steps_ratio": "actor.optimizer.warmup_steps_proportion",
     "algorithm.optimizer.lr_scheduler_type": "actor.optimizer.lr_scheduler_type",
+    "algorithm.optimizer.warmup_style": "actor.optimizer.lr_scheduler_type",
     "algorithm.policy_loss_fn_args.clip_range": "actor.eps_clip",
     "algorithm.policy_loss_fn_args.clip_range_low": "actor.eps_clip",
     "algorithm.policy_loss_fn_args.clip_range_high": "actor.eps_clip_higher",
-    "algorithm.kl_loss_fn_args.kl_coef": "actor.kl_ctl",
-    "algorithm.entropy_loss_fn_args.entropy_coef": "actor.entropy_coef",
     "buffer.batch_size": "train_dataset.batch_size",
     "buffer.total_epochs": "total_train_epochs",
     "buffer.total_steps": "total_train_steps",
     "buffer.trainer_input.experience_buffer.path": "store.url",
-    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn": "store.priority_fn",
-    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args.decay": "store.priority_fn_args.decay",
-    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args.use_count_limit": "store.priority_fn_args.use_count_limit",
-    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args.sigma": "store.priority_fn_args.sigma",
-    "buffer.trainer_input.experience_buffer.replay_buffer.reuse_cooldown_time": "store.cooldown_seconds",
     "explorer.max_timeout": "rollout.sample_timeout",
     "explorer.max_retry_times": "rollout.max_sample_retries",
     "explorer.eval_interval": "evaluator.every_steps",
@@ -45,6 +39,8 @@ RENAMED: dict[str, str] = {
     "explorer.rollout_model.max_model_len": "rollout.context_length",
     "explorer.rollout_model.dtype": "rollout.dtype",
     "explorer.rollout_model.gpu_memory_utilization": "vllm.gpu_memory_utilization",
+    "explorer.rollout_model.engine_num": "rollout.servers",
+    "explorer.rollout_model.tensor_parallel_size": "rollout.tensor_parallel",
     "explorer.rollout_model.seed": "seed",
     "explorer.rollout_model.enable_openai_api": "rollout.openai_front",
     "trainer.save_interval": "saver.every_steps",
@@ -54,18 +50,48 @@ RENAMED: dict[str, str] = {
     "synchronizer.sync_timeout": "rollout.setup_timeout",
 }
 
+
+def _advantage(mean: str, deviation: str, leave_one_out: bool = False) -> Pairs:
+    return [
+        ("actor.adv_norm.mean_level", mean),
+        ("actor.adv_norm.std_level", deviation),
+        ("actor.adv_norm.leave_one_out", leave_one_out),
+    ]
+
+
+def _policy_loss(name: str, importance_level: str = "token") -> Pairs:
+    return [("actor.policy_loss", name), ("actor.importance_level", importance_level)]
+
+
+#: ``advantage_fn`` and ``policy_loss_fn``: what each is made of here. They win over what ``algorithm_type`` sets, as there.
+ADVANTAGES: dict[str, Pairs] = {
+    "grpo": _advantage("group", "group"),
+    "grpo_advantage": _advantage("group", "group"),
+    "rloo": _advantage("group", "none", leave_one_out=True),
+    "opmd": _advantage("group", "none"),
+    "reinforceplusplus": _advantage("batch", "batch"),
+}
+POLICY_LOSSES: dict[str, Pairs] = {
+    "ppo": _policy_loss("clip"),
+    "ppo_policy_loss": _policy_loss("clip"),
+    "gspo": _policy_loss("clip", "sequence"),
+    "cispo": _policy_loss("cispo"),
+    "sapo": _policy_loss("sapo"),
+    "opmd": _policy_loss("opmd"),
+    "topr": _policy_loss("topr"),
+}
+
+
 #: Key there -> what its value becomes: pairs of a key here and a value.
 CONVERTED: dict[str, Callable[[Any], Pairs]] = {
     "continue_from_checkpoint": lambda on: [("recover.mode", "auto" if on else "off")],
     "model.max_response_tokens": lambda n: [("gconfig.max_new_tokens", n)],
-    "algorithm.kl_loss_fn": lambda name: (
-        [] if name == "none" else [("actor.kl_estimator", _choice("algorithm.kl_loss_fn", name, "k1", "k2", "k3"))]
-    ),
+    "algorithm.advantage_fn": lambda name: _part("advantage_fn", name, ADVANTAGES),
+    "algorithm.policy_loss_fn": lambda name: _part("policy_loss_fn", name, POLICY_LOSSES),
     "explorer.over_rollout.ratio": lambda ratio: [("rollout.over_sampling", ratio)],
     "monitor.monitor_type": lambda name: [
         ("stats_logger.sinks", [_choice("monitor.monitor_type", name, "tensorboard", "wandb")])
     ],
-    "buffer.trainer_input.experience_buffer.replay_buffer.enable": lambda on: [("store.order", "priority")] if on else [],
     "buffer.trainer_input.experience_buffer.storage_type": lambda name: [
         ("store.type", _choice("buffer.trainer_input.experience_buffer.storage_type", name, "sql", "queue", "file"))
     ],
@@ -82,14 +108,10 @@ CONVERTED: dict[str, Callable[[Any], Pairs]] = {
 
 #: Key there -> the values at which it asks for what happens here anyway.
 ALREADY_SO: dict[str, tuple[Any, ...]] = {
-    "algorithm.advantage_fn": ("grpo", "grpo_advantage"),
-    "algorithm.policy_loss_fn": ("ppo", "ppo_policy_loss"),
-    "algorithm.entropy_loss_fn": ("default", "none"),
     "algorithm.kl_penalty_fn": ("none",),
+    "algorithm.kl_loss_fn_args.adaptive": (False,),
     "buffer.trainer_input.experience_buffer.name": (Any,),
     "explorer.runner_per_model": (Any,),
-    "explorer.rollout_model.engine_num": (1,),
-    "explorer.rollout_model.tensor_parallel_size": (1,),
     "explorer.rollout_model.enable_history": (True, False),
     "explorer.rollout_model.enforce_eager": (True, False),
     "explorer.rollout_model.enable_auto_tool_choice": (True,),
@@ -108,8 +130,23 @@ ALREADY_SO: dict[str, tuple[Any, ...]] = {
     "log.level": ("INFO",),
 }
 
-#: Keys whose meaning here depends on others of the file.
-TOGETHER = ("synchronizer.sync_interval", "synchronizer.sync_offset", "model.max_prompt_tokens", "buffer.train_batch_size")
+#: Keys whose meaning here depends on others of the file (``trinity_together``).
+TOGETHER = (
+    "synchronizer.sync_interval",
+    "synchronizer.sync_offset",
+    "model.max_prompt_tokens",
+    "buffer.train_batch_size",
+    "algorithm.kl_loss_fn",
+    "algorithm.kl_loss_fn_args.kl_coef",
+    "algorithm.entropy_loss_fn",
+    "algorithm.entropy_loss_fn_args.entropy_coef",
+    "buffer.trainer_input.experience_buffer.replay_buffer.enable",
+    "buffer.trainer_input.experience_buffer.replay_buffer.reuse_cooldown_time",
+    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn",
+    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args.decay",
+    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args.use_count_limit",
+    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args.sigma",
+)
 
 TASKSET_RENAMED: dict[str, str] = {
     "name": "name",
@@ -130,6 +167,8 @@ TASKSET_DEFAULTS = {
     "buffer.explorer_input.default_workflow_type": "default_workflow_type",
     "buffer.explorer_input.default_reward_fn_type": "default_reward_fn_type",
 }
+#: The same for evaluation tasksets alone.
+EVAL_TASKSET_DEFAULTS = {"buffer.explorer_input.default_eval_workflow_type": "default_workflow_type"}
 #: Sections that are refused as a whole: beginning of their keys, and why.
 REFUSED: dict[str, str] = {
     "trainer.trainer_config": "holds the keys of another trainer (veRL), which does not train here; use algorithm and trainer, or "
@@ -152,6 +191,10 @@ def _choice(key: str, value: Any, *choices: str) -> Any:
     if value not in choices:
         raise ConfigError(f"is {value!r}; here there are {', '.join(choices)}")
     return value
+
+
+def _part(key: str, name: Any, known: dict[str, Pairs]) -> Pairs:
+    return known[_choice(key, name, *known)]
 
 
 def _operators(listed: Any) -> list[dict[str, Any]]:

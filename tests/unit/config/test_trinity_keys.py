@@ -120,3 +120,79 @@ def test_auxiliary_models_keep_what_they_say_or_are_refused():
 def test_the_engine_that_a_file_names_is_used():
     config = built("explorer: {rollout_model: {engine_type: vllm_async, gpu_memory_utilization: 0.5}}\n")
     assert (config.rollout.backend, config.vllm.gpu_memory_utilization) == ("vllm", 0.5)
+
+
+def part(file=FILE, **algorithm):
+    """The actor of a file whose algorithm section has these keys."""
+    keys = ", ".join(f"{key}: {value}" for key, value in {"algorithm_type": "grpo", "repeat_times": 8, **algorithm}.items())
+    return built(file=file.replace("algorithm_type: grpo, repeat_times: 8", keys.replace("{", "{{").replace("}", "}}"))).actor
+
+
+def test_advantage_and_loss_are_those_that_the_file_names():
+    """They used to be taken for the algorithm's own, whichever it was."""
+    actor = part(algorithm_type="rloo", advantage_fn="grpo", policy_loss_fn="ppo")
+    assert (actor.adv_norm.mean_level, actor.adv_norm.std_level, actor.adv_norm.leave_one_out) == ("group", "group", False)
+    assert actor.policy_loss == "clip"
+    own = part(algorithm_type="rloo")
+    assert (own.adv_norm.std_level, own.adv_norm.leave_one_out, own.policy_loss) == ("none", True, "reinforce")
+    assert part(advantage_fn="reinforceplusplus").adv_norm.mean_level == "batch"
+    assert part(policy_loss_fn="cispo").policy_loss == "cispo"
+    gspo = part(algorithm_type="gspo", advantage_fn="grpo", policy_loss_fn="gspo")
+    assert gspo == part(algorithm_type="gspo")
+    with pytest.raises(ConfigError, match="advantage_fn is 'ppo'; here there are grpo"):
+        part(advantage_fn="ppo")
+
+
+def test_a_kl_has_the_weight_that_the_file_means():
+    assert part().kl_ctl == 0.0
+    named = part(kl_loss_fn="k2")
+    assert (named.kl_estimator, named.kl_ctl) == ("k2", 0.001)
+    weighed = part(kl_loss_fn="k3", kl_loss_fn_args="{adaptive: false, kl_coef: 0.02}")
+    assert (weighed.kl_estimator, weighed.kl_ctl) == ("k3", 0.02)
+    assert part(kl_loss_fn="none", kl_loss_fn_args="{kl_coef: 0.02}").kl_ctl == 0.0
+    with pytest.raises(ConfigError, match="kl_loss_fn is 'abs'; here there are k1, k2, k3 and none"):
+        part(kl_loss_fn="abs")
+
+
+def test_no_entropy_loss_has_no_weight():
+    assert part(entropy_loss_fn="default", entropy_loss_fn_args="{entropy_coef: 0.1}").entropy_coef == 0.1
+    assert part(entropy_loss_fn="none", entropy_loss_fn_args="{entropy_coef: 0.1}").entropy_coef == 0.0
+    with pytest.raises(ConfigError, match="entropy_loss_fn is 'mix'"):
+        part(entropy_loss_fn="mix")
+
+
+REPLAY = """  trainer_input:
+    experience_buffer:
+      storage_type: queue
+      replay_buffer: {enable: %s, priority_fn: linear_decay, reuse_cooldown_time: %s, priority_fn_args: {decay: 0.5}}
+"""
+
+
+def test_replay_uses_experiences_again_where_they_cool_down():
+    store = built(REPLAY % ("true", "1.5"), mode="train").store
+    assert (store.type, store.order, store.uses, store.cooldown_seconds) == ("sql", "priority", None, 1.5)
+    assert store.priority_fn_args == {"decay": 0.5}
+    once = built(REPLAY % ("true", "null"), mode="train").store
+    assert (once.type, once.order, once.uses) == ("sql", "priority", 1)
+    off = built(REPLAY % ("false", "1.5"), mode="train").store
+    assert (off.type, off.order, off.uses, off.cooldown_seconds) == ("queue", "fifo", 1, 0.0)
+
+
+def test_tasks_stand_in_one_place():
+    message = refusal("    tasksets: [{path: b.jsonl}]\n")
+    assert "taskset (trinity.yaml:" in message
+    assert "tasksets (trinity.yaml:" in message
+    assert "keep one" in message
+
+
+def test_evaluation_has_a_workflow_of_its_own_by_default():
+    more = "    default_eval_workflow_type: math_boxed_workflow\n    eval_tasksets: [{path: b.jsonl}]\n"
+    config = built(more)
+    assert config.tasksets[0].default_workflow_type == "math_workflow"
+    assert config.eval_tasksets[0].default_workflow_type == "math_boxed_workflow"
+
+
+def test_several_engines_are_several_servers():
+    more = "explorer: {rollout_model: {engine_type: vllm, engine_num: 2, tensor_parallel_size: 4}}\n"
+    assert (built(more).rollout.servers, built(more).rollout.tensor_parallel) == (2, 4)
+    assert "set rollout.backend to sglang or vllm" in refusal("explorer: {rollout_model: {engine_num: 2}}\n")
