@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from rollwright.cli.plugins import PluginDirectories
+
 app = typer.Typer(no_args_is_help=True)
 
 Arguments = Annotated[
@@ -25,14 +27,24 @@ def show(arguments: Arguments) -> None:
 
 
 @app.command()
-def check(arguments: Arguments) -> None:
-    """Check a config: exit with 0 where it can run, else name every fault with its key, file and line."""
+def check(arguments: Arguments, plugin_dir: PluginDirectories = None) -> None:
+    """Check a config: exit with 0 where it can run, else name every fault with its key, file and line.
+
+    Workflows, rewards and operators are looked up by their names, as a run would; models and data are not.
+    """
     from rollwright.cli.plan import describe
+    from rollwright.cli.plugins import announce_plugins
     from rollwright.config.loading import split_arguments
     from rollwright.config.stages import load_stages
 
+    announce_plugins(plugin_dir)
     file, overrides = split_arguments(arguments)
     stages = load_stages(file, overrides)
+    from rollwright.trainers.named_parts import refuse_unknown_names
+    from rollwright.workflows.registry import WORKFLOWS
+
+    WORKFLOWS.load_plugins()
+    refuse_unknown_names(stages)
     typer.echo(f"{file}: nothing is wrong.{describe(stages)}")
 
 

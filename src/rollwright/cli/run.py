@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from rollwright.cli.plugins import PluginDirectories, announce_plugins
 
 
 def run(
@@ -15,12 +16,7 @@ def run(
         typer.Argument(metavar="[CONFIG] [key=value]...", help="A YAML file, then keys that win over it.", show_default=False),
     ] = None,
     config: Annotated[str | None, typer.Option("--config", help="The YAML file, in place of the first argument.")] = None,
-    plugin_dir: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--plugin-dir", help="Directory whose Python files register workflows, rewards and operators; repeatable."
-        ),
-    ] = None,
+    plugin_dir: PluginDirectories = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved config and what would happen, and do nothing.")
     ] = False,
@@ -37,11 +33,8 @@ def run(
     from rollwright.cli.plan import describe, resolved_yaml, run_directory_of
     from rollwright.config.loading import split_arguments
     from rollwright.config.stages import load_stages
-    from rollwright.workflows.registry import PLUGIN_VARIABLE
 
-    if plugin_dir:  # in the environment, so that processes that the run starts find them too
-        given = [str(directory.resolve()) for directory in plugin_dir]
-        os.environ[PLUGIN_VARIABLE] = os.pathsep.join([*given, *filter(None, [os.environ.get(PLUGIN_VARIABLE)])])
+    announce_plugins(plugin_dir)
     file, overrides = split_arguments([*(["--config", config] if config else []), *(arguments or [])])
     stages = load_stages(file, overrides)
     if dry_run:

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,11 @@ class Stage:
     config: Any
     index: int = 0
     source: str = ""
+    origins: Origins | None = field(default=None, repr=False, compare=False)
+
+    def place(self, path: KeyPath) -> str:
+        """Where a key was written: ``file:line``, or the override's text."""
+        return self.source if self.origins is None else self.origins.of(path)
 
     def to_dict(self) -> dict[str, Any]:
         """Kind, name and every setting, as plain containers."""
@@ -194,7 +199,7 @@ def _build(
         for path, message in [*faults_of(config), *_missing(kind, config), *_pointless(config)]:
             builder.fault(path, message)
     faults.extend(builder.faults)
-    return Stage(name=str(name), kind=kind, config=config, index=index, source=document.file)
+    return Stage(name=str(name), kind=kind, config=config, index=index, source=document.file, origins=origins)
 
 
 def _relative(override: Override, place: KeyPath, name: Any) -> Override | None:

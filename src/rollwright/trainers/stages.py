@@ -19,6 +19,7 @@ from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.tracking.summary import before_after_table, sample_completions, write_summary
+from rollwright.trainers.named_parts import refuse_unknown_names
 from rollwright.workflows.registry import WORKFLOWS
 
 logger = getLogger("run")
@@ -38,6 +39,7 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
         ``{"eval": {label: {...}}, "seconds": {stage: s}, "stages": {name: results}, "run_directory": path}``.
     """
     WORKFLOWS.load_plugins()  # rewards and operators of plugins are looked up elsewhere
+    refuse_unknown_names(stages)
     directory = _claimed(stages)
     if source_path is not None:
         shutil.copyfile(source_path, directory.path / "source.yaml")

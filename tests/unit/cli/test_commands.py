@@ -92,6 +92,20 @@ def test_check(config, capsys):
     assert capsys.readouterr().err.startswith("error: override 'sed=1': sed: no stage")
 
 
+def test_check_finds_plugins_and_tells_names_that_nothing_has(config, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("ROLLWRIGHT_PLUGIN_PATH", "")  # what the command sets is taken back
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "rewards_of_check.py").write_text(
+        "from rollwright import REWARD_FUNCTIONS\n"
+        "@REWARD_FUNCTIONS.register_module('from_the_plugin')\n"
+        "def score(prompt, completion, prompt_ids, completion_ids):\n    return 0.0\n"
+    )
+    named = "stages.grpo.reward_fn=from_the_plugin"
+    assert main(["config", "check", config, named]) == 1
+    assert f"override {named!r}: reward_fn: no reward function 'from_the_plugin'" in capsys.readouterr().err
+    assert main(["config", "check", config, named, "--plugin-dir", str(tmp_path / "plugins")]) == 0
+
+
 def test_schema(capsys, tmp_path):
     assert main(["config", "schema", "--class", "rollwright.SFTConfig"]) == 0
     assert json.loads(capsys.readouterr().out)["title"] == "SFTConfig"

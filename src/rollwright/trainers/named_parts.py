@@ -1,0 +1,154 @@
+"""The names in a config that stand for code: workflows, rewards, operators, selectors, priorities.
+
+They are looked up before anything runs. A name that nothing has would otherwise be told when it is first needed, which is minutes
+later in a run whose first stages make and warm up a model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rollwright.config.experiment import PPOConfig, SFTConfig
+from rollwright.config.source import KeyPath, dotted
+from rollwright.config.stages import EvalConfig, Stage
+from rollwright.config.tasksets import TasksetConfig
+from rollwright.data.selectors import make_selector
+from rollwright.errors import ConfigError, RollwrightError
+from rollwright.experience.operators import OPERATORS
+from rollwright.rewards.registry import REWARD_FUNCTIONS
+from rollwright.trainers.workflow_arguments import with_defaults
+from rollwright.workflows.registry import WORKFLOWS
+
+Fault = tuple[KeyPath, str]
+
+#: What trainers give a workflow's constructor where it takes them (``with_defaults``).
+_GIVEN = ("reward_fn", "gconfig", "tokenizer")
+#: Modes whose process runs workflows; a trainer of its own only reads what they made.
+_SAMPLING_MODES = ("both", "explore", "bench")
+
+
+def refuse_unknown_names(stages: Sequence[Stage]) -> None:
+    """Look up every name of the stages' configs; plugins have been loaded.
+
+    Raises:
+        ConfigError: with every name that cannot be used, its key, file and line.
+    """
+    faults = [
+        f"{stage.place(path)}: {dotted(path)}: {message}" for stage in stages for path, message in _faults_of(stage.config)
+    ]
+    faults = list(dict.fromkeys(faults))
+    if faults:
+        raise ConfigError(faults[0] if len(faults) == 1 else f"{len(faults)} faults:\n" + "\n".join(f"  {f}" for f in faults))
+
+
+def _faults_of(config: Any) -> Iterator[Fault]:
+    if isinstance(config, PPOConfig):
+        yield from _policy(config)
+    elif isinstance(config, SFTConfig):
+        if config.workflow is not None and config.valid_dataset is not None:
+            yield from _workflow(config, "workflow", config.workflow, config.workflow_kwargs, evaluates=True)
+    elif isinstance(config, EvalConfig):
+        yield from _workflow(config, "workflow", config.workflow, config.workflow_kwargs, evaluates=True)
+
+
+def _policy(config: PPOConfig) -> Iterator[Fault]:
+    if config.mode in _SAMPLING_MODES:
+        if config.tasksets or config.eval_tasksets:
+            for name in ("tasksets", "eval_tasksets"):
+                for index, taskset in enumerate(getattr(config, name)):
+                    yield from (((name, index, *path), message) for path, message in _taskset(taskset))
+        if not config.tasksets:
+            yield from _episodes(config)
+    if config.store is not None:
+        for index, operator in enumerate(config.store.operators):
+            yield from _tried(("store", "operators", index), lambda each=operator: OPERATORS.build(each.name, each.args))
+        if config.store.order == "priority":
+            from rollwright.experience.store_sampling import Sampling
+
+            yield from _tried(("store", "priority_fn"), lambda: Sampling.from_config(config.store))  # type: ignore[arg-type]
+
+
+def _episodes(config: PPOConfig) -> Iterator[Fault]:
+    """The workflows of a run without tasksets."""
+    evaluates = config.valid_dataset is not None
+    if config.workflow is not None:
+        alone = evaluates and config.eval_workflow is None and config.eval_workflow_kwargs is None
+        yield from _workflow(config, "workflow", config.workflow, config.workflow_kwargs, evaluates=alone)
+    if evaluates and (config.eval_workflow is not None or config.eval_workflow_kwargs is not None):
+        kwargs = config.workflow_kwargs if config.eval_workflow_kwargs is None else config.eval_workflow_kwargs
+        key = "workflow" if config.eval_workflow is None else "eval_workflow"
+        yield from _workflow(config, key, config.eval_workflow or config.workflow, kwargs, evaluates=True)
+
+
+def _workflow(config: Any, key: str, name: Any, kwargs: Mapping[str, Any], *, evaluates: bool) -> Iterator[Fault]:
+    """A class with ``arun_episode``, its arguments, and the reward function that it is given."""
+    if isinstance(config.reward_fn, str):
+        yield from _tried(("reward_fn",), lambda: REWARD_FUNCTIONS.get(config.reward_fn))
+    if not isinstance(name, str):
+        return
+    faults = list(_tried((key,), lambda: WORKFLOWS.get(name)))
+    yield from faults
+    found = None if faults else WORKFLOWS.get(name)
+    if not inspect.isclass(found):
+        return
+    if not hasattr(found, "arun_episode"):
+        more = "; it has run(): name it in a taskset (default_workflow_type)" if hasattr(found, "run") else ""
+        yield (key,), f"{name!r} is no workflow: it has no method arun_episode(engine, data){more}"
+        return
+    arguments = with_defaults(name, dict(kwargs), dict.fromkeys(_GIVEN, object()))
+    arguments = {**arguments, "gconfig": None} if evaluates else arguments  # evaluation has generation arguments of its own
+    try:
+        inspect.signature(found).bind(**arguments)
+    except TypeError as error:
+        kind = "evaluated" if evaluates else "built"
+        yield (
+            (f"{key}_kwargs",),
+            f"{name} cannot be {kind} with {', '.join(arguments) or 'no arguments'}: {error}. Its signature is "
+            f"{found.__name__}{inspect.signature(found)}",
+        )
+
+
+def _taskset(taskset: TasksetConfig) -> Iterator[Fault]:
+    name = taskset.default_workflow_type
+    if name is None and not taskset.format.workflow_key:
+        yield ("default_workflow_type",), "is not set, and format.workflow_key names no column with a row's own workflow"
+    if name is not None:
+        faults = list(_tried(("default_workflow_type",), lambda: WORKFLOWS.get(name)))
+        yield from faults
+        found = None if faults else WORKFLOWS.get(name)
+        if found is not None and not (hasattr(found, "run") or hasattr(found, "run_async")):
+            more = "; it has arun_episode: set it as workflow, with train_dataset" if hasattr(found, "arun_episode") else ""
+            yield ("default_workflow_type",), f"{name!r} is no task-style workflow: it has neither run() nor run_async(){more}"
+    if taskset.default_reward_fn_type is not None:
+        faults = list(_tried(("default_reward_fn_type",), lambda: REWARD_FUNCTIONS.get(taskset.default_reward_fn_type or "")))
+        yield from faults
+        if not faults:
+            yield from _reward_arguments(taskset)
+    yield from _tried(("selector_args",), lambda: make_selector(taskset.selector, 1, 1, taskset.selector_args))
+
+
+def _reward_arguments(taskset: TasksetConfig) -> Iterator[Fault]:
+    """Arguments that the reward function would never see: it takes columns by name, and ``**_`` says that others are nothing to it."""
+    function = REWARD_FUNCTIONS.get(taskset.default_reward_fn_type or "")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return
+    if any(p.kind is p.VAR_KEYWORD and not p.name.startswith("_") for p in parameters) or inspect.isclass(function):
+        return
+    known = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    for name in taskset.reward_fn_args:
+        if name not in known:
+            yield (
+                ("reward_fn_args", name),
+                f"{taskset.default_reward_fn_type} has no parameter {name!r}; it has {', '.join(known)}",
+            )
+
+
+def _tried(path: KeyPath, look_up: Callable[[], Any]) -> Iterator[Fault]:
+    try:
+        look_up()
+    except RollwrightError as error:
+        yield path, str(error)
