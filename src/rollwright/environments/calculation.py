@@ -21,6 +21,7 @@ def products(
     seed: int = 1,
     worked: bool = False,
     script_share: float = 0.5,
+    full_length: bool = False,
 ) -> list[dict[str, Any]]:
     """A taskset of distinct products; a product belongs to one split, whatever the order of its factors.
 
@@ -31,16 +32,22 @@ def products(
         seed: which products, and in which order.
         worked: add ``segments``, a worked episode, for supervised training.
         script_share: share of the worked episodes that write a script, spread evenly; the others answer outright.
+        full_length: only products with as many digits as both factors together. A small model copies by position, and learns
+            to copy one length long before it learns to copy two.
 
     Raises:
         DataError: an argument is out of range, or the split has fewer tasks than ``size``.
     """
     if not 0.0 <= script_share <= 1.0:
         raise DataError(f"products: script_share is {script_share}; it is between 0 and 1.")
+    drawn = arithmetic(split, 2 * size if full_length else size, digits=digits, operation="*", worked=False, seed=seed)
     tasks = [
         {"question": row["messages"][0]["content"], **{key: row[key] for key in ("answer", "messages", "query_id")}}
-        for row in arithmetic(split, size, digits=digits, operation="*", worked=False, seed=seed)
-    ]
+        for row in drawn
+        if not full_length or len(row["answer"]) == 2 * digits
+    ][:size]
+    if len(tasks) < size:
+        raise DataError(f"products: {size} products of full length were asked for; split {split!r} has fewer with {digits} digits.")
     if worked:
         for index, task in enumerate(tasks):
             task["segments"] = episode(task, script=int((index + 1) * script_share) > int(index * script_share))

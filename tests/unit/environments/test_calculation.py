@@ -30,6 +30,15 @@ def test_the_share_of_scripts_is_kept():
         products(script_share=2)
 
 
+def test_products_of_full_length():
+    rows = products(size=300, full_length=True)
+    assert {len(row["answer"]) for row in rows} == {6}
+    assert len({row["query_id"] for row in rows}) == 300
+    assert {len(row["answer"]) for row in products(size=300)} == {5, 6}
+    with pytest.raises(DataError, match="were asked for"):
+        products(size=90, digits=1, full_length=True)
+
+
 @pytest.mark.parametrize("script", [True, False])
 def test_a_worked_episode_is_what_the_workflow_makes_of_it(script):
     tokenizer = build_character_tokenizer(pieces=["<python>", "</python>", "<answer>", "</answer>"])
