@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,19 +125,34 @@ def ask(count: int, *, tokens: int, seed: int = 0, temperature: float = 0.7) -> 
 
 
 async def gather_while(client, requests: list[ModelRequest], act) -> list[ModelResponse]:
-    """Send ``requests`` at once, and run ``act`` in a thread when every server in service is generating."""
-    servers = client.router.in_service()
+    """Send ``requests`` at once, and run ``act`` in a thread when every server in service is generating.
+
+    As many requests run until ``act`` has returned, however fast the servers are: one that is answered before is followed by
+    another like it.
+    """
+    servers, is_over = client.router.in_service(), False
 
     def generated() -> list[int]:
         infos = (client.connections.request("GET", f"{server.url}/server_info") for server in servers)
         return [info["stats"]["generated_tokens"] for info in infos]
 
-    before = await asyncio.to_thread(generated)
-    running = [asyncio.ensure_future(client.agenerate(request)) for request in requests]
-    while any(now == old for now, old in zip(await asyncio.to_thread(generated), before, strict=True)):
-        if all(request.done() for request in running):
-            answers = await asyncio.gather(*running)
-            raise AssertionError(f"one of {client.router.servers} got none of {len(answers)} requests, as {answers[0]}")
-        await asyncio.sleep(0.01)
-    await asyncio.to_thread(act)
-    return list(await asyncio.gather(*running))
+    async def keep_asking(request: ModelRequest) -> list[ModelResponse]:
+        answers = [await client.agenerate(request)]
+        while not is_over:
+            again = dataclasses.replace(
+                request, rid=f"{request.rid}+{len(answers)}", seed=request.seed + 100_000 * len(answers)
+            )
+            answers.append(await client.agenerate(again))
+        return answers
+
+    async with asyncio.timeout(300):
+        before = await asyncio.to_thread(generated)
+        running = [asyncio.ensure_future(keep_asking(request)) for request in requests]
+        while any(now == old for now, old in zip(await asyncio.to_thread(generated), before, strict=True)):
+            for task in running:
+                if task.done():
+                    task.result()
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(act)
+        is_over = True
+        return [response for answers in await asyncio.gather(*running) for response in answers]

@@ -24,6 +24,7 @@ class FakeSGLang:
         self.answer = self.default_answer
         self.delay = 0.0
         self.context_length = 512
+        self.answered = 0
         self.fails: set[str] = set()  # control calls that are answered with 500
         self.app = FastAPI()
         for path in ("pause_generation", "continue_generation", "abort_request", "update_weight_version", "update_weights_from_disk",
@@ -74,6 +75,7 @@ class FakeSGLang:
             message = f"Requested token count exceeds the model's maximum context length of {self.context_length} tokens."
             return JSONResponse({"error": {"message": message}}, status_code=400)
         answer = self.answer(body)
+        self.answered += 1
         return answer if isinstance(answer, dict) else JSONResponse(answer[1], status_code=answer[0])
 
 

@@ -127,14 +127,36 @@ def test_wait_lets_running_requests_end_and_holds_new_ones():
         assert engine.get_version() == 1
 
 
+def drains(engine: BuiltinEngine, drain) -> tuple[list, list]:
+    """Requests that run and requests that wait when ``drain`` is called, and what becomes of both until it returns."""
+    allowed, step_once = threading.Semaphore(0), engine._stepper.step
+
+    def step_when_allowed(finished):
+        assert allowed.acquire(timeout=30)
+        return step_once(finished)
+
+    engine._stepper.step = step_when_allowed
+    running = engine.submit([ModelRequest([5, 6], LONG, seed=i) for i in range(2)])
+    allowed.release()
+    deadline = time.monotonic() + 30
+    while not engine.stats()["generated_tokens"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    held = engine.submit([ModelRequest([5, 6], LONG, seed=i) for i in range(3)])
+    draining = threading.Thread(target=drain)
+    draining.start()
+    while not engine._stepper.scheduler.holding:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    allowed.release(10_000)
+    draining.join(30)
+    return running, held
+
+
 def test_wait_drains_at_pause_because_shared_weights_change_after_it():
     model = tiny_model("qwen3")
     with BuiltinEngine(model, on_weight_update="wait", max_running_requests=2) as engine:
-        running = engine.submit([ModelRequest([5, 6], LONG, seed=i) for i in range(2)])
-        while not engine.stats()["generated_tokens"]:
-            time.sleep(0.001)
-        held = engine.submit([ModelRequest([5, 6], LONG, seed=i) for i in range(3)])
-        engine.pause()
+        running, held = drains(engine, engine.pause)
         assert [f.result(1).output_versions for f in running] == [[0] * 16] * 2
         engine.publish(1)
         assert not any(f.done() for f in held)
@@ -181,11 +203,7 @@ def test_going_back_ends_what_runs_and_relabels_the_rest():
 def test_going_back_may_let_what_runs_finish_and_keep_what_waits():
     model, other = tiny_model("qwen3"), tiny_model("qwen3", seed=4)
     with BuiltinEngine(model, version=4, max_running_requests=2) as engine:
-        running = engine.submit([ModelRequest([5, 6], LONG, seed=i) for i in range(2)])
-        while not engine.stats()["generated_tokens"]:
-            time.sleep(0.001)
-        held = engine.submit([ModelRequest([5, 6], LONG, seed=i) for i in range(3)])
-        engine.go_back(2, finish=True)
+        running, held = drains(engine, lambda: engine.go_back(2, finish=True))
         assert [f.result(1).output_versions for f in running] == [[4] * 16] * 2
         engine.load_weights(other.state_dict(), 2)
         for response in (f.result(60) for f in held):

@@ -31,6 +31,13 @@ def server(root):
         yield client
 
 
+def wait_until(condition, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)
+
+
 def generate(server, **body):
     body.setdefault("sampling_params", {"max_new_tokens": 6, "sampling_seed": 3})
     return server.post("/generate", json=body)
@@ -153,7 +160,7 @@ def test_pause_holds_requests_and_abort_returns_what_they_have(server):
     )
     assert server.post("/pause_generation", json={"mode": "retract"}).status_code == 200
     thread.start()
-    time.sleep(0.3)
+    wait_until(lambda: server.engine.stats()["queued"] + server.engine.stats()["waiting"])
     assert not answers
     assert server.get("/health_generate").status_code == 503
     assert server.get("/server_info").json()["paused"] is True
@@ -173,10 +180,7 @@ def test_a_disconnected_client_frees_its_slot(server):
     with pytest.raises(httpx.ReadTimeout):
         server.post("/generate", json={"input_ids": [7, 8], "sampling_params": params}, timeout=0.3)
     server.post("/continue_generation", json={})
-    deadline = time.monotonic() + 5
-    while server.engine.stats()["running"] + server.engine.stats()["waiting"] + server.engine.stats()["queued"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not sum(server.engine.stats()[name] for name in ("running", "waiting", "queued")))
     assert server.engine.stats()["finished"] == before  # it did not run to its end
 
 
@@ -190,10 +194,7 @@ def test_a_client_that_leaves_before_the_first_token_of_its_stream_frees_its_slo
     try:
         with pytest.raises(httpx.ReadTimeout):
             server.post(path, json={**body, "stream": True}, timeout=0.3)
-        deadline = time.monotonic() + 5
-        while not server.engine._cancelled:  # the engine is paused: it takes the request out when it goes on
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: server.engine._cancelled)  # the engine is paused: it takes the request out when it goes on
     finally:
         server.post("/continue_generation", json={})
 
@@ -330,9 +331,9 @@ def test_too_many_pending_requests_are_a_429():
         threads = [threading.Thread(target=lambda: answers.append(client.post("/generate", json=body))) for _ in range(3)]
         for thread in threads[:2]:  # one can run, and one wait
             thread.start()
-        time.sleep(0.3)
+        wait_until(lambda: engine.stats()["queued"] + engine.stats()["waiting"] == 2)
         threads[2].start()
-        threads[2].join(5)
+        wait_until(lambda: answers)
         assert answers[0].status_code == 429
         assert "max_waiting" in answers[0].json()["error"]["message"]
         client.post("/continue_generation", json={})

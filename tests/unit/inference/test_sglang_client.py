@@ -181,19 +181,21 @@ def test_wait_holds_new_requests_until_those_in_flight_have_ended():
     fake = FakeSGLang()
     fake.delay = 0.5
     with connected(fake, on_weight_update="wait") as client:
-        ended = []
-        threads = [threading.Thread(target=lambda: (ask(client), ended.append(time.monotonic()))) for _ in range(2)]
+        threads = [threading.Thread(target=ask, args=(client,)) for _ in range(2)]
         threads[0].start()
-        time.sleep(0.2)
+        deadline = time.monotonic() + 20
+        while not fake.bodies.get("generate"):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert fake.answered == 0
         client.pause()
-        paused = time.monotonic()
+        assert fake.answered == 1  # it was waited for
         threads[1].start()
         time.sleep(0.2)
         assert len(fake.bodies["generate"]) == 1
         client.resume()
         for thread in threads:
-            thread.join(10)
-        assert min(ended) <= paused + 0.1
+            thread.join(20)
         assert len(fake.bodies["generate"]) == 2
 
 
