@@ -33,18 +33,14 @@ def check(arguments: Arguments, plugin_dir: PluginDirectories = None) -> None:
     Workflows, rewards and operators are looked up by their names, as a run would; models and data are not.
     """
     from rollwright.cli.plan import describe
-    from rollwright.cli.plugins import announce_plugins
+    from rollwright.cli.plugins import announce_plugins, look_up_names
     from rollwright.config.loading import split_arguments
     from rollwright.config.stages import load_stages
 
     announce_plugins(plugin_dir)
     file, overrides = split_arguments(arguments)
     stages = load_stages(file, overrides)
-    from rollwright.trainers.named_parts import refuse_unknown_names
-    from rollwright.workflows.registry import WORKFLOWS
-
-    WORKFLOWS.load_plugins()
-    refuse_unknown_names(stages)
+    look_up_names(stages)
     typer.echo(f"{file}: nothing is wrong.{describe(stages)}")
 
 

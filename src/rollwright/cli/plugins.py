@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from rollwright.config.stages import Stage
 
 PluginDirectories = Annotated[
     list[Path] | None,
@@ -21,3 +25,12 @@ def announce_plugins(directories: list[Path] | None) -> None:
     if directories:
         given = [str(directory.resolve()) for directory in directories]
         os.environ[PLUGIN_VARIABLE] = os.pathsep.join([*given, *filter(None, [os.environ.get(PLUGIN_VARIABLE)])])
+
+
+def look_up_names(stages: Sequence[Stage]) -> None:
+    """Refuse workflows, rewards and operators that nothing has, plugins included."""
+    from rollwright.trainers.named_parts import refuse_unknown_names
+    from rollwright.workflows.registry import WORKFLOWS
+
+    WORKFLOWS.load_plugins()
+    refuse_unknown_names(stages)

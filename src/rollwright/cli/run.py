@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rollwright.cli.plugins import PluginDirectories, announce_plugins
+from rollwright.cli.plugins import PluginDirectories, announce_plugins, look_up_names
 
 
 def run(
@@ -38,6 +38,7 @@ def run(
     file, overrides = split_arguments([*(["--config", config] if config else []), *(arguments or [])])
     stages = load_stages(file, overrides)
     if dry_run:
+        look_up_names(stages)
         typer.echo(resolved_yaml(stages))
         typer.echo(describe(stages))
         return

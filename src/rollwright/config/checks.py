@@ -145,6 +145,7 @@ def _policy(config: PPOConfig) -> Iterator[Fault]:
             for key, remedy in _UNREAD_BY_TASKS.items():
                 if getattr(taskset.format, key) != getattr(FormatConfig(), key):
                     yield (name, index, "format", key), f"is not read by task-style workflows: {remedy}"
+    yield from _generation_of_tasks(config)
     for index, auxiliary in enumerate(config.auxiliary_models):
         if bool(auxiliary.model_path) == bool(auxiliary.base_url):
             which = "both" if auxiliary.model_path else "neither"
@@ -202,6 +203,21 @@ def _policy(config: PPOConfig) -> Iterator[Fault]:
         )
     if config.eval_workflow_kwargs is not None and config.eval_workflow is None and config.workflow is None:
         yield ("eval_workflow_kwargs",), "are given for no workflow; name eval_workflow or workflow"
+
+
+def _generation_of_tasks(config: PPOConfig) -> Iterator[Fault]:
+    """Generation arguments of the run that no task is sampled with, since all tasksets have their own."""
+    plain, own = GenerationHyperparameters(), [taskset.rollout_args for taskset in config.tasksets]
+    if not own or plain in own:
+        return
+    for field in fields(plain):
+        value = getattr(config.gconfig, field.name)
+        unused = value != getattr(plain, field.name) and all(getattr(each, field.name) != value for each in own)
+        if unused and field.name != "n_samples":
+            yield (
+                ("gconfig", field.name),
+                f"is {value}, but every taskset has rollout_args of its own, which take the place of gconfig; set it there",
+            )
 
 
 def _store(config: PPOConfig) -> Iterator[Fault]:

@@ -4,6 +4,7 @@ import pytest
 
 from rollwright import GRPOConfig
 from rollwright.config.checks import faults_of
+from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
 from rollwright.config.source import parse_yaml
 from rollwright.config.stages import build_stages
@@ -81,3 +82,13 @@ def test_what_samples_nothing_is_a_stage_and_no_recipe(kind):
     text = f"experiment_name: x\nactor: {{path: m, recipe: {kind}}}\ntrain_dataset: {{path: arithmetic}}\nworkflow: rlvr\n"
     with pytest.raises(ConfigError, match=f"`kind: {kind}`"):
         build_stages(parse_yaml(text, "x.yaml"), [])
+
+
+def test_generation_arguments_that_no_task_is_sampled_with_are_told():
+    gconfig = GenerationHyperparameters(n_samples=8, temperature=0.7, max_new_tokens=64)
+    own = TasksetConfig(name="own", rollout_args=GenerationHyperparameters(max_new_tokens=64))
+    told = faults("both", None, gconfig=gconfig, tasksets=[own])
+    assert "every taskset has rollout_args of its own" in told["gconfig.temperature"]
+    assert "gconfig.max_new_tokens" not in told  # said in both places
+    assert "gconfig.n_samples" not in told  # the group size is the run's
+    assert "gconfig.temperature" not in faults("both", None, gconfig=gconfig, tasksets=[own, TasksetConfig(name="plain")])
