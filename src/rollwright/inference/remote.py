@@ -4,56 +4,33 @@ Invariants:
 
 * a token's version is the one that the server says; where a server cannot say it, an update in flight is an error, not a
   guess;
-* a request is sent again only where its connection failed, or its server was given up, before a response began;
-* a server that stops answering is taken out, whoever notices it, and the others go on; it is put back only after it holds
-  the weights of the current version.
+* a request is sent again only where its connection failed, or its server was given up, before a response began.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import os
 import time
-import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, RequestAborted, WeightUpdateError
-from rollwright.inference.connections import ConnectionLostError, Connections, ServerRefusedError, refusal_of
+from rollwright.inference.connections import ConnectionLostError, ServerRefusedError, refusal_of
 from rollwright.inference.engine import InferenceEngine
-from rollwright.inference.fan_out import FanOut
-from rollwright.inference.health import HealthMonitor, is_healthy, wait_healthy
-from rollwright.inference.in_flight import InFlight
-from rollwright.inference.network import find_server_addresses
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.inference.router import Router, Server
+from rollwright.inference.router import Server
+from rollwright.inference.server_pool import ServerPool
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("RemoteEngine")
-
-Result = TypeVar("Result")
-
-#: Clients of this process that are connected; see ``connected_clients``.
-_CONNECTED: weakref.WeakValueDictionary[int, RemoteClient] = weakref.WeakValueDictionary()
-_connections_made = itertools.count()
-
-
-def connected_clients() -> list[RemoteClient]:
-    """The clients of this process that are connected to servers, in the order in which they connected.
-
-    Here a trainer finds the rollout engine that it was not given.
-    """
-    return [client for _, client in sorted(_CONNECTED.items())]
-
 
 #: Statuses of a server that is busy or restarting, not of a wrong request.
 _TRY_AGAIN_STATUSES = {429, 502, 503, 504}
 
 
-class RemoteClient(InferenceEngine):
+class RemoteClient(ServerPool, InferenceEngine):
     """An ``InferenceEngine`` over HTTP servers of one kind."""
 
     kind = "remote"
@@ -65,17 +42,9 @@ class RemoteClient(InferenceEngine):
         config: addresses, key, time limits and what happens to running requests on a weight update.
         addresses: servers; None: those of the config, else of the environment.
         """
-        self.config = config or RolloutConfig()
-        self._given_addresses = list(addresses) if addresses is not None else None
-        self._connections: Connections | None = None
-        self._router: Router | None = None
-        self._monitor: HealthMonitor | None = None
-        self._fan_out: FanOut | None = None
+        super().__init__(config, addresses=addresses)
         self._version = 0
-        self._paused = False
         self._holding = False  # new requests wait on this side
-        self._owned: list[Any] = []
-        self._in_flight = InFlight()
 
     # -- what a protocol adds ------------------------------------------------------------------------------------------
 
@@ -112,101 +81,6 @@ class RemoteClient(InferenceEngine):
     @abstractmethod
     def _label_version(self, server: Server, version: int) -> None:
         """Give the weights that the server holds a version number."""
-
-    @abstractmethod
-    def _bring_back(self, server: Server) -> None:
-        """Make a server that answers again fit to serve, and put it back."""
-
-    def _on_connected(self, server: Server) -> None:
-        """Look at a server that just became healthy, for the first time or again."""
-
-    # -- life ----------------------------------------------------------------------------------------------------------
-
-    def initialize(self, *args: Any, addresses: Iterable[str] | None = None, **kwargs: Any) -> None:
-        """Find the servers, wait until each is healthy, and read the version of their weights.
-
-        Args:
-            addresses: servers; None: those given on construction, in the config or in the environment.
-
-        Raises:
-            EngineError: no server is known, or one is not healthy within ``setup_timeout``.
-        """
-        if self._router is not None:
-            return
-        found = list(addresses) if addresses is not None else self._given_addresses
-        router = Router(found if found is not None else find_server_addresses(self.config.addresses))
-        api_key = self.config.api_key or os.environ.get("ROLLWRIGHT_API_KEY")
-        self._connections = Connections(api_key=api_key, timeout=self.config.request_timeout)
-        self._fan_out = FanOut(f"{self.kind}-control", len(router.servers))
-        self._router = router
-        try:
-            deadline = time.monotonic() + self.config.setup_timeout
-            self._fan_out.each(lambda server: wait_healthy(self.connections, server, deadline), router.servers)
-            self._fan_out.each(self._on_connected, router.servers)
-            self._adopt_version(router.servers)
-        except BaseException:
-            self.destroy()
-            raise
-        self._monitor = HealthMonitor(
-            router, self._is_healthy, self._take_out, self._bring_back, skip_in_service=lambda: self._paused
-        )
-        self._monitor.start()
-        _CONNECTED[next(_connections_made)] = self
-        logger.info("%s servers in use: %s", self.kind, ", ".join(server.address for server in router.servers))
-
-    def destroy(self) -> None:
-        """Stop watching the servers and close every connection. Servers run on unless they were handed over with ``own``."""
-        for number in [number for number, client in _CONNECTED.items() if client is self]:
-            del _CONNECTED[number]
-        if self._monitor is not None:
-            self._monitor.stop()
-            self._monitor = None
-        if self._fan_out is not None:
-            self._fan_out.close()
-            self._fan_out = None
-        if self._connections is not None:
-            self._connections.close()
-        self._router = None
-        while self._owned:
-            self._owned.pop().close()
-
-    def own(self, resource: Any) -> None:
-        """Close ``resource`` (servers that were started for this client) when this client is destroyed.
-
-        Args:
-            resource: has ``close()``, ``check()`` that raises when no server of it is left, and ``weights_root``, a directory
-                that is shared with them.
-        """
-        self._owned.append(resource)
-
-    def _is_healthy(self, server: Server) -> bool:
-        return is_healthy(self.connections, server)
-
-    @property
-    def connections(self) -> Connections:
-        """The HTTP connections of this client."""
-        if self._connections is None:
-            raise EngineError(f"{type(self).__name__} is not connected: call initialize() first.")
-        return self._connections
-
-    @property
-    def fan_out(self) -> FanOut:
-        """Calls to all servers at once."""
-        if self._fan_out is None:
-            raise EngineError(f"{type(self).__name__} is not connected: call initialize() first.")
-        return self._fan_out
-
-    @property
-    def router(self) -> Router:
-        """The servers and their load."""
-        if self._router is None:
-            raise EngineError(f"{type(self).__name__} is not connected: call initialize() first.")
-        return self._router
-
-    @property
-    def addresses(self) -> list[str]:
-        """Addresses of all servers, in service or not."""
-        return [server.address for server in self.router.servers]
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
@@ -275,21 +149,6 @@ class RemoteClient(InferenceEngine):
                 )
             await asyncio.sleep(0.05)
 
-    def _suspect(self, server: Server, reason: str) -> None:
-        """Take ``server`` out unless it answers: one check for a burst of failures."""
-        if self._monitor is not None:
-            self._monitor.suspect(server, reason)
-
-    def _take_out(self, server: Server, reason: str) -> bool:
-        """Send nothing more to ``server``, and ask others what it was asked; True where it was in service until now.
-
-        Where it is the last one, its requests stay with it: it may answer yet, and nobody else can.
-        """
-        was_in_service = self.router.take_out(server, reason)
-        if was_in_service and self.router.in_service():
-            self._in_flight.give_up(server)
-        return was_in_service
-
     # -- versions ------------------------------------------------------------------------------------------------------
 
     def version_number(self, label: Any) -> int:
@@ -306,7 +165,7 @@ class RemoteClient(InferenceEngine):
                 "Publish weights again, or restart the server."
             ) from None
 
-    def _adopt_version(self, servers: list[Server]) -> None:
+    def _on_all_connected(self, servers: list[Server]) -> None:
         """Number the weights of servers that were just started; take over the number where they already have one."""
         numbers: dict[str, int] = {}
         for server, label in zip(servers, self.fan_out.each(self._read_version, servers), strict=True):
@@ -410,26 +269,6 @@ class RemoteClient(InferenceEngine):
             self._abort_on_server(server, wire_ids)
         except EngineError as error:  # its requests end with their connections, or are given up when it is taken out
             logger.warning("The server at %s was asked to abort %d requests: %s", server.address, len(wire_ids), error)
-
-    def _each_in_service(self, action: Callable[[Server], Result], what: str) -> list[tuple[Server, Result]]:
-        """``action`` on all servers in service at once; those that fail are taken out, as long as one is left.
-
-        Args:
-            action: what is done, and raises an ``EngineError`` where a server does not do it.
-            what: a server could not do, for the log.
-
-        Raises:
-            EngineError: every one failed.
-        """
-        done, failed = self.fan_out.settled(action, self.router.in_service())
-        if failed and not done:
-            for servers in self._owned:
-                servers.check()
-            raise failed[0][1]
-        for server, error in failed:
-            if self._take_out(server, f"could not {what}: {error}"):
-                logger.error("The server at %s could not %s and is out of service: %s", server.address, what, error)
-        return done
 
 
 def _is_on_a_loop() -> bool:

@@ -185,7 +185,7 @@ def _shares_weights(engine: Any, trainer: TrainEngine) -> bool:
 
 def _find_servers(meta: WeightUpdateMeta | None) -> Any:
     from rollwright.inference.network import find_server_addresses
-    from rollwright.inference.remote import connected_clients
+    from rollwright.inference.server_pool import connected_clients
 
     if parallel.rank() == 0 and (clients := connected_clients()):
         if len({frozenset(client.addresses) for client in clients}) > 1:
