@@ -25,7 +25,7 @@ from rollwright.errors import RewardError
 from rollwright.rewards.sandbox_processes import ForkServer, ScriptProcess
 
 _CHUNK = 65536
-_SECONDS_TO_READ = 2.0  # for the rest of the output; only a process that left the script's session could hold it longer
+_READS_AT_THE_END = 64  # far more than a pipe holds; only a process that left the script's session could go on writing
 
 
 @dataclass(frozen=True)
@@ -115,44 +115,60 @@ def _start(directory: str, source: str, stdin: str, settings: dict[str, Any]) ->
 async def _watch(process: ScriptProcess, timeout: float, output_bytes: int) -> SandboxResult:
     """Read what a script says until it ends, or until its time is over and it is killed."""
     started = time.monotonic()
-    out, err = _Output(output_bytes), _Output(output_bytes)
-    reading = asyncio.gather(out.read(process.stdout), err.read(process.stderr))
     exit_code = None
-    try:
+    with _Output(process.stdout, output_bytes) as out, _Output(process.stderr, output_bytes) as err:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 exit_code = await process.exit_code()
-        timed_out = exit_code is None
         process.kill()
-        await asyncio.wait([reading], timeout=_SECONDS_TO_READ)
-    finally:
-        reading.cancel()
     return SandboxResult(
         stdout=out.text,
         stderr=err.text,
         exit_code=exit_code,
-        timed_out=timed_out,
+        timed_out=exit_code is None,
         seconds=time.monotonic() - started,
         output_truncated=out.truncated or err.truncated,
     )
 
 
 class _Output:
-    """What a stream held, up to a limit; the rest is read and thrown away, so that the writer is not blocked."""
+    """What a pipe held, up to a limit; the rest is read and thrown away, so that the writer is not blocked.
 
-    def __init__(self, limit: int) -> None:
+    Inside ``with``, the event loop reads it as it comes. At the end what is left is read at once: a script that has ended has
+    written all that it will, so nothing is waited for, and nothing is lost where the event loop comes late.
+    """
+
+    def __init__(self, pipe: IO[bytes], limit: int) -> None:
+        self._descriptor = pipe.fileno()
         self._limit = limit
         self._kept = bytearray()
+        self._loop = asyncio.get_running_loop()
         self.truncated = False
 
-    async def read(self, pipe: IO[bytes]) -> None:
-        stream = asyncio.StreamReader()
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
-        with contextlib.closing(transport):
-            while chunk := await stream.read(_CHUNK):
-                room = self._limit - len(self._kept)
-                self._kept += chunk[:room]
-                self.truncated = self.truncated or len(chunk) > room
+    def __enter__(self) -> _Output:
+        os.set_blocking(self._descriptor, False)
+        self._loop.add_reader(self._descriptor, self._read)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.remove_reader(self._descriptor)
+        for _ in range(_READS_AT_THE_END):
+            if not self._read():
+                return
+
+    def _read(self) -> bool:
+        """Read what is there, at most a chunk; False where nothing is, or nothing will be."""
+        try:
+            chunk = os.read(self._descriptor, _CHUNK)
+        except BlockingIOError:
+            return False
+        if not chunk:
+            self._loop.remove_reader(self._descriptor)
+            return False
+        room = self._limit - len(self._kept)
+        self._kept += chunk[:room]
+        self.truncated = self.truncated or len(chunk) > room
+        return True
 
     @property
     def text(self) -> str:

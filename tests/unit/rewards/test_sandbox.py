@@ -14,7 +14,7 @@ import pytest
 from rollwright.errors import RewardError
 from rollwright.rewards import sandbox
 from rollwright.rewards.sandbox import SandboxLimits, run_python
-from rollwright.rewards.sandbox_processes import ForkServer
+from rollwright.rewards.sandbox_processes import ForkServer, ScriptProcess
 
 
 async def test_output_input_and_exit_code():
@@ -237,3 +237,17 @@ def _scripts_that_run():
 
 def test_it_runs_on_several_event_loops():
     assert [asyncio.run(run_python(f"print({n})")).stdout for n in range(2)] == ["0\n", "1\n"]
+
+
+async def test_no_output_is_lost_where_the_event_loop_stands_still(monkeypatch):
+    ended = ScriptProcess.exit_code
+
+    async def then_blocks(self):
+        code = await ended(self)
+        asyncio.get_running_loop().call_soon(time.sleep, 2.2)  # longer than the end of a script was ever waited for
+        return code
+
+    monkeypatch.setattr(ScriptProcess, "exit_code", then_blocks)
+    result = await run_python("print('x' * 100_000)")
+    assert result.stdout == "x" * 100_000 + "\n"
+    assert result.ok
