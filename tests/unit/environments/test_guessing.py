@@ -13,18 +13,27 @@ from rollwright.inference.request import ModelResponse
 from rollwright.workflows.multi_turn import MultiTurnWorkflow
 
 
-def test_every_number_of_an_interval_is_a_game_and_splits_share_no_interval():
-    intervals = {}
-    for split in ("train", "valid", "test"):
-        for task in games(split):
-            first, last = map(int, task["messages"][0]["content"].split("-"))
-            assert first <= int(task["answer"]) <= last == first + NUMBERS - 1 <= 99
-            intervals.setdefault(split, {}).setdefault(first, set()).add(task["answer"])
-    assert all(len(numbers) == NUMBERS for split in intervals.values() for numbers in split.values())
-    assert not set(intervals["train"]) & (set(intervals["valid"]) | set(intervals["test"]))
-    assert not set(intervals["valid"]) & set(intervals["test"])
-    with pytest.raises(DataError, match="has 225"):
-        games("test", size=226)
+def test_every_number_of_an_interval_is_a_game_of_one_split():
+    found = {split: games(split) for split in ("train", "valid", "test")}
+    for task in (task for split in found.values() for task in split):
+        first, last = map(int, task["messages"][0]["content"].split("-"))
+        assert first <= int(task["answer"]) <= last == first + NUMBERS - 1 <= 99
+    names = [task["query_id"] for split in found.values() for task in split]
+    assert len(set(names)) == len(names) == 76 * NUMBERS
+    with pytest.raises(DataError, match="were asked for, split 'test' has"):
+        games("test", size=1000)
+
+
+def test_the_share_of_players_who_halve_is_kept_and_they_win():
+    rows = games(size=200, worked=True, halving_share=0.3)
+    first = [part["segments"][1]["text"].removesuffix("<|end|>") for part in rows]
+    middle = [int(text[6:]) == int(text[:2]) + NUMBERS // 2 for text in first]
+    assert sum(middle) == 60
+    assert all(
+        row["segments"][-1]["text"].endswith(f" {row['answer']}<|end|>") for row, it in zip(rows, middle, strict=True) if it
+    )
+    with pytest.raises(DataError, match="halving_share is 2"):
+        games(halving_share=2)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +65,8 @@ def test_no_plan_earns_more_than_halving(discount):
 
 def test_a_worked_game_is_what_the_workflow_makes_of_it():
     tokenizer = build_character_tokenizer("0123456789- ", pieces=["higher", "lower", "no number"])
-    for task in games("valid", size=20):
-        segments = episode(task)
+    for number, task in enumerate(games("valid", size=20)):
+        segments = episode(task, halves=number % 2 == 0)
         said = [part["text"] for part in segments if part["train"]]
 
         class Player:
