@@ -198,7 +198,9 @@ def test_tools_may_be_plain_and_are_then_called_in_a_thread():
             return [{"title": query, "contents": None}] * topk
 
     threads = []
-    shown = text(run(ScriptedEngine("<search>a</search>", "<answer>red king</answer>"), workflow(search_tool=Plain())))
+    shown = text(
+        run(ScriptedEngine("<search>a</search>", "<answer>red king</answer>"), workflow(search_tool=Plain(), tool_timeout=30))
+    )
     assert '<document title="a">' in shown
     assert threads[0] is not threading.main_thread()
     with pytest.raises(ConfigError, match=r"Plain has no access\(url\)"):

@@ -80,7 +80,7 @@ async def test_what_goes_wrong_in_a_call_is_text():
         return "late"
 
     tools = ToolFunctions([add, slow], timeout=0.05)
-    assert (await tools.call("add", '{"a": 1, "b": 5}')).text == "6"
+    assert (await ToolFunctions([add]).call("add", '{"a": 1, "b": 5}')).text == "6"
     for name, arguments, said in [
         ("sub", "{}", "There is no tool 'sub'; there are add, slow."),
         ("add", "{1", "no JSON"),
