@@ -176,7 +176,7 @@ def _policy(config: PPOConfig) -> Iterator[Fault]:
         for name in ("addresses", "api_key"):
             if getattr(rollout, name):
                 yield ("rollout", name), f"names a server, but rollout.backend is {rollout.backend}; set it to sglang or vllm"
-    for name, default in (("servers", 1), ("tensor_parallel", 1), ("first_gpu", 0)):
+    for name, default in (("servers", 1), ("tensor_parallel", 1), ("first_gpu", None)):
         value, of_servers = getattr(rollout, name), rollout.backend not in ("builtin", "builtin_process")
         if value != default and not of_servers and (name, rollout.backend) != ("servers", "builtin_process"):
             yield (

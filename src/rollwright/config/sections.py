@@ -219,9 +219,13 @@ class RolloutConfig:
     )
     servers: int = field(default=1, metadata=_help("Servers that are started here, where none run already.", ge=1))
     tensor_parallel: int = field(default=1, metadata=_help("GPUs of each server that is started here.", ge=1))
-    first_gpu: int = field(
-        default=0,
-        metadata=_help("The first GPU of the servers that are started here; those before it are the trainer's.", ge=0),
+    first_gpu: int | None = field(
+        default=None,
+        metadata=_help(
+            "The first GPU of the servers that are started here; None: the first after those of the trainer's processes, where this "
+            "host has enough, else GPU 0, shared with the trainer.",
+            ge=0,
+        ),
     )
     api_key: str | None = field(
         default=None, metadata=_help("Bearer token for the servers. ${oc.env:NAME} keeps it out of the file.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -154,6 +155,17 @@ class LocalServerConfig:
         return [sys.executable, "-m", "rollwright", "serve-model", model, *option_list(options)]
 
 
+def _gpus(first: int, count: int) -> list[str]:
+    """GPUs as ``CUDA_VISIBLE_DEVICES`` names them, counted among those that this process may see itself."""
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if visible and first + count > len(visible):
+        raise ConfigError(
+            f"GPUs {first} to {first + count - 1} are asked for, and CUDA_VISIBLE_DEVICES={','.join(visible)} lets this process see "
+            f"{len(visible)}: widen it, or lower rollout.servers, rollout.tensor_parallel or rollout.first_gpu."
+        )
+    return (visible or [str(index) for index in range(first + count)])[first : first + count]
+
+
 def _model(path: str, server: str) -> str:
     if not path:
         raise ConfigError(f"{server} has no model: set model_path to a directory or a Hugging Face name.")
@@ -240,7 +252,7 @@ def vllm_command(config: VLLMConfig, *, tp_size: int, base_gpu_id: int, host: st
         tokens = max(_PREFILL_TOKENS, config.max_model_len or _PREFILL_TOKENS)
         whole_prompts = {"no-enable-chunked-prefill": True, "max-num-batched-tokens": tokens}
     if base_gpu_id:
-        environment.setdefault("CUDA_VISIBLE_DEVICES", ",".join(str(base_gpu_id + index) for index in range(tp_size)))
+        environment.setdefault("CUDA_VISIBLE_DEVICES", ",".join(_gpus(base_gpu_id, tp_size)))
     options: dict[str, Any] = {
         "model": _model(config.model_path, "vLLM"),
         "host": host,

@@ -9,6 +9,7 @@ import torch
 
 from rollwright.cluster.local import LocalServers
 from rollwright.config.experiment import PPOConfig
+from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError
 from rollwright.inference.network import find_server_addresses
 from rollwright.inference.sglang import SGLangClient
@@ -73,7 +74,7 @@ def _make_server_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory
             vllm=config.vllm,
             count=rollout.servers,
             tensor_parallel=rollout.tensor_parallel,
-            base_gpu=rollout.first_gpu,
+            base_gpu=_first_gpu(rollout, trains_here=actor is not None),
             threads=_engine_threads(config),
             weights_roots=() if rollout.weight_update_path is None else (rollout.weight_update_path,),
         )
@@ -83,6 +84,24 @@ def _make_server_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory
         client.own(servers)
     engine_class = RemoteVLLMEngine if rollout.backend == "vllm" else RemoteSGLangEngine
     return engine_class(rollout, client=client, seed=config.seed, deterministic=config.deterministic)
+
+
+def _first_gpu(rollout: RolloutConfig, trains_here: bool) -> int:
+    """The servers' own GPUs come after those of the trainer's processes on this host."""
+    if rollout.first_gpu is not None:
+        return rollout.first_gpu
+    training = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))) if trains_here else 0
+    present, needed = torch.cuda.device_count(), rollout.servers * rollout.tensor_parallel
+    first = training if training + needed <= present else 0
+    if present and rollout.backend != "builtin_process":
+        logger.info(
+            "the servers' GPUs are %d to %d of %d; %d processes train on the first",
+            first,
+            first + needed - 1,
+            present,
+            training,
+        )
+    return first
 
 
 def _served_model(config: PPOConfig, actor: Any, tokenizer: Any, directory: RunDirectory) -> str:

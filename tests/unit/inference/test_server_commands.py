@@ -50,7 +50,16 @@ def test_the_built_in_engine_in_sglangs_place_is_chosen_and_logged(caplog):
         SGLangConfig.build_cmd(config, tp_size=2)
 
 
-def test_vllm_is_started_with_what_the_client_needs():
+def test_gpus_are_counted_among_those_that_the_launching_process_sees(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7f, 6")
+    command = VLLMConfig.build_cmd(VLLMConfig(model_path="m"), tp_size=2, base_gpu_id=1)
+    assert "CUDA_VISIBLE_DEVICES=GPU-7f,6" in command
+    with pytest.raises(ConfigError, match=r"GPUs 2 to 3 .*lets this process see 3"):
+        VLLMConfig.build_cmd(VLLMConfig(model_path="m"), tp_size=2, base_gpu_id=2)
+
+
+def test_vllm_is_started_with_what_the_client_needs(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = VLLMConfig(model_path="m", python="/env/bin/python", enforce_eager=True, env={"VLLM_CPU_KVCACHE_SPACE": "1"})
     command = VLLMConfig.build_cmd(config, tp_size=2, base_gpu_id=2, port=7)
     assert command[0] == "env"
