@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -110,6 +112,17 @@ def until_version(client: httpx.Client, version: int) -> None:
     while client.get("/status").json()["version"] != version:
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_the_code_of_the_page_runs(service):
+    client, config = service
+    page = (Path(__file__).resolve().parents[2] / "docs" / "modes.md").read_text(encoding="utf-8")
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "/feedback" in block]
+    (file,) = trial_path(config).glob("service-*/service.json")
+    code, count = re.subn(r"runs/\S*/service\.json", str(file), code)
+    assert count == 1
+    exec(compile(code, "docs/modes.md", "exec"), {})
+    assert client.get("/status").json()["stored"] == 1
 
 
 def test_who_has_no_key_opens_nothing(service):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 
 from rollwright.config.experiment import PPOConfig
 from rollwright.data.tokenizer import load_tokenizer
@@ -209,7 +209,8 @@ def _rewards_by_task(trajectory: Mapping[str, torch.Tensor]) -> list[list[float]
 def table_of(benchmarks: Sequence[Benchmark]) -> Table:
     """One line for each checkpoint and taskset; the best of each column is bold."""
     names = [name for name in next(iter(benchmarks[0].scores.values())) if "@" in name]
-    table = Table("checkpoint", "tasks", *names, title="benchmark")
+    label = Column("checkpoint", overflow="fold")  # cut off, one path looks like the other
+    table = Table(label, "tasks", *names, title="benchmark")
     for taskset in benchmarks[0].scores:
         best = {name: max(each.scores[taskset][name] for each in benchmarks) for name in names}
         for each in benchmarks:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from rollwright import GRPOConfig
 from rollwright.config.sections import PPOActorConfig
@@ -81,6 +83,15 @@ def test_the_table_and_the_plot_show_every_score(tmp_path):
         "pass@2",
     ]
     assert draw(tmp_path / "bench.png", benchmarks, config_of(tmp_path)).stat().st_size > 1000
+
+
+def test_no_checkpoint_s_name_is_cut_in_the_table():
+    labels = ["trainer/checkpoints/step-000003", "trainer/checkpoints/step-000006"]
+    scores = {"held_out": {f"pass@{k}": 0.5 for k in (1, 2, 4, 8, 16)} | {"tasks": 4.0}}
+    console = Console(width=60, record=True, file=io.StringIO())
+    console.print(table_of([Benchmark(label, label, 3, scores) for label in labels]))
+    shown = "".join(line.split("│")[1].strip() if "│" in line else "" for line in console.export_text().splitlines())
+    assert "".join(labels) in shown
 
 
 def test_servers_that_hold_one_model_cannot_be_benched(tmp_path):
