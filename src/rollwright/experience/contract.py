@@ -59,8 +59,25 @@ COLUMNS: dict[str, Column] = {
     "seeds": Column("B", torch.int64, required=False),
 }
 
-#: Optional columns that mark some tokens or rows: one that is missing marks none.
-MARKS = ("other_context", "logprobs_shifted")
+#: Optional columns that rows may be without while others have them: no mark, no reward of a token, no branch, counted positions,
+#: no images, nothing besides. Workflows of different kinds share a batch by this.
+NEUTRAL = ("other_context", "logprobs_shifted", "token_rewards", "branch_ids", "position_ids", MULTI_MODAL, "details")
+
+
+def neutral(key: str, trajectory: Mapping[str, Any]) -> Any:
+    """What a column of ``NEUTRAL`` says of the rows of a trajectory that is without it."""
+    ids_BL = trajectory["input_ids"]
+    rows, width = ids_BL.shape
+    if key == MULTI_MODAL:
+        return [None] * rows
+    if key == "details":
+        return [{} for _ in range(rows)]
+    if key == "position_ids":
+        counted_BL = torch.arange(width, device=ids_BL.device).expand(rows, width)
+        attention_BL = trajectory.get("attention_mask")
+        return counted_BL.clone() if attention_BL is None else counted_BL * attention_BL.bool()
+    column = COLUMNS[key]
+    return torch.zeros(ids_BL.shape[: len(column.shape)], dtype=column.dtype, device=ids_BL.device)
 
 
 def row_count(trajectory: Mapping[str, Any]) -> int:

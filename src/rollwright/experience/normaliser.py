@@ -77,7 +77,7 @@ def normalise(
     if len(filled) == 1:
         return filled[0]
     try:
-        return concat_padded_tensors(_with_common_keys(filled))
+        return concat_padded_tensors(filled)
     except TrajectoryError as error:
         raise place.error("result", str(error), "return rows with the same keys") from error
 
@@ -86,24 +86,6 @@ def _in_order(trajectory: Trajectory) -> Trajectory:
     """The contract's columns first, in its order, then the workflow's own."""
     known = {key: trajectory[key] for key in COLUMNS if key in trajectory}
     return {**known, **{key: value for key, value in trajectory.items() if key not in known}}
-
-
-def _with_common_keys(trajectories: list[Trajectory]) -> list[Trajectory]:
-    """Experiences may differ in what they carry; give each the optional columns that have a neutral value."""
-    keys = {key for trajectory in trajectories for key in trajectory}
-    out = []
-    for trajectory in trajectories:
-        ids = trajectory["input_ids"]
-        trajectory = dict(trajectory)
-        for key in keys - set(trajectory):
-            if key == "branch_ids":
-                trajectory[key] = torch.zeros_like(ids)
-            elif key == "position_ids":
-                trajectory[key] = torch.arange(ids.shape[1]).expand_as(ids).clone()
-            elif key == "multi_modal_inputs":
-                trajectory[key] = [None] * ids.shape[0]
-        out.append(trajectory)
-    return out
 
 
 def _fill(trajectory: Trajectory, matcher: RowMatcher | None, place: Place, tokenizer: Any) -> Trajectory:

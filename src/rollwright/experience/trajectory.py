@@ -12,7 +12,7 @@ import torch
 
 from rollwright.errors import TrajectoryError
 from rollwright.experience.check import check_trajectory
-from rollwright.experience.contract import COLUMNS, MARKS, MULTI_MODAL, Trajectory, is_token_column, row_count
+from rollwright.experience.contract import COLUMNS, MULTI_MODAL, NEUTRAL, Trajectory, is_token_column, neutral, row_count
 
 __all__ = [
     "COLUMNS",
@@ -42,7 +42,7 @@ def concat_padded_tensors(trajectories: Sequence[Mapping[str, Any]], pad_value: 
     """Join trajectories into one, right-padding what goes with the tokens to the longest.
 
     Args:
-        trajectories: dicts with the same keys (marks that an item leaves out are false there). ``[B]`` tensors and lists are joined as they are; tensors that go with the
+        trajectories: dicts with the same keys; the optional ones of ``contract.NEUTRAL`` may be missing in some. ``[B]`` tensors and lists are joined as they are; tensors that go with the
             images of a row rather than with its tokens (``pixel_values``) are joined along their first dimension.
         pad_value: filling of token columns that the data contract does not name.
 
@@ -65,7 +65,7 @@ def concat_padded_tensors(trajectories: Sequence[Mapping[str, Any]], pad_value: 
             )
     keys = list(dict.fromkeys(key for item in items for key in item))
     for key in keys:
-        if key not in MARKS and (missing := [index for index, item in enumerate(items) if key not in item]):
+        if key not in NEUTRAL and (missing := [index for index, item in enumerate(items) if key not in item]):
             have = len(items) - len(missing)
             raise TrajectoryError(
                 f"concat_padded_tensors: key {key!r} is in {have} of {len(items)} items and missing in item "
@@ -82,17 +82,13 @@ def concat_padded_tensors(trajectories: Sequence[Mapping[str, Any]], pad_value: 
             shape = list(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
             raise TrajectoryError(f"concat_padded_tensors: input_ids of item {index} is {shape}, not [B, L]; use unsqueeze(0).")
         sizes.append((int(ids.shape[0]), int(ids.shape[1])))
-    for mark in (mark for mark in MARKS if mark in keys):
-        items = [item if mark in item else {**item, mark: _no_marks(mark, item["input_ids"])} for item in items]
+    for key in (key for key in NEUTRAL if key in keys):
+        items = [item if key in item else {**item, key: neutral(key, item)} for item in items]
     width = max(size[1] for size in sizes)
     if "attention_mask" not in keys and any(size[1] != width for size in sizes):
         items = [{**item, "attention_mask": torch.ones_like(item["input_ids"], dtype=torch.bool)} for item in items]
         keys.append("attention_mask")
     return {key: _join(key, [item[key] for item in items], sizes, width, pad_value) for key in keys}
-
-
-def _no_marks(name: str, ids_BL: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(ids_BL.shape[: len(COLUMNS[name].shape)], dtype=torch.bool, device=ids_BL.device)
 
 
 def _join(key: str, values: list[Any], sizes: list[tuple[int, int]], width: int, pad_value: float) -> Any:

@@ -170,3 +170,26 @@ def test_marks_that_an_item_leaves_out_are_false_there():
     assert joined["other_context"].tolist() == [[False] * 4, [False] * 4, [False, True, True, False]]
     assert joined["logprobs_shifted"].tolist() == [False, False, True]
     assert "other_context" not in plain
+
+
+def test_rows_of_different_workflows_share_a_batch():
+    """An agent's rows have rewards of tokens, a conversation's have none, a forked one's have branches: nothing is made up."""
+    plain, rich = make_rows([4, 2]), make_rows([3], start=100)
+    rich["token_rewards"] = torch.tensor([[0.0, 0.0, 0.5]])
+    rich["branch_ids"] = torch.tensor([[0, 0, 1]])
+    rich["position_ids"] = torch.tensor([[0, 1, 1]])
+    rich["other_context"] = torch.tensor([[False, False, True]])
+    rich["logprobs_shifted"] = torch.tensor([True])
+    rich["multi_modal_inputs"] = [{"pixel_values": torch.ones(1)}]
+    rich["details"] = [{"info": {"a": 1}, "metrics": {}}]
+    for items in ([plain, rich], [rich, plain]):
+        joined = concat_padded_tensors(items)
+        own = 0 if items[0] is rich else 2
+        others = [row for row in range(3) if row != own]
+        assert joined["token_rewards"][own].tolist() == [0.0, 0.0, 0.5, 0.0]
+        assert not joined["token_rewards"][others].any()
+        assert not joined["branch_ids"][others].any()
+        assert joined["position_ids"][others].tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
+        assert joined["logprobs_shifted"].tolist() == [row == own for row in range(3)]
+        assert [joined["multi_modal_inputs"][row] for row in others] == [None, None]
+        assert [joined["details"][row] for row in others] == [{}, {}]
