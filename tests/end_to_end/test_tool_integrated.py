@@ -22,9 +22,9 @@ def test_the_example_learns_to_compute(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     run = tmp_path / "tool_integrated" / "trial"
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["eval"]["before"]["greedy"] < 0.4
+    assert summary["eval"]["before"]["greedy"] < 0.2
     assert summary["eval"]["after"]["greedy"] >= 0.8
-    assert summary["eval"]["after"]["mean@4"] > 0.5 > summary["eval"]["before"]["mean@4"]
+    assert summary["eval"]["after"]["mean@4"] > 0.7 > 0.4 > summary["eval"]["before"]["mean@4"]
     assert summary["eval"]["without_python"]["greedy"] < 0.05
     records = [json.loads(line) for line in (run / "grpo" / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "rollout/scripts" in record]

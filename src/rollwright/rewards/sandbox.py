@@ -150,7 +150,7 @@ class _Output:
         self._loop.add_reader(self._descriptor, self._read)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._loop.remove_reader(self._descriptor)
         for _ in range(_READS_AT_THE_END):
             if not self._read():
