@@ -115,6 +115,9 @@ def test_seeds_stops_and_limits(server):
     (stopped,) = generate(client, [request])
     assert stopped.output_tokens[-1] == first[3]
     assert stopped.stop_reason == "stop"
+    gconfig = GenerationHyperparameters(max_new_tokens=300, ignore_eos=True)
+    (cut,) = generate(client, [ModelRequest(input_ids=[5] * 500, gconfig=gconfig)])  # 512 is the context
+    assert (len(cut.output_tokens), cut.stop_reason) == (12, "length")
     with pytest.raises(PromptTooLongError):
         generate(client, [ModelRequest(input_ids=[5] * 600)])
     with pytest.raises(EngineError, match="top_p"):

@@ -93,7 +93,7 @@ class PublishingClient(RemoteClient):
         """
         way, path = self.config.weight_update, self.config.weight_update_path
         if way == "xccl":
-            return WeightUpdateMeta.from_fsdp_xccl(f"sglang:d{len(self.router.servers)}p1t1")
+            return WeightUpdateMeta("xccl")  # each server says how many ranks it has
         if way == "disk":
             if path is None:
                 raise WeightUpdateError("rollout.weight_update is disk: set rollout.weight_update_path to a shared directory.")

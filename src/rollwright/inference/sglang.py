@@ -40,6 +40,7 @@ class _Facts:
     is_builtin: bool = False
     deterministic: bool = False
     weights_roots: list[str] | None = None  # None: it may read any directory
+    ranks: int | None = None  # processes that share one copy of the model; None: it does not say
     context_length: int | None = None  # above which it refuses a prompt and max_new_tokens together; None: it cuts the output
 
 
@@ -63,6 +64,7 @@ class SGLangClient(PublishingClient):
             is_builtin,
             bool(info.get("enable_deterministic_inference")),
             info.get("weights_roots") if is_builtin else None,
+            info.get("tp_size"),
             next((model["max_model_len"] for model in models.get("data") or () if model.get("max_model_len")), None),
         )
 
@@ -319,6 +321,17 @@ class SGLangClient(PublishingClient):
             self._leave_group()
             raise
 
+    def _ranks_of(self, server: Server, meta: WeightUpdateMeta) -> int:
+        """How many ranks of the group are a server's: what it says, which an allocation must not contradict."""
+        said = self._facts[server.address].ranks
+        allocated = meta.allocation.gen_instance_size if meta.allocation is not None else 0
+        if said and allocated and said != allocated:
+            raise WeightUpdateError(
+                f"The allocation {meta.allocation} gives a server {allocated} GPUs, and the one at {server.address} has tp_size={said}: "
+                "the group would wait for ranks that never come. Correct the allocation, or leave it out."
+            )
+        return said or allocated or 1
+
     def _leave_group(self) -> None:
         group, self._group = self._group, None
         if group is None:
@@ -344,14 +357,14 @@ class SGLangClient(PublishingClient):
         members = (tuple(server.address for server in servers), self.router.changes, meta.group)
         if self._group is not None and self._group_members == members:
             return self._group
-        per_server = meta.allocation.gen_instance_size if meta.allocation and meta.allocation.gen_instance_size else 1
+        ranks = [self._ranks_of(server, meta) for server in servers]
         backend = meta.backend
         if backend == "auto":
             backend = "nccl" if any(tensor.is_cuda for _, tensor in named) else "gloo"
         self._leave_group()
         address = own_address(server.url for server in servers)
         (port,) = find_free_ports(1)
-        world_size = 1 + per_server * len(servers)
+        world_size = 1 + sum(ranks)
         name = f"{meta.group}-{uuid.uuid4().hex[:8]}"  # SGLang forms no second group of one name, nor forgets that of a dead trainer
         joining = [
             self.fan_out.submit(
@@ -361,7 +374,7 @@ class SGLangClient(PublishingClient):
                 {
                     "master_address": address,
                     "master_port": port,
-                    "rank_offset": 1 + per_server * index,
+                    "rank_offset": 1 + sum(ranks[:index]),
                     "world_size": world_size,
                     "group_name": name,
                     "backend": backend,

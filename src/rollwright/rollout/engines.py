@@ -77,7 +77,11 @@ class RolloutEngine(InferenceEngine):
         if self._client is None:
             self._client = self.make_client()
         self._client.initialize(*args, **kwargs)
-        self._executor = RolloutExecutor(self._client, self.config, seed=self.seed, deterministic=self.deterministic)
+        try:
+            self._executor = RolloutExecutor(self._client, self.config, seed=self.seed, deterministic=self.deterministic)
+        except BaseException:  # settings that it refuses; servers that were started for the client must not outlive that
+            self._client.destroy()
+            raise
 
     def destroy(self) -> None:
         """Cancel what runs, and give back the thread and the inference engine. Without ``initialize`` there is nothing to do."""

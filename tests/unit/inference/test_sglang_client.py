@@ -440,6 +440,20 @@ class _SilentGroup:
         self.sent.append([name for name, _ in bucket])
 
 
+def test_servers_say_how_many_ranks_of_the_group_are_theirs(monkeypatch):
+    monkeypatch.setattr("rollwright.inference.sglang.WeightGroup", _SilentGroup)
+    fakes = FakeSGLang(), FakeSGLang()
+    for fake, ranks in zip(fakes, (4, 2), strict=True):
+        fake.info = {"tp_size": ranks}
+    with connected(*fakes, weight_update="xccl") as client:
+        publish_weights(client, {"a": torch.zeros(1)}, 1, client.default_meta())
+        joined = [fake.bodies["init_weights_update_group"][0] for fake in fakes]
+        assert [(body["rank_offset"], body["world_size"]) for body in joined] == [(1, 7), (5, 7)]
+        client._leave_group()
+        with pytest.raises(WeightUpdateError, match=r"sglang:d2p1t2 gives a server 2 GPUs.*tp_size=4"):
+            publish_weights(client, {"a": torch.zeros(1)}, 2, WeightUpdateMeta.from_fsdp_xccl("sglang:d2p1t2"))
+
+
 def test_bodies_of_a_distributed_update_have_sglangs_shape(monkeypatch):
     monkeypatch.setattr("rollwright.inference.sglang.WeightGroup", _SilentGroup)
     fakes = FakeSGLang(), FakeSGLang()

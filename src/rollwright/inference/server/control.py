@@ -120,6 +120,7 @@ class Control:
             "model_path": self._model_path,
             "weight_version": str(self._engine.get_version()),
             "context_length": self._engine.context_length,
+            "tp_size": 1,
             "enable_deterministic_inference": True,  # every request is drawn with the seed that it brings
             "weights_roots": self._settings.weights_roots,
             "paused": self._paused,
