@@ -140,6 +140,7 @@ def _policy(config: PPOConfig) -> Iterator[Fault]:
         yield ("train_dataset", "path"), "is given beside tasksets, which take its place; keep one"
     if config.tasksets and config.workflow:
         yield ("workflow",), "is given beside tasksets, which name their workflows; keep one"
+    yield from _two_ways_to_give_tasks(config)
     for name in ("tasksets", "eval_tasksets"):
         for index, taskset in enumerate(getattr(config, name)):
             for key, remedy in _UNREAD_BY_TASKS.items():
@@ -203,6 +204,30 @@ def _policy(config: PPOConfig) -> Iterator[Fault]:
         )
     if config.eval_workflow_kwargs is not None and config.eval_workflow is None and config.workflow is None:
         yield ("eval_workflow_kwargs",), "are given for no workflow; name eval_workflow or workflow"
+
+
+#: Keys of runs without tasksets, and what a taskset has in their place.
+_IN_A_TASKSET = {
+    "reward_fn": "default_reward_fn_type",
+    "workflow_kwargs": "workflow_args",
+    "eval_workflow": "eval_tasksets with a default_workflow_type",
+    "eval_workflow_kwargs": "eval_tasksets with workflow_args",
+}
+
+
+def _two_ways_to_give_tasks(config: PPOConfig) -> Iterator[Fault]:
+    """Keys of the one way that the other does not read."""
+    if config.mode not in ("both", "explore"):
+        return
+    if config.eval_tasksets and not config.tasksets:
+        yield ("eval_tasksets",), "are evaluated where tasksets are trained on; give valid_dataset (and eval_workflow) here"
+    if not config.tasksets:
+        return
+    if config.valid_dataset is not None:
+        yield ("valid_dataset",), "is not evaluated beside tasksets; give eval_tasksets"
+    for key, instead in _IN_A_TASKSET.items():
+        if getattr(config, key):
+            yield (key,), f"is not read beside tasksets; a taskset has {instead}"
 
 
 def _generation_of_tasks(config: PPOConfig) -> Iterator[Fault]:

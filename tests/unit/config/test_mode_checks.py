@@ -5,7 +5,7 @@ import pytest
 from rollwright import GRPOConfig
 from rollwright.config.checks import faults_of
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.config.sections import RolloutConfig
+from rollwright.config.sections import DatasetConfig, RolloutConfig
 from rollwright.config.source import parse_yaml
 from rollwright.config.stages import build_stages
 from rollwright.config.store import StoreConfig
@@ -92,3 +92,13 @@ def test_generation_arguments_that_no_task_is_sampled_with_are_told():
     assert "gconfig.max_new_tokens" not in told  # said in both places
     assert "gconfig.n_samples" not in told  # the group size is the run's
     assert "gconfig.temperature" not in faults("both", None, gconfig=gconfig, tasksets=[own, TasksetConfig(name="plain")])
+
+
+def test_keys_of_the_other_way_to_give_tasks_are_told():
+    tasks = [TasksetConfig(name="sums")]
+    told = faults("both", None, tasksets=tasks, reward_fn="gsm8k_reward", valid_dataset=DatasetConfig(path="arithmetic"))
+    assert "a taskset has default_reward_fn_type" in told["reward_fn"]
+    assert "give eval_tasksets" in told["valid_dataset"]
+    assert "give valid_dataset" in faults("both", None, workflow="rlvr", eval_tasksets=tasks)["eval_tasksets"]
+    assert "eval_tasksets" not in faults("bench", None, workflow="rlvr", eval_tasksets=tasks)  # bench evaluates either
+    assert "eval_tasksets" not in faults("both", None, tasksets=tasks, eval_tasksets=tasks)
