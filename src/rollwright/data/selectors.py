@@ -105,7 +105,8 @@ class ByDifficulty(Selector):
 
     def state_dict(self) -> dict[str, Any]:
         """Draws, and the mean of each task seen."""
-        return {**super().state_dict(), "means": {str(position): mean for position, mean in self.means.items()}}
+        means = dict(self.means)  # at once: rewards come from another thread
+        return {**super().state_dict(), "means": {str(position): mean for position, mean in means.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another selector of the same taskset stood."""

@@ -56,6 +56,8 @@ class Database:
         self.name = self.engine.url.render_as_string(hide_password=True)
         self.dialect = self.engine.dialect.name
         self._memory_lock = threading.RLock() if isinstance(self.engine.pool, StaticPool) else contextlib.nullcontext()
+        # The threads of a process wait for each other here, without a limit, and not in the database, which gives up.
+        self._writers = threading.RLock()
         path = self.engine.url.database if self.dialect == "sqlite" else None
         if path and path != ":memory:":
             if not create and not Path(path).exists():
@@ -90,7 +92,7 @@ class Database:
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection]:
         """A transaction that no other writer runs beside; it is undone where the block raises."""
-        with self._memory_lock, self._translated(), self.engine.connect() as connection, connection.begin():
+        with self._memory_lock, self._writers, self._translated(), self.engine.connect() as connection, connection.begin():
             if self.dialect != "sqlite":  # SQLite's BEGIN IMMEDIATE has done this already
                 connection.execute(select(counters.c.value).where(counters.c.name == "epoch").with_for_update())
             yield connection
@@ -139,7 +141,7 @@ class Database:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except OperationalError as error:
+        except (OperationalError, sqlalchemy.exc.TimeoutError) as error:
             raise StoreError(
                 f"{self.name}: the database refused ({_cause(error)}): check that its disk is not full and that no other program holds it."
             ) from error
@@ -191,7 +193,7 @@ def _engine(url: str) -> Engine:
                 f"store.url names {parsed.get_backend_name()!r}: SQLite (sqlite:///path.db) and PostgreSQL are supported."
             )
         if parsed.get_backend_name() == "postgresql":
-            return create_engine(parsed, pool_pre_ping=True, isolation_level="READ COMMITTED")
+            return create_engine(parsed, pool_pre_ping=True, pool_timeout=BUSY_SECONDS, isolation_level="READ COMMITTED")
     except (ArgumentError, NoSuchModuleError) as error:
         raise ConfigError(f"store.url is {url!r}, which is no database URL ({error}): write sqlite:///path.db.") from error
     except ModuleNotFoundError as error:
@@ -202,6 +204,8 @@ def _engine(url: str) -> Engine:
     arguments: dict[str, Any] = {"connect_args": {"timeout": BUSY_SECONDS, "check_same_thread": False}}
     if in_memory:
         arguments["poolclass"] = StaticPool
+    else:
+        arguments["pool_timeout"] = BUSY_SECONDS
     engine = create_engine(parsed, **arguments)
 
     @event.listens_for(engine, "connect")

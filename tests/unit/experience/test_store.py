@@ -3,12 +3,14 @@
 import sqlite3
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 pytest.importorskip("sqlalchemy")
 
 from rollwright.errors import ConfigError, StoreError
+from rollwright.experience import store_database, store_tasks
 from rollwright.experience.experience import Experience
 from rollwright.experience.store import ExperienceStore
 from rollwright.experience.store_sampling import PRIORITY_FUNCTIONS, Sampling
@@ -514,3 +516,20 @@ def test_claims_are_renewed_again_after_a_failure(store, monkeypatch, caplog):
             assert time.monotonic() < deadline
             time.sleep(0.01)
     assert "could not be renewed: disk full" in caplog.text
+
+
+def test_many_threads_that_write_at_once_wait_for_their_turn(tmp_path, monkeypatch):
+    """An explorer's tasks end in bursts, and a large group takes its time: nobody's wait is over before its turn comes."""
+    monkeypatch.setattr(store_database, "BUSY_SECONDS", 0.2)
+    write = store_tasks.write_group
+
+    def slowly(*arguments, **keywords):
+        time.sleep(0.03)
+        return write(*arguments, **keywords)
+
+    monkeypatch.setattr(store_tasks, "write_group", slowly)
+    with ExperienceStore(f"sqlite:///{tmp_path}/store.db") as store:
+        claims = store.claim_tasks("e1", 40)
+        with ThreadPoolExecutor(40) as pool:
+            assert all(pool.map(lambda claim: store.finish_task(claim, group()), claims))
+        assert store.status().finished_tasks == 40
