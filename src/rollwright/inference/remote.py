@@ -141,8 +141,7 @@ class RemoteClient(ServerPool, InferenceEngine):
                 server = self._router.choose(conversation)
                 if server is not None:
                     return server
-                for servers in self._owned:
-                    servers.check()
+                self._raise_if_all_ended()
             if not self._holding and time.monotonic() > deadline:
                 raise EngineError(
                     f"No {self.kind} server has been in service for {self.config.setup_timeout:g} s: {self._router.describe()}."
@@ -210,7 +209,7 @@ class RemoteClient(ServerPool, InferenceEngine):
         """Stop sampling on every server; requests keep what they have. A server that cannot be paused is taken out.
 
         Raises:
-            EngineError: no server could be paused.
+            EngineError: all servers that were started for this client have ended.
         """
         self._paused = True
         try:
@@ -223,7 +222,7 @@ class RemoteClient(ServerPool, InferenceEngine):
         """Go on after ``pause``. A server that cannot go on is taken out.
 
         Raises:
-            EngineError: no server could go on.
+            EngineError: all servers that were started for this client have ended.
         """
         try:
             self._each_in_service(self._resume_server, "go on")

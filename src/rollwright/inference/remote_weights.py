@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,10 @@ class PublishingClient(RemoteClient):
         responses = self.probe(probe_request(self._vocabulary_of(score)))
         agreements = audit(responses, score, self._version, tolerance)
         self.agreements = agreements
-        logger.info("audit of version %d: largest mean difference %.1e", self._version, max(a.mean for a in agreements))
+        if agreements:
+            logger.info("audit of version %d: largest mean difference %.1e", self._version, max(a.mean for a in agreements))
+        else:
+            logger.warning("No server is in service that could be compared with the trainer after version %d.", self._version)
         return agreements
 
     def probe(self, request: ModelRequest) -> dict[str, ModelResponse]:
@@ -205,9 +209,17 @@ class PublishingClient(RemoteClient):
             return [server.address for server in confirmed]
 
     def answering_servers(self) -> list[Server]:
-        """Servers that answer their health check, in service or not; those in service that do not are taken out."""
-        servers = self.router.servers
-        healthy = self.fan_out.each(self._is_healthy, servers)
+        """Servers that answer their health check, in service or not; those in service that do not are taken out.
+
+        Where none does, it waits for one, at most ``setup_timeout``: the only server may be busy, or be started again.
+
+        Raises:
+            EngineError: all servers that were started for this client have ended.
+        """
+        servers, deadline = self.router.servers, time.monotonic() + self.config.setup_timeout
+        while not any(healthy := self.fan_out.each(self._is_healthy, servers)) and time.monotonic() < deadline:
+            self._raise_if_all_ended()
+            time.sleep(0.2)
         for server, answers in zip(servers, healthy, strict=True):
             if not answers and self._take_out(server, "did not answer when weights were published"):
                 logger.error("The server at %s does not answer and is out of service.", server.address)

@@ -184,21 +184,23 @@ class ServerPool(ABC):
         return was_in_service
 
     def _each_in_service(self, action: Callable[[Server], Result], what: str) -> list[tuple[Server, Result]]:
-        """``action`` on all servers in service at once; those that fail are taken out, as long as one is left.
+        """``action`` on all servers in service at once; those that fail are taken out.
 
         Args:
             action: what is done, and raises an ``EngineError`` where a server does not do it.
             what: a server could not do, for the log.
 
         Raises:
-            EngineError: every one failed.
+            EngineError: all servers that were started for this client have ended.
         """
         done, failed = self.fan_out.settled(action, self.router.in_service())
-        if failed and not done:
-            for servers in self._owned:
-                servers.check()
-            raise failed[0][1]
         for server, error in failed:
             if self._take_out(server, f"could not {what}: {error}"):
                 logger.error("The server at %s could not %s and is out of service: %s", server.address, what, error)
+        if failed and not done:
+            self._raise_if_all_ended()
         return done
+
+    def _raise_if_all_ended(self) -> None:
+        for servers in self._owned:
+            servers.check()

@@ -16,7 +16,7 @@ from fake_sglang import FakeSGLang, ask, connected
 from server_parts import served
 
 from rollwright.config.sections import RolloutConfig
-from rollwright.errors import EngineError, WeightUpdateError
+from rollwright.errors import WeightUpdateError
 from rollwright.inference import weight_group
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.router import Server
@@ -73,14 +73,43 @@ def test_a_server_that_refuses_a_part_of_an_update_is_taken_out(call, tmp_path):
         assert ask(client).output_versions == [1, 1, 1]
 
 
-def test_where_no_server_can_be_paused_the_client_is_not():
+def test_where_no_server_can_be_paused_none_is_given_weights(tmp_path):
     fake = FakeSGLang()
     with connected(fake) as client:
+        client._monitor.stop()
         fake.fails = {"pause_generation"}
-        with pytest.raises(EngineError, match="on purpose"):
-            client.pause()
+        with pytest.raises(
+            WeightUpdateError, match=r"No sglang server took version 1.*pause_generation answered 500: on purpose"
+        ):
+            client.update_weights_from_disk(str(tmp_path), 1)
         assert not client.is_paused
-        assert in_service(client) == [0]
+        assert "update_weights_from_disk" not in fake.bodies
+        assert client.get_version() == 0
+
+
+def test_a_publication_waits_for_the_only_server_to_be_started_again(tmp_path):
+    fake = FakeSGLang()
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(contextlib.ExitStack())
+        address = first.enter_context(served(fake.app))
+        client = SGLangClient(RolloutConfig(setup_timeout=20), addresses=[address])
+        client.initialize()
+        stack.callback(client.destroy)
+        first.close()
+        again, taken = FakeSGLang(), []
+
+        def publish() -> None:
+            client.pause()
+            taken.extend(client.update_weights_from_disk(str(tmp_path), 1))
+            client.resume()
+
+        publishing = threading.Thread(target=publish)
+        publishing.start()
+        wait_until(lambda: in_service(client) == [])
+        stack.enter_context(served(again.app, port=int(address.rpartition(":")[2])))
+        publishing.join(20)
+        assert taken == [address]
+        assert ask(client).output_versions == [1, 1, 1]
 
 
 def test_what_a_server_was_asked_is_asked_elsewhere_when_it_is_taken_out():
