@@ -2,8 +2,10 @@
 
 import math
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 
 from rollwright.algorithms.ratios import (
     behaviour_weight,
@@ -18,6 +20,48 @@ from rollwright.errors import ConfigError
 def test_turns_are_runs_of_trained_tokens():
     mask = torch.tensor([[1, 1, 0, 1, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0]])
     assert turn_index(mask).tolist() == [[1, 1, 0, 2, 0, 0, 3], [0] * 7]
+
+
+def by_hand(logp: list[float], old: list[float], mask: list[int], level: str) -> list[float]:
+    """The ratio of each token, one by one: the exponential of the mean log-ratio of the tokens that it is pooled with."""
+    trained = [index for index, trains in enumerate(mask) if trains]
+    turns: list[list[int]] = []
+    for index in trained:
+        if turns and turns[-1][-1] == index - 1:
+            turns[-1].append(index)
+        else:
+            turns.append([index])
+    pools = {"token": [[index] for index in trained], "turn": turns, "sequence": [trained] if trained else []}[level]
+    ratios = [1.0] * len(mask)
+    for pool in pools:
+        mean = sum(logp[index] - old[index] for index in pool) / len(pool)
+        for index in pool:
+            ratios[index] = math.exp(mean)
+    return ratios
+
+
+@given(
+    rows=st.lists(
+        st.lists(st.tuples(st.floats(-9, 0), st.floats(-9, 0), st.integers(0, 1)), min_size=6, max_size=6),
+        min_size=1,
+        max_size=4,
+    ),
+    level=st.sampled_from(["token", "turn", "sequence"]),
+    cap=st.floats(0.1, 20.0),
+    mode=st.sampled_from(["mask", "clamp"]),
+)
+def test_ratios_and_behaviour_weights_at_every_level_are_those_made_by_hand(rows, level, cap, mode):
+    logp, old, mask = (torch.tensor([[token[part] for token in row] for row in rows], dtype=torch.float64) for part in range(3))
+    expected = torch.tensor(
+        [by_hand([t[0] for t in row], [t[1] for t in row], [t[2] for t in row], level) for row in rows], dtype=torch.float64
+    )
+    torch.testing.assert_close(importance_ratio(logp, old, mask, level), expected, rtol=1e-9, atol=1e-12)
+    weight, capped = behaviour_weight(logp, old, mask, cap=cap, mode=mode, level=level)
+    over = expected > cap
+    kept = expected.clamp(max=cap) if mode == "clamp" else expected * ~over
+    near = (expected / cap - 1).abs() < 1e-9  # either side of the cap is right within rounding
+    torch.testing.assert_close(weight[~near], (kept * mask)[~near], rtol=1e-9, atol=1e-12)
+    assert torch.equal(capped[~near], (over & mask.bool())[~near])
 
 
 @pytest.mark.parametrize("level", ["token", "turn", "sequence"])
