@@ -192,10 +192,7 @@ class RemoteClient(ServerPool, InferenceEngine):
         """
         if version == self._version:
             return
-        servers = self.router.in_service()
-        held = {
-            server.address: label for server, label in zip(servers, self.fan_out.each(self._read_version, servers), strict=True)
-        }
+        held = {server.address: label for server, label in self._each_in_service(self._read_version, "say its version")}
         if not held or any(str(label) != str(version) for label in held.values()):
             raise WeightUpdateError(
                 f"set_version({version}) does not match what the {self.kind} servers hold: {held}. Versions are set by "

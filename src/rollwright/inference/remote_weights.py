@@ -60,6 +60,13 @@ class PublishingClient(RemoteClient):
             super().resume()
         self._run_pending_audit()
 
+    def set_version(self, version: int) -> None:
+        """See ``RemoteClient.set_version``."""
+        with self._update_lock:
+            if version != self._version:
+                super().set_version(version)
+                self._restore = None  # another client published: what this one has is older
+
     def update_weights(
         self, meta: WeightUpdateMeta | None = None, *, version: int, weights: Mapping[str, Tensor], trainer: Any = None
     ) -> Publication:

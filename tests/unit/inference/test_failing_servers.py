@@ -182,6 +182,22 @@ def test_a_restarted_server_that_calls_its_first_weights_0_is_given_the_publishe
         assert len(fake.bodies["update_weights_from_disk"]) == 1
 
 
+def test_a_server_is_not_brought_back_with_weights_that_another_client_has_replaced(tmp_path):
+    fakes = FakeSGLang(), FakeSGLang()
+    with connected(*fakes) as client:
+        client.update_weights_from_disk(str(tmp_path), 1)
+        client._monitor.stop()
+        client._take_out(client.router.servers[1], "restarts")
+        fakes[0].version, fakes[1].version = "2", "default"
+        client.set_version(2)
+        with pytest.raises(WeightUpdateError, match="version 2 is not on disk"):
+            client._bring_back(client.router.servers[1])
+        fakes[1].version = "2"  # the other client has given it the weights, too
+        client._bring_back(client.router.servers[1])
+        assert in_service(client) == [0, 1]
+        assert len(fakes[1].bodies["update_weights_from_disk"]) == 1
+
+
 def test_a_server_that_comes_back_while_the_client_resumes_is_not_left_paused(tmp_path):
     fakes = FakeSGLang(), FakeSGLang()
     with connected(*fakes) as client:
