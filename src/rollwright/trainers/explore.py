@@ -21,13 +21,12 @@ import torch
 from rollwright.config.experiment import PPOConfig
 from rollwright.data.mixture import TaskMixture
 from rollwright.data.tokenizer import load_tokenizer
-from rollwright.errors import ConfigError, RolloutError, WeightUpdateError
+from rollwright.errors import ConfigError, RolloutError
 from rollwright.experience.operators import ExperiencePipeline
 from rollwright.experience.store import ExperienceStore
 from rollwright.experience.store_records import Announcement, TaskClaim
 from rollwright.experience.trajectory import Trajectory
-from rollwright.inference.weight_files import read_weights
-from rollwright.rollout.engines import LocalRolloutEngine, RolloutEngine
+from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers import tasks
@@ -35,6 +34,7 @@ from rollwright.trainers.drawn_tasks import count_tasks, training_tasks
 from rollwright.trainers.evaluation import evaluate, sample_means
 from rollwright.trainers.evaluation_turns import EvaluationTurns
 from rollwright.trainers.group_operators import samples_of
+from rollwright.trainers.published_weights import give_weights, newest_weights
 from rollwright.trainers.rollout_backend import make_explorer_engine
 from rollwright.trainers.shared_run import open_run_store, run_length, trial_path
 from rollwright.trainers.stage_run import StageRun
@@ -213,21 +213,13 @@ class Explorer:
 
     def follow_trainer(self) -> bool:
         """Load the weights that were announced last; true where they are others than before."""
-        for _ in range(5):
-            newest = self.store.latest_version()
-            if newest is None or newest.names_weights_of(self.loaded):
-                return False
-            try:
-                self._load(newest)
-                return True
-            except WeightUpdateError as error:  # removed while it was read: a newer one is there
-                again = self.store.latest_version()
-                if again == newest:
-                    raise
-                logger.info("version %d is gone (%s); reading a newer one", newest.version, error)
-        raise WeightUpdateError("five versions in a row were replaced while they were read: publish less often, or keep more.")
+        found = newest_weights(self.store, self.loaded)
+        if found is None:
+            return False
+        self._load(*found)
+        return True
 
-    def _load(self, newest: Announcement) -> None:
+    def _load(self, newest: Announcement, weights: dict[str, torch.Tensor]) -> None:
         if newest.takes_back(self.loaded):
             logger.warning(
                 "the trainer went back behind version %d, and is at %d: the tasks that run are given back",
@@ -238,15 +230,7 @@ class Explorer:
             self.running.clear()
             self.store.release_claims(self.name)
             self.rollout = self._start_engine()
-        weights = dict(read_weights(newest.path))
-        self.rollout.pause()
-        try:
-            if isinstance(self.rollout, LocalRolloutEngine):
-                self.rollout.load_weights(weights, newest.version)
-            else:
-                self.rollout.update_weights(version=newest.version, weights=weights)  # type: ignore[attr-defined]
-        finally:
-            self.rollout.resume()
+        give_weights(self.rollout, weights, newest.version, self.config.rollout.logprob_tolerance)
         self.loaded = newest
 
     def _wait_for_first_weights(self, stop: StopSignal) -> None:

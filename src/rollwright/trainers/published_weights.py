@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from rollwright.errors import WeightUpdateError
 from rollwright.experience.store import ExperienceStore
-from rollwright.inference.weight_files import keep_newest, remove_later, write_weights
+from rollwright.experience.store_records import Announcement
+from rollwright.inference.audit import NEW_TOKENS_IN_PROCESS, audit, probe_request
+from rollwright.inference.weight_files import (
+    MANIFEST,
+    content_digest,
+    keep_newest,
+    read_weights,
+    remove_later,
+    write_weights,
+)
 from rollwright.inference.weights import distinct_weights
+from rollwright.rollout.engines import LocalRolloutEngine
+from rollwright.tracking.logging import getLogger
+from rollwright.training.logprobs import TokenScorer
+
+logger = getLogger("weights")
+
+ATTEMPTS = 5
+FIRST_PAUSE = 0.1  # seconds before weights are looked for again; doubled each time
 
 
 class PublishedWeights:
@@ -39,3 +60,86 @@ class PublishedWeights:
         write_weights(path, distinct_weights(weights), version, config=trainer.model.config)
         self.store.publish_version(str(path), version)
         keep_newest(self.directory, "v", self.keep)
+
+
+def read_published(newest: Announcement) -> dict[str, Tensor]:
+    """The weights that were announced, bit for bit.
+
+    Raises:
+        WeightUpdateError: they are gone, damaged, or not those that the trainer wrote as this version.
+    """
+    weights = dict(read_weights(newest.path))
+    try:
+        manifest = json.loads((Path(newest.path) / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WeightUpdateError(f"{newest.path} does not say what it holds ({error}); publish the weights again.") from error
+    if manifest["version"] != newest.version:
+        raise WeightUpdateError(f"{newest.path} holds version {manifest['version']}, not {newest.version}.")
+    if content_digest(weights.items()) != manifest["digest"]:
+        raise WeightUpdateError(
+            f"The weights in {newest.path} are not those that the trainer wrote there: they were damaged or changed. Check the disk."
+        )
+    return weights
+
+
+def newest_weights(store: ExperienceStore, loaded: Announcement | None) -> tuple[Announcement, dict[str, Tensor]] | None:
+    """The announcement and the weights that are newest; None where they are those that are loaded, or there are none.
+
+    What is removed or replaced while it is read (a newer version came, a trainer began again) is looked for again.
+
+    Raises:
+        WeightUpdateError: they cannot be read, again and again.
+    """
+    for attempt in range(ATTEMPTS):
+        newest = store.latest_version()
+        if newest is None or newest.names_weights_of(loaded):
+            return None
+        try:
+            return newest, read_published(newest)
+        except WeightUpdateError as error:
+            if attempt == ATTEMPTS - 1:
+                raise
+            logger.info("version %d could not be read (%s); looking again", newest.version, error)
+            time.sleep(FIRST_PAUSE * 2**attempt)
+    raise AssertionError("unreachable")
+
+
+def give_weights(rollout: Any, weights: Mapping[str, Tensor], version: int, tolerance: float | None) -> None:
+    """Have an engine sample with published weights from the next token on, and see that it does.
+
+    An engine in this process samples a probe, whose log-probabilities are compared with those of its model's plain forward pass.
+    (What servers sample is compared by the trainer, batch by batch.)
+
+    Args:
+        rollout: the engine.
+        weights: from ``read_published``.
+        version: of the weights.
+        tolerance: largest mean difference; None: what the weights' type allows.
+
+    Raises:
+        WeightUpdateError: the engine does not compute with them; it stays paused.
+    """
+    rollout.pause()
+    if isinstance(rollout, LocalRolloutEngine):
+        rollout.load_weights(weights, version)
+        model = rollout.client.model  # type: ignore[attr-defined]
+        single = next(model.parameters()).dtype == torch.float32
+        request = probe_request(int(model.config.get_text_config().vocab_size), NEW_TOKENS_IN_PROCESS)
+        answers = rollout.client.probe(request)  # type: ignore[attr-defined]
+        limit = tolerance if tolerance is not None else 1e-3 if single else 5e-2
+        audit(answers, lambda ids_BL, temperature: _plain_logprobs(model, ids_BL, temperature), version, limit)
+    else:
+        rollout.update_weights(version=version, weights=weights)
+    rollout.resume()
+
+
+@torch.no_grad()
+def _plain_logprobs(model: torch.nn.Module, ids_BL: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities ``[B, L]`` of tokens by the model's own forward pass."""
+    ids_BL = ids_BL.to(next(model.parameters()).device)
+    wanted_BL = torch.ones_like(ids_BL, dtype=torch.bool)
+    wanted_BL[:, 0] = False
+    temperature_B = torch.full((len(ids_BL),), temperature, device=ids_BL.device)
+    batch = {"input_ids": ids_BL, "attention_mask": torch.ones_like(wanted_BL), "temperature": temperature_B}
+    logprobs_BL, _ = TokenScorer(model)(batch, wanted_BL)
+    return logprobs_BL

@@ -29,7 +29,7 @@ from fastapi.responses import Response
 
 from rollwright.config.experiment import PPOConfig
 from rollwright.data.tokenizer import load_tokenizer
-from rollwright.errors import ConfigError, RollwrightError, WeightUpdateError
+from rollwright.errors import ConfigError, RollwrightError
 from rollwright.experience.experience import ExperienceId
 from rollwright.experience.operators import ExperiencePipeline
 from rollwright.experience.store import ExperienceStore
@@ -37,13 +37,13 @@ from rollwright.experience.store_records import Announcement
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.server.errors import RequestError, error_response, read_object
 from rollwright.inference.server.openai import bearer_token
-from rollwright.inference.weight_files import read_weights
 from rollwright.rollout.engines import LocalRolloutEngine, RolloutEngine
 from rollwright.rollout.openai_episode import OpenAIEpisode
 from rollwright.rollout.openai_front import OpenAIFront, ServerThread
 from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
+from rollwright.trainers.published_weights import give_weights, newest_weights
 from rollwright.trainers.rollout_backend import make_explorer_engine
 from rollwright.trainers.shared_run import open_run_store
 from rollwright.trainers.stop_signal import StopSignal
@@ -238,7 +238,7 @@ def serve(config: PPOConfig, directory: RunDirectory, *, is_over: Callable[[], b
         loaded: Announcement | None = None
         with StopSignal() as stop:
             while stop.received is None and not is_over():
-                loaded = follow_trainer(rollout, store, loaded)
+                loaded = follow_trainer(rollout, store, loaded, config.rollout.logprob_tolerance)
                 book.drop_idle()
                 time.sleep(POLL_SECONDS)
         return book.status()
@@ -249,34 +249,24 @@ def serve(config: PPOConfig, directory: RunDirectory, *, is_over: Callable[[], b
         store.close()
 
 
-def follow_trainer(rollout: RolloutEngine, store: ExperienceStore, loaded: Announcement | None) -> Announcement | None:
+def follow_trainer(
+    rollout: RolloutEngine, store: ExperienceStore, loaded: Announcement | None, tolerance: float | None = None
+) -> Announcement | None:
     """Load the weights that were announced last, also between the tokens of a run; returns what is loaded now.
 
     A trainer that went back to an earlier version is followed at once: calls that run are finished first with the weights that they
     began with, and later calls, of the same runs too, are answered with the earlier ones. (Servers end the calls that run.)
     """
-    newest = store.latest_version()
-    if newest is None or newest.names_weights_of(loaded):
+    found = newest_weights(store, loaded)
+    if found is None:
         return loaded
-    try:
-        weights = dict(read_weights(newest.path))
-    except WeightUpdateError:
-        if store.latest_version() == newest:
-            raise
-        return loaded  # replaced while it was read: the newer one is next
+    newest, weights = found
     if newest.takes_back(loaded):
         assert loaded is not None
         logger.warning("the trainer went back behind version %d, and is at %d", loaded.version, newest.version)
     if newest.version < rollout.get_version() and isinstance(rollout, LocalRolloutEngine):
         rollout.client.go_back(newest.version, finish=True)  # type: ignore[attr-defined]
-    rollout.pause()
-    try:
-        if isinstance(rollout, LocalRolloutEngine):
-            rollout.load_weights(weights, newest.version)
-        else:
-            rollout.update_weights(version=newest.version, weights=weights)  # type: ignore[attr-defined]
-    finally:
-        rollout.resume()
+    give_weights(rollout, weights, newest.version, tolerance)
     logger.info("version %d samples now", newest.version)
     return newest
 
