@@ -31,6 +31,7 @@ from rollwright.rollout.sample import CURRENT_SAMPLE, SampleEngine, SampleName
 from rollwright.rollout.waiting import BatchWaiter, Waiter
 from rollwright.rollout.waves import WaveGate, place_of
 from rollwright.tracking.logging import getLogger
+from rollwright.tracking.metrics import get_tracker
 
 logger = getLogger("rollout")
 
@@ -165,6 +166,8 @@ class Runner:
         self.running_samples += 1
         context = contextvars.Context()
         context.run(CURRENT_SAMPLE.set, sample)
+        if group.is_eval:  # what it reports is no metric of training
+            context.run(get_tracker().enter_scope, "eval")
         task = context.run(self.loop.create_task, self._run(group, sample))
         group.running[task] = sample
         # Not at the end of the coroutine: a task that is cancelled before its first step never runs any of it.

@@ -110,6 +110,10 @@ class MetricsTracker:
         finally:
             self._scopes.reset(token)
 
+    def enter_scope(self, name: str) -> None:
+        """As :meth:`scope`, for all that is reported in the current context from now on."""
+        self._scopes.set((*self._scopes.get(), name.strip("/")))
+
     def scalar(self, **values: Any) -> None:
         """Reports values of which the mean is exported."""
         self._add("scalar", values)

@@ -244,7 +244,8 @@ class PPOTrainer:
     def _evaluate(self, run: StageRun, workflow: Any, kwargs: dict[str, Any]) -> float:
         with run.timer.phase("eval"):
             result = self.evaluate(workflow, kwargs)
-        run.log(self.step, {f"eval/{name}": value for name, value in result.as_metrics().items()})
+        reported = run.tracker.get("eval").export(reset=True)
+        run.log(self.step, {**reported, **{f"eval/{name}": value for name, value in result.as_metrics().items()}})
         run.display.evaluation(self.step, result.reward)
         run.dumper.dump(self.step, result.trajectory, name="eval")
         return result.reward

@@ -45,6 +45,7 @@ class StageRun:
         self.directory = directory
         self.timer = PhaseTimer()
         self.tracker = get_tracker()
+        self.tracker.export(reset=True)  # what an earlier stage of this process reported and nobody took
         self.value_name = value_name
         self._exit = ExitStack()
         logger_config = config.stats_logger
