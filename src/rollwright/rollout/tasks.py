@@ -9,7 +9,10 @@ from typing import Any
 
 from rollwright.errors import RolloutError
 from rollwright.rollout.group import AcceptFunction, Group
+from rollwright.tracking.logging import getLogger
 from rollwright.workflows.registry import resolve_function, resolve_workflow, workflow_name
+
+logger = getLogger("rollout")
 
 WORKFLOWS_KEPT = 8  # instances that are used again for the same arguments
 
@@ -23,6 +26,7 @@ class GroupFactory:
         self._eval_ordinals = itertools.count()
         self._instances: list[tuple[Any, dict[str, Any] | None, Any]] = []
         self._lock = threading.Lock()
+        self._warned = False
 
     def make(
         self,
@@ -46,6 +50,8 @@ class GroupFactory:
             group_size = int(instance.group_size(data))
         if group_size < 1:
             raise RolloutError(f"group_size={group_size}: a group has at least one sample.")
+        if group_size > 1 and not is_eval:
+            self._warn_of_groups_of_groups(instance, group_size)
         return Group(
             task_id=next(self._task_ids),
             ordinal=self._ordinal(data, is_eval, place),
@@ -62,6 +68,20 @@ class GroupFactory:
         group = Group(next(self._task_ids), entry["task"]["ordinal"], entry["task"], None, "", entry["size"])
         group.admitted, group.trajectory = entry["admitted"], entry["trajectory"]
         return group
+
+    def _warn_of_groups_of_groups(self, workflow: Any, group_size: int) -> None:
+        own = getattr(workflow, "group_size", None)
+        if isinstance(own, int) and own > 1 and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s makes groups of %d itself, and each task is repeated %d times besides: %d episodes a task. Set n_samples to 1 "
+                "(gconfig.n_samples in a config) to have groups of %d.",
+                workflow_name(workflow),
+                own,
+                group_size,
+                own * group_size,
+                own,
+            )
 
     def _ordinal(self, data: dict[str, Any], is_eval: bool, place: int | None) -> int:
         ordinal = data.get("ordinal")
