@@ -58,3 +58,34 @@ def test_groups_that_operators_drop_are_replaced(tiny_model, tmp_path):
     assert line["samples"] == 4.0
     assert line["operators/dropped/test_every_second_task"] >= 4.0  # the rows of at least two tasks
     assert line["reward"] < 0.0  # nobody is rewarded below 0 but by the punishment
+
+
+def test_an_explorer_tells_what_they_did(tiny_model, tmp_path):
+    pytest.importorskip("sqlalchemy")
+    from rollwright.trainers.explore import Explorer
+    from rollwright.trainers.shared_run import claim_part
+
+    config = GRPOConfig(
+        experiment_name="operators",
+        trial_name="explored",
+        mode="explore",
+        total_train_steps=1,
+        train_dataset=DatasetConfig(path="arithmetic", batch_size=2, kwargs={"digits": 1}),
+        actor=PPOActorConfig(path=str(tiny_model)),
+        store=StoreConfig(
+            operators=[
+                OperatorConfig("test_every_second_task", {}),
+                OperatorConfig("overlong_shaping", {"max_length": 4, "buffer": 4, "penalty": 100.0}),
+            ]
+        ),
+        workflow="rollwright.workflows.rlvr.RLVRWorkflow",
+        reward_fn="numeric_reward",
+    )
+    config.gconfig = config.gconfig.new(n_samples=2, max_new_tokens=4)
+    config.cluster.fileroot = str(tmp_path)
+    config.stats_logger.display = "none"
+    with claim_part(config) as directory, Explorer(config, directory) as explorer:
+        assert explorer.explore()["groups"] >= 2  # no trainer: it ends when the groups of the one step are stored
+    (line,) = (json.loads(line) for line in directory.metrics_file.read_text().splitlines())
+    assert line["operators/dropped/test_every_second_task"] >= 2.0
+    assert line["operators/overlong_shaping/punished_share"] == 1.0

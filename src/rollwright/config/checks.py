@@ -273,6 +273,8 @@ def _store(config: PPOConfig) -> Iterator[Fault]:
         )
     if config.mode in ("explore", "serve") and store.type == "file":
         yield ("store", "type"), f"is file, which mode {config.mode} cannot claim tasks from; set it to sql or queue"
+    if store.type == "file" and not store.keep_used:
+        yield ("store", "keep_used"), "is false, but a file keeps what was read from it; set store.type to sql or queue"
     if config.mode in ("explore", "train") and config.deterministic:
         yield ("deterministic",), f"cannot be promised in mode {config.mode}: batches go by when groups come; use mode both"
 

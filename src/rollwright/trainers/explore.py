@@ -22,7 +22,7 @@ from rollwright.config.experiment import PPOConfig
 from rollwright.data.mixture import TaskMixture
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError, RolloutError
-from rollwright.experience.operators import ExperiencePipeline
+from rollwright.experience.operators import ExperiencePipeline, PipelineResult
 from rollwright.experience.store import ExperienceStore
 from rollwright.experience.store_records import Announcement, TaskClaim
 from rollwright.experience.trajectory import Trajectory
@@ -33,7 +33,7 @@ from rollwright.trainers import tasks
 from rollwright.trainers.drawn_tasks import count_tasks, training_tasks
 from rollwright.trainers.evaluation import evaluate, sample_means
 from rollwright.trainers.evaluation_turns import EvaluationTurns
-from rollwright.trainers.group_operators import samples_of
+from rollwright.trainers.group_operators import report_operators, samples_of
 from rollwright.trainers.published_weights import give_weights, newest_weights
 from rollwright.trainers.rollout_backend import make_explorer_engine
 from rollwright.trainers.shared_run import open_run_store, run_length, trial_path
@@ -55,6 +55,7 @@ class Finished:
 
     claim: TaskClaim
     group: Trajectory | None = None  # None: rejected or failed, or given back
+    operated: PipelineResult | None = None  # what the operators made of it
     stored: int = 0  # experiences
     reason: str = ""  # why there is no group
 
@@ -179,7 +180,8 @@ class Explorer:
             result = self.pipeline.apply(samples_of(group, claim.ordinal))
         kept = self.store.finish_task(claim, result.samples, drops=result.drops)
         stored = sum(map(len, result.samples)) if kept else 0
-        return Finished(claim, group, stored, "" if stored else "nothing left by the operators" if kept else "claim was lost")
+        reason = "" if stored else "nothing left by the operators" if kept else "claim was lost"
+        return Finished(claim, group, result, stored, reason)
 
     def _finished(self) -> list[Finished]:
         done, _ = wait(self.running, POLL_SECONDS, FIRST_COMPLETED) if self.running else (time.sleep(POLL_SECONDS) or (), ())
@@ -270,6 +272,8 @@ class Explorer:
             )
             run.tracker.sum(groups=1.0, samples=float(len(rewards)))
             run.dumper.dump(self.rollout_version, finished.group)
+        if finished.operated is not None:
+            report_operators(finished.operated, run.tracker)
 
     def _report(self, run: StageRun) -> None:
         numbers = run.tracker.export(reset=True)

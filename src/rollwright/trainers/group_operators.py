@@ -9,7 +9,7 @@ import torch
 from rollwright.config.store import OperatorConfig
 from rollwright.experience.experience import Experience
 from rollwright.experience.normaliser import normalise
-from rollwright.experience.operators import ExperiencePipeline
+from rollwright.experience.operators import ExperiencePipeline, PipelineResult
 from rollwright.experience.trajectory import Trajectory
 from rollwright.tracking.metrics import MetricsTracker, get_tracker
 
@@ -38,6 +38,13 @@ def joined_samples(samples: Sequence[Sequence[Experience]], group_id: int, first
     return trajectory
 
 
+def report_operators(result: PipelineResult, tracker: MetricsTracker) -> None:
+    """Add what operators said and dropped to the metrics, as ``operators/…``."""
+    scope = tracker.get("operators")
+    scope.scalar(**result.metrics)
+    scope.sum(**{f"dropped/{name}": count for name, count in result.drops.items()})
+
+
 class GroupOperators:
     """The operators of a run as an acceptance function: a complete group is changed in place, or refused where nothing is left.
 
@@ -50,14 +57,13 @@ class GroupOperators:
 
     def __init__(self, operators: Sequence[OperatorConfig], tracker: MetricsTracker | None = None) -> None:
         self.pipeline = ExperiencePipeline(operators)
-        self.tracker = (tracker or get_tracker()).get("operators")
+        self.tracker = tracker or get_tracker()
 
     def __call__(self, group: Trajectory) -> bool:
         """Apply the operators to one group; false where they left nothing."""
         group_id, first_sample = int(group["group_ids"][0]), int(group["sample_ids"].min())
         result = self.pipeline.apply(samples_of(group, group_id))
-        self.tracker.scalar(**result.metrics)
-        self.tracker.sum(**{f"dropped/{name}": count for name, count in result.drops.items()})
+        report_operators(result, self.tracker)
         if not result.samples:
             return False
         changed = joined_samples(result.samples, group_id, first_sample)

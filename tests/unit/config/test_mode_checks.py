@@ -102,3 +102,8 @@ def test_keys_of_the_other_way_to_give_tasks_are_told():
     assert "give valid_dataset" in faults("both", None, workflow="rlvr", eval_tasksets=tasks)["eval_tasksets"]
     assert "eval_tasksets" not in faults("bench", None, workflow="rlvr", eval_tasksets=tasks)  # bench evaluates either
     assert "eval_tasksets" not in faults("both", None, tasksets=tasks, eval_tasksets=tasks)
+
+
+def test_a_file_keeps_what_was_used():
+    assert "keeps what was read" in faults("train", StoreConfig(type="file", keep_used=False))["store.keep_used"]
+    assert "store.keep_used" not in faults("train", StoreConfig(keep_used=False))
