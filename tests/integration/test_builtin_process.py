@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -79,6 +81,41 @@ def test_a_run_starts_several_servers_and_publishes_to_them_by_files_where_it_is
         assert len(client.agreements) == 2
         assert all(server.served for server in client.router.servers)
         assert sorted(path.name for path in weights.iterdir()) == ["v2", "v3"]
+
+
+def test_a_run_goes_on_when_one_of_its_servers_is_killed(tmp_path):
+    """Whatever it was doing: nothing is dropped, no group is trained twice, and the other server is published to and audited."""
+    config = config_of(tmp_path, servers=2)
+    config.total_train_steps = 8
+    with PPOTrainer(config, ROWS) as trainer:
+        client = trainer.rollout.client
+        (first, _) = client.addresses
+
+        def kill_the_first() -> None:
+            while client.get_version() < 2:
+                time.sleep(0.01)
+            (server,) = [
+                child
+                for child in servers_of_this_process()
+                if child.cmdline()[1:3] == ["-m", "rollwright"] and first.rpartition(":")[2] in child.cmdline()
+            ]
+            server.kill()
+
+        killing = threading.Thread(target=kill_the_first, daemon=True)
+        killing.start()
+        summary = trainer.train("rollwright.workflows.rlvr.RLVRWorkflow", {"reward_fn": reward})
+        killing.join(60)
+        assert summary["steps"] == 8
+        assert client.get_version() == 8
+        assert [server.address for server in client.router.out_of_service()] == [first]
+        assert len(client.agreements) == 1
+        counters = trainer.rollout.counters()
+        assert counters["samples/failed"] == 0
+        assert not [name for name in counters if name.startswith("groups/dropped")]
+        state = trainer.rollout.state_dict()
+        assert (
+            state["frontier"] + len(state["beyond"]) == 8 * 4
+        )  # each task that was trained is one of the first that were drawn
 
 
 def test_a_run_that_cannot_begin_leaves_no_server_and_its_directory_free(tmp_path, monkeypatch):
