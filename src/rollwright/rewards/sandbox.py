@@ -115,11 +115,12 @@ def _start(directory: str, source: str, stdin: str, settings: dict[str, Any]) ->
 async def _watch(process: ScriptProcess, timeout: float, output_bytes: int) -> SandboxResult:
     """Read what a script says until it ends, or until its time is over and it is killed."""
     started = time.monotonic()
-    exit_code = None
     with _Output(process.stdout, output_bytes) as out, _Output(process.stderr, output_bytes) as err:
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(timeout):
                 exit_code = await process.exit_code()
+        except TimeoutError:
+            exit_code = process.exit_code_now()  # it ended in time, and the event loop comes late
         process.kill()
     return SandboxResult(
         stdout=out.text,

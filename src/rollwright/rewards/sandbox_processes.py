@@ -48,7 +48,13 @@ class ScriptProcess:
 
     async def exit_code(self) -> int:
         """Wait for its end; below 0 where a signal ended it."""
-        return int((await self._line()).removeprefix("exit "))
+        return _exit_code(await self._line())
+
+    def exit_code_now(self) -> int | None:
+        """Its exit code where it has ended, else None; nothing is waited for."""
+        self._receive()
+        line, end, _ = self._received.partition(b"\n")
+        return _exit_code(line.decode()) if end else None
 
     def kill(self) -> None:
         """End it and its session."""
@@ -62,12 +68,33 @@ class ScriptProcess:
 
     async def _line(self) -> str:
         while b"\n" not in self._received:
-            part = await asyncio.get_running_loop().sock_recv(self._socket, 4096)
-            if not part:
-                raise RewardError("run_python: the sandbox's fork server has ended; the next call starts another.")
-            self._received += part
+            await self._readable()
+            self._receive()
         line, _, self._received = self._received.partition(b"\n")
         return line.decode()
+
+    async def _readable(self) -> None:
+        """Wait without taking anything: what a cancelled wait had taken would be lost."""
+        loop = asyncio.get_running_loop()
+        readable = loop.create_future()
+        loop.add_reader(self._socket, lambda: readable.done() or readable.set_result(None))
+        try:
+            await readable
+        finally:
+            loop.remove_reader(self._socket)
+
+    def _receive(self) -> None:
+        try:
+            part = self._socket.recv(4096)
+        except BlockingIOError:
+            return
+        if not part:
+            raise RewardError("run_python: the sandbox's fork server has ended; the next call starts another.")
+        self._received += part
+
+
+def _exit_code(line: str) -> int:
+    return int(line.removeprefix("exit "))
 
 
 class ForkServer:

@@ -251,3 +251,13 @@ async def test_no_output_is_lost_where_the_event_loop_stands_still(monkeypatch):
     result = await run_python("print('x' * 100_000)")
     assert result.stdout == "x" * 100_000 + "\n"
     assert result.ok
+
+
+async def test_a_script_that_ended_in_time_has_whenever_the_event_loop_looks():
+    async def stands_still():
+        await asyncio.sleep(0.2)
+        time.sleep(0.6)  # noqa: ASYNC251 - that is what is tested
+
+    await run_python("pass")  # the fork server is there
+    result, _ = await asyncio.gather(run_python("import time; time.sleep(0.3); print('done')", timeout=0.5), stands_still())
+    assert (result.stdout, result.timed_out, result.exit_code) == ("done\n", False, 0)
