@@ -13,7 +13,7 @@ from rollwright.experience.experience import Experience
 from rollwright.experience.store_database import Database
 from rollwright.experience.store_polling import poll
 from rollwright.experience.store_records import Announcement, TaskClaim, experience_row, own_name
-from rollwright.experience.store_writing import count_drops, write_group
+from rollwright.experience.store_writing import complete_named_group, count_drops, write_group
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("store")
@@ -174,6 +174,11 @@ class ExplorerSide:
                 )
                 for name, ordinal, rows in prepared
             )
+
+    def complete_group(self, name: str) -> bool:
+        """Completes a group with the samples that it has, where no more will come; false where it is complete, or not there."""
+        with self._database.writing() as connection:
+            return complete_named_group(self._database, connection, name)
 
     def count_drops(self, counts: Mapping[str, int]) -> None:
         """Counts rows that were dropped, under the name of what dropped them."""

@@ -117,6 +117,16 @@ def complete_group(database: Database, connection: Connection, group_id: int) ->
     connection.execute(update(groups).where(groups.c.id == group_id).values(state=READY, sequence=sequence, **values))
 
 
+def complete_named_group(database: Database, connection: Connection, name: str) -> bool:
+    """Makes an open group ready by its name; false where there is none."""
+    still_open = select(groups.c.id).where(groups.c.name == name, groups.c.state == OPEN)
+    group_id = connection.execute(still_open).scalar_one_or_none()
+    if group_id is None:
+        return False
+    complete_group(database, connection, group_id)
+    return True
+
+
 def count_drops(database: Database, connection: Connection, counts: dict[str, int]) -> None:
     """Adds to the count of rows that were dropped under each name."""
     for reason, rows in counts.items():

@@ -134,6 +134,15 @@ class RunBook:
                 self._runs.pop(name).episode.close()
                 self.counts["dropped"] += 1
 
+    def end(self) -> None:
+        """Groups that wait for further runs of their task are complete with those that came: no more will come of this service."""
+        with self._lock:
+            size = self.config.gconfig.n_samples
+            waiting = [f"{self.name}/{task}/{runs // size}" for task, runs in self._samples_of.items() if task and runs % size]
+            completed = sum(self.store.complete_group(name) for name in waiting)
+            if completed:
+                logger.info("%d groups have fewer than %d runs and are trained as they are", completed, size)
+
     def status(self) -> dict[str, Any]:
         """Counts, and the version that samples."""
         with self._lock:
@@ -241,6 +250,8 @@ def serve(config: PPOConfig, directory: RunDirectory, *, is_over: Callable[[], b
                 loaded = follow_trainer(rollout, store, loaded, config.rollout.logprob_tolerance)
                 book.drop_idle()
                 time.sleep(POLL_SECONDS)
+        server.stop()
+        book.end()
         return book.status()
     finally:
         server.stop()

@@ -98,3 +98,14 @@ def test_a_turn_that_is_none_is_refused(book):
         with pytest.raises(RequestError):
             told(book, run, 1.0, turn=turn, final=False)
     assert told(book, run, 1.0) == 1
+
+
+def test_what_waits_for_more_runs_is_not_lost_when_the_service_ends(book):
+    for task, reward in (("refund", 1.0), ("refund", 0.0), ("refund", 0.5), ("swap", 0.25)):
+        told(book, worked(book, task), reward)
+    assert book.store.status().open_groups == 2
+    book.end()
+    assert [[each.reward for each in group.experiences] for group in book.store.groups()] == [[1.0, 0.0], [0.5], [0.25]]
+    assert book.store.status().open_groups == 0
+    book.end()  # once more changes nothing
+    assert not book.store.complete_group("service-1/swap/0")
