@@ -18,6 +18,7 @@ from rollwright.experience.recorder import Recorder
 from rollwright.experience.trajectory import check_trajectory, concat_padded_tensors
 from rollwright.inference.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelResponse
+from rollwright.inference.router import Server
 from rollwright.inference.sglang import SGLangClient, _Facts
 from rollwright.trainers.sft import supervised_batch
 from rollwright.training.actor import FSDPPPOActor
@@ -192,7 +193,7 @@ def test_servers_get_encoded_images_and_tokenizers_without_images_are_refused(di
     client = SGLangClient(RolloutConfig(), addresses=["127.0.0.1:1"])
     client._facts["127.0.0.1:1"] = _Facts(False, False, None)
     client._check(request, "127.0.0.1:1")
-    (encoded,) = client._payload(request, "id")["image_data"]
+    (encoded,) = client._payload(request, "id", Server("127.0.0.1:1"))["image_data"]
     assert encoded.startswith("data:image/png;base64,iVBOR")
     request.image_data = None
     with pytest.raises(EngineError, match="for images give image_data"):
