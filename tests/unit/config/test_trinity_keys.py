@@ -196,3 +196,9 @@ def test_several_engines_are_several_servers():
     more = "explorer: {rollout_model: {engine_type: vllm, engine_num: 2, tensor_parallel_size: 4}}\n"
     assert (built(more).rollout.servers, built(more).rollout.tensor_parallel) == (2, 4)
     assert "set rollout.backend to sglang or vllm" in refusal("explorer: {rollout_model: {engine_num: 2}}\n")
+
+
+def test_the_engine_s_cache_and_the_older_name_of_the_clip_are_read():
+    config = built("explorer: {rollout_model: {enable_prefix_caching: false}}\ntrainer: {actor_grad_clip: 0.5}\n")
+    assert config.rollout.prefix_cache is False
+    assert config.actor.optimizer.gradient_clipping == 0.5
