@@ -47,7 +47,9 @@ def products(
         if not full_length or len(row["answer"]) == 2 * digits
     ][:size]
     if len(tasks) < size:
-        raise DataError(f"products: {size} products of full length were asked for; split {split!r} has fewer with {digits} digits.")
+        raise DataError(
+            f"products: {size} products of full length were asked for; split {split!r} has fewer with {digits} digits."
+        )
     if worked:
         for index, task in enumerate(tasks):
             task["segments"] = episode(task, script=int((index + 1) * script_share) > int(index * script_share))
