@@ -33,6 +33,7 @@ def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
     explorer, trainer, operator = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
     trained, renamed = [], []
 
+    OPERATORS.get("reward_filter")  # those that are built in register themselves once
     monkeypatch.setattr(OPERATORS, "_operators", dict(OPERATORS._operators))
     exec(compile(operator, "an operator", "exec"), {"__name__": "docs_of_store"})
     config = types.SimpleNamespace(store=StoreConfig(operators=[OperatorConfig("short_only", {"max_tokens": 10})]))
