@@ -107,22 +107,24 @@ def plot_reward_curve(
     *,
     title: str = "Reward",
     smoothing: float = 0.4,
-    evaluation_name: str = "held-out accuracy",
+    evaluation_label: str = "accuracy",
 ) -> Path:
-    """Draws the reward of training and the accuracy on held-out tasks.
+    """Draws the reward of training and that on held-out tasks.
 
     Args:
         path: the PNG.
         rewards: ``(step, mean reward)`` of training.
-        evaluations: ``(step, accuracy)`` on held-out tasks; step 0 is before training.
+        evaluations: ``(step, mean)`` on held-out tasks; step 0 is before training.
         title: what the picture shows.
         smoothing: weight of the past in the moving average drawn through the rewards, 0 to 1.
-        evaluation_name: what the points are.
+        evaluation_label: what that mean is called.
 
     Returns:
         The path.
     """
-    figure, axes = _axes(title, "step", "reward, accuracy" if evaluations else "reward", (7.2, 4.0))
+    figure, axes = _axes(
+        title, "step", " and ".join(dict.fromkeys(("reward", evaluation_label))) if evaluations else "reward", (7.2, 4.0)
+    )
     steps, values = [step for step, _ in rewards], [value for _, value in rewards]
     axes.plot(steps, values, color=COLOURS[0], alpha=0.30, linewidth=1.2)
     axes.plot(
@@ -138,7 +140,7 @@ def plot_reward_curve(
             linestyle=(0, (4, 3)),
             marker="o",
             markersize=6,
-            label=evaluation_name,
+            label=f"held-out {evaluation_label}",
         )
         for index in sorted({0, len(evaluations) - 1}):
             axes.annotate(

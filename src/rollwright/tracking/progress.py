@@ -118,6 +118,7 @@ class ProgressDisplay:
         self._lock = threading.RLock()
         self._values: list[float] = []
         self._evaluations: list[tuple[int, float]] = []
+        self.evaluation_label = "accuracy"
         self._facts: dict[str, str] = {}
         self._seconds: dict[str, float] = {}
         self._activity: tuple[str, float | None] | None = None
@@ -205,13 +206,14 @@ class ProgressDisplay:
         elif self._live is not None:
             self._live.refresh()
 
-    def evaluation(self, step: int, accuracy: float, label: str = "accuracy") -> None:
-        """Tells the result of an evaluation after ``step`` steps (0: before the first)."""
+    def evaluation(self, step: int, value: float, label: str = "accuracy") -> None:
+        """Tells the result of an evaluation after ``step`` steps (0: before the first), and what it is called."""
         with self._lock:
-            self._evaluations.append((step, float(accuracy)))
+            self.evaluation_label = label
+            self._evaluations.append((step, float(value)))
             self._step_began = time.monotonic()
         if self.mode == "plain":
-            self._print(f"eval after step {step}/{self._total} | {label} {accuracy:.3f}")
+            self._print(f"eval after step {step}/{self._total} | {label} {value:.3f}")
 
     def message(self, text: str) -> None:
         """Prints a line above the live display, or as a plain line."""
@@ -238,7 +240,7 @@ class ProgressDisplay:
             rows.add_row("step", self._render_steps(width - 12))
             rows.add_row(self._value_name, self._render_curve(width - 12))
             if self._evaluations:
-                rows.add_row("accuracy", self._render_evaluations())
+                rows.add_row(self.evaluation_label, self._render_evaluations())
             if self._facts:
                 facts = Text()
                 for index, (name, fact) in enumerate(self._facts.items()):
@@ -277,10 +279,10 @@ class ProgressDisplay:
     def _render_evaluations(self) -> Text:
         text = Text()
         shown = self._evaluations if len(self._evaluations) <= 5 else [self._evaluations[0], *self._evaluations[-4:]]
-        for index, (step, accuracy) in enumerate(shown):
+        for index, (step, value) in enumerate(shown):
             if index:
                 text.append(" … " if index == 1 and len(shown) < len(self._evaluations) else " → ", style="dim")
-            text.append(f"{accuracy:.3f}", style="bold" if index == len(shown) - 1 else "")
+            text.append(f"{value:.3f}", style="bold" if index == len(shown) - 1 else "")
             text.append(f" @{step}", style="dim")
         return text
 

@@ -30,6 +30,7 @@ class EvaluationResult:
     truncated: float  # share of samples cut by a length limit
     response_tokens: float  # mean sampled tokens of a sample
     trajectory: Trajectory
+    measure: str = "reward"  # what the mean is called: accuracy where every reward is 0 or 1
 
     def as_metrics(self) -> dict[str, float]:
         """The scalars, for a metrics sink."""
@@ -73,6 +74,7 @@ def evaluate(
         truncated=float(sample_means(trajectory, trajectory["truncated"].float()).mean()),
         response_tokens=float(trajectory["loss_mask"].sum()) / len(rewards),
         trajectory=trajectory,
+        measure="accuracy" if bool(((rewards == 0) | (rewards == 1)).all()) else "reward",
     )
 
 

@@ -308,7 +308,7 @@ class Explorer:
             result = evaluate(self.rollout, self.evaluation_tasks, workflow, kwargs, self.config.evaluator.gconfig)
             evaluations[version] = result.reward
             run.log(version, {f"eval/{name}": value for name, value in result.as_metrics().items()})
-            run.display.evaluation(version, result.reward)
+            run.display.evaluation(version, result.reward, result.measure)
             run.dumper.dump(version, result.trajectory, name="eval")
 
     def _workflows(self) -> tuple[Any, tuple[Any, dict[str, Any]], list[dict[str, Any]]]:

@@ -192,7 +192,7 @@ class PPOTrainer:
             if stop.received is not None and self.step < total:
                 raise SystemExit(stop.exit_code)
             checkpoint = self.save(self.directory.checkpoints / "final")
-            run.plot(f"{config.experiment_name}: reward and held-out accuracy")
+            run.plot(f"{config.experiment_name}: reward and held-out {run.display.evaluation_label}")
             return {
                 "steps": self.step,
                 "reward": reward,
@@ -246,7 +246,7 @@ class PPOTrainer:
             result = self.evaluate(workflow, kwargs)
         reported = run.tracker.get("eval").export(reset=True)
         run.log(self.step, {**reported, **{f"eval/{name}": value for name, value in result.as_metrics().items()}})
-        run.display.evaluation(self.step, result.reward)
+        run.display.evaluation(self.step, result.reward, result.measure)
         run.dumper.dump(self.step, result.trajectory, name="eval")
         return result.reward
 

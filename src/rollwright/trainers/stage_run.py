@@ -90,7 +90,11 @@ class StageRun:
         return [(record["step"], record[name]) for record in records if record.get(name) is not None]
 
     def plot(self, title: str) -> Path:
-        """Draw reward and held-out accuracy into ``reward.png``."""
+        """Draw reward and held-out evaluations into ``reward.png``."""
         return plot_reward_curve(
-            self.directory.path / "reward.png", self.curve(self.value_name), self.curve("eval/reward"), title=title
+            self.directory.path / "reward.png",
+            self.curve(self.value_name),
+            self.curve("eval/reward"),
+            title=title,
+            evaluation_label=self.display.evaluation_label,
         )

@@ -98,3 +98,11 @@ def test_the_live_picture(width):
 def test_an_unknown_mode_is_refused():
     with pytest.raises(ConfigError, match="auto, live, plain, none"):
         ProgressDisplay(1, mode="fancy")
+
+
+def test_an_evaluation_has_the_name_of_what_it_measures():
+    stream = io.StringIO()
+    display = ProgressDisplay(4, mode="plain", stream=stream)
+    display.evaluation(2, -0.1, "reward")
+    assert stream.getvalue() == "eval after step 2/4 | reward -0.100\n"
+    assert display.evaluation_label == "reward"

@@ -11,11 +11,14 @@ from rollwright.workflows.search_agent import SearchAgentWorkflow
 class Rollout:
     """Gives every task one row, and keeps the workflow that it was given."""
 
+    def __init__(self, reward=1.0):
+        self.reward = reward
+
     def rollout_batch(self, tasks, workflow, **arguments):
         self.workflow = workflow
         count = len(tasks)
         return {
-            "rewards": torch.ones(count),
+            "rewards": torch.full((count,), self.reward),
             "truncated": torch.zeros(count, dtype=torch.bool),
             "loss_mask": torch.ones(count, 2),
             "group_ids": torch.arange(count),
@@ -46,3 +49,13 @@ def test_a_workflow_with_no_stops_gets_the_evaluation_s_arguments_alone():
     rollout = Rollout()
     evaluate(rollout, [{}], Own(), None, GenerationHyperparameters(greedy=True))
     assert rollout.workflow.gconfig == GenerationHyperparameters(greedy=True)
+
+
+def test_a_mean_of_zeros_and_ones_is_an_accuracy():
+    class Own:
+        async def arun_episode(self, engine, data): ...
+
+    measures = [
+        evaluate(Rollout(reward), [{}, {}], Own(), None, GenerationHyperparameters()).measure for reward in (1.0, 0.0, 0.5)
+    ]
+    assert measures == ["accuracy", "accuracy", "reward"]
