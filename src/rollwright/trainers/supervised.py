@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -81,26 +82,27 @@ class SupervisedTrainer(ABC):
 
     def __enter__(self) -> Any:
         torch.manual_seed(self.config.seed)
-        self.model = self.make_engine()
-        self.model.initialize(None, self.spec)
-        self.rollout = None
-        if self.config.workflow and self.valid_dataset:  # nothing is sampled where nothing is evaluated
-            self.rollout = make_local_engine(self.config, self.model, self.tokenizer)
-        if self.rollout is not None:
-            self.rollout.initialize()
-            self.weights = SharedWeights(self.rollout)
-        self.recover = RecoverCheckpoints(self.directory.recover, keep=self.config.recover.keep)
-        if self.directory.resumed and self.recover.steps():
-            self.step, state = self.recover.load()
-            self.model.load_state_dict(state["model"])
-            self.loader.load_state_dict(state["loader"])
-            logger.info("resumed %s after step %d", self.directory.path, self.step)
+        with ExitStack() as opened:  # closes what it has where something fails here
+            self.model = self.make_engine()
+            self.model.initialize(None, self.spec)
+            opened.callback(self.model.destroy)
+            self.rollout = None
+            if self.config.workflow and self.valid_dataset:  # nothing is sampled where nothing is evaluated
+                self.rollout = make_local_engine(self.config, self.model, self.tokenizer)
+                opened.callback(self.rollout.destroy)
+                self.rollout.initialize()
+                self.weights = SharedWeights(self.rollout)
+            self.recover = RecoverCheckpoints(self.directory.recover, keep=self.config.recover.keep)
+            if self.directory.resumed and self.recover.steps():
+                self.step, state = self.recover.load()
+                self.model.load_state_dict(state["model"])
+                self.loader.load_state_dict(state["loader"])
+                logger.info("resumed %s after step %d", self.directory.path, self.step)
+            self._opened = opened.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.rollout is not None:
-            self.rollout.destroy()
-        self.model.destroy()
+        self._opened.close()
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 

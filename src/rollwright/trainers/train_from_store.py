@@ -6,6 +6,7 @@ killed goes on from its newest checkpoint and draws again what was drawn after i
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -58,21 +59,24 @@ class StoreTrainer:
         config = self.config
         assert config.store is not None
         torch.manual_seed(config.seed)
-        self.store = open_run_store(config)
-        announced = self.store if isinstance(self.store, ExperienceStore) else None
-        self.sampling = Sampling.from_config(config.store, config.seed)
-        self.actor = FSDPPPOActor(config.actor)
-        self.actor.initialize(None, self.spec)
-        self.withdrawn = range(0)  # versions that name other weights in some experiences
-        self.actor.connect_engine(PublishedWeights(self.directory.path / "weights", announced))
-        self.recover = RecoverCheckpoints(self.directory.recover, keep=config.recover.keep)
-        self._begin()
-        self.actor.republish()  # what explorers begin with
+        with ExitStack() as opened:  # closes what it has where something fails here
+            self.store = open_run_store(config)
+            opened.callback(self.store.close)
+            announced = self.store if isinstance(self.store, ExperienceStore) else None
+            self.sampling = Sampling.from_config(config.store, config.seed)
+            self.actor = FSDPPPOActor(config.actor)
+            self.actor.initialize(None, self.spec)
+            opened.callback(self.actor.destroy)
+            self.withdrawn = range(0)  # versions that name other weights in some experiences
+            self.actor.connect_engine(PublishedWeights(self.directory.path / "weights", announced))
+            self.recover = RecoverCheckpoints(self.directory.recover, keep=config.recover.keep)
+            self._begin()
+            self.actor.republish()  # what explorers begin with
+            self._opened = opened.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.actor.destroy()
-        self.store.close()
+        self._opened.close()
 
     def _begin(self) -> None:
         """Become the store's trainer: at the newest checkpoint, or at the beginning."""

@@ -31,3 +31,27 @@ def test_it_evaluates_as_it_trains_and_stops_when_it_is_accurate_enough(tmp_path
     metrics = (tmp_path / "supervised" / "trial" / "metrics.jsonl").read_text()
     assert metrics.count('"eval/reward"') == steps
     assert list(tmp_path.glob("supervised/trial/checkpoints/final/*.safetensors"))
+
+
+def test_what_was_opened_is_closed_where_the_rest_fails(tmp_path, tiny_model, monkeypatch):
+    from rollwright.trainers import supervised
+
+    closed = []
+    make = supervised.make_local_engine
+
+    def make_watched(*arguments):
+        rollout = make(*arguments)
+        destroy = rollout.destroy
+        monkeypatch.setattr(rollout, "destroy", lambda: (closed.append("rollout"), destroy()))
+        return rollout
+
+    def fail(rollout):
+        raise OSError("no weights")
+
+    monkeypatch.setattr(supervised, "make_local_engine", make_watched)
+    monkeypatch.setattr(supervised, "SharedWeights", fail)
+    config = tmp_path / "supervised.yaml"
+    config.write_text(CONFIG.replace("FILEROOT", str(tmp_path)).replace("MODEL", str(tiny_model)).replace("ACCURACY", "1.0"))
+    with pytest.raises(OSError, match="no weights"):
+        run_config(load_stages(config, ["stats_logger.display=none"]))
+    assert closed == ["rollout"]
