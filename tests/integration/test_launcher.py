@@ -39,8 +39,9 @@ SERVER = textwrap.dedent(
 #: A program that launches two of them and then waits, or ends in one of several ways.
 OWNER = textwrap.dedent(
     """
-    import sys, time, os, pathlib
+    import sys, time, os, pathlib, signal
     from rollwright.inference.launcher import Launcher
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background of a shell inherits that it is ignored
     server, logs, ending = sys.argv[1:4]
     launcher = Launcher(logs)
     launcher.start(lambda host, port, index: [sys.executable, server, str(port)], count=2, shared=pathlib.Path(logs) / "shared")
