@@ -145,7 +145,7 @@ class RetrievalClient:
 def _reason(response: Any) -> str:
     try:
         return response.json()["error"]["message"]
-    except Exception:
+    except (ValueError, KeyError, TypeError):  # not an error of ours: a proxy's page, say
         return response.text[:300]
 
 
