@@ -121,7 +121,6 @@ class ProgressDisplay:
         self.evaluation_label = "accuracy"
         self._facts: dict[str, str] = {}
         self._seconds: dict[str, float] = {}
-        self._activity: tuple[str, float | None] | None = None
         self._began = self._step_began = time.monotonic()
         self._spinner = Spinner("dots", style="cyan")
         self._live: Live | None = None
@@ -140,18 +139,8 @@ class ProgressDisplay:
 
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
-            self._activity = None
             self._live.stop()
             self._live = None
-
-    def activity(self, text: str, share: float | None = None) -> None:
-        """Says what goes on inside the step, e.g. ``generate 213/512``; plain mode does not print it.
-
-        Args:
-            text: a few words.
-            share: how much of it is done, 0 to 1, where known.
-        """
-        self._activity = (text, share)
 
     def step(
         self,
@@ -180,7 +169,6 @@ class ProgressDisplay:
             step_seconds, self._step_began = now - self._step_began, now
             self._step = step
             self._values.append(float(value))
-            self._activity = None
             shown: dict[str, str] = {}
             if generate_tokens_per_second is not None:
                 shown["generate"] = f"{generate_tokens_per_second:,.0f} tok/s"
@@ -309,16 +297,14 @@ class ProgressDisplay:
         return Group(bar, legend)
 
     def _render_activity(self) -> RenderableType:
-        if self._live is None or (self._step >= self._total and self._activity is None):
+        if self._live is None or self._step >= self._total:
             return Text(
                 "done" if self._step >= self._total else "stopped",
                 style="bold green" if self._step >= self._total else "yellow",
             )
         phase = self._timer.current if self._timer is not None else None
-        text, share = self._activity or (phase or "working", None)
         since = time.monotonic() - self._step_began
-        suffix = f" {share:.0%}" if share is not None else ""
         self._spinner.update(
-            text=Text.assemble(f"{text}{suffix}", (f"  step {min(self._step + 1, self._total)}, {since:.0f}s", "dim"))
+            text=Text.assemble(phase or "working", (f"  step {min(self._step + 1, self._total)}, {since:.0f}s", "dim"))
         )
         return self._spinner
