@@ -169,26 +169,29 @@ def test_versions_are_right_when_weights_change_under_running_requests(server, t
         client.update_weights(meta, version=version, weights=trainer.model.state_dict(), trainer=trainer)
 
     async def scenario():
-        responses, is_updated = [], False
+        responses, is_over = [], False
 
         async def keep_asking(requests):
-            while not is_updated:
+            while not is_over:
                 responses.append(await client.agenerate(next(requests)))
 
-        made = await asyncio.to_thread(generated_tokens, client)
+        # Few at a time: with its 64 slots full, the server's engine runs seconds ahead of its HTTP front, and a pause can find
+        # every request sampled to its end though none has been answered.
         requests = iter(ask(5000, tokens=300))
-        running = [asyncio.ensure_future(keep_asking(requests)) for _ in range(120)]
-        await generating(client, made, *running)
-        await asyncio.to_thread(update)
-        is_updated = True
+        running = [asyncio.ensure_future(keep_asking(requests)) for _ in range(8)]
+        for _ in range(5):
+            made = await asyncio.to_thread(generated_tokens, client)
+            await generating(client, made, *running)
+            await asyncio.to_thread(update)
+        is_over = True
         await asyncio.gather(*running)
         return responses
 
     responses = asyncio.run(scenario())
-    assert len(responses) >= 120
+    assert len(responses) >= 8
     assert all(len(response.output_tokens) == 300 for response in responses)
-    assert any(len(set(response.output_versions)) == 2 for response in responses)
-    assert trainer.check_versions(responses, tolerance=2e-3) == {before, before + 1}
+    assert any(len(set(response.output_versions)) > 1 for response in responses)
+    assert {before, before + 1} <= trainer.check_versions(responses, tolerance=2e-3)
 
 
 def test_abort_and_a_cancelled_request(server):

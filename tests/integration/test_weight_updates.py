@@ -120,7 +120,8 @@ def test_other_policies_for_running_requests(model_path, tmp_path, policy):
         trainer = Trainer(model_path)
 
         def update() -> None:
-            client.update_weights(version=trainer.step(), weights=trainer.model.state_dict(), trainer=trainer)
+            for _ in range(3):  # one could fall between two requests
+                client.update_weights(version=trainer.step(), weights=trainer.model.state_dict(), trainer=trainer)
 
         responses = asyncio.run(gather_while(client, ask(40, tokens=60), update))
         versions = [set(response.output_versions) for response in responses]
@@ -128,4 +129,5 @@ def test_other_policies_for_running_requests(model_path, tmp_path, policy):
             assert all(len(seen) == 1 for seen in versions)
             assert 0 in trainer.check_versions(responses)
         else:
-            assert {0, 1} in versions  # the versions are labelled; the cache is the old weights', so logprobs are a mixture
+            # the versions are labelled; the cache is the old weights', so log-probabilities are a mixture
+            assert any(len(seen) > 1 for seen in versions)
