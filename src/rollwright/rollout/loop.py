@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from rollwright.errors import RolloutError
+from rollwright.rollout.garbage import rarer_collections
 from rollwright.rollout.watch import LoopWatch
 from rollwright.tracking.logging import getLogger
 
@@ -116,8 +117,9 @@ class LoopThread:
         asyncio.set_event_loop(self.loop)
         self.watch.start()
         try:
-            while not self._run_until_stopped():
-                pass
+            with rarer_collections():
+                while not self._run_until_stopped():
+                    pass
         finally:
             self.watch.stop()
 

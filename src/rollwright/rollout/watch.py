@@ -36,12 +36,12 @@ class _Standstill:
     """One step of the loop that lasts.
 
     Attributes:
-        step: which task or callback, of which beat.
+        step: the loop's handle of it; held, so that no later one takes its address.
         held: seconds that the step itself has taken so far: it computed, or was blocked.
         places: where the loop's thread stood, look by look.
     """
 
-    step: tuple[int, float]
+    step: asyncio.Handle
     held: float = BEAT  # it began before it was first seen
     places: Counter[str] = field(default_factory=Counter)
     is_reported: bool = False
@@ -131,7 +131,7 @@ class LoopWatch:
             if step is None:
                 current = None
                 continue
-            if current is None or current.step != step:
+            if current is None or current.step is not step:
                 current = _Standstill(step)
             else:
                 current.held += own_time(elapsed, before, scheduling)
@@ -154,14 +154,13 @@ class LoopWatch:
                 place,
             )
 
-    def _step(self) -> tuple[int, float] | None:
-        """Which step of which task or callback the loop is in; None where it is in none."""
+    def _step(self) -> asyncio.Handle | None:
+        """Which step of a task, or which callback, the loop is in; None where it is in none."""
         frame = sys._current_frames().get(self._thread_id) if self._thread_id is not None else None
-        below = None
         while frame is not None:
             if frame.f_code is asyncio.Handle._run.__code__:
-                return None if below is None else (id(below), self._beat)
-            below, frame = frame, frame.f_back
+                return frame.f_locals["self"]
+            frame = frame.f_back
         return None
 
 
