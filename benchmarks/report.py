@@ -63,6 +63,8 @@ class Report:
     def finish(self, json_path: Path | None = None) -> None:
         """Print the table and, where a path is given, write everything to it."""
         console = Console()
+        if not console.is_terminal:
+            console = Console(width=140)
         table = Table(title=self.name)
         columns = list(dict.fromkeys(key for result in self.results for key in result))
         for column in columns:

@@ -17,16 +17,20 @@ from sqlalchemy.exc import OperationalError
 #: Seconds for a part to end, on a machine that is busy with other things.
 LIMIT = 250.0
 
+#: Groups of a training step.
+BATCH = 4
+
 CONFIG = """
 experiment_name: modes
 trial_name: trial
 cluster: {{fileroot: {root}}}
 actor: {{path: {model}, optimizer: {{lr: 1.0e-3}}}}
 gconfig: {{n_samples: 4, max_new_tokens: 8}}
-train_dataset: {{path: arithmetic, split: train, batch_size: 4, kwargs: {{digits: 1}}}}
+train_dataset: {{path: arithmetic, split: train, batch_size: {batch}, kwargs: {{digits: 1}}}}
 valid_dataset: {{path: arithmetic, split: valid, limit: 4, kwargs: {{digits: 1}}}}
-workflow: rollwright.workflows.rlvr.RLVRWorkflow
-reward_fn: rewards_of_modes.share_of_digits
+workflow: parts_of_modes.Gated
+workflow_kwargs: {{gate: {root}/gate}}
+reward_fn: parts_of_modes.share_of_digits
 total_train_steps: {steps}
 recover: {{every_steps: 2}}
 saver: {{every_steps: 2}}
@@ -35,7 +39,26 @@ bench: {{samples: 2}}
 stats_logger: {{display: none, dump_rollouts: 0}}
 """
 
-REWARDS = """
+PARTS = """
+import asyncio
+from pathlib import Path
+
+from rollwright import RLVRWorkflow
+
+
+class Gated(RLVRWorkflow):
+    '''Begins a task that an explorer claimed only when the test lets it.'''
+
+    def __init__(self, gate, **kwargs):
+        super().__init__(**kwargs)
+        self.gate = Path(gate)
+
+    async def arun_episode(self, engine, data):
+        while self.gate.exists() and data.get("ordinal", -1) >= len(self.gate.read_bytes()):
+            await asyncio.sleep(0.02)
+        return await super().arun_episode(engine, data)
+
+
 def share_of_digits(prompt, completion, prompt_ids, completion_ids, **data):
     return sum(character.isdigit() for character in completion) / max(1, len(completion))
 """
@@ -47,8 +70,9 @@ class Run:
     def __init__(self, root: Path, model: Path, steps: int) -> None:
         self.root = root
         self.file = root / "modes.yaml"
-        self.file.write_text(CONFIG.format(root=root / "runs", model=model, steps=steps))
-        (root / "rewards_of_modes.py").write_text(REWARDS)
+        self.file.write_text(CONFIG.format(root=root / "runs", model=model, steps=steps, batch=BATCH))
+        (root / "parts_of_modes.py").write_text(PARTS)
+        self.gate = root / "gate"
         self.trial = root / "runs" / "modes" / "trial"
         self.processes: list[subprocess.Popen] = []
 
@@ -61,8 +85,14 @@ class Run:
         self.processes.append(process)
         return process
 
+    def let_tasks(self, count: int) -> None:
+        """Explorers begin no task but the run's first ``count``: nothing goes on behind a test that is late to look."""
+        with self.gate.open("ab") as file:
+            file.write(bytes(max(0, count - file.tell())))
+
     def finished(self, *processes: subprocess.Popen) -> None:
-        """Wait until parts have ended well."""
+        """Let all tasks through, and wait until parts have ended well."""
+        self.gate.unlink(missing_ok=True)
         for process in processes:
             process.wait(LIMIT)
             assert process.returncode == 0, self.log(process)
@@ -86,11 +116,29 @@ class Run:
             time.sleep(0.01)
 
     def kill_while(self, process: subprocess.Popen, condition: Callable[[], object]) -> None:
-        """Kill a process at a moment at which a condition surely holds: it is stopped first, and looked at again."""
+        """Kill a process at a moment at which a condition surely holds: it is stopped first, and looked at again.
+
+        Tasks are let through one by one, the next when all before are stored and no batch of them waits to be trained, so
+        that no moment passes unseen, however long this process is kept from looking.
+        """
+        advanced = time.monotonic()
+
+        def holds() -> bool:
+            nonlocal advanced
+            if condition():
+                return True
+            let = self.gate.stat().st_size
+            groups = self.rows("select total(state > 0), total(state = 1 and uses = 0) from groups")
+            is_quiet = any(stored >= let and waiting < BATCH for stored, waiting in groups)
+            if is_quiet or time.monotonic() - advanced > 5:  # a trainer may be waiting for a task that is not let through
+                self.let_tasks(let + 1)
+                advanced = time.monotonic()
+            return False
+
         while True:
-            self.until(condition, process)
+            self.until(holds, process)
             process.send_signal(signal.SIGSTOP)
-            self.until(lambda: all(state_of(stat) == "T" for stat in Path(f"/proc/{process.pid}/task").glob("*/stat")))
+            self.until(lambda: is_stopped(process), process)
             if condition():
                 process.kill()
                 process.wait()
@@ -107,17 +155,19 @@ class Run:
 
     def rows(self, statement: str) -> list[tuple]:
         """What the store answers to a query; nothing while there is no store."""
-        file = self.trial / "experiences.db"
-        if not file.exists():
-            return []
-        engine = create_engine(f"sqlite:///file:{file}?mode=ro&uri=true")
-        try:
-            with engine.connect() as connection:
-                return [tuple(row) for row in connection.execute(text(statement))]
-        except OperationalError:  # its tables are being made
-            return []
-        finally:
-            engine.dispose()
+        file, started = self.trial / "experiences.db", time.monotonic()
+        while file.exists():
+            engine = create_engine(f"sqlite:///file:{file}?mode=ro&uri=true")
+            try:
+                with engine.connect() as connection:
+                    return [tuple(row) for row in connection.execute(text(statement))]
+            except OperationalError as error:  # its tables are being made, or a part that is busy holds it
+                if "no such table" in str(error):
+                    return []
+                assert time.monotonic() - started < LIMIT, error
+            finally:
+                engine.dispose()
+        return []
 
     def stop(self) -> None:
         """End what still runs."""
@@ -127,6 +177,10 @@ class Run:
                 process.wait()
 
 
-def state_of(stat: Path) -> str:
-    """State of a thread, as the kernel names it; T: stopped."""
-    return stat.read_text().rsplit(")", 1)[1].split()[0]
+def is_stopped(process: subprocess.Popen) -> bool:
+    """True where the kernel has stopped every thread of a process."""
+    try:
+        stats = [stat.read_text() for stat in Path(f"/proc/{process.pid}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):  # of a thread that has just ended
+        return False
+    return all(stat.rsplit(")", 1)[1].split()[0] == "T" for stat in stats)

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("sqlalchemy")
 
-from mode_processes import Run
+from mode_processes import BATCH, Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -47,6 +47,7 @@ def test_two_processes_learn_what_one_does(run_of):
 
 def test_a_killed_trainer_goes_on_from_its_checkpoint(run_of):
     run = run_of(8)
+    run.let_tasks(5 * BATCH)  # it cannot be over before it is killed
     explorer, trainer = run.start("mode=explore", "store={}"), run.start("mode=train", "store={}")
     checkpoint = run.trial / "trainer" / "recover" / "step_00000004"
     run.until(checkpoint.exists, trainer)

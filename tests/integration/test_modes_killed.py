@@ -9,12 +9,9 @@ import pytest
 
 pytest.importorskip("sqlalchemy")
 
-from mode_processes import Run
+from mode_processes import BATCH, Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
-
-BATCH = 4
-
 
 @pytest.fixture
 def run_of(tmp_path, tiny_model):
@@ -40,6 +37,7 @@ def trained_groups(run: Run) -> dict[int, list[int]]:
 def test_two_explorers_and_a_trainer_lose_and_repeat_nothing(run_of):
     """Synchronous, so that each batch has to be the next four tasks, whoever was killed in between."""
     run = run_of(9)
+    run.let_tasks(0)
     store = "store={lease_seconds: 4.0}"
     explorers = [run.start("mode=explore", store) for _ in range(2)]
     trainer = run.start("mode=train", store, "recover.every_steps=3")
@@ -50,6 +48,7 @@ def test_two_explorers_and_a_trainer_lose_and_repeat_nothing(run_of):
     run.kill_while(explorers[0], lambda: held(explorers[0]) and run.rows("select 1 from versions where version >= 1"))
     lost = held(explorers[0])
     assert lost
+    run.let_tasks(3 * BATCH)
     run.until(lambda: run.rows("select 1 from checkpoints"), trainer, explorers[1])  # the other one has taken over
     explorers[0] = run.start("mode=explore", store)
     uncommitted = "select groups.ordinal from uses join groups on groups.id = uses.group_id where uses.checkpoint is null"
@@ -69,6 +68,7 @@ def test_two_explorers_and_a_trainer_lose_and_repeat_nothing(run_of):
 def test_a_restart_that_trains_the_freshest_first(run_of):
     """What was used after the checkpoint competes again, and some of it was sampled by weights that a restart took back."""
     run = run_of(10)
+    run.let_tasks(0)
     settings = (
         "store={order: freshest, lease_seconds: 4.0}",
         "rollout.max_head_offpolicyness=3",

@@ -6,12 +6,12 @@ import pytest
 
 pytest.importorskip("sqlalchemy")
 
-from mode_processes import Run
+from mode_processes import BATCH, Run
 from real_servers import served_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-STEPS, BATCH, SAMPLES = 6, 4, 4
+STEPS, SAMPLES = 6, 4
 
 
 @pytest.fixture
@@ -25,6 +25,7 @@ def test_experiences_of_a_server_have_its_versions_and_it_follows_the_trainer(ru
     """Also when the trainer is killed and goes back: each batch is sampled with the weights of the step before."""
     with served_model(tiny_model, tmp_path / "logs") as (servers, client):
         explore = "mode=explore", "store={}", "rollout.backend=sglang", f"rollout.addresses=[{servers.addresses[0]}]"
+        run.let_tasks(3 * BATCH + 1)  # the fourth step, and the checkpoint after it, have to wait
         explorer, trainer = run.start(*explore), run.start("mode=train", "store={}")
         ahead = "select 1 from groups, checkpoints where groups.version = 3 and checkpoints.version = 2"
         run.kill_while(trainer, lambda: run.rows(ahead) and not run.rows("select 1 from checkpoints where version > 2"))

@@ -105,7 +105,7 @@ class Builder:
 
     def fault(self, path: KeyPath, message: str) -> None:
         """Note one fault of the value at ``path``."""
-        name = f"{dotted(path)}: " if path else ""
+        name = f"{self.origins.name(path)}: " if path else ""
         self.faults.append(f"{self.origins.of(path)}: {name}{message}")
 
     def raise_faults(self) -> None:

@@ -97,7 +97,7 @@ def resolve(
             int(part) if part.isdigit() else part for part in key.replace("[", ".").replace("]", "").split(".") if part
         )
         cause = str(error).splitlines()[0].strip()
-        name = f"{dotted(path)}: " if path else ""
+        name = f"{origins.name(path)}: " if path else ""
         raise ConfigError(f"{origins.of(path)}: {name}{cause}. Name a key that the config has, or give a default.") from error
 
 

@@ -61,13 +61,25 @@ class Override:
     raw: str
 
 
+@dataclass(frozen=True)
+class Written:
+    """How a key was written that stands under another one now: its name there, and where that was."""
+
+    key: str
+    place: str
+
+
 @dataclass
 class Document:
-    """What a YAML file says, before interpolation: containers, lines and the file's name."""
+    """What a YAML file says, before interpolation: containers, lines and the file's name.
+
+    ``written`` is of files in another system's shape: what their author called the keys.
+    """
 
     data: dict[str, Any]
     lines: dict[KeyPath, int] = field(default_factory=dict)
     file: str = "<config>"
+    written: dict[KeyPath, Written] = field(default_factory=dict)
 
 
 @dataclass
@@ -87,12 +99,21 @@ class Origins:
         for length in range(len(path), -1, -1):
             if override := self._override(path[:length]):
                 return f"override {override.text!r}"
+            if written := self.document.written.get(path[:length]):
+                return written.place
             for prefix in self.prefixes:
                 if line := self.document.lines.get((*prefix, *path[:length])):
                     return f"{self.document.file}:{line}"
             if override := self._override_below(path[:length]):
                 return f"override {override.text!r}"
         return self.document.file
+
+    def name(self, path: KeyPath) -> str:
+        """What messages call a key: as it was written, and what it is here where that is another name."""
+        written = self.document.written.get(path)
+        if written is None or self._override(path):
+            return dotted(path)
+        return f"{written.key} (here {dotted(path)})"
 
     def raw(self, path: KeyPath) -> str | None:
         """The text behind the ``=`` where the value itself was given as an override."""

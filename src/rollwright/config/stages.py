@@ -26,7 +26,7 @@ from rollwright.config.loading import config_to_dict, merge_overrides, written_k
 from rollwright.config.new_model import NewModelConfig
 from rollwright.config.recipes import apply_recipe
 from rollwright.config.resolving import merge, resolve
-from rollwright.config.source import Document, KeyPath, Origins, Override, parse_override, read_yaml
+from rollwright.config.source import Document, KeyPath, Origins, Override, dotted, parse_override, read_yaml
 from rollwright.config.trinity import is_trinity_shaped, translate
 from rollwright.errors import ConfigError
 
@@ -66,6 +66,10 @@ class Stage:
         """Where a key was written: ``file:line``, or the override's text."""
         return self.source if self.origins is None else self.origins.of(path)
 
+    def written(self, path: KeyPath) -> str:
+        """What messages call a key."""
+        return dotted(path) if self.origins is None else self.origins.name(path)
+
     def to_dict(self) -> dict[str, Any]:
         """Kind, name and every setting, as plain containers."""
         return {"kind": self.kind, "name": self.name, **config_to_dict(self.config)}
@@ -95,7 +99,7 @@ def _translated(document: Document, overrides: Sequence[Override]) -> tuple[Docu
     ours = {field.name for field in dataclasses.fields(GRPOConfig)} - set(document.data) - {"mode", "cluster"}
     theirs = [override for override in overrides if override.path[0] not in ours]
     origins = Origins(document, theirs)
-    translation = translate(resolve(merge_overrides(document.data, theirs), [], origins), document)
+    translation = translate(resolve(merge_overrides(document.data, theirs), [], origins), document, theirs)
     logger.info("%s has Trinity-RFT's shape; it is read as this project's config:", document.file)
     for note in translation.notes:
         logger.info("  %s", note)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from difflib import SequenceMatcher
 from typing import Any
 
+from rollwright.config.source import KeyPath, dotted
 from rollwright.errors import ConfigError
 
 Pairs = list[tuple[str, Any]]
@@ -12,7 +14,6 @@ Pairs = list[tuple[str, Any]]
 #: Key there -> key here.
 RENAMED: dict[str, str] = {
     "project": "experiment_name",
-    "name": "trial_name",
     "mode": "mode",
     "checkpoint_root_dir": "cluster.fileroot",
     "model.model_path": "actor.path",
@@ -83,29 +84,24 @@ POLICY_LOSSES: dict[str, Pairs] = {
     "topr": _policy_loss("topr"),
 }
 
+#: Weights of the tokens in a step's loss. Names of this project's own are taken, too.
+AGGREGATIONS = {"token-mean": "token", "seq-mean-token-mean": "row", "token": "token", "row": "row", "constant": "constant"}
 
 #: Key there -> what its value becomes: pairs of a key here and a value.
 CONVERTED: dict[str, Callable[[Any], Pairs]] = {
     "continue_from_checkpoint": lambda on: [("recover.mode", "auto" if on else "off")],
     "model.max_response_tokens": lambda n: [("gconfig.max_new_tokens", n)],
-    "algorithm.advantage_fn": lambda name: _part("advantage_fn", name, ADVANTAGES),
-    "algorithm.policy_loss_fn": lambda name: _part("policy_loss_fn", name, POLICY_LOSSES),
-    "explorer.over_rollout.ratio": lambda ratio: [("rollout.over_sampling", ratio)],
-    "monitor.monitor_type": lambda name: [
-        ("stats_logger.sinks", [_choice("monitor.monitor_type", name, "tensorboard", "wandb")])
-    ],
-    "buffer.trainer_input.experience_buffer.storage_type": lambda name: [
-        ("store.type", _choice("buffer.trainer_input.experience_buffer.storage_type", name, "sql", "queue", "file"))
-    ],
-    "algorithm.loss_agg_mode": lambda name: [
-        ("actor.loss_aggregation", {"token-mean": "token", "seq-mean-token-mean": "row"}.get(name, name))
-    ],
+    "algorithm.advantage_fn": lambda name: ADVANTAGES[choice(name, *ADVANTAGES)],
+    "algorithm.policy_loss_fn": lambda name: POLICY_LOSSES[choice(name, *POLICY_LOSSES)],
+    "monitor.monitor_type": lambda name: [("stats_logger.sinks", [choice(name, "tensorboard", "wandb")])],
+    "buffer.trainer_input.experience_buffer.storage_type": lambda name: [("store.type", choice(name, "sql", "queue", "file"))],
+    "algorithm.loss_agg_mode": lambda name: [("actor.loss_aggregation", AGGREGATIONS[choice(name, *AGGREGATIONS)])],
     "explorer.rollout_model.engine_type": lambda name: [
-        ("rollout.backend", {"vllm_async": "vllm"}.get(name, _choice("engine_type", name, "vllm", "vllm_async", "sglang")))
+        ("rollout.backend", choice(name, "vllm", "vllm_async", "sglang").removesuffix("_async"))
     ],
     "data_processor.operators": lambda operators: [("store.operators", _operators(operators))],
     "data_processor.experience_pipeline.operators": lambda operators: [("store.operators", _operators(operators))],
-    "explorer.auxiliary_models": lambda models: [("auxiliary_models", [_auxiliary(model) for model in models])],
+    "explorer.auxiliary_models": lambda models: [("auxiliary_models", _auxiliary_models(models))],
 }
 
 #: Key there -> the values at which it asks for what happens here anyway.
@@ -124,7 +120,15 @@ ALREADY_SO: dict[str, tuple[Any, ...]] = {
     "trainer.trainer_type": (Any,),
     "trainer.use_dynamic_bsz": (True,),
     "synchronizer.sync_method": ("memory", "nccl", "checkpoint"),
-    "synchronizer.sync_style": ("fixed", "dynamic_by_explorer", "explorer_driven", "trainer_driven", "fully_async"),
+    "trainer.ulysses_sequence_parallel_size": (1,),
+    "synchronizer.sync_style": (
+        "fixed",
+        "dynamic_by_explorer",
+        "dynamic_by_trainer",
+        "explorer_driven",
+        "trainer_driven",
+        "fully_async",
+    ),
     "cluster.node_num": (1,),
     "cluster.gpu_per_node": (Any,),
     "monitor.enable_ray_timeline": (False,),
@@ -133,6 +137,12 @@ ALREADY_SO: dict[str, tuple[Any, ...]] = {
 
 #: Keys whose meaning here depends on others of the file (``trinity_together``).
 TOGETHER = (
+    "name",
+    "group",
+    "explorer.over_rollout.ratio",
+    "explorer.over_rollout.wait_after_min",
+    "explorer.dynamic_timeout.enable",
+    "explorer.dynamic_timeout.ratio",
     "synchronizer.sync_interval",
     "synchronizer.sync_offset",
     "model.max_prompt_tokens",
@@ -176,31 +186,52 @@ REFUSED: dict[str, str] = {
     "the actor section of this project's own form",
     "data_processor.task_pipeline": "changes the dataset before the run; prepare the dataset first, and name the result as path",
     "service": "starts services of another system; remove it",
-    "group": "has no counterpart here; experiment_name and trial_name name a run",
     "stages": "are written in this project's own form (docs/configuration.md)",
 }
-SELECTORS = {
-    "sequential": "sequential",
-    "shuffle": "shuffle",
-    "random": "random",
-    "difficulty_based": "difficulty",
-    "offline_easy2hard": None,
+#: Keys of a taskset's format that may only be left out or false, and why.
+FORMAT_REFUSED = {
+    "video_key": "names films, which no model here sees; remove it",
+    "enable_concatenated_multi_turn": "is of supervised rows: a stage of kind sft trains on whole conversations (docs/supervised.md)",
 }
+SELECTORS = {"sequential": "sequential", "shuffle": "shuffle", "random": "random", "difficulty_based": "difficulty"}
+
+#: Every key outside of tasksets that has a meaning here.
+KNOWN = (
+    *RENAMED,
+    *CONVERTED,
+    *ALREADY_SO,
+    *TOGETHER,
+    *TASKSET_DEFAULTS,
+    *EVAL_TASKSET_DEFAULTS,
+    "buffer.explorer_input.taskset",
+)
 
 
-def _choice(key: str, value: Any, *choices: str) -> Any:
+def choice(value: Any, *choices: str) -> str:
+    """The value, which has to be one of the choices."""
     if value not in choices:
         raise ConfigError(f"is {value!r}; here there are {', '.join(choices)}")
     return value
 
 
-def _part(key: str, name: Any, known: dict[str, Pairs]) -> Pairs:
-    return known[_choice(key, name, *known)]
+def hint(path: KeyPath, known: Sequence[KeyPath]) -> str:
+    """What a refused key was probably meant to be: one key misspelt in one of its words, or the same key elsewhere."""
+
+    def likeness(other: KeyPath) -> float:
+        alike = [SequenceMatcher(None, str(a), str(b)).ratio() for a, b in zip(path, other, strict=False)]
+        alike = [share for share in alike if share < 1.0]
+        return alike[0] if len(path) == len(other) and len(alike) == 1 else 0.0
+
+    best = max(known, key=likeness, default=())
+    return f"; did you mean {dotted(best)}?" if best and likeness(best) > 0.75 else "; remove it"
 
 
 def _operators(listed: Any) -> list[dict[str, Any]]:
     """Operators as ``store.operators`` has them."""
-    if not isinstance(listed, list) or not all(isinstance(each, dict) and set(each) <= {"name", "args"} for each in listed):
+    known = {"name": str, "args": dict | None}
+    if not isinstance(listed, list) or not all(
+        isinstance(each, dict) and all(isinstance(value, known.get(key, ())) for key, value in each.items()) for each in listed
+    ):
         raise ConfigError("is a list of operators, each with a name and args")
     return [{"name": each.get("name", ""), "args": dict(each.get("args") or {})} for each in listed]
 
@@ -219,6 +250,12 @@ AUXILIARY_ALREADY_SO: dict[str, tuple[Any, ...]] = {
     "tensor_parallel_size": (1,),
     "enable_openai_api": (True,),
 }
+
+
+def _auxiliary_models(models: Any) -> list[dict[str, Any]]:
+    if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
+        raise ConfigError("is a list of models, each a section of keys that begins with a dash")
+    return [_auxiliary(model) for model in models]
 
 
 def _auxiliary(model: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ KL_COEFFICIENT = 0.001
 
 def decide_together(work: Work) -> None:
     """Translate the keys of ``TOGETHER`` that a file has; faults are noted."""
-    for decide in (_kl, _entropy, _replay, _batch_of_experiences, _synchronisation, _lengths):
+    for decide in (_name, _kl, _entropy, _replay, _batch_of_experiences, _synchronisation, _lengths, _stragglers):
         try:
             decide(work)
         except ConfigError as error:
@@ -29,12 +29,41 @@ def _said(work: Work, key: str, otherwise: Any = None) -> Any:
 
 
 def _fault(work: Work, key: str, message: str) -> ConfigError:
-    return ConfigError(f"{work.place(work.together[key][0])}: {key} {message}")
+    return ConfigError(f"{work.origins.of(work.together[key][0])}: {key} {message}")
 
 
 def _path(work: Work, *keys: str) -> KeyPath:
     """Where the first of the keys that the file has is written."""
     return next(work.together[key][0] for key in keys if key in work.together)
+
+
+def _name(work: Work) -> None:
+    """A group of runs is a directory there, between the project's and the run's; here it is a part of the run's name."""
+    group, name = _said(work, "group"), _said(work, "name", "trial")
+    if group:
+        work.put(_path(work, "group"), [("trial_name", f"{group}-{name}")])
+    elif "name" in work.together:
+        work.put(_path(work, "name"), [("trial_name", name)])
+
+
+def _stragglers(work: Work) -> None:
+    """Samples that take longer than the others."""
+    ratio_key, wait_key = "explorer.over_rollout.ratio", "explorer.over_rollout.wait_after_min"
+    if ratio_key in work.together:
+        work.put(_path(work, ratio_key), [("rollout.over_sampling", _said(work, ratio_key))])
+    if _said(work, ratio_key) and _said(work, wait_key):
+        raise _fault(
+            work, wait_key, "is a time to wait for stragglers, but they are cut as soon as the batch is complete; set it to 0"
+        )
+    if _said(work, "explorer.dynamic_timeout.enable"):
+        raise _fault(
+            work,
+            "explorer.dynamic_timeout.enable",
+            "goes by how long samples usually take, but nobody measures a sample's usual time; set it to false, and explorer.max_timeout",
+        )
+    for key in (wait_key, "explorer.dynamic_timeout.enable", "explorer.dynamic_timeout.ratio"):
+        if key in work.together:
+            work.notes.append(f"{key}: {_said(work, key)} is of nothing that is switched on")
 
 
 def _kl(work: Work) -> None:
@@ -95,7 +124,7 @@ def _batch_of_experiences(work: Work) -> None:
     key = "buffer.train_batch_size"
     if key not in work.together:
         return
-    size = int(_said(work, key))
+    size = _whole(work, key, 1)
     whole = work.data.get("train_dataset", {}).get("batch_size", 1) * work.data.get("gconfig", {}).get("n_samples", 1)
     if work.data.get("mode", "both") in ("explore", "train"):
         work.put(_path(work, key), [("store.train_batch_size", size)])
@@ -125,7 +154,7 @@ def _synchronisation(work: Work) -> None:
     )
 
 
-def _whole(work: Work, key: str, least: int, otherwise: int) -> int:
+def _whole(work: Work, key: str, least: int, otherwise: int = 0) -> int:
     value = _said(work, key, otherwise)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise _fault(work, key, f"is {value!r}; it is a whole number of at least {least}")
@@ -143,5 +172,5 @@ def _lengths(work: Work) -> None:
     elif response is None:
         raise _fault(work, key, "bounds a prompt together with model.max_response_tokens, which is not set; set it, too")
     else:
-        rollout["context_length"] = int(_said(work, key)) + response
+        rollout["context_length"] = _whole(work, key, 1) + response
         work.notes.append(f"{key} + max_response_tokens -> rollout.context_length: {rollout['context_length']}")

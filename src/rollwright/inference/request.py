@@ -69,6 +69,10 @@ class ModelRequest:
         self.input_ids = token_ids(self.input_ids)
         if not self.input_ids:
             raise EngineError("input_ids is empty: a request needs at least one prompt token.")
+        if self.position_ids is not None:
+            self.position_ids = token_ids(self.position_ids, "position_ids")
+        if self.branch_ids is not None:
+            self.branch_ids = token_ids(self.branch_ids, "branch_ids")
 
     def copy(self) -> ModelRequest:
         """A copy whose ids and generation arguments are its own."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollwright.config.experiment import PPOConfig, SFTConfig
-from rollwright.config.source import KeyPath, dotted
+from rollwright.config.source import KeyPath
 from rollwright.config.stages import EvalConfig, Stage
 from rollwright.config.tasksets import TasksetConfig
 from rollwright.data.selectors import make_selector
@@ -36,7 +36,9 @@ def refuse_unknown_names(stages: Sequence[Stage]) -> None:
         ConfigError: with every name that cannot be used, its key, file and line.
     """
     faults = [
-        f"{stage.place(path)}: {dotted(path)}: {message}" for stage in stages for path, message in _faults_of(stage.config)
+        f"{stage.place(path)}: {stage.written(path)}: {message}"
+        for stage in stages
+        for path, message in _faults_of(stage.config)
     ]
     faults = list(dict.fromkeys(faults))
     if faults:

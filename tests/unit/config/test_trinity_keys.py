@@ -62,7 +62,7 @@ def test_the_store_of_two_processes():
     config = built(buffer + "  train_batch_size: 16\n", mode="train")
     assert (config.store.type, config.store.url, config.store.train_batch_size) == ("sql", "sqlite:///x.db", 16)
     assert (config.store.order, config.store.priority_fn_args) == ("priority", {"decay": 0.5})
-    assert "store.order: is not used in mode both" in refusal(buffer)
+    assert "(here store.order): is not used in mode both" in refusal(buffer)
 
 
 def test_mode_both_needs_no_storage_and_says_so():

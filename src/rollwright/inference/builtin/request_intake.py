@@ -8,6 +8,7 @@ from typing import Any
 from rollwright.errors import EngineError, PromptTooLongError
 from rollwright.inference.builtin.forward_batch import hidden_columns
 from rollwright.inference.builtin.model_runner import ModelRunner
+from rollwright.inference.builtin.request_checks import check_layout, check_media, check_sampling
 from rollwright.inference.builtin.sequence import Sequence
 from rollwright.inference.builtin.stop import StopStrings
 from rollwright.inference.request import ModelRequest
@@ -47,26 +48,14 @@ class RequestIntake:
                 f"input_ids hold {largest}, and the model's vocabulary ends at {self._runner.vocabulary - 1} (rid {request.rid}): "
                 "the prompt was encoded by another model's tokenizer."
             )
-        for name in ("position_ids", "branch_ids"):
-            ids = getattr(request, name)
-            if ids is not None and len(ids) != length:
-                raise EngineError(f"{name} has {len(ids)} entries for {length} tokens (rid {request.rid}); give one for each.")
-        if request.lora_name is not None:
-            raise EngineError(
-                "The built-in engine serves one set of weights and no named LoRA adapters: leave lora_name unset."
-            )
-        if request.image_data and not request.multi_modal:
-            raise EngineError("The built-in engine takes images as processor outputs in multi_modal, not as image_data.")
-        if request.multi_modal and not self._runner.takes_multi_modal:
-            raise EngineError(
-                f"{type(self._runner.model).__name__} takes text only, and the request carries {sorted(request.multi_modal)}."
-            )
-        if request.multi_modal and request.branch_ids is not None:
-            raise EngineError("A multi-modal request cannot have branches in the built-in engine.")
+        check_sampling(gconfig)
+        check_layout(request, self._runner.context_length)
+        check_media(request, self._runner.takes_multi_modal, type(self._runner.model).__name__)
         tokenizer = request.tokenizer or self._tokenizer
         if gconfig.stop and tokenizer is None:
             raise EngineError("Stop strings need a tokenizer: give one to the engine or set request.tokenizer.")
-        stop_ids = {i for i in gconfig.stop_token_ids if not (gconfig.ignore_eos and i in self._end_ids)}
+        possible = {i for i in gconfig.stop_token_ids if 0 <= i < self._runner.vocabulary}  # what is no token ends nothing
+        stop_ids = possible - self._end_ids if gconfig.ignore_eos else possible
         if not gconfig.ignore_eos:
             stop_ids |= self._end_ids
         seed = gconfig.seed if gconfig.seed is not None else request.seed

@@ -55,7 +55,7 @@ class RowTable:
         self.cached[row] = len(sequence.tokens)
         self.position[row] = sequence.position_ids()[-1] + 1 if sequence.has_own_layout else len(sequence.tokens)
         self.max_new_tokens[row] = sequence.max_new_tokens
-        self.min_new_tokens[row] = gconfig.min_new_tokens
+        self.min_new_tokens[row] = min(gconfig.min_new_tokens, sequence.max_new_tokens)
         self.seed[row] = sequence.seed & 0xFFFFFFFFFFFFFFFF
         self.temperature[row] = gconfig.effective_temperature
         self.greedy[row] = gconfig.is_greedy

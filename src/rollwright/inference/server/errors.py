@@ -85,7 +85,7 @@ async def read_object(request: Request) -> dict[str, Any]:
         return {}
     try:
         value = await request.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"The body is not JSON: {error}.") from error
     if not isinstance(value, dict):
         raise RequestError(f"The body is a JSON {type(value).__name__}, not an object with named parameters.")
