@@ -111,7 +111,7 @@ class Origins:
     def name(self, path: KeyPath) -> str:
         """What messages call a key: as it was written, and what it is here where that is another name."""
         written = self.document.written.get(path)
-        if written is None or self._override(path):
+        if written is None or written.key == dotted(path) or self._override(path):
             return dotted(path)
         return f"{written.key} (here {dotted(path)})"
 

@@ -215,7 +215,7 @@ def choice(value: Any, *choices: str) -> str:
 
 
 def hint(path: KeyPath, known: Sequence[KeyPath]) -> str:
-    """What a refused key was probably meant to be: one key misspelt in one of its words, or the same key elsewhere."""
+    """What a refused key was probably meant to be: a known one of which one word is misspelt."""
 
     def likeness(other: KeyPath) -> float:
         alike = [SequenceMatcher(None, str(a), str(b)).ratio() for a, b in zip(path, other, strict=False)]

@@ -89,7 +89,7 @@ def test_prompt_and_response_together_bound_the_context():
 
 def test_sections_of_other_systems_are_refused_once_and_by_name():
     message = refusal(
-        "trainer: {trainer_type: verl, trainer_config: {actor_rollout_ref: {a: 1, b: 2}}}\nservice: {data_juicer: {}}\n"
+        "trainer: {trainer_type: verl, trainer_config: {actor_rollout_ref: {a: 1, b: 2}}}\nservice: {data_juicer: {auto_start: true}}\n"
     )
     assert message.count("trainer.trainer_config") == 1
     assert "veRL" in message
