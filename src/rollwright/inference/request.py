@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,8 @@ def token_ids(ids: Any, what: str = "input_ids") -> list[int]:
         )
     if hasattr(ids, "tolist"):
         ids = ids.tolist()
+    if not isinstance(ids, Iterable):
+        raise EngineError(f"{what} is {ids!r}, not token ids; give one flat sequence of ints.")
     ids = list(ids)
     if ids and set(map(type, ids)) == {int} and min(ids) >= 0:
         return ids
@@ -43,6 +46,18 @@ def token_ids(ids: Any, what: str = "input_ids") -> list[int]:
         if ids[index] < 0:
             raise EngineError(f"{what}[{index}] is {ids[index]}: token ids are not negative.")
     return ids
+
+
+def _counts(values: Any, what: str) -> list[int]:
+    """A fresh list of one number for each token, of those that fit an array.
+
+    Raises:
+        EngineError: it is something else.
+    """
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, (list, tuple)) or any(type(value) is not int or not 0 <= value < 1 << 31 for value in values):
+        raise EngineError(f"{what} has to be a list of whole numbers of at least 0, one for each token; it is {values!r:.100}.")
+    return list(values)
 
 
 @dataclass
@@ -70,9 +85,9 @@ class ModelRequest:
         if not self.input_ids:
             raise EngineError("input_ids is empty: a request needs at least one prompt token.")
         if self.position_ids is not None:
-            self.position_ids = token_ids(self.position_ids, "position_ids")
+            self.position_ids = _counts(self.position_ids, "position_ids")
         if self.branch_ids is not None:
-            self.branch_ids = token_ids(self.branch_ids, "branch_ids")
+            self.branch_ids = _counts(self.branch_ids, "branch_ids")
 
     def copy(self) -> ModelRequest:
         """A copy whose ids and generation arguments are its own."""
