@@ -18,14 +18,29 @@ CONFIG = """
 experiment_name: resume
 deterministic: true
 recover: {mode: auto, every_steps: 2}
-workflow: rollwright.workflows.rlvr.RLVRWorkflow
-reward_fn: test_resume_reward.digits
+workflow: test_resume_parts.Held
+reward_fn: test_resume_parts.digits
 gconfig: {n_samples: 4, max_new_tokens: 8, temperature: 0.7}
 train_dataset: {path: arithmetic, split: train, batch_size: 4, kwargs: {digits: 1}}
 total_train_steps: 7
 actor: {optimizer: {lr: 1.0e-3}}
 """
-REWARD = """
+PARTS = """
+import asyncio
+from pathlib import Path
+
+from rollwright import RLVRWorkflow
+
+
+class Held(RLVRWorkflow):
+    '''Begins nothing after a step for as long as there is a file that names it.'''
+
+    async def arun_episode(self, engine, data):
+        while Path(f"hold-after-{engine.get_version()}").exists():
+            await asyncio.sleep(0.02)
+        return await super().arun_episode(engine, data)
+
+
 def digits(prompt, completion, prompt_ids, completion_ids, **data):
     return sum(character.isdigit() for character in completion) / 8
 """
@@ -39,7 +54,7 @@ def curve(run: Path) -> list[tuple]:
 @pytest.fixture
 def start(tmp_path, tiny_model):
     (tmp_path / "config.yaml").write_text(CONFIG)
-    (tmp_path / "test_resume_reward.py").write_text(REWARD)
+    (tmp_path / "test_resume_parts.py").write_text(PARTS)
 
     def start(trial: str, *arguments: str) -> subprocess.Popen:
         command = [sys.executable, "-m", "rollwright", "run", "config.yaml", f"trial_name={trial}", f"actor.path={tiny_model}"]
@@ -71,10 +86,13 @@ def test_a_killed_run_that_is_resumed_gives_the_same_curve(start, tmp_path):
 
     run = tmp_path / "runs" / "resume" / "killed"
     for number, step in ((signal.SIGKILL, 3), (signal.SIGTERM, 5)):
+        hold = tmp_path / f"hold-after-{step}"  # however late this process looks, the run is not over
+        hold.touch()
         process = start("killed")
         wait_for_step(run, step, process)
         process.send_signal(number)
-        process.communicate(timeout=120)
+        hold.unlink()
+        process.communicate(timeout=300)
         assert process.returncode == (-9 if number == signal.SIGKILL else 143)
     process = start("killed")
     output, _ = process.communicate(timeout=400)
@@ -82,6 +100,6 @@ def test_a_killed_run_that_is_resumed_gives_the_same_curve(start, tmp_path):
     assert curve(run) == expected
 
     again = start("killed")  # finished: not silently run again
-    output, _ = again.communicate(timeout=120)
+    output, _ = again.communicate(timeout=300)
     assert again.returncode == 1
     assert "trial_name" in output

@@ -26,7 +26,7 @@ stages:
     name: grpo
     actor: {path: "${run_dir}/warmup/checkpoints/final"}
     train_dataset: {path: arithmetic, batch_size: 4}
-    total_train_steps: 400
+    total_train_steps: 100000
     recover: {every_steps: 1}
   - {kind: eval, name: after, path: "${run_dir}/grpo/checkpoints/final", dataset: {path: arithmetic, limit: 4}, samples: 2}
 """
@@ -50,7 +50,7 @@ def test_stopped_resumed_finished(tmp_path):
         while first.poll() is None and len(steps(run / "grpo" / "metrics.jsonl")) < 3 and time.monotonic() < deadline:
             time.sleep(0.2)
         first.send_signal(signal.SIGTERM)
-        assert first.wait(60) == 128 + signal.SIGTERM, (tmp_path / "first.log").read_text()
+        assert first.wait(200) == 128 + signal.SIGTERM, (tmp_path / "first.log").read_text()
     stopped = max(steps(run / "grpo" / "metrics.jsonl"))
     assert set(json.loads((run / "stages.json").read_text())) == {"model", "warmup"}
 
@@ -65,6 +65,6 @@ def test_stopped_resumed_finished(tmp_path):
         assert "── completion" in (run / "after" / "rollouts" / f"{score}-000000.txt").read_text()
     assert set(summary["seconds"]) == {"model", "warmup", "grpo", "after"}
 
-    third = subprocess.run(again, capture_output=True, text=True, timeout=100, env=environment)
+    third = subprocess.run(again, capture_output=True, text=True, timeout=200, env=environment)
     assert third.returncode == 1
     assert "has finished" in third.stderr
