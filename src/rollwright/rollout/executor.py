@@ -23,7 +23,8 @@ from rollwright.rollout.runner import Runner
 from rollwright.rollout.source import Draws
 from rollwright.rollout.state import read_state
 from rollwright.rollout.tasks import GroupFactory
-from rollwright.rollout.waiting import BatchWaiter, PrepareWaiter, StreamWaiter, TaskWaiter, Waiter, describe, wanted
+from rollwright.rollout.waiter import Waiter
+from rollwright.rollout.waiting import BatchWaiter, PrepareWaiter, StreamWaiter, TaskWaiter, describe, wanted
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("rollout")
@@ -132,7 +133,7 @@ class RolloutExecutor:
         """
         if count < 1:
             raise RolloutError(f"wait({count}): wait for at least one group.")
-        waiter = StreamWaiter(count, threading.get_ident(), may_give_up=timeout is None, is_eval=is_eval)
+        waiter = StreamWaiter(self._runner, count, threading.get_ident(), may_give_up=timeout is None, is_eval=is_eval)
         return _joined(self._await(waiter, timeout, f"wait({count})"))
 
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> Trajectory:
@@ -150,7 +151,9 @@ class RolloutExecutor:
                 if reason
                 else f"task {task_id} was delivered already, or never submitted: a group is delivered once."
             )
-        return _joined(self._await(TaskWaiter(group, threading.get_ident()), timeout, f"wait_for_task({task_id})"))
+        return _joined(
+            self._await(TaskWaiter(self._runner, group, threading.get_ident()), timeout, f"wait_for_task({task_id})")
+        )
 
     # -- many tasks ----------------------------------------------------------------------------------------------------
 
@@ -183,7 +186,7 @@ class RolloutExecutor:
             self._factory.make(data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval, place=place)
             for place, data in enumerate(tasks)
         ]
-        waiter = BatchWaiter(groups)
+        waiter = BatchWaiter(self._runner, groups)
         for group in groups:
             group.batch = waiter
         accepted = self._await(waiter, None, "rollout_batch", before=lambda: self._runner.enqueue(groups))
@@ -237,7 +240,7 @@ class RolloutExecutor:
                     self._factory.make(row, workflow, workflow_kwargs, should_accept_fn, group_size, False)
                     for row in self._draws.take(source, missing)
                 ]
-                waiter = PrepareWaiter(count, threading.get_ident(), source_is_over=self._draws.is_over(source))
+                waiter = PrepareWaiter(self._runner, count, threading.get_ident(), source_is_over=self._draws.is_over(source))
                 taken = self._await(waiter, None, "prepare_batch", before=lambda groups=groups: self._runner.enqueue(groups))
                 if taken:
                     return _joined(taken)

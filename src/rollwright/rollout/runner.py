@@ -28,7 +28,7 @@ from rollwright.rollout.delivery import Delivery
 from rollwright.rollout.failures import FailureLog
 from rollwright.rollout.group import Group, GroupState, policy_against
 from rollwright.rollout.sample import CURRENT_SAMPLE, SampleEngine, SampleName
-from rollwright.rollout.waiting import BatchWaiter, Waiter
+from rollwright.rollout.waiter import Waiter
 from rollwright.rollout.waves import WaveGate, place_of
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.metrics import get_tracker
@@ -352,10 +352,9 @@ class Runner:
         """A caller gave up waiting."""
         if waiter in self._waiters:
             self._waiters.remove(waiter)
-        if isinstance(waiter, BatchWaiter):
-            for group in waiter.groups:
-                if not group.is_over or group.state is GroupState.READY:
-                    self._drop(group, "abandoned", "its caller stopped waiting")
+        for group in waiter.groups:
+            if not group.is_over or group.state is GroupState.READY:
+                self._drop(group, "abandoned", "its caller stopped waiting")
 
     def end_of(self, task_id: int) -> str | None:
         """Why a task never became ready; None where it did, or still may."""
@@ -367,7 +366,7 @@ class Runner:
             return
         self._settling = True
         try:
-            self._waiters = [waiter for waiter in self._waiters if not waiter.is_settled(self)]
+            self._waiters = [waiter for waiter in self._waiters if not waiter.is_settled()]
         finally:
             self._settling = False
 

@@ -17,15 +17,12 @@ import hashlib
 import time
 import weakref
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from rollwright.errors import EngineError, RequestAborted
 from rollwright.experience.recorder import Recorder
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
-
-if TYPE_CHECKING:
-    from rollwright.rollout.waves import WaveGate
 
 #: The sample that the running asyncio task belongs to; inherited by the tasks that it starts.
 CURRENT_SAMPLE: contextvars.ContextVar[SampleEngine | None] = contextvars.ContextVar("current_sample", default=None)
@@ -59,6 +56,14 @@ def request_seed(run_seed: int, sample: SampleName, conversation: int, turn: int
     return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little") >> 1
 
 
+class RequestGate(Protocol):
+    """Holds requests back, and answers them in an order of its own."""
+
+    async def agenerate(self, sample: SampleEngine, request: ModelRequest, place: tuple[int, int]) -> ModelResponse:
+        """Serve a request of a sample; ``place`` is that of its conversation in the sample and its own in the conversation."""
+        ...
+
+
 class SampleEngine(InferenceEngine):
     """Forwards requests to the run's engine, with a seed each, and records what comes back.
 
@@ -77,7 +82,7 @@ class SampleEngine(InferenceEngine):
         *,
         run_seed: int,
         loop: asyncio.AbstractEventLoop,
-        gate: WaveGate | None = None,
+        gate: RequestGate | None = None,
         workflow: str = "",
     ) -> None:
         self.engine = engine

@@ -7,15 +7,12 @@ A state is a nested dict whose leaves are tensors or JSON values. Tensors go to 
 from __future__ import annotations
 
 import json
-import random
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,9 +20,6 @@ from torch import Tensor
 from rollwright.errors import CheckpointError
 from rollwright.training import parallel
 from rollwright.training.saving import replaced_directory
-
-if TYPE_CHECKING:
-    from rollwright.training.engine import TrainEngine
 
 _TENSOR = "__tensor__"
 _FORMAT = 1
@@ -140,105 +134,3 @@ class RecoverCheckpoints:
             )
         step = steps[-1] if step is None else step
         return step, read_state(self.path(step))
-
-
-# The state of an engine
-
-
-def random_states() -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's global generators."""
-    kind, internal, gauss = random.getstate()
-    legacy: Any = numpy.random.get_state()
-    name, keys, position, has_gauss, cached = legacy
-    states: dict[str, Any] = {
-        "python": {"kind": kind, "internal": list(internal), "gauss": gauss},
-        "numpy": {
-            "name": name,
-            "keys": torch.from_numpy(keys.astype(numpy.int64)),
-            "position": position,
-            "has_gauss": has_gauss,
-            "cached": cached,
-        },
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def restore_random_states(states: dict[str, Any]) -> None:
-    """Set the global generators to what ``random_states`` gave."""
-    python, numpy_state = states["python"], states["numpy"]
-    random.setstate((python["kind"], tuple(python["internal"]), python["gauss"]))
-    keys = numpy_state["keys"].numpy().astype(numpy.uint32)
-    numpy.random.set_state(
-        (numpy_state["name"], keys, numpy_state["position"], numpy_state["has_gauss"], numpy_state["cached"])
-    )
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-
-
-def engine_state(engine: TrainEngine) -> dict[str, Any]:
-    """Weights, optimizer moments by parameter name, schedule, version and random states, whole on every rank."""
-    weights = {name: tensor.clone() for name, tensor in engine.full_weights().items()}
-    state: dict[str, Any] = {"version": engine.version, "weights": weights, "random": random_states()}
-    if engine.optimizer is not None and engine.scheduler is not None:
-        moments: dict[str, Any] = {}
-        for name, parameter in engine.model.named_parameters():
-            entry = engine.optimizer.state.get(parameter)
-            if entry:
-                moments[name] = {key: parallel.full_tensor(value).detach().cpu().clone() for key, value in entry.items()}
-        state["optimizer"] = moments
-        state["scheduler"] = {
-            key: value
-            for key, value in engine.scheduler.state_dict().items()
-            if isinstance(value, int | float | list) or value is None
-        }
-        state["scheduler"].pop("lr_lambdas", None)
-        state["learning_rates"] = [float(group["lr"]) for group in engine.optimizer.param_groups]
-        state["bad_steps"] = engine._bad_steps
-    return state
-
-
-@torch.no_grad()
-def load_engine_state(engine: TrainEngine, state: dict[str, Any]) -> None:
-    """Set an engine to a state, in place: parameters keep their storage, which an inference engine may share.
-
-    Raises:
-        CheckpointError: the state is that of another model.
-    """
-    own = engine.model.state_dict()
-    if own.keys() != state["weights"].keys():
-        difference = sorted(own.keys() ^ state["weights"].keys())[:3]
-        raise CheckpointError(f"The checkpoint is of another model: tensors {difference} are in only one of the two.")
-    for name, tensor in own.items():
-        saved = state["weights"][name]
-        if saved.shape != tensor.shape:
-            raise CheckpointError(
-                f"The checkpoint is of another model: {name} is {list(saved.shape)} there, {list(tensor.shape)} here."
-            )
-        tensor.copy_(_like(saved, tensor))
-    engine.version = int(state["version"])
-    if engine.optimizer is not None and engine.scheduler is not None and "optimizer" in state:
-        for name, parameter in engine.model.named_parameters():
-            entry = state["optimizer"].get(name)
-            if entry is not None:
-                engine.optimizer.state[parameter] = {
-                    key: value.clone() if value.dim() == 0 else _like(value, parameter).clone() for key, value in entry.items()
-                }
-        engine.scheduler.load_state_dict({**engine.scheduler.state_dict(), **state["scheduler"]})
-        for group, rate in zip(engine.optimizer.param_groups, state["learning_rates"], strict=True):
-            group["lr"] = rate
-        engine._bad_steps = int(state["bad_steps"])
-    restore_random_states(state["random"])
-
-
-def _like(whole: Tensor, target: Tensor) -> Tensor:
-    """A whole CPU tensor on the device of ``target``, sharded as it is."""
-    whole = whole.to(target.device)
-    if hasattr(target, "device_mesh"):
-        from torch.distributed.tensor import distribute_tensor
-
-        return distribute_tensor(whole, target.device_mesh, target.placements)  # type: ignore[attr-defined]
-    return whole

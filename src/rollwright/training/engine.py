@@ -22,16 +22,16 @@ from rollwright.algorithms.aggregation import aggregation_weights
 from rollwright.algorithms.losses import sft_loss
 from rollwright.config.experiment import FinetuneSpec
 from rollwright.config.sections import TrainEngineConfig
-from rollwright.errors import ConfigError, TrainingError
+from rollwright.errors import CheckpointError, ConfigError, TrainingError
 from rollwright.experience.trajectory import Trajectory, tensor_container_to
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
-from rollwright.training.checkpoint import engine_state, load_engine_state
 from rollwright.training.fast_norm import use_fast_norms
 from rollwright.training.logprobs import TokenScorer
 from rollwright.training.microbatch import micro_batches
 from rollwright.training.model import load_model, resolve_device, resolve_dtype
-from rollwright.training.optimizer import make_optimizer, make_scheduler
+from rollwright.training.optimizer import load_optimizer_state, make_optimizer, make_scheduler, optimizer_state
+from rollwright.training.random_states import random_states, restore_random_states
 from rollwright.training.saving import owned_state, save_model
 from rollwright.training.statistics import TokenStatistics
 
@@ -254,18 +254,46 @@ class TrainEngine:
         return whole
 
     def state_dict(self) -> dict[str, Any]:
-        """All that training goes on from: weights, optimizer, schedule, random states, version."""
-        return engine_state(self)
+        """All that training goes on from: weights, optimizer, schedule, random states, version; whole on every rank."""
+        weights = {name: tensor.clone() for name, tensor in self.full_weights().items()}
+        state: dict[str, Any] = {"version": self.version, "weights": weights, "random": random_states()}
+        if self.optimizer is not None and self.scheduler is not None:
+            state |= optimizer_state(self.model, self.optimizer, self.scheduler)
+            state["bad_steps"] = self._bad_steps
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave."""
-        load_engine_state(self, state)
+        """Go on from what ``state_dict`` gave. Parameters keep their storage, which an inference engine may share.
+
+        Raises:
+            CheckpointError: the state is that of another model.
+        """
+        self._load_weights(state["weights"])
+        self.version = int(state["version"])
+        if self.optimizer is not None and self.scheduler is not None and "optimizer" in state:
+            load_optimizer_state(self.model, self.optimizer, self.scheduler, state)
+            self._bad_steps = int(state["bad_steps"])
+        restore_random_states(state["random"])
 
     def destroy(self) -> None:
         """Give back the model's and the optimizer's memory."""
         self.model = self._scorer = self.optimizer = self.scheduler = None
 
     # Parts
+
+    @torch.no_grad()
+    def _load_weights(self, weights: dict[str, Tensor]) -> None:
+        own = self.model.state_dict()
+        if own.keys() != weights.keys():
+            difference = sorted(own.keys() ^ weights.keys())[:3]
+            raise CheckpointError(f"The checkpoint is of another model: tensors {difference} are in only one of the two.")
+        for name, tensor in own.items():
+            saved = weights[name]
+            if saved.shape != tensor.shape:
+                raise CheckpointError(
+                    f"The checkpoint is of another model: {name} is {list(saved.shape)} there, {list(tensor.shape)} here."
+                )
+            tensor.copy_(parallel.placed_like(saved, tensor))
 
     def _micro_batches(self, batch: Trajectory) -> list[tuple[Tensor, Trajectory]]:
         parts = micro_batches(batch, self.config.mb_spec)

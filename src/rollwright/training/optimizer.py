@@ -1,8 +1,9 @@
-"""AdamW, its parameter groups, and the learning rate's schedule."""
+"""AdamW, its parameter groups, the learning rate's schedule, and the state of both."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from rollwright.config.experiment import FinetuneSpec
 from rollwright.config.sections import OptimizerConfig
 from rollwright.errors import ConfigError
+from rollwright.training import parallel
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig, *, sharded: bool = False) -> torch.optim.AdamW:
@@ -75,3 +77,40 @@ def make_scheduler(
             "constant without warm-up."
         )
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, config, total or None))
+
+
+def optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR
+) -> dict[str, Any]:
+    """Moments by parameter name, schedule and learning rates, whole on every rank."""
+    moments: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        entry = optimizer.state.get(parameter)
+        if entry:
+            moments[name] = {key: parallel.full_tensor(value).detach().cpu().clone() for key, value in entry.items()}
+    schedule = {
+        key: value
+        for key, value in scheduler.state_dict().items()
+        if key != "lr_lambdas" and (isinstance(value, int | float | list) or value is None)
+    }
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    return {"optimizer": moments, "scheduler": schedule, "learning_rates": rates}
+
+
+def load_optimizer_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LambdaLR,
+    state: dict[str, Any],
+) -> None:
+    """Set optimizer and schedule to what ``optimizer_state`` gave; moments are sharded as their parameters are."""
+    for name, parameter in model.named_parameters():
+        entry = state["optimizer"].get(name)
+        if entry is not None:
+            optimizer.state[parameter] = {
+                key: value.clone() if value.dim() == 0 else parallel.placed_like(value, parameter).clone()
+                for key, value in entry.items()
+            }
+    scheduler.load_state_dict({**scheduler.state_dict(), **state["scheduler"]})
+    for group, rate in zip(optimizer.param_groups, state["learning_rates"], strict=True):
+        group["lr"] = rate

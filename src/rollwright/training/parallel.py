@@ -153,6 +153,16 @@ def full_tensor(value: Any) -> Tensor:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
+def placed_like(whole: Tensor, target: Tensor) -> Tensor:
+    """A whole tensor on the device of ``target``, sharded as it is."""
+    whole = whole.to(target.device)
+    if hasattr(target, "device_mesh"):
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(whole, target.device_mesh, target.placements)  # type: ignore[attr-defined]
+    return whole
+
+
 def transformer_layers(model: nn.Module) -> list[nn.Module]:
     """The blocks of a Hugging Face model, by its own list of classes that are not to be split."""
     names = set(getattr(model, "_no_split_modules", None) or [])
