@@ -106,7 +106,11 @@ class Place:
 
     def error(self, key: str, wrong: str, remedy: str) -> TrajectoryError:
         """A ``TrajectoryError`` with its three parts: what, where, what to do."""
-        where = [f"workflow {self.workflow or '?'}", f"task {self.task or '?'}"]
+        return TrajectoryError(f"{self}, key {key!r}: {wrong}; {remedy}.")
+
+    def __str__(self) -> str:
+        task = self.task if self.task.startswith("task ") else f"task {self.task or '?'}"
+        where = [f"workflow {self.workflow or '?'}", task]
         if self.index is not None:
             where.append(f"item {self.index}")
-        return TrajectoryError(f"{', '.join(where)}, key {key!r}: {wrong}; {remedy}.")
+        return ", ".join(where)

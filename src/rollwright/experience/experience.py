@@ -58,7 +58,8 @@ class Experience:
     prompt_length`` tokens after the prompt. Each may also be given for all tokens; the prompt's part is then cut off.
 
     Raises:
-        TrajectoryError: on construction, where lengths disagree or a value has the wrong type.
+        TrajectoryError: on construction, and again when a row is made of it (fields may be assigned), where lengths disagree or
+            a value has the wrong type.
     """
 
     tokens: Any = None  # [L] int64: prompt and response
@@ -90,6 +91,10 @@ class Experience:
     other_context: Any = None  # [L] bool: sampled behind other text than the row shows
 
     def __post_init__(self) -> None:
+        self._bring_to_form()
+
+    def _bring_to_form(self) -> None:
+        """Check every field and make it a tensor, a float or a bool; what has been through here stays as it is."""
         if isinstance(self.eid, Mapping):
             self.eid = ExperienceId(**self.eid)
         if self.tokens is None:
@@ -170,7 +175,8 @@ class Experience:
         return length if self.chosen is not None else 1
 
     def _error(self, key: str, wrong: str, remedy: str) -> TrajectoryError:
-        return TrajectoryError(f"Experience {self.eid}, field {key!r}: {wrong}; {remedy}.")
+        name = f"experience {self.eid}" if self.eid.task != "" else "an experience"
+        return TrajectoryError(f"{name}, field {key!r}: {wrong}; {remedy}.")
 
     def _sequence(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
         value = getattr(self, name)
@@ -203,8 +209,9 @@ class Experience:
         ``info`` and ``metrics`` go along under the key ``details``, one dict a row.
 
         Raises:
-            TrajectoryError: there is no reward.
+            TrajectoryError: there is no reward, or what was assigned to a field does not fit.
         """
+        self._bring_to_form()
         if self.reward is None:
             raise self._error("reward", "there is none", "set it before the workflow returns")
         prompt, length = int(self.prompt_length or 0), len(self.tokens)

@@ -85,7 +85,7 @@ def _from_short_form(values: dict[str, Any], place: Place) -> dict[str, Any]:
             ids = ids[0]
         if ids.dim() != 1 or (ids.numel() and ids.is_floating_point()):
             raise place.error(
-                key, f"it is {list(ids.shape)} {ids.dtype}", "the short form has ids in one dimension: [P] and [N]"
+                key, f"it is {list(ids.shape)} {ids.dtype}", "the short form has ids in one dimension, [P] and [N], as integers"
             )
         flat.append(ids.to(torch.int64))
     prompt, output = flat

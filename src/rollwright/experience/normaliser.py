@@ -64,7 +64,10 @@ def normalise(
     for index, item in enumerate(items):
         at = place if len(items) == 1 else place.item(index)
         if isinstance(item, Experience):
-            trajectory = item.to_trajectory()
+            try:
+                trajectory = item.to_trajectory()
+            except TrajectoryError as error:
+                raise TrajectoryError(f"{at}: {error}") from None
         elif isinstance(item, Mapping):
             trajectory = tensor_form(item, at, recorder)
         else:

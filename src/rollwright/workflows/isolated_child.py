@@ -26,7 +26,7 @@ from rollwright.rewards.worker import die_with_parent, read_frame, write_frame
 from rollwright.workflows import isolated_frames as frames
 from rollwright.workflows.model_wrapper import ModelWrapper
 from rollwright.workflows.task import Task
-from rollwright.workflows.task_workflow import Workflow, renew, tell_group_size, trait
+from rollwright.workflows.task_workflow import Workflow, renew, returned_experiences, tell_group_size, trait
 
 
 class Parent:
@@ -185,7 +185,7 @@ class Child:
         self.loop = asyncio.new_event_loop()  # of run_async, in the main thread
         self.idle: dict[type, list[Workflow]] = defaultdict(list)
 
-    def run(self, job: dict[str, Any]) -> Any:
+    def run(self, job: dict[str, Any]) -> list[Experience] | None:
         """What the task's workflow returned."""
         task: Task = job["task"]
         self.parent.version = job["version"]
@@ -206,9 +206,10 @@ class Child:
             result = self.loop.run_until_complete(workflow.run_async())
         else:
             result = workflow.run()
+        experiences = returned_experiences(f"{type(workflow).__name__} of task {task.task_id}", result)
         if trait(workflow, "resettable"):
             self.idle[type(workflow)].append(workflow)
-        return result
+        return experiences
 
     def _take(self, task: Task, model: ModelWrapper, auxiliary: list[dict[str, Any]]) -> Workflow:
         idle = self.idle[task.workflow_class()]
@@ -245,13 +246,7 @@ def main() -> None:
         job = parent.tasks.get()
         assert job is not None
         try:
-            result = child.run(job)
-            if isinstance(result, Experience):
-                result = [result]
-            wrong = [type(each).__name__ for each in result or [] if not isinstance(each, Experience)]
-            if wrong:
-                raise TypeError(f"run() returned {wrong[0]} among its experiences; it returns a list of Experience, or None.")
-            body = frames.pack_experiences(result)
+            body = frames.pack_experiences(child.run(job))
         except (Exception, SystemExit):
             parent.say(frames.FAILED, traceback.format_exc().encode("utf-8", "backslashreplace"))
         else:

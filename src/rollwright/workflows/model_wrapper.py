@@ -92,7 +92,15 @@ class ModelWrapper:
             tools: tools offered through the chat template.
             reply_prefix: text that the reply begins with; it is given, not sampled.
             generation: as in ``generate_async``.
+
+        Raises:
+            WorkflowError: these are no messages.
         """
+        if isinstance(messages, str | Mapping) or not all(isinstance(message, Mapping) for message in messages):
+            raise WorkflowError(
+                f'chat takes messages, a list of {{"role": …, "content": …}}, not {messages!r:.80}; for text as it is, there is '
+                "generate."
+            )
         messages = [dict(message) for message in messages]
         gconfig = self._generation(generation)
         prompt = self._conversation.encode(messages, tools)
@@ -110,9 +118,15 @@ class ModelWrapper:
         """As ``generate_async``, from a thread."""
         return self._wait(self.generate_async(prompts, **generation))
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **generation: Any) -> list[Experience]:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        reply_prefix: str | None = None,
+        **generation: Any,
+    ) -> list[Experience]:
         """As ``chat_async``, from a thread."""
-        return self._wait(self.chat_async(messages, **generation))
+        return self._wait(self.chat_async(messages, tools, reply_prefix, **generation))
 
     # -- experiences ---------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.tasksets import TasksetConfig
-from rollwright.errors import RolloutError, WorkflowError
+from rollwright.errors import RolloutError
 from rollwright.experience.experience import Experience
 from rollwright.inference.engine import InferenceEngine
 from rollwright.tracking.logging import getLogger
@@ -24,7 +24,7 @@ from rollwright.workflows.base import RolloutWorkflow
 from rollwright.workflows.isolation import IsolatedWorkflows
 from rollwright.workflows.model_wrapper import ModelWrapper
 from rollwright.workflows.task import Task
-from rollwright.workflows.task_workflow import Workflow, class_trait, renew, tell_group_size, trait
+from rollwright.workflows.task_workflow import Workflow, class_trait, renew, returned_experiences, tell_group_size, trait
 
 logger = getLogger("tasks")
 
@@ -140,23 +140,22 @@ class TaskRunner(RolloutWorkflow):
             )
         elif class_trait(task.workflow_class(), "asynchronous", task):
             workflow = self._take(taskset, task, model)
-            experiences = await workflow.run_async()
+            experiences = returned_experiences(name, await workflow.run_async())
             self._keep(taskset, workflow)
         else:
-            experiences = await self.threads.run(lambda: self._run_in_thread(taskset, task, model), name=name)
-        experiences = _complete(name, experiences)
+            experiences = await self.threads.run(lambda: self._run_in_thread(taskset, task, model, name), name=name)
         self._note_small_group(task, experiences)
         rewards = [e.reward for e in experiences or [] if e.reward is not None]
         if self.feedback is not None and rewards and task.index is not None:
             self.feedback(task.index, sum(rewards) / len(rewards))
         return experiences
 
-    def _run_in_thread(self, taskset: TasksetConfig, task: Task, model: ModelWrapper) -> Any:
+    def _run_in_thread(self, taskset: TasksetConfig, task: Task, model: ModelWrapper, name: str) -> list[Experience] | None:
         """Build (or reset) and run: a workflow that is heavy to build holds nobody up."""
         workflow = self._take(taskset, task, model)
-        result = workflow.run()
+        experiences = returned_experiences(name, workflow.run())
         self._keep(taskset, workflow)
-        return result
+        return experiences
 
     def _isolated(self, taskset: TasksetConfig) -> IsolatedWorkflows:
         if taskset.name not in self._processes:
@@ -191,20 +190,6 @@ class TaskRunner(RolloutWorkflow):
                 kind.__name__,
                 wanted,
             )
-
-
-def _complete(name: str, experiences: Any) -> list[Experience] | None:
-    if experiences is None:
-        return None
-    if isinstance(experiences, Experience):
-        experiences = [experiences]
-    wrong = [e for e in experiences if not isinstance(e, Experience)]
-    if wrong:
-        raise WorkflowError(
-            f"{name} returned {type(wrong[0]).__name__} among its experiences; run() returns a list of Experience, or None to "
-            "reject the sample."
-        )
-    return list(experiences) or None
 
 
 class AbandonableThreads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from rollwright.errors import WorkflowError
@@ -99,3 +100,29 @@ def tell_group_size(workflow: Any, task: Task) -> None:
     """Call ``set_repeat_times`` of a workflow that has one."""
     if callable(told := getattr(workflow, "set_repeat_times", None)):
         told(task.rollout_args.n_samples, 0)
+
+
+def returned_experiences(name: str, result: Any) -> list[Experience] | None:
+    """What ``run`` or ``run_async`` returned as a list; None where the sample is rejected.
+
+    Args:
+        name: of the workflow and its task, for messages.
+        result: an experience, several of them, or None. A generator is run to its end here.
+
+    Raises:
+        WorkflowError: it is something else, or holds something else.
+    """
+    remedy = "run() returns a list of Experience, or None to reject the sample"
+    if result is None:
+        return None
+    if isinstance(result, Experience):
+        return [result]
+    if inspect.iscoroutine(result):
+        result.close()
+        raise WorkflowError(f"{name}: its run() is async: name it run_async.")
+    if not isinstance(result, list | tuple) and not inspect.isgenerator(result):
+        raise WorkflowError(f"{name} returned {type(result).__name__}; {remedy}.")
+    experiences: list[Any] = list(result)
+    if wrong := [each for each in experiences if not isinstance(each, Experience)]:
+        raise WorkflowError(f"{name} returned {type(wrong[0]).__name__} among its experiences; {remedy}.")
+    return experiences or None
