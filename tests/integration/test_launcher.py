@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -25,8 +26,9 @@ SERVER = textwrap.dedent(
     if "--stubborn" in sys.argv:
         import signal
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    child = subprocess.Popen([sys.executable, "-c", "import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"])
-    print("pids", os.getpid(), child.pid, flush=True)
+    program = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    print("pids", os.getpid(), child.pid, child.stdout.readline().strip(), flush=True)
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
@@ -45,12 +47,12 @@ OWNER = textwrap.dedent(
     server, logs, ending = sys.argv[1:4]
     launcher = Launcher(logs)
     launcher.start(lambda host, port, index: [sys.executable, server, str(port)], count=2, shared=pathlib.Path(logs) / "shared")
-    launcher.wait_healthy(30)
-    print("ready", flush=True)
+    launcher.wait_healthy(120)
     if ending == "forked":  # a child that inherits every descriptor and lives on
         if os.fork() == 0:
-            time.sleep(20)
+            time.sleep(600)
             os._exit(0)
+    print("ready", flush=True)
     if ending == "raise":
         raise RuntimeError("on purpose")
     if ending == "exit":
@@ -70,20 +72,28 @@ def server_script(tmp_path: Path) -> Path:
 
 
 def family(logs: Path) -> list[psutil.Process]:
-    """Every process of the servers, by what they wrote into their logs."""
+    """Every process of the servers that is there, by what they wrote into their logs: server, child, grandchild."""
     members: list[psutil.Process] = []
     for log in logs.glob("*.log"):
         line = next(line for line in log.read_text().splitlines() if line.startswith("pids"))
         for pid in map(int, line.split()[1:]):
-            process = psutil.Process(pid)
-            members += [process, *process.children(recursive=True)]
+            with contextlib.suppress(psutil.NoSuchProcess):
+                members.append(psutil.Process(pid))
     return members
 
 
-def wait_gone(processes: list[psutil.Process], seconds: float = 30.0) -> None:
-    _gone, alive = psutil.wait_procs(processes, timeout=seconds)
-    alive = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-    assert not alive, f"still running: {alive}"
+def wait_gone(processes: list[psutil.Process], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while alive := [process for process in processes if is_alive(process)]:
+        assert time.monotonic() < deadline, f"still running: {alive}"
+        time.sleep(0.02)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_start_health_logs_and_close(server_script, tmp_path):
@@ -92,12 +102,12 @@ def test_start_health_logs_and_close(server_script, tmp_path):
         addresses = launcher.start(
             lambda host, port, index: [sys.executable, str(server_script), str(port)], count=2, name="fake"
         )
-        assert launcher.wait_healthy(30) == addresses
+        assert launcher.wait_healthy(120) == addresses
         assert all(httpx.get(f"http://{address}/health").status_code == 200 for address in addresses)
         assert sorted(path.name for path in logs.iterdir()) == ["fake-0.log", "fake-1.log"]
         launcher.check()
         processes = family(logs)
-        assert len(processes) >= 6  # two servers, their children and grandchildren
+        assert len(processes) == 6  # two servers, their children and grandchildren
     wait_gone(processes)
 
 
@@ -105,7 +115,7 @@ def test_a_server_that_ends_early_is_an_error_with_its_log(tmp_path):
     with Launcher(tmp_path) as launcher:
         launcher.start(lambda host, port, index: [sys.executable, "-c", "print('no such model'); raise SystemExit(7)"])
         with pytest.raises(EngineError, match=r"status 7[\s\S]*no such model"):
-            launcher.wait_healthy(20)
+            launcher.wait_healthy(120)
         assert launcher.servers == []
 
 
@@ -121,7 +131,7 @@ def test_a_server_whose_port_was_taken_is_started_on_another(server_script, tmp_
             return [sys.executable, str(server_script), str(started[-1])]
 
         launcher.start(build, count=2)
-        addresses = launcher.wait_healthy(60)
+        addresses = launcher.wait_healthy(120)
         assert [int(address.rpartition(":")[2]) for address in addresses] == [started[0], started[-1]]
         assert len(started) == 4  # the second had to be started three times
         assert all(httpx.get(f"http://{address}/health").status_code == 200 for address in addresses)
@@ -143,7 +153,7 @@ def test_a_command_that_ignores_requests_to_end_is_killed(server_script, tmp_pat
     logs = tmp_path / "logs"
     with Launcher(logs) as launcher:
         launcher.start(lambda host, port, index: [sys.executable, str(server_script), str(port), "--stubborn"])
-        launcher.wait_healthy(30)
+        launcher.wait_healthy(120)
         processes = family(logs)
     wait_gone(processes)
 
@@ -152,27 +162,16 @@ def test_a_killed_supervisor_takes_its_server_along(server_script, tmp_path):
     logs = tmp_path / "logs"
     with Launcher(logs) as launcher:
         launcher.start(lambda host, port, index: [sys.executable, str(server_script), str(port)])
-        launcher.wait_healthy(30)
+        launcher.wait_healthy(120)
         (server,) = launcher.servers
         direct = family(logs)[0]
         os.kill(server.pid, signal.SIGKILL)
         wait_gone([direct])
         with pytest.raises(EngineError, match="ended with status"):
             launcher.check()
-        for process in family_after(logs):
-            process.kill()
-
-
-def family_after(logs: Path) -> list[psutil.Process]:
-    """What a killed supervisor may leave: only descendants of a server that nobody supervises any more."""
-    left = []
-    for log in logs.glob("*.log"):
-        line = next(line for line in log.read_text().splitlines() if line.startswith("pids"))
-        for pid in map(int, line.split()[2:]):
-            if psutil.pid_exists(pid):
-                process = psutil.Process(pid)
-                left += [*process.children(recursive=True), process]
-    return left
+        for process in family(logs):  # a killed supervisor may leave descendants of its server, and nothing else
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, "raise", "exit", "abandon", "forked"])
@@ -189,6 +188,7 @@ def test_no_process_is_left_however_the_owner_ends(server_script, tmp_path, endi
         stderr=subprocess.DEVNULL,
         text=True,
     )
+    forked: list[psutil.Process] = []
     try:
         assert process.stdout is not None
         assert process.stdout.readline().strip() == "ready"
@@ -196,16 +196,19 @@ def test_no_process_is_left_however_the_owner_ends(server_script, tmp_path, endi
         if isinstance(ending, signal.Signals):
             process.send_signal(ending)
         elif ending == "forked":
-            time.sleep(0.2)
+            itself = psutil.Process(process.pid)
+            forked = [child for child in itself.children() if child.cmdline() == itself.cmdline()]
+            assert len(forked) == 1
             process.kill()
-        process.wait(30)
+        process.wait(120)
+        wait_gone(processes or family(logs))  # where the owner ended by itself, what is still there of them
+        deadline = time.monotonic() + 120
+        while shared.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert all(map(is_alive, forked))
     finally:
         process.kill()
-    if not processes:  # the owner ended by itself: look for what its servers wrote
-        pids = [int(pid) for log in logs.glob("*.log") for pid in log.read_text().split("pids", 1)[1].split()[:2]]
-        processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    wait_gone(processes)
-    deadline = time.monotonic() + 20
-    while shared.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+        process.wait()
+        for child in forked:
+            child.kill()
