@@ -1,7 +1,7 @@
 """The recorder: what a sample asked of the engine and what it was answered, token for token.
 
 One recorder belongs to one sample. The engine bound to the sample records every request that it serves, from whatever
-thread or event loop; the normaliser and the viewer read the records, and replay finds in them all that it needs.
+thread or event loop; the normaliser reads the records, which hold all that a replay needs.
 """
 
 from __future__ import annotations

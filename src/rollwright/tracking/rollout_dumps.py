@@ -1,7 +1,7 @@
 """Rollout dumps: trajectories of a step, readable by people and by machines.
 
 For every dumped step there are two files below ``<run>/rollouts/``: ``step-000012.txt`` to read, and
-``step-000012.jsonl`` with all tokens, masks, log-probabilities and versions, one row a line, for the viewer and for replay.
+``step-000012.jsonl`` with all tokens, masks, log-probabilities and versions, one row a line, for programs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sinks: where the metrics of a step are written.
 
-``metrics.jsonl`` in the run directory is always written and is what plots, resume and the viewer read. TensorBoard,
+``metrics.jsonl`` in the run directory is always written and is what plots and resume read. TensorBoard,
 Weights & Biases and Trackio are optional and take the same numbers.
 """
 

@@ -30,7 +30,7 @@ def response(**changes) -> ModelResponse:
     return ModelResponse(**{**values, **changes})
 
 
-def test_a_record_holds_what_replay_and_a_viewer_need():
+def test_a_record_holds_what_a_replay_needs():
     record = Recorder().record(request(), response(stop_match="x"), finished=100.0)
     assert (record.prompt_ids, record.output_ids) == ([1, 2], [3, 4])
     assert (record.logprobs, record.versions, record.temperature) == ([-0.1, -0.2], [7, 8], 0.7)

@@ -1,1 +1,0 @@
-"""The web page over a run directory."""
