@@ -91,10 +91,14 @@ class Experience:
     other_context: Any = None  # [L] bool: sampled behind other text than the row shows
 
     def __post_init__(self) -> None:
-        self._bring_to_form()
+        self.check()
 
-    def _bring_to_form(self) -> None:
-        """Check every field and make it a tensor, a float or a bool; what has been through here stays as it is."""
+    def check(self) -> None:
+        """Make every field a tensor, a float or a bool; fields may have been assigned since the last time.
+
+        Raises:
+            TrajectoryError: lengths disagree, or a value has the wrong type.
+        """
         if isinstance(self.eid, Mapping):
             self.eid = ExperienceId(**self.eid)
         if self.tokens is None:
@@ -211,7 +215,7 @@ class Experience:
         Raises:
             TrajectoryError: there is no reward, or what was assigned to a field does not fit.
         """
-        self._bring_to_form()
+        self.check()
         if self.reward is None:
             raise self._error("reward", "there is none", "set it before the workflow returns")
         prompt, length = int(self.prompt_length or 0), len(self.tokens)

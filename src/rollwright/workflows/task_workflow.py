@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from rollwright.errors import WorkflowError
+from rollwright.errors import TrajectoryError, WorkflowError
 from rollwright.experience.experience import Experience
 from rollwright.workflows.model_wrapper import ModelWrapper
 from rollwright.workflows.task import Task
@@ -110,13 +110,13 @@ def returned_experiences(name: str, result: Any) -> list[Experience] | None:
         result: an experience, several of them, or None. A generator is run to its end here.
 
     Raises:
-        WorkflowError: it is something else, or holds something else.
+        WorkflowError: it is something else, or holds something else, or an experience that has no reward or does not fit.
     """
     remedy = "run() returns a list of Experience, or None to reject the sample"
     if result is None:
         return None
     if isinstance(result, Experience):
-        return [result]
+        result = [result]
     if inspect.iscoroutine(result):
         result.close()
         raise WorkflowError(f"{name}: its run() is async: name it run_async.")
@@ -125,4 +125,11 @@ def returned_experiences(name: str, result: Any) -> list[Experience] | None:
     experiences: list[Any] = list(result)
     if wrong := [each for each in experiences if not isinstance(each, Experience)]:
         raise WorkflowError(f"{name} returned {type(wrong[0]).__name__} among its experiences; {remedy}.")
+    for index, experience in enumerate(experiences):
+        try:
+            experience.check()
+        except TrajectoryError as error:
+            raise WorkflowError(f"{name}, item {index}: {error}") from None
+        if experience.reward is None:
+            raise WorkflowError(f"{name}, item {index}: the experience has no reward; set it before run() returns.")
     return experiences or None

@@ -71,6 +71,17 @@ def test_a_fault_of_an_experience_names_workflow_and_task():
         normalise([experience(), without], Recorder(), workflow="Echo", task="task 3, sample 0")
 
 
+def test_an_experience_that_does_not_fit_is_told_by_the_workflow_s_own_name():
+    changed = experience()
+    changed.action_mask = torch.ones(7)
+    with pytest.raises(WorkflowError, match="Echo of task 3, item 0: .*'action_mask': 7 entries"):
+        returned_experiences("Echo of task 3", changed)
+    changed = experience()
+    changed.reward = None
+    with pytest.raises(WorkflowError, match="Echo of task 3, item 1: the experience has no reward"):
+        returned_experiences("Echo of task 3", [experience(), changed])
+
+
 def test_ids_that_are_no_integers_are_told():
     floats = {"input_ids": torch.tensor([1.0]), "output_ids": torch.tensor([2.0]), "reward": 1.0}
     with pytest.raises(TrajectoryError, match=r"input_ids.*float32; .* as integers"):
