@@ -74,7 +74,7 @@ def test_a_fault_of_an_experience_names_workflow_and_task():
 def test_an_experience_that_does_not_fit_is_told_by_the_workflow_s_own_name():
     changed = experience()
     changed.action_mask = torch.ones(7)
-    with pytest.raises(WorkflowError, match="Echo of task 3, item 0: .*'action_mask': 7 entries"):
+    with pytest.raises(WorkflowError, match=r"Echo of task 3, item 0: .*'action_mask': 7 entries"):
         returned_experiences("Echo of task 3", changed)
     changed = experience()
     changed.reward = None
