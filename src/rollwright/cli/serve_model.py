@@ -22,6 +22,7 @@ def serve_model(
     kv_cache_bytes: int | None = typer.Option(None, min=1, help="Memory of the cache; default: a quarter of free memory."),
     prefix_cache: bool = typer.Option(True, help="Keep the cache of finished requests for a conversation's next turn."),
     max_prompt_tokens: int | None = typer.Option(None, min=1, help="Longest prompt; default: what the context holds."),
+    max_samples: int = typer.Option(256, min=1, help="Most completions of one request: its prompts times n."),
     max_body_bytes: int = typer.Option(64 << 20, min=1024, help="Largest request body."),
     weights_root: list[Path] = typer.Option(  # noqa: B008 - how typer declares a repeated option
         [], help="Weights may be loaded from below this directory (repeatable); default: updates from disk are refused."
@@ -42,6 +43,7 @@ def serve_model(
         model_name=model_name,
         weights_roots=[str(path) for path in weights_root],
         max_body_bytes=max_body_bytes,
+        max_samples=max_samples,
         max_prompt_tokens=max_prompt_tokens,
         max_pending=max_waiting + max_running_requests,
     )

@@ -74,8 +74,8 @@ class ModelRequest:
     metadata: dict[str, Any] = field(default_factory=dict)
     tokenizer: Any = None
     seed: int | None = None  # set by the sample's engine; gconfig.seed, where given, wins
-    position_ids: list[int] | None = None  # [len(input_ids)], for isolated branches
-    branch_ids: list[int] | None = None  # [len(input_ids)]: see experience.trajectory
+    position_ids: Any = None  # [len(input_ids)], for isolated branches
+    branch_ids: Any = None  # [len(input_ids)]: see experience.trajectory
     multi_modal: dict[str, Any] | None = None  # processor outputs, e.g. pixel_values
     image_data: list[Any] | None = None  # PIL images, or encoded ones in text, for servers
     lora_name: str | None = None

@@ -21,6 +21,9 @@ from rollwright.inference.weight_group import DEFAULT_GROUP, WeightGroup
 #: What running requests do at the next weight update, by the mode of the pause before it.
 _ON_UPDATE = {"retract": "recompute", "in_place": "keep", "abort": "recompute"}
 
+#: Trajectories hold versions in 32 bits.
+_LAST_VERSION = (1 << 31) - 1
+
 
 class Control:
     """The routes that steer an engine; updates come one after the other."""
@@ -134,7 +137,7 @@ class Control:
 
     async def _pause(self, body: dict[str, Any]) -> dict[str, Any]:
         mode = body.get("mode", "abort")
-        if mode not in _ON_UPDATE:
+        if not isinstance(mode, str) or mode not in _ON_UPDATE:
             raise RequestError(f"mode={mode!r}; it has to be one of {', '.join(_ON_UPDATE)}.", param="mode")
         await asyncio.to_thread(self._engine.pause)
         self._paused = True
@@ -152,8 +155,8 @@ class Control:
 
     async def _abort(self, body: dict[str, Any]) -> dict[str, Any]:
         rid = body.get("rid")
-        if not body.get("abort_all") and not rid:
-            raise RequestError("Give rid, or abort_all: true.", param="rid")
+        if not body.get("abort_all") and not (rid and isinstance(rid, str)):
+            raise RequestError("Give rid, the id of one request in text, or abort_all: true.", param="rid")
         await asyncio.to_thread(self._engine.abort, None if body.get("abort_all") else rid)
         return {"success": True}
 
@@ -168,9 +171,12 @@ class Control:
         if value is None:
             return self._engine.get_version() + 1
         try:
-            return int(value)
-        except (TypeError, ValueError):
+            version = int(value)
+        except (TypeError, ValueError, OverflowError):
             raise RequestError(f"{name}={value!r} is not a number; versions count weight updates.", param=name) from None
+        if not 0 <= version <= _LAST_VERSION:
+            raise RequestError(f"{name}={version}; it has to be between 0 and {_LAST_VERSION}.", param=name)
+        return version
 
     async def _update_weight_version(self, body: dict[str, Any]) -> dict[str, Any]:
         version = self._version(body, "new_version")
@@ -242,7 +248,7 @@ class Control:
                 int(body["rank_offset"]),
                 int(body["world_size"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise RequestError(f"master_address, master_port, rank_offset and world_size are needed: {error!r}.") from error
         backend = str(body.get("backend") or "nccl")
         if name in self._groups:
@@ -262,7 +268,7 @@ class Control:
         group = self._groups.get(name)
         if group is None:
             raise WeightUpdateError(f"This server is in no group {name!r}: call /init_weights_update_group first.")
-        names, dtypes, shapes = body.get("names") or [], body.get("dtypes") or [], body.get("shapes") or []
+        names, dtypes, shapes = (_list(body, field) for field in ("names", "dtypes", "shapes"))
         if not len(names) == len(dtypes) == len(shapes):
             raise RequestError(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes; give one for each.")
         is_last = body.get("weight_version") is not None
@@ -298,22 +304,25 @@ class Control:
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
-    def _tags(self, body: dict[str, Any]) -> set[str]:
-        tags = set(body.get("tags") or ["kv_cache"])
-        if tags - {"kv_cache"}:
-            raise RequestError(
-                f"tags {sorted(tags - {'kv_cache'})} cannot be released: this engine keeps its weights; kv_cache can.",
-                param="tags",
-            )
-        return tags
+    def _check_tags(self, body: dict[str, Any]) -> None:
+        others = [tag for tag in _list(body, "tags") if tag != "kv_cache"]
+        if others:
+            raise RequestError(f"tags {others} cannot be released: this engine keeps its weights; kv_cache can.", param="tags")
 
     async def _release_memory(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._tags(body)
+        self._check_tags(body)
         await asyncio.to_thread(self._engine.pause)
         self._paused = True
         await asyncio.to_thread(self._engine.flush_cache)
         return {"success": True, "message": "Paused; the cache of finished requests is released."}
 
     async def _resume_memory(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._tags(body)
+        self._check_tags(body)
         return {"success": True, **await self._continue(body)}
+
+
+def _list(body: dict[str, Any], name: str) -> list[Any]:
+    value = body.get(name)
+    if value is not None and not isinstance(value, list):
+        raise RequestError(f"{name} is {value!r}; it has to be a list.", param=name)
+    return value or []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import json
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -12,6 +13,9 @@ from fastapi.responses import JSONResponse
 from rollwright.errors import EngineError, EngineStepError, PromptTooLongError, QueueFullError, RequestAborted
 
 Result = TypeVar("Result")
+
+#: From this size on a text takes longer to parse or to encode than a thread takes to start.
+_LARGE = 1 << 16
 
 
 class RequestError(Exception):
@@ -84,12 +88,23 @@ async def read_object(request: Request) -> dict[str, Any]:
     if not body:
         return {}
     try:
-        value = await request.json()
+        value = await beside_the_loop(len(body), json.loads, body)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"The body is not JSON: {error}.") from error
     if not isinstance(value, dict):
         raise RequestError(f"The body is a JSON {type(value).__name__}, not an object with named parameters.")
     return value
+
+
+async def beside_the_loop(size: int, work: Callable[..., Result], *arguments: Any) -> Result:
+    """``work``, in a thread where it reads much: health checks and other requests are answered meanwhile.
+
+    Args:
+        size: bytes or characters that it reads.
+        work: parses or encodes them.
+        arguments: of ``work``.
+    """
+    return work(*arguments) if size < _LARGE else await asyncio.to_thread(work, *arguments)
 
 
 async def while_connected(request: Request, work: Awaitable[Result]) -> Result:

@@ -11,12 +11,14 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from rollwright.config.generation import GenerationHyperparameters
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.server.errors import (
     ClientGoneError,
     RequestError,
     as_request_error,
+    beside_the_loop,
     error_body,
     error_response,
     read_object,
@@ -29,14 +31,28 @@ from rollwright.inference.version_spans import version_spans
 
 
 @dataclass
-class _Generation:
-    """A parsed ``/generate``."""
+class _Completion:
+    """One completion of a parsed ``/generate``, and how its answer is written."""
 
-    requests: list[ModelRequest]
+    request: ModelRequest
     keep_stop: bool
     return_logprob: bool
     token_texts: bool
+    prompt_token_ids: bool
+
+
+@dataclass
+class _Generation:
+    """A parsed ``/generate``."""
+
+    completions: list[_Completion]
     as_list: bool
+    stream: bool
+
+    @property
+    def requests(self) -> list[ModelRequest]:
+        """What the engine is asked."""
+        return [completion.request for completion in self.completions]
 
 
 class NativeProtocol:
@@ -55,7 +71,6 @@ class NativeProtocol:
         self.tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
         self._max_samples = max_samples
-        self.rids: dict[str, int] = {}  # requests in flight by their rid
 
     @property
     def router(self) -> APIRouter:
@@ -67,12 +82,13 @@ class NativeProtocol:
     async def _generate(self, request: Request) -> Response:
         try:
             body = await read_object(request)
-            generation = self._parse(body)
-            if body.get("stream"):
-                return await self._stream(request, generation)
+            generation = await beside_the_loop(len(await request.body()), self._parse, body)
+            if generation.stream:
+                return await self._stream(request, generation.completions[0])
             responses = await while_connected(request, generate_all(self.engine, generation.requests))
             answers = [
-                self.answer(generation, asked, response) for asked, response in zip(generation.requests, responses, strict=True)
+                self.answer(completion, response)
+                for completion, response in zip(generation.completions, responses, strict=True)
             ]
         except ClientGoneError:
             return Response(status_code=499)
@@ -83,67 +99,72 @@ class NativeProtocol:
     def _parse(self, body: dict[str, Any]) -> _Generation:
         check_request(body)
         prompts, is_batch = self._prompts(body)
-        params = body.get("sampling_params")
-        if isinstance(params, list):
-            if len(params) != len(prompts):
-                raise RequestError(f"{len(params)} sampling_params for {len(prompts)} prompts.", param="sampling_params")
-        else:
-            params = [params] * len(prompts)
-        requests: list[ModelRequest] = []
-        keep_stop = False
-        rid = body.get("rid") or uuid.uuid4().hex
-        rids = rid if isinstance(rid, list) else [rid if len(prompts) == 1 else f"{rid}_{i}" for i in range(len(prompts))]
-        if len(rids) != len(prompts):
-            raise RequestError(f"{len(rids)} rids for {len(prompts)} prompts.", param="rid")
-        for prompt, given, name in zip(prompts, params, rids, strict=True):
-            gconfig, keep_stop = generation_arguments(given)
-            for index in range(gconfig.n_samples):
-                seed = None if gconfig.seed is None else gconfig.seed + index
-                requests.append(
-                    ModelRequest(
-                        input_ids=prompt,
-                        gconfig=gconfig.new(n_samples=1, seed=seed),
-                        rid=str(name),
-                        tokenizer=self.tokenizer,
-                        position_ids=body.get("position_ids"),
-                        branch_ids=body.get("branch_ids"),
-                    )
-                )
-        if len(requests) > self._max_samples:
-            raise RequestError(
-                f"{len(requests)} completions are over the limit of {self._max_samples}.", param="sampling_params"
-            )
-        as_list = is_batch or len(requests) > 1
-        if as_list and body.get("stream"):
+        count = len(prompts)
+        arguments = [generation_arguments(given) for given in _one_each("sampling_params", body, count)]
+        asked = sum(gconfig.n_samples for gconfig, _ in arguments)
+        if asked > self._max_samples:
+            raise self._too_many(asked)
+        stream, as_list = bool(body.get("stream")), is_batch or asked > 1
+        if as_list and stream:
             raise RequestError("stream is served for one prompt with n=1.", param="stream")
-        return _Generation(
-            requests, keep_stop, bool(body.get("return_logprob")), bool(body.get("return_text_in_logprobs")), as_list
+        completions = [
+            _Completion(
+                self._request(body, prompt, gconfig, rid, index),
+                keep_stop,
+                bool(return_logprob),
+                bool(body.get("return_text_in_logprobs")),
+                bool(body.get("return_prompt_token_ids")),
+            )
+            for prompt, (gconfig, keep_stop), rid, return_logprob in zip(
+                prompts, arguments, _rids(body, count), _one_each("return_logprob", body, count), strict=True
+            )
+            for index in range(gconfig.n_samples)
+        ]
+        return _Generation(completions, as_list, stream)
+
+    def _request(
+        self, body: dict[str, Any], prompt: list[int], gconfig: GenerationHyperparameters, rid: str, index: int
+    ) -> ModelRequest:
+        seed = None if gconfig.seed is None else gconfig.seed + index
+        return ModelRequest(
+            input_ids=prompt,
+            gconfig=gconfig.new(n_samples=1, seed=seed),
+            rid=rid,
+            tokenizer=self.tokenizer,
+            position_ids=body.get("position_ids"),
+            branch_ids=body.get("branch_ids"),
+        )
+
+    def _too_many(self, asked: int) -> RequestError:
+        return RequestError(
+            f"{asked} completions are over the limit of {self._max_samples} (--max-samples); send fewer in one request.",
+            param="sampling_params",
         )
 
     def _prompts(self, body: dict[str, Any]) -> tuple[list[list[int]], bool]:
         ids: Any = body.get("input_ids")
         text = body.get("text")
-        prompts: list[Any]
         if (ids is None) == (text is None):
             raise RequestError("Give either input_ids or text.", param="input_ids")
-        if text is not None:
-            if self.tokenizer is None:
-                raise RequestError("This server has no tokenizer; give input_ids.", param="text")
-            if isinstance(text, str):
-                prompts, is_batch = [self.tokenizer.encode(text)], False
-            elif isinstance(text, list) and text and all(isinstance(item, str) for item in text):
-                prompts, is_batch = [self.tokenizer.encode(item) for item in text], True
-            else:
-                raise RequestError("text has to be a text or a list of texts.", param="text")
-            if not all(prompts):
-                raise RequestError("text is empty: there is no token to go on from.", param="text")
-        else:
-            is_batch = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
-            prompts = list(ids) if is_batch else [ids]
+        is_batch = isinstance(text, list) or (isinstance(ids, list) and bool(ids) and isinstance(ids[0], list))
+        given = (ids if text is None else text) if is_batch else [ids if text is None else text]
+        if len(given) > self._max_samples:
+            raise self._too_many(len(given))
+        prompts = given if text is None else self._encoded(given)
         vocabulary = len(self.tokenizer) if self.tokenizer is not None else None
         for prompt in prompts:
             self._check_prompt(prompt, vocabulary)
         return prompts, is_batch
+
+    def _encoded(self, texts: list[Any]) -> list[list[int]]:
+        if self.tokenizer is None:
+            raise RequestError("This server has no tokenizer; give input_ids.", param="text")
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise RequestError("text has to be a text or a list of texts.", param="text")
+        prompts = [self.tokenizer.encode(text) for text in texts]
+        if not all(prompts):
+            raise RequestError("text is empty: there is no token to go on from.", param="text")
+        return prompts
 
     def _check_prompt(self, prompt: Any, vocabulary: int | None) -> None:
         if not isinstance(prompt, list) or not prompt or any(type(token) is not int for token in prompt):
@@ -157,10 +178,9 @@ class NativeProtocol:
                 f"The prompt has {len(prompt)} tokens, longer than the limit of {self._max_prompt_tokens}.", param="input_ids"
             )
 
-    def answer(
-        self, generation: _Generation, request: ModelRequest, response: ModelResponse, *, final: bool = True
-    ) -> dict[str, Any]:
+    def answer(self, completion: _Completion, response: ModelResponse, *, final: bool = True) -> dict[str, Any]:
         """One answer in SGLang's form; ``final`` is False for the chunks of a stream before the last."""
+        request = completion.request
         meta: dict[str, Any] = {
             "id": request.rid,
             "finish_reason": _finish_reason(response) if final else None,
@@ -171,12 +191,14 @@ class NativeProtocol:
             "e2e_latency": response.latency,
             "ttft": response.ttft,
         }
-        if generation.return_logprob:
+        if completion.return_logprob:
             texts = [
-                self.tokenizer.decode([token]) if generation.token_texts and self.tokenizer else None
+                self.tokenizer.decode([token]) if completion.token_texts and self.tokenizer else None
                 for token in response.output_tokens
             ]
             meta["output_token_logprobs"] = list(zip(response.output_logprobs, response.output_tokens, texts, strict=True))
+        if completion.prompt_token_ids:
+            meta["prompt_token_ids"] = request.input_ids
         text = ""
         if self.tokenizer is not None:
             text = completion_text(
@@ -184,22 +206,21 @@ class NativeProtocol:
                 response.output_tokens,
                 skip_special_tokens=request.gconfig.skip_special_tokens,
                 stop=request.gconfig.stop,
-                keep_stop=generation.keep_stop,
+                keep_stop=completion.keep_stop,
             )
         return {"text": text, "output_ids": response.output_tokens, "meta_info": meta}
 
-    async def _stream(self, asked: Request, generation: _Generation) -> StreamingResponse:
-        (request,) = generation.requests
-        partials = stream_response(self.engine, request)
+    async def _stream(self, asked: Request, completion: _Completion) -> StreamingResponse:
+        partials = stream_response(self.engine, completion.request)
         first = await while_connected(asked, anext(partials))
 
         async def events() -> AsyncIterator[str]:
             try:
                 latest = first
                 async for partial in partials:
-                    yield _event(self.answer(generation, request, latest, final=False))
+                    yield _event(self.answer(completion, latest, final=False))
                     latest = partial
-                yield _event(self.answer(generation, request, latest))
+                yield _event(self.answer(completion, latest))
                 yield "data: [DONE]\n\n"
             except Exception as error:  # the status is sent already: the stream says what is wrong
                 refusal = as_request_error(error)
@@ -208,6 +229,24 @@ class NativeProtocol:
                 await partials.aclose()
 
         return StreamingResponse(events(), media_type="text/event-stream")
+
+
+def _one_each(name: str, body: dict[str, Any], count: int) -> list[Any]:
+    """A field that holds one value for all prompts, or a list with one for each."""
+    value = body.get(name)
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(f"{len(value)} {name} for {count} prompts.", param=name)
+    return value
+
+
+def _rids(body: dict[str, Any], count: int) -> list[str]:
+    """Names of the prompts' conversations: those given, or one given (or made) name, numbered where there are several."""
+    rid = body.get("rid") or uuid.uuid4().hex
+    if isinstance(rid, list):
+        return [str(name) for name in _one_each("rid", body, count)]
+    return [str(rid)] if count == 1 else [f"{rid}_{index}" for index in range(count)]
 
 
 def _event(value: Any) -> str:

@@ -14,7 +14,7 @@ _NUMBER = (int, float)
 SAMPLING: dict[str, tuple[tuple[type, ...], float | None, float | None]] = {
     "max_new_tokens": ((int,), 1, None),
     "min_new_tokens": ((int,), 0, None),
-    "temperature": (_NUMBER, 0.0, None),
+    "temperature": (_NUMBER, 0.0, 100.0),
     "top_p": (_NUMBER, 0.0, 1.0),
     "top_k": ((int,), -1, None),
     "frequency_penalty": (_NUMBER, -2.0, 2.0),
@@ -45,11 +45,10 @@ NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
     "watermark": (),
 }
 
-#: Fields of the request that are honoured or cannot change the answer.
+#: Fields of the request that are honoured.
 REQUEST = frozenset(
     [
         "rid",
-        "session_id",
         "text",
         "input_ids",
         "sampling_params",
@@ -57,23 +56,56 @@ REQUEST = frozenset(
         "stream",
         "position_ids",
         "branch_ids",
-        "log_metrics",
         "return_text_in_logprobs",
+        "return_prompt_token_ids",
     ]
 )
+#: Fields that tell SGLang's routers, queues, caches and logs how to handle a request: they cannot change what is sampled.
+IGNORED_REQUEST = frozenset(
+    [
+        "session_id",
+        "conversation_id",
+        "routing_key",
+        "routed_dp_rank",
+        "data_parallel_rank",
+        "priority",
+        "extra_key",
+        "cache_salt",
+        "kv_hints",
+        "log_metrics",
+        "no_logs",
+        "custom_labels",
+        "external_trace_header",
+        "received_time",
+        "http_worker_ipc",
+    ]
+)
+#: Fields of SGLang that this server has no counterpart of, with the values that ask for nothing.
 NEUTRAL_REQUEST: dict[str, tuple[Any, ...]] = {
     "logprob_start_len": (-1,),
     "top_logprobs_num": (0,),
+    "token_ids_logprob": ([],),
     "image_data": ([],),
     "video_data": ([],),
     "audio_data": ([],),
     "modalities": ([],),
+    "use_audio_in_video": (False,),
     "input_embeds": ([],),
     "lora_path": ("",),
-    "token_ids_logprob": ([],),
     "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "routed_experts_start_len": (0,),
+    "return_indexer_topk": (False,),
+    "return_sampling_mask": (False,),
+    "return_entropy": (False,),
+    "return_bytes": (False,),
+    "return_flat_raw_top_logprobs": (False,),
+    "return_flat_raw_output_top_logprobs": (False,),
+    "return_flat_raw_top_logprobs_b64": (False,),
     "session_params": ({},),
     "custom_logit_processor": ("",),
+    "background": (False,),
+    "require_reasoning": (False,),
 }
 
 _WHY = {
@@ -91,11 +123,14 @@ def check_request(body: Mapping[str, Any]) -> None:
         RequestError: a field is unknown, or asks for what is not there.
     """
     for name, value in body.items():
-        if name in REQUEST or value is None:
+        if name in REQUEST or name in IGNORED_REQUEST or value is None:
             continue
         if name not in NEUTRAL_REQUEST:
-            raise RequestError(f"Unknown field {name!r} of /generate; known are {', '.join(sorted(REQUEST))}.", param=name)
-        if value not in NEUTRAL_REQUEST[name]:
+            known = ", ".join(sorted([*REQUEST, *NEUTRAL_REQUEST]))
+            raise RequestError(f"Unknown field {name!r} of /generate; known are {known}.", param=name)
+        neutral = NEUTRAL_REQUEST[name]
+        for_each_prompt = value if isinstance(value, list) else [value]
+        if value not in neutral and any(item is not None and item not in neutral for item in for_each_prompt):
             raise RequestError(f"{name} cannot be honoured: {_WHY.get(name, 'this server has no such thing')}.", param=name)
 
 

@@ -24,7 +24,14 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.server.chat_messages import template_messages
-from rollwright.inference.server.errors import ClientGoneError, RequestError, error_response, read_object, while_connected
+from rollwright.inference.server.errors import (
+    ClientGoneError,
+    RequestError,
+    beside_the_loop,
+    error_response,
+    read_object,
+    while_connected,
+)
 from rollwright.inference.server.openai_answer import answer_choice, chunks_of, usage_of
 from rollwright.inference.server.openai_fields import CHAT, COMPLETION, check_fields
 from rollwright.inference.server.tool_calls import tool_convention
@@ -152,7 +159,8 @@ class OpenAIProtocol:
             self._check_model(fields)
             api_key = bearer_token(request)
             engine = self._engine_for_key(api_key)
-            call = self._call(api_key, endpoint, body, fields, prompts_of(fields))
+            prompts = await beside_the_loop(len(await request.body()), prompts_of, fields)
+            call = self._call(api_key, endpoint, body, fields, prompts)
             if fields.get("stream"):
                 include_usage = bool((fields.get("stream_options") or {}).get("include_usage"))
                 return await self._stream(request, engine, call, include_usage)
@@ -254,7 +262,8 @@ class OpenAIProtocol:
         samples = fields.get("n", 1)
         if samples * len(prompts) > self._max_samples:
             raise RequestError(
-                f"{samples} samples of {len(prompts)} prompts are over the limit of {self._max_samples}.", param="n"
+                f"{samples} samples of {len(prompts)} prompts are over the limit of {self._max_samples} (--max-samples).",
+                param="n",
             )
         vocabulary = len(self.tokenizer)
         requests = []
@@ -280,7 +289,7 @@ class OpenAIProtocol:
             samples=samples,
             tools=bool(endpoint == CHAT and self._tools(fields)),
             begun=self._begun(fields) if endpoint == CHAT else "",
-            logprobs=fields.get("logprobs") not in (None, False),
+            logprobs=fields.get("logprobs", False) is not False,  # 0 asks for the sampled tokens' and no alternatives
             return_token_ids=bool(fields.get("return_token_ids")),
             keep_stop=bool(fields.get("include_stop_str_in_output")),
         )

@@ -26,6 +26,8 @@ class Field:
         note: for the documentation, or why another value is refused.
         neutral: the values that ask for nothing.
         low, high: inclusive limits of a number.
+        keys: that an object may have; None: any but ``reserved``.
+        reserved: keys of an object that are the server's to set.
     """
 
     name: str
@@ -36,8 +38,29 @@ class Field:
     neutral: tuple[Any, ...] = ()
     low: float | None = None
     high: float | None = None
+    keys: frozenset[str] | None = None
+    reserved: frozenset[str] = frozenset()
 
 
+#: What the tokenizer's method takes besides the variables of its template: another template, or a shortened prompt, would be
+#: trained on as if the model's own had made it.
+_TEMPLATE_METHOD = frozenset(
+    [
+        "chat_template",
+        "conversation",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    ]
+)
 _NUMBER = (int, float)
 _TEXT_OR_LIST = (str, list)
 
@@ -61,7 +84,7 @@ FIELDS: tuple[Field, ...] = (
     Field("ignore_eos", (bool,), note="extension"),
     Field("skip_special_tokens", (bool,), note="extension; default true"),
     Field("stream", (bool,)),
-    Field("stream_options", (dict,), note="include_usage"),
+    Field("stream_options", (dict,), note="include_usage", keys=frozenset({"include_usage"})),
     Field("logprobs", (bool, int), note="of the sampled tokens, at the request's temperature"),
     Field("top_logprobs", (int,), (CHAT,), "neutral", "only the sampled token's log-probability is known", (0,)),
     Field("return_token_ids", (bool,), note="extension: token_ids, prompt_token_ids and weight_versions"),
@@ -70,7 +93,13 @@ FIELDS: tuple[Field, ...] = (
         "tool_choice", (str, dict), (CHAT,), note="required or a function: the reply is begun with the call; its JSON is free"
     ),
     Field("parallel_tool_calls", (bool,), (CHAT,), "neutral", "the number of calls cannot be limited", (True,)),
-    Field("chat_template_kwargs", (dict,), (CHAT,), note="extension: further arguments of the chat template"),
+    Field(
+        "chat_template_kwargs",
+        (dict,),
+        (CHAT,),
+        note="extension: further variables of the model's chat template",
+        reserved=_TEMPLATE_METHOD,
+    ),
     Field("add_generation_prompt", (bool,), (CHAT,), note="extension; default true"),
     Field("continue_final_message", (bool,), (CHAT,), note="extension: go on with the last message"),
     Field("rid", (str,), note="extension: the conversation's id"),
@@ -131,5 +160,15 @@ def _check_value(field: Field, value: Any) -> None:
         raise RequestError(f"{field.name} is {value!r}, a {type(value).__name__}; it has to be {kinds}.", param=field.name)
     if isinstance(value, int | float):
         refuse_outside(field.name, value, field.low, field.high)
+    if isinstance(value, dict):
+        _check_keys(field, value)
     if field.name == "top_p" and value == 0:
         raise RequestError("top_p=0 leaves no token; use temperature=0 for greedy sampling.", param="top_p")
+
+
+def _check_keys(field: Field, value: dict[str, Any]) -> None:
+    unknown = sorted(set(value) - field.keys) if field.keys is not None else sorted(set(value) & field.reserved)
+    if not unknown:
+        return
+    known = "the variables of the model's own template" if field.keys is None else ", ".join(sorted(field.keys))
+    raise RequestError(f"{field.name} cannot set {unknown[0]!r}; it takes {known}.", param=field.name)

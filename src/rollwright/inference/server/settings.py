@@ -25,7 +25,7 @@ class ServerSettings:
     max_prompt_tokens: int | None = field(
         default=None, metadata={"help": "Longest prompt; None: what the context holds.", "ge": 1}
     )
-    max_samples: int = field(default=256, metadata={"help": "Largest n of one request.", "ge": 1})
+    max_samples: int = field(default=256, metadata={"help": "Most completions of one request: its prompts times n.", "ge": 1})
     max_pending: int = field(
         default=16384, metadata={"help": "Requests that are answered or wait at once; more get 429.", "ge": 1}
     )
