@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -16,8 +17,11 @@ from rollwright.cluster.local import LocalServers
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
 from rollwright.data.tokenizer import build_character_tokenizer
+from rollwright.inference import health
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.sglang import SGLangClient
+
+health.CHECK_SECONDS = 60.0  # a server that a busy machine keeps waiting is not one that is gone
 
 
 def write_model(directory: Path, *, tied: bool = False, seed: int = 0) -> Path:
@@ -105,7 +109,7 @@ class Trainer:
 @contextlib.contextmanager
 def served_model(path: Path, logs: Path, count: int = 1, **settings) -> Iterator[tuple[LocalServers, SGLangClient]]:
     """``count`` processes of ``rollwright serve-model`` and a client of theirs."""
-    config = RolloutConfig(backend="builtin_process", max_running_requests=64, setup_timeout=120, **settings)
+    config = RolloutConfig(backend="builtin_process", max_running_requests=64, setup_timeout=300, **settings)
     with LocalServers(config, model_path=str(path), logs=logs, count=count, threads=1) as servers:
         client = SGLangClient(config, addresses=servers.addresses)
         client.initialize()
@@ -124,35 +128,50 @@ def ask(count: int, *, tokens: int, seed: int = 0, temperature: float = 0.7) -> 
     ]
 
 
-async def gather_while(client, requests: list[ModelRequest], act) -> list[ModelResponse]:
+async def gather_while(
+    client, requests: list[ModelRequest], act: Callable[[], object], *, seen: Callable[[ModelResponse], bool] | None = None
+) -> list[ModelResponse]:
     """Send ``requests`` at once, and run ``act`` in a thread when every server in service is generating.
 
     As many requests run until ``act`` has returned, however fast the servers are: one that is answered before is followed by
-    another like it.
+    another like it. Where no response is one that has to be ``seen``, ``act`` fell between two requests, and is run again
+    under others, at most twenty times.
     """
     servers, is_over = client.router.in_service(), False
+    answered: list[list[ModelResponse]] = [[] for _ in requests]
 
     def generated() -> list[int]:
         infos = (client.connections.request("GET", f"{server.url}/server_info") for server in servers)
         return [info["stats"]["generated_tokens"] for info in infos]
 
-    async def keep_asking(request: ModelRequest) -> list[ModelResponse]:
-        answers = [await client.agenerate(request)]
+    async def keep_asking(request: ModelRequest, answers: list[ModelResponse]) -> None:
+        answers.append(await client.agenerate(request))
         while not is_over:
             again = dataclasses.replace(
                 request, rid=f"{request.rid}+{len(answers)}", seed=request.seed + 100_000 * len(answers)
             )
             answers.append(await client.agenerate(again))
-        return answers
 
-    async with asyncio.timeout(300):
+    async def a_moment() -> None:
+        for task in running:
+            if task.done():
+                task.result()
+        await asyncio.sleep(0.01)
+
+    async with asyncio.timeout(500):
         before = await asyncio.to_thread(generated)
-        running = [asyncio.ensure_future(keep_asking(request)) for request in requests]
+        running = [asyncio.ensure_future(keep_asking(*each)) for each in zip(requests, answered, strict=True)]
         while any(now == old for now, old in zip(await asyncio.to_thread(generated), before, strict=True)):
-            for task in running:
-                if task.done():
-                    task.result()
-            await asyncio.sleep(0.01)
-        await asyncio.to_thread(act)
+            await a_moment()
+        for _ in range(20):
+            await asyncio.to_thread(act)
+            if seen is None:
+                break
+            ran_under_it = list(map(len, answered))
+            while any(len(answers) == count for answers, count in zip(answered, ran_under_it, strict=True)):
+                await a_moment()
+            if any(map(seen, itertools.chain(*answered))):
+                break
         is_over = True
-        return [response for answers in await asyncio.gather(*running) for response in answers]
+        await asyncio.gather(*running)
+        return list(itertools.chain(*answered))

@@ -38,14 +38,14 @@ def started_again(servers: LocalServers, number: int, logs):
     before = servers._launcher.servers[number]
     again = ServerProcess(before.command, before.address, logs / "again.log", {"OMP_NUM_THREADS": "1"})
     try:
-        again.wait_healthy(time.monotonic() + 120)
+        again.wait_healthy(time.monotonic() + 300)
         yield again
     finally:
         again.stop()
 
 
 def wait_in_service(client, count: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(client.router.in_service()) != count:
         assert time.monotonic() < deadline, client.router.describe()
         time.sleep(0.05)
@@ -71,7 +71,7 @@ def test_a_server_killed_in_the_middle_of_a_batch_comes_back_with_the_published_
         wait_in_service(client, 1)
         with started_again(servers, 0, tmp_path):
             if way == "xccl":  # these weights are on no disk: it has to wait for the next ones
-                deadline = time.monotonic() + 30
+                deadline = time.monotonic() + 300
                 while "version 1 is not on disk" not in client.router.describe():
                     assert time.monotonic() < deadline, client.router.describe()
                     time.sleep(0.05)
@@ -105,9 +105,15 @@ def test_a_server_killed_in_the_middle_of_a_broadcast_does_not_end_the_publicati
             send(self, bucket)
 
         monkeypatch.setattr(WeightGroup, "send", send_and_kill)
-        started = time.monotonic()
-        responses = asyncio.run(gather_while(client, ask(60, tokens=100), publish))
-        assert time.monotonic() - started < 100  # the group's own limit is 120 s
+        took = []
+
+        def publish_timed() -> None:
+            started = time.monotonic()
+            publish()
+            took.append(time.monotonic() - started)
+
+        responses = asyncio.run(gather_while(client, ask(60, tokens=100), publish_timed))
+        assert took[0] < 100  # a second or two; the group's own limit is 120 s
         assert len(client.agreements) == 2
         assert [server.address for server in client.router.out_of_service()] == [servers.addresses[1]]
         assert all(len(response.output_tokens) == 100 for response in responses)
@@ -119,8 +125,8 @@ def test_a_server_killed_in_the_middle_of_a_broadcast_does_not_end_the_publicati
 def test_a_server_that_hangs_loses_what_it_was_asked_and_comes_back(model_path, tmp_path, monkeypatch):
     """A stopped process keeps its connections open and answers nothing."""
     with served_model(model_path, tmp_path / "logs", count=2) as (servers, client):
-        client._monitor._check_interval = 0.5
-        monkeypatch.setattr("rollwright.inference.health.CHECK_SECONDS", 1.0)
+        client._monitor._check_interval, client._monitor._strikes = 0.5, 2
+        monkeypatch.setattr("rollwright.inference.health.CHECK_SECONDS", 5.0)
         trainer = Trainer(model_path)
         client.update_weights(version=trainer.step(), weights=trainer.model.state_dict(), trainer=trainer)
         (process,) = psutil.Process(servers._launcher.servers[0].pid).children()
@@ -151,15 +157,14 @@ def test_when_no_server_is_left_the_log_of_the_last_is_told_at_once(model_path, 
 
         async def scenario():
             running = [asyncio.ensure_future(keep_asking(request)) for request in ask(20, tokens=300)]
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(300):
                 while client.router.servers[0].load < 20:  # noqa: ASYNC110 - the router has no event
                     await asyncio.sleep(0.01)
                 kill(servers, 0)
                 return await asyncio.gather(*running)
 
-        started = time.monotonic()
+        client.config.setup_timeout = 3600.0  # for which it is not waited
         errors = asyncio.run(scenario())
-        assert time.monotonic() - started < client.config.setup_timeout / 2
         assert {str(error).partition("\n")[0].partition(" ended with")[2] for error in errors} == {
             f" status {128 + signal.SIGKILL}, and no other is left. The end of {tmp_path / 'builtin_process-0.log'}:"
         }

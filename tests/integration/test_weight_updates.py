@@ -48,6 +48,10 @@ def test_every_way_reaches_every_server_and_is_audited(two_servers):
     assert [path.name for path in sorted((servers.weights_root / "disk").iterdir())] == ["v3"]
 
 
+def changed_under_way(response) -> bool:
+    return len(set(response.output_versions)) > 1
+
+
 @pytest.mark.parametrize("way", ["shared", "disk", "xccl"])
 def test_versions_are_right_when_weights_change_under_hundreds_of_requests(two_servers, way):
     servers, client, trainer = two_servers
@@ -64,12 +68,14 @@ def test_versions_are_right_when_weights_change_under_hundreds_of_requests(two_s
             client.update_weights(meta, version=version, weights=trainer.model.state_dict(), trainer=trainer)
             time.sleep(0.2)
 
-    responses = asyncio.run(gather_while(client, ask(300, tokens=120, seed=1000 * before), update_twice))
+    responses = asyncio.run(
+        gather_while(client, ask(300, tokens=120, seed=1000 * before), update_twice, seen=changed_under_way)
+    )
     assert all(len(response.output_tokens) == 120 for response in responses)
     seen = trainer.check_versions(responses)
     assert before in seen
     assert seen & {before + 1, before + 2}
-    assert any(len(set(response.output_versions)) > 1 for response in responses)
+    assert any(map(changed_under_way, responses))
 
 
 def test_a_paused_client_is_audited_when_it_resumes(two_servers):
@@ -106,7 +112,7 @@ def test_damaged_weights_are_refused_and_the_old_ones_serve_on(two_servers, tmp_
     with pytest.raises(WeightUpdateError, match="digest"):
         client.update_weights_from_disk(str(directory), trainer.version + 1, digest)
     assert client.get_version() == trainer.version
-    deadline = time.monotonic() + 20  # both were taken out; the monitor finds them fit and puts them back
+    deadline = time.monotonic() + 120  # both were taken out; the monitor finds them fit and puts them back
     while len(client.router.in_service()) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -120,14 +126,14 @@ def test_other_policies_for_running_requests(model_path, tmp_path, policy):
         trainer = Trainer(model_path)
 
         def update() -> None:
-            for _ in range(3):  # one could fall between two requests
-                client.update_weights(version=trainer.step(), weights=trainer.model.state_dict(), trainer=trainer)
+            client.update_weights(version=trainer.step(), weights=trainer.model.state_dict(), trainer=trainer)
 
-        responses = asyncio.run(gather_while(client, ask(40, tokens=60), update))
-        versions = [set(response.output_versions) for response in responses]
+        # Requests that are waited for are seen when one was answered before the update and another after it.
+        seen = changed_under_way if policy == "keep" else lambda response: response.output_versions[0] > 0
+        responses = asyncio.run(gather_while(client, ask(40, tokens=60), update, seen=seen))
         if policy == "wait":
-            assert all(len(seen) == 1 for seen in versions)
-            assert 0 in trainer.check_versions(responses)
+            assert not any(map(changed_under_way, responses))
+            assert {0, 1} <= trainer.check_versions(responses)
         else:
             # the versions are labelled; the cache is the old weights', so log-probabilities are a mixture
-            assert any(len(seen) > 1 for seen in versions)
+            assert any(map(changed_under_way, responses))
