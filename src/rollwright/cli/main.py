@@ -16,6 +16,7 @@ from typing import Any
 import typer
 
 from rollwright.cli.failures import report
+from rollwright.tracking.logging import getLogger
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # so that a config may name the user's own modules, as under python -m
+    getLogger()  # from here on messages are shown, also those of configs, which know nothing of where they go
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     completing = "_ROLLWRIGHT_COMPLETE" in os.environ
     try:

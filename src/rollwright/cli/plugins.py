@@ -19,10 +19,17 @@ PluginDirectories = Annotated[
 
 
 def announce_plugins(directories: list[Path] | None) -> None:
-    """Put directories into the environment, so that processes that a run starts find them too."""
+    """Put directories into the environment, so that processes that a run starts find them too.
+
+    Raises:
+        ConfigError: one of them is no directory.
+    """
+    from rollwright.errors import ConfigError
     from rollwright.workflows.registry import PLUGIN_VARIABLE
 
     if directories:
+        if missing := [directory for directory in directories if not directory.is_dir()]:
+            raise ConfigError(f"--plugin-dir {missing[0]}: there is no such directory; give one that holds Python files.")
         given = [str(directory.resolve()) for directory in directories]
         os.environ[PLUGIN_VARIABLE] = os.pathsep.join([*given, *filter(None, [os.environ.get(PLUGIN_VARIABLE)])])
 

@@ -131,7 +131,7 @@ class WorkflowRegistry:
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise WorkflowError(
             f"workflow {name!r} was not found.{hint} Tried: {'; '.join(tried)}. Give a registered name (import the module that "
-            f"registers it, put it into a directory of {PLUGIN_VARIABLE}, or declare an entry point of the group "
+            f"registers it, put it into a plugin directory (--plugin-dir, {PLUGIN_VARIABLE}), or declare an entry point of the group "
             f"{self._group!r}) or an import path such as 'my_package.my_module.MyWorkflow'."
         )
 
