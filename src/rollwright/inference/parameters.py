@@ -82,8 +82,8 @@ PARAMETERS: tuple[Parameter, ...] = (
 )
 
 _NEUTRAL = GenerationHyperparameters()
-#: top_k at or above this asks for all tokens.
-_ALL_TOKENS = 1 << 30
+#: top_k at or above this asks for all tokens: no vocabulary is as large. SGLang writes 2³⁰, AReaL 10⁸.
+_ALL_TOKENS = 10_000_000
 
 
 def limits_top_k(gconfig: GenerationHyperparameters) -> bool:

@@ -28,6 +28,7 @@ logger = getLogger("RemoteEngine")
 
 #: Statuses of a server that is busy or restarting, not of a wrong request.
 _TRY_AGAIN_STATUSES = {429, 502, 503, 504}
+_STOP_REASONS = ("stop", "length", "abort")
 
 
 class RemoteClient(ServerPool, InferenceEngine):
@@ -127,9 +128,29 @@ class RemoteClient(ServerPool, InferenceEngine):
             finally:
                 if self._router is not None:
                     self._router.give_back(server)
-        response = self._response(request, data, version_when_sent)
+        response = self.read_answer(request, data, version_when_sent)
         response.latency = time.perf_counter() - started
         response.logprobs_shifted = shifted
+        return response
+
+    def read_answer(self, request: ModelRequest, data: dict[str, Any], version_when_sent: int) -> ModelResponse:
+        """What a server's answer says.
+
+        Raises:
+            EngineError: it contradicts itself, or is not in the protocol's form.
+        """
+        try:
+            response = self._response(request, data, version_when_sent)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise EngineError(
+                f"An answer is not in the form of {self.kind}'s {self.generate_path} ({type(error).__name__}: {error}): "
+                f"{str(data)[:200]!r}. See that the addresses are those of {self.kind} servers: {', '.join(self.addresses)}."
+            ) from error
+        if response.stop_reason not in _STOP_REASONS:
+            raise EngineError(
+                f"The {self.kind} server ended a request with finish_reason {response.stop_reason!r}; those that its tokens can be "
+                f"used with are {', '.join(_STOP_REASONS)}. See the server's log."
+            )
         return response
 
     async def _lease(self, conversation: str) -> Server:

@@ -153,7 +153,7 @@ class PublishingClient(RemoteClient):
     def _probe(self, server: Server, request: ModelRequest) -> ModelResponse:
         payload = self._payload(request, self._in_flight.new_wire_id("audit-probe"), server)
         data = self.connections.request("POST", server.url + self.generate_path, payload)
-        return self._response(request, data, self._version)
+        return self.read_answer(request, data, self._version)
 
     def _run_pending_audit(self) -> None:
         pending, self._pending_audit = self._pending_audit, None

@@ -132,17 +132,18 @@ class SGLangClient(PublishingClient):
         return gconfig.new(max_new_tokens=room, min_new_tokens=min(gconfig.min_new_tokens, room))
 
     def _response(self, request: ModelRequest, data: dict[str, Any], version_when_sent: int) -> ModelResponse:
-        meta = data.get("meta_info") or {}
-        reason = meta.get("finish_reason") or {}
+        meta = data["meta_info"]
+        reason = meta["finish_reason"]
         if reason.get("type") == "abort" and "status_code" in reason and int(reason["status_code"] or 0) >= 400:
             raise EngineError(f"The SGLang server refused the request: {reason.get('message')}")
         pairs = meta.get("output_token_logprobs") or []
         output_ids = [int(pair[1]) for pair in pairs]
         logprobs = [float(pair[0]) if pair[0] is not None else math.nan for pair in pairs]
         given = data.get("output_ids")
-        if given is not None and list(given) != output_ids:
+        count = meta.get("completion_tokens", len(output_ids)) if given is None else len(given)
+        if count != len(output_ids) or (given is not None and list(given) != output_ids):
             raise EngineError(
-                f"The SGLang server returned {len(given)} output_ids and log-probabilities for {len(output_ids)} other tokens; a "
+                f"The SGLang server returned {count} tokens and log-probabilities for {len(output_ids)} other tokens; a "
                 "request needs both from one sampling. Check the server's version (0.5.23 is known to agree)."
             )
         if any(not math.isfinite(value) for value in logprobs):
@@ -152,7 +153,7 @@ class SGLangClient(PublishingClient):
             output_tokens=output_ids,
             output_logprobs=logprobs,
             output_versions=self._versions(meta, len(output_ids), version_when_sent),
-            stop_reason=reason.get("type") or "stop",
+            stop_reason=reason["type"],
             stop_match=reason.get("matched"),
             ttft=float(meta.get("ttft") or 0.0),
             temperature=request.gconfig.effective_temperature,

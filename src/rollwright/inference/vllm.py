@@ -109,7 +109,7 @@ class VLLMClient(PublishingClient):
 
     def _response(self, request: ModelRequest, data: dict[str, Any], version_when_sent: int) -> ModelResponse:
         (choice,) = data["choices"]
-        output_ids = [int(token) for token in choice.get("token_ids") or []]
+        output_ids = [int(token) for token in choice["token_ids"] or []]
         content = (choice.get("logprobs") or {}).get("content") or []
         if [entry["token_id"] for entry in content] != output_ids:
             raise EngineError(
@@ -125,13 +125,12 @@ class VLLMClient(PublishingClient):
                 "The vLLM server gives no weight_versions, so the versions of its tokens are unknown. Use a version whose "
                 "/inference/v1/generate returns them (0.32 does)."
             )
-        reason = choice.get("finish_reason") or "stop"
         return ModelResponse(
             input_tokens=list(request.input_ids),
             output_tokens=output_ids,
             output_logprobs=logprobs,
             output_versions=versions_of_spans(spans or [], len(output_ids), self.version_number),
-            stop_reason=reason if reason in ("stop", "length", "abort") else "stop",
+            stop_reason=choice["finish_reason"],
             stop_match=choice.get("stop_reason"),
             temperature=request.gconfig.effective_temperature,
             rid=request.rid,
