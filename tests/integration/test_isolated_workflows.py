@@ -48,7 +48,7 @@ def engine_of(tiny_model, tokenizer, **options) -> LocalRolloutEngine:
 def is_alive(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().split()[2] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
@@ -66,7 +66,7 @@ def test_a_run_elsewhere_is_recorded_here_and_its_process_used_again(tiny_model,
     assert first["versions"][sampled].unique().tolist() == [0]
     (process,) = runner._isolated(runner.default_taskset)._all
     runner._isolated(runner.default_taskset).close()
-    process._process.wait(10)
+    process._process.wait(120)
 
 
 def test_the_time_limit_kills_what_hangs(tiny_model, tokenizer, tmp_path):
@@ -89,7 +89,7 @@ def test_the_time_limit_kills_what_hangs(tiny_model, tokenizer, tmp_path):
         run.cancel()
         with pytest.raises(asyncio.CancelledError):
             await run
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while is_alive(process):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)

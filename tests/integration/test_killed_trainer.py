@@ -33,7 +33,7 @@ if __name__ == "__main__":
     config = PPOConfig(
         experiment_name="killed",
         actor=PPOActorConfig(path=model, optimizer=OptimizerConfig(lr=1e-4)),
-        rollout=RolloutConfig(backend="builtin_process", max_head_offpolicyness=1, setup_timeout=120),
+        rollout=RolloutConfig(backend="builtin_process", max_head_offpolicyness=1, setup_timeout=300),
         train_dataset=DatasetConfig(batch_size=4),
         gconfig=GenerationHyperparameters(n_samples=2, max_new_tokens=60, temperature=0.7, ignore_eos=True),
         total_train_steps=100_000,
@@ -50,6 +50,14 @@ if __name__ == "__main__":
 def steps(runs: Path) -> int:
     files = list(runs.glob("**/metrics.jsonl"))
     return len(files[0].read_text().splitlines()) if files else 0
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Its command line; empty where it has ended."""
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
 
 
 def wait_for(what, seconds: float) -> None:
@@ -72,19 +80,18 @@ def test_nothing_is_left_of_a_trainer(tmp_path, number):
         wait_for(lambda: steps(runs) >= 2 or trainer.poll() is not None, 240)
         assert trainer.poll() is None, log.read_text()[-3000:]
         family = psutil.Process(trainer.pid).children(recursive=True)
-        words = next(child.cmdline() for child in family if "serve-model" in child.cmdline())
+        words = next(words for words in map(command_of, family) if "serve-model" in words)
         roots = [Path(words[index + 1]) for index, word in enumerate(words) if word == "--weights-root"]
         assert roots
         assert all(list(root.iterdir()) for root in roots)  # what weights travel through
         trainer.send_signal(number)
-        status = trainer.wait(120)
+        status = trainer.wait(240)
     finally:
         trainer.kill()
         trainer.wait()
     assert status == (128 + number if number == signal.SIGTERM else -number)
-    _, alive = psutil.wait_procs(family, timeout=20)
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-    wait_for(lambda: not any(root.exists() for root in roots), 10)
+    wait_for(lambda: not any(map(command_of, family)), 120)
+    wait_for(lambda: not any(root.exists() for root in roots), 120)
     if number == signal.SIGTERM:  # asked to stop, it has finished its step and saved it
         recorded = [json.loads(line)["step"] for line in next(runs.glob("**/metrics.jsonl")).read_text().splitlines()]
         saved = sorted(path.name for path in next(runs.glob("**/recover")).iterdir())

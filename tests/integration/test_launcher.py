@@ -103,7 +103,7 @@ def test_start_health_logs_and_close(server_script, tmp_path):
             lambda host, port, index: [sys.executable, str(server_script), str(port)], count=2, name="fake"
         )
         assert launcher.wait_healthy(120) == addresses
-        assert all(httpx.get(f"http://{address}/health").status_code == 200 for address in addresses)
+        assert all(httpx.get(f"http://{address}/health", timeout=120).status_code == 200 for address in addresses)
         assert sorted(path.name for path in logs.iterdir()) == ["fake-0.log", "fake-1.log"]
         launcher.check()
         processes = family(logs)
@@ -134,7 +134,7 @@ def test_a_server_whose_port_was_taken_is_started_on_another(server_script, tmp_
         addresses = launcher.wait_healthy(120)
         assert [int(address.rpartition(":")[2]) for address in addresses] == [started[0], started[-1]]
         assert len(started) == 4  # the second had to be started three times
-        assert all(httpx.get(f"http://{address}/health").status_code == 200 for address in addresses)
+        assert all(httpx.get(f"http://{address}/health", timeout=120).status_code == 200 for address in addresses)
         assert len(launcher.servers) == 2
         processes = [psutil.Process(server.pid) for server in launcher.servers]
     wait_gone(processes)

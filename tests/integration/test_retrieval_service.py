@@ -2,7 +2,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -37,11 +36,11 @@ def service(tmp_path_factory):
     process, address = start("--corpus", folder / "corpus.jsonl", "--port", 0)
     yield address
     process.terminate()
-    process.wait(10)
+    process.wait(60)
 
 
 def post(address, path, **options):
-    return httpx.post(address + path, **options)
+    return httpx.post(address + path, timeout=120, **options)
 
 
 def test_retrieve_gives_documents_as_they_are_with_both_titles(service):
@@ -88,7 +87,7 @@ def test_access(service):
 
 
 def test_the_name_localhost_reaches_it(service):
-    assert httpx.get(service.replace("127.0.0.1", "localhost") + "/health").json()["documents"] == 3
+    assert httpx.get(service.replace("127.0.0.1", "localhost") + "/health", timeout=120).json()["documents"] == 3
 
 
 @pytest.mark.parametrize(
@@ -115,7 +114,7 @@ def test_unknown_paths_and_methods_are_told_in_the_same_form(service):
     unknown = post(service, "/search", json={})
     assert unknown.status_code == 404
     assert "There are POST /retrieve" in unknown.json()["error"]["message"]
-    wrong = httpx.get(service + "/retrieve")
+    wrong = httpx.get(service + "/retrieve", timeout=120)
     assert wrong.status_code == 405
     assert "GET /retrieve: Method Not Allowed" in wrong.json()["error"]["message"]
 
@@ -139,7 +138,7 @@ async def test_a_search_that_fails_is_a_500_that_says_so():
 
 
 async def test_many_clients_at_once_get_their_own_answers(service):
-    async with httpx.AsyncClient(base_url=service) as client:
+    async with httpx.AsyncClient(base_url=service, timeout=120) as client:
         queries = ["Balo", "Tufeno", "Maliku", "title"] * 50
         answers = await asyncio.gather(*[client.post("/retrieve", json={"queries": [query], "topk": 1}) for query in queries])
     ids = [answer.json()["result"][0][0]["id"] for answer in answers]
@@ -177,7 +176,7 @@ def test_a_key_is_needed_beyond_this_machine(tmp_path):
         assert accepted.status_code == 200
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
 
 
 @pytest.mark.skipif(not WIKI_QA.exists(), reason="needs ../shared/data/wiki_qa")
@@ -186,18 +185,16 @@ def test_recall_of_the_answers_passage_on_real_questions(tmp_path, record_proper
     try:
         rows = [json.loads(line) for name in ("train", "valid") for line in (WIKI_QA / f"{name}.jsonl").open()]
         result = []
-        started = time.perf_counter()
         for start_row in range(0, len(rows), 200):
             queries = [row["question"] for row in rows[start_row : start_row + 200]]
             result += post(address, "/retrieve", json={"queries": queries, "topk": 3}).json()["result"]
-        seconds = time.perf_counter() - started
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
     found = [
         any(document["id"] == row["passage_id"] for document in documents) for row, documents in zip(rows, result, strict=True)
     ]
     recall = sum(found) / len(found)
     record_property("recall_at_3", recall)
-    print(f"recall@3 of the answer's passage: {recall:.3f} on {len(rows)} questions ({seconds:.2f} s)")
+    print(f"recall@3 of the answer's passage: {recall:.3f} on {len(rows)} questions")
     assert recall > 0.92

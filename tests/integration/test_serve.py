@@ -39,16 +39,16 @@ def service(tiny_model, tmp_path):
     thread = threading.Thread(target=lambda: serve(config, directory, is_over=ended.is_set))
     thread.start()
     file = directory.path / "service.json"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (file.exists() and file.read_text()):
         assert thread.is_alive() and time.monotonic() < deadline  # noqa: PT018
         time.sleep(0.05)
     assert file.stat().st_mode & 0o077 == 0
     said = json.loads(file.read_text())
-    with httpx.Client(base_url=said["url"], headers={"Authorization": f"Bearer {said['api_key']}"}, timeout=60) as client:
+    with httpx.Client(base_url=said["url"], headers={"Authorization": f"Bearer {said['api_key']}"}, timeout=300) as client:
         yield client, config
     ended.set()
-    thread.join(60)
+    thread.join(300)
     directory.release()
 
 
@@ -79,7 +79,7 @@ def test_feedback_becomes_experiences_and_weights_are_followed(service, tiny_mod
         assert client.post("/feedback", json={"run": run["run"], "reward": reward}).json()["stored"] >= 1
         assert client.post("/feedback", json={"run": run["run"], "reward": reward}).status_code == 404
         refused = httpx.post(
-            f"{run['base_url']}/chat/completions", headers={"Authorization": f"Bearer {run['api_key']}"}, json={}
+            f"{run['base_url']}/chat/completions", headers={"Authorization": f"Bearer {run['api_key']}"}, json={}, timeout=300
         )
         assert refused.status_code == 401
 
@@ -108,7 +108,7 @@ def test_feedback_becomes_experiences_and_weights_are_followed(service, tiny_mod
 
 
 def until_version(client: httpx.Client, version: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while client.get("/status").json()["version"] != version:
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -120,6 +120,8 @@ def test_the_code_of_the_page_runs(service):
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "/feedback" in block]
     (file,) = trial_path(config).glob("service-*/service.json")
     code, count = re.subn(r"runs/\S*/service\.json", str(file), code)
+    assert count == 1
+    code, count = re.subn(r"headers=key\)", "headers=key, timeout=300)", code)  # the machine may be busy
     assert count == 1
     exec(compile(code, "docs/modes.md", "exec"), {})
     assert client.get("/status").json()["stored"] == 1

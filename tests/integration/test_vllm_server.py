@@ -250,7 +250,7 @@ def test_training_for_several_steps_against_the_server(server, model_path, tmp_p
     )
     actor.initialize(None, FinetuneSpec(1, 64, 4, 4))
     actor.version = client.get_version()
-    config = RolloutConfig(backend="vllm", addresses=client.addresses, setup_timeout=60)
+    config = RolloutConfig(backend="vllm", addresses=client.addresses, setup_timeout=300)
     rollout = RemoteVLLMEngine(config)
     rollout.initialize()
     try:
@@ -310,7 +310,7 @@ def test_the_trainer_samples_ahead_on_the_server(server, model_path, tmp_path):
             weight_update="disk",
             weight_update_path=str(tmp_path / "weights"),
             max_head_offpolicyness=2,
-            setup_timeout=60,
+            setup_timeout=300,
         ),
         train_dataset=DatasetConfig(batch_size=4),
         gconfig=GenerationHyperparameters(n_samples=2, max_new_tokens=60, temperature=0.7, ignore_eos=True),
