@@ -13,6 +13,7 @@ from mode_processes import BATCH, Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
+
 @pytest.fixture
 def run_of(tmp_path, tiny_model):
     runs = []
