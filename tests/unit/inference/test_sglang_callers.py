@@ -1,5 +1,8 @@
 """What other systems' clients of SGLang send to its ``/generate`` and control paths, as it stands in their sources."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import httpx
 import pytest
 from server_parts import served, tiny_engine
@@ -134,3 +137,117 @@ def test_what_cannot_be_honoured_for_each_prompt_is_refused(server, changes, sai
     answer = server.post("/generate", json={"input_ids": [[5], [6]], **changes})
     assert answer.status_code == 400
     assert said in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/update_weights_from_tensor", "pickled"),
+        ("/update_weights_from_ipc", "/update_weights_from_disk"),
+        ("/load_lora_adapter", "merge the adapter"),
+    ],
+)
+def test_paths_of_sglang_that_are_not_served_say_what_to_use(server, path, said):
+    answer = server.post(path, json={})
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
+
+
+def test_older_paths_give_the_version(server):
+    assert server.get("/get_weight_version").json() == server.get("/weight_version").json() == {"weight_version": "0"}
+
+
+class Parts:
+    """A weight group whose tensors are at hand."""
+
+    weights: dict
+
+    def __init__(self, *arguments):
+        pass
+
+    def receive(self, names, dtypes, shapes):
+        return [(name, self.weights[name]) for name in names]
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def send(monkeypatch):
+    """A server with a group, and a function that sends it some of its own weights."""
+    monkeypatch.setattr("rollwright.inference.server.control.WeightGroup", Parts)
+    with tiny_engine() as engine:
+        Parts.weights = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+        app = create_application(engine, ServerSettings(), model_path="tiny")
+        with served(app) as address, httpx.Client(base_url=f"http://{address}", timeout=30) as client:
+            group = {"master_address": "127.0.0.1", "master_port": "1", "rank_offset": 1, "world_size": 2, "group_name": "g"}
+            assert client.post("/init_weights_update_group", json=group).json()["success"]
+
+            def send(names, **more):
+                shapes = [list(Parts.weights[name].shape) for name in names]
+                body = {"names": names, "dtypes": ["float32"] * len(names), "shapes": shapes, "group_name": "g", **more}
+                answer = client.post("/update_weights_from_distributed", json=body)
+                assert answer.json()["success"], answer.text
+
+            yield client, send, list(Parts.weights)
+
+
+def answers(client) -> bool:
+    try:
+        return client.post("/generate", json={"input_ids": [7]}, timeout=0.5).status_code == 200
+    except httpx.ReadTimeout:
+        return False
+
+
+def test_areal_pauses_sends_parts_without_a_version_and_goes_on(send):
+    client, send, names = send
+    client.post("/pause_generation", json={"mode": "retract"})
+    for part in (names[:2], names[2:]):
+        send(part, abort_all_requests=True)
+        assert not answers(client)
+    assert client.post("/continue_generation", json={}).json()["message"] == "Generation continues."
+    assert answers(client)
+
+
+def test_slime_gives_every_part_the_version(send):
+    client, send, names = send
+    client.post("/pause_generation", json={})
+    assert client.get("/flush_cache").status_code == 200
+    for part in (names[:2], names[2:]):
+        send(part, flush_cache=False, weight_version="3")
+    client.post("/continue_generation", json={})
+    assert answers(client)
+    assert client.get("/model_info").json()["weight_version"] == "3"
+
+
+def test_who_never_names_a_version_is_told_what_is_waited_for_and_can_end_it(send):
+    client, send, names = send
+    send(names[:2])
+    assert not answers(client)
+    waiting = client.get("/health_generate")
+    assert (waiting.status_code, "/end_weight_update" in waiting.text) == (503, True)
+    assert "/end_weight_update" in client.post("/continue_generation", json={}).json()["message"]
+    assert client.post("/end_weight_update", json={}).json()["success"]
+    assert answers(client)
+
+
+def test_nothing_is_sampled_between_the_beginning_and_the_end_of_an_update(send):
+    client, send, names = send
+    assert client.post("/begin_weight_update", json={}).json()["success"]
+    for part in (names[:2], names[2:]):
+        send(part, weight_version="1")
+        client.post("/continue_generation", json={})
+        assert not answers(client)
+    client.post("/end_weight_update", json={})
+    assert answers(client)
+
+
+def test_requests_that_an_update_aborts_return_what_they_have(send):
+    client, send, names = send
+    client.post("/pause_generation", json={"mode": "in_place"})
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.post, "/generate", json={"input_ids": [7]})
+        while not client.get("/server_info").json()["stats"]["queued"] and not asked.done():
+            time.sleep(0.01)
+        send(names, abort_all_requests=True, weight_version="1")
+        assert asked.result(10).json()["meta_info"]["finish_reason"]["type"] == "abort"

@@ -26,6 +26,15 @@ _OPEN_PATHS = frozenset({"/health", "/ping"})
 #: Paths whose requests count against max_pending.
 _GENERATION_PATHS = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
 
+#: Paths of SGLang that clients may try, and what to do instead.
+_REFUSED = {
+    "/update_weights_from_tensor": "it takes pickled tensors, which could run any code; use /update_weights_from_disk or "
+    "/update_weights_from_distributed",
+    "/update_weights_from_ipc": "it takes handles of GPU memory; use /update_weights_from_disk or /update_weights_from_distributed",
+    "/load_lora_adapter": "this server serves one set of weights; merge the adapter and publish that",
+    "/unload_lora_adapter": "this server serves one set of weights and no adapters",
+}
+
 
 class Gate:
     """ASGI middleware: the key, the size of bodies, the number of requests at once, and the request metrics.
@@ -147,7 +156,9 @@ async def _refuse_path(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     path, status = request.url.path, error.status_code
     message = str(error.detail)
-    if status == 404:
+    if status == 404 and path in _REFUSED:
+        status, message = 400, f"{path} is not served: {_REFUSED[path]}."
+    elif status == 404:
         message = f"There is no {path} here; there are {', '.join(known for known in request.app.state.paths if known)}."
     elif status == 405:
         message = f"{path} takes {(error.headers or {}).get('Allow', 'another method')}, not {request.method}."

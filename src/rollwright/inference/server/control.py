@@ -21,6 +21,14 @@ from rollwright.inference.weight_group import DEFAULT_GROUP, WeightGroup
 #: What running requests do at the next weight update, by the mode of the pause before it.
 _ON_UPDATE = {"retract": "recompute", "in_place": "keep", "abort": "recompute"}
 
+#: What a client is told while something holds the engine.
+_HELD = {
+    "client": "paused",
+    "update": "A weight update was begun: generation continues after /end_weight_update.",
+    "parts": "Generation continues when the last part of the new weights has come, the one with a weight_version, or after "
+    "/end_weight_update.",
+}
+
 #: Trajectories hold versions in 32 bits.
 _LAST_VERSION = (1 << 31) - 1
 
@@ -41,8 +49,7 @@ class Control:
         self._model_path = model_path
         self._update = asyncio.Lock()
         self._groups: dict[str, WeightGroup] = {}
-        self._paused = False
-        self._paused_for_buckets = False
+        self._holds: set[str] = set()  # why nothing is sampled: for a client, or until new weights are whole
 
     @property
     def router(self) -> APIRouter:
@@ -56,12 +63,16 @@ class Control:
             ("/get_model_info", self._model_info, ["GET"]),
             ("/server_info", self._server_info, ["GET"]),
             ("/get_server_info", self._server_info, ["GET"]),
+            ("/weight_version", self._weight_version, ["GET"]),
+            ("/get_weight_version", self._weight_version, ["GET"]),
             ("/metrics", self._metrics_text, ["GET"]),
             ("/pause_generation", self._guarded(self._pause), ["POST"]),
             ("/continue_generation", self._guarded(self._continue), ["POST"]),
             ("/abort_request", self._guarded(self._abort), ["POST"]),
             ("/flush_cache", self._guarded(self._flush_cache), ["GET", "POST"]),
             ("/update_weight_version", self._guarded(self._update_weight_version), ["POST"]),
+            ("/begin_weight_update", self._guarded(self._begin_update), ["POST"]),
+            ("/end_weight_update", self._guarded(self._end_update), ["POST"]),
             ("/update_weights_from_disk", self._guarded(self._update_from_disk), ["POST"]),
             ("/init_weights_update_group", self._guarded(self._init_group), ["POST"]),
             ("/destroy_weights_update_group", self._guarded(self._destroy_group), ["POST"]),
@@ -94,8 +105,8 @@ class Control:
         from rollwright.config.generation import GenerationHyperparameters
         from rollwright.inference.request import ModelRequest
 
-        if self._paused:
-            return PlainTextResponse("paused", status_code=503)
+        if self._holds:
+            return PlainTextResponse(_HELD[min(self._holds, key=list(_HELD).index)], status_code=503)
         request = ModelRequest(input_ids=[0], gconfig=GenerationHyperparameters(max_new_tokens=1, greedy=True), rid="health")
         try:
             await asyncio.wait_for(self._engine.agenerate(request), timeout=20.0)
@@ -126,9 +137,12 @@ class Control:
             "tp_size": 1,
             "enable_deterministic_inference": True,  # every request is drawn with the seed that it brings
             "weights_roots": self._settings.weights_roots,
-            "paused": self._paused,
+            "paused": bool(self._holds),
             "stats": self._engine.stats(),
         }
+
+    async def _weight_version(self) -> dict[str, Any]:
+        return {"weight_version": str(self._engine.get_version())}
 
     async def _metrics_text(self) -> Response:
         return PlainTextResponse(self._metrics.text(), media_type="text/plain; version=0.0.4")
@@ -139,19 +153,28 @@ class Control:
         mode = body.get("mode", "abort")
         if not isinstance(mode, str) or mode not in _ON_UPDATE:
             raise RequestError(f"mode={mode!r}; it has to be one of {', '.join(_ON_UPDATE)}.", param="mode")
-        await asyncio.to_thread(self._engine.pause)
-        self._paused = True
+        await self._hold("client")
         self._engine.on_weight_update = _ON_UPDATE[mode]
         if mode == "abort":
             await asyncio.to_thread(self._engine.abort)
         return {"message": "Generation paused.", "status": "ok"}
 
     async def _continue(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._paused = False
-        if self._paused_for_buckets:
-            return {"message": "Generation continues when the last part of the new weights has come.", "status": "ok"}
-        await asyncio.to_thread(self._engine.resume)
+        await self._release("client")
+        if self._holds:
+            return {"message": _HELD[next(iter(self._holds))], "status": "ok"}
         return {"message": "Generation continues.", "status": "ok"}
+
+    async def _hold(self, reason: str) -> None:
+        """Sample nothing until ``reason`` is released; returns when no step runs."""
+        await asyncio.to_thread(self._engine.pause)
+        self._holds.add(reason)
+
+    async def _release(self, reason: str) -> None:
+        """Go on, where nothing else holds the engine."""
+        self._holds.discard(reason)
+        if not self._holds:
+            await asyncio.to_thread(self._engine.resume)
 
     async def _abort(self, body: dict[str, Any]) -> dict[str, Any]:
         rid = body.get("rid")
@@ -213,12 +236,12 @@ class Control:
             if body.get("abort_all_requests"):
                 await asyncio.to_thread(self._engine.abort)
             digest = await asyncio.to_thread(self._load, directory, version, expected)
-            await self._weights_are_whole()
+            await self._parts_are_whole()
         stats = self._engine.stats()
         return {
             "success": True,
             "message": f"Weights of version {version} are loaded.",
-            "num_paused_requests": int(stats.get("running", 0)) if self._paused else 0,
+            "num_paused_requests": int(stats.get("running", 0)) if self._holds else 0,
             "content_digest": digest,
         }
 
@@ -274,24 +297,32 @@ class Control:
         is_last = body.get("weight_version") is not None
         version = self._version(body) if is_last else self._engine.get_version()
         async with self._update:
-            if not is_last and not self._paused and not self._paused_for_buckets:
-                # No token may be sampled from weights of which only some buckets have come.
-                await asyncio.to_thread(self._engine.pause)
-                self._paused_for_buckets = True
+            if body.get("abort_all_requests"):
+                await asyncio.to_thread(self._engine.abort)
+            if not is_last and not self._holds:  # no token may be sampled from weights of which only some parts have come
+                await self._hold("parts")
             named = await asyncio.to_thread(group.receive, names, dtypes, shapes)
             await asyncio.to_thread(self._take, named, version)
             if is_last:
-                await self._weights_are_whole()
+                await self._parts_are_whole()
         if is_last:
             self._metrics.count("weight_updates", source="distributed")
         return {"success": True, "message": f"Received {len(names)} tensors."}
 
-    async def _weights_are_whole(self) -> None:
-        """Go on where some parts of new weights had come and the engine waited for the others."""
-        if self._paused_for_buckets:
-            self._paused_for_buckets = False
-            if not self._paused:
-                await asyncio.to_thread(self._engine.resume)
+    async def _parts_are_whole(self) -> None:
+        if "parts" in self._holds:
+            await self._release("parts")
+
+    async def _begin_update(self, body: dict[str, Any]) -> dict[str, Any]:
+        async with self._update:
+            await self._hold("update")
+        return {"success": True, "message": "Nothing is sampled until /end_weight_update."}
+
+    async def _end_update(self, body: dict[str, Any]) -> dict[str, Any]:
+        async with self._update:
+            self._holds.discard("parts")
+            await self._release("update")
+        return {"success": True, "message": "The weights are whole."}
 
     async def _weights_checker(self, body: dict[str, Any]) -> dict[str, Any]:
         action = body.get("action", "checksum")
@@ -311,8 +342,7 @@ class Control:
 
     async def _release_memory(self, body: dict[str, Any]) -> dict[str, Any]:
         self._check_tags(body)
-        await asyncio.to_thread(self._engine.pause)
-        self._paused = True
+        await self._hold("client")
         await asyncio.to_thread(self._engine.flush_cache)
         return {"success": True, "message": "Paused; the cache of finished requests is released."}
 
