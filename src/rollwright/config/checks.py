@@ -33,6 +33,8 @@ def faults_of(config: Any) -> Iterator[Fault]:
     if isinstance(config, PPOConfig):
         yield from _policy(config)
         yield from _store(config)
+        if config.mode == "bench":
+            yield from _bench(config)
         if config.deterministic:
             yield from _deterministic(config)
 
@@ -204,6 +206,22 @@ def _policy(config: PPOConfig) -> Iterator[Fault]:
         )
     if config.eval_workflow_kwargs is not None and config.eval_workflow is None and config.workflow is None:
         yield ("eval_workflow_kwargs",), "are given for no workflow; name eval_workflow or workflow"
+
+
+def _bench(config: PPOConfig) -> Iterator[Fault]:
+    """Something to evaluate, and samples of a task that can differ."""
+    if not config.eval_tasksets and config.valid_dataset is None:
+        yield ("mode",), "bench has nothing to evaluate on; give valid_dataset, or eval_tasksets"
+    if not config.eval_tasksets and not (config.eval_workflow or config.workflow):
+        yield ("workflow",), "is not set, and mode bench evaluates with it"
+    plain, evaluation = GenerationHyperparameters(), config.evaluator.gconfig
+    own = [evaluation if each.rollout_args == plain else each.rollout_args for each in config.eval_tasksets] or [evaluation]
+    if config.bench.samples > 1 and any(each.is_greedy for each in own):
+        yield (
+            ("bench", "samples"),
+            f"is {config.bench.samples}, but tasks are sampled greedily, so all samples of a task would be the same; set "
+            "evaluator.gconfig.greedy to false (and a temperature), or this to 1",
+        )
 
 
 #: Keys of runs without tasksets, and what a taskset has in their place.

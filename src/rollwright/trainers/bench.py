@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from rich.table import Column, Table
 
+from rollwright.config.checks import validate
 from rollwright.config.experiment import PPOConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError
@@ -50,6 +51,7 @@ def bench(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
     Raises:
         ConfigError: there is nothing to evaluate, or to evaluate on.
     """
+    validate(config)
     benchmarks = find_checkpoints(config)
     _refuse_running_servers(config)
     logger.info("evaluating %d checkpoints: %s", len(benchmarks), ", ".join(each.label for each in benchmarks))
@@ -82,17 +84,31 @@ def find_checkpoints(config: PPOConfig) -> list[Benchmark]:
         raise ConfigError(
             f"{trial} has no checkpoints: name the experiment and trial of a run that has saved some, or list bench.checkpoints."
         )
-    found = [Benchmark(str(path.relative_to(trial)), str(path), step_of(path.name)) for path in written]
-    last = math.inf  # "final" comes after every numbered one
-    found.sort(key=lambda each: (Path(each.path).parent.as_posix(), last if each.step is None else each.step))
+    found: dict[tuple[Path, int | str], Benchmark] = {}
+    for path in sorted(written, key=lambda path: step_of(path.name) is None):
+        step = last_step(path) if path.name == "final" else step_of(path.name)
+        benchmark = Benchmark(str(path.relative_to(trial)), str(path), step)
+        found.setdefault((path.parent, path.name if step is None else step), benchmark)  # "final" may be that of the last step
+    ordered = sorted(
+        found.values(), key=lambda each: (str(Path(each.path).parent), math.inf if each.step is None else each.step)
+    )
     start = [] if config.actor.init_from_scratch or not config.actor.path else [Benchmark("start", config.actor.path, 0)]
-    return [*start, *found]
+    return [*start, *ordered]
 
 
 def step_of(name: str) -> int | None:
     """The number in ``step-000010``."""
     match = re.fullmatch(r"(?:global_)?step[-_]?(\d+)", name)
     return int(match[1]) if match else None
+
+
+def last_step(final: Path) -> int | None:
+    """The step whose weights a ``checkpoints/final`` holds: the last one in the metrics of its run; None where they are missing."""
+    try:
+        lines = (final.parents[1] / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return max(int(json.loads(line)["step"]) for line in lines if '"step"' in line)
+    except (OSError, ValueError):
+        return None
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------
@@ -160,33 +176,20 @@ def _evaluations(
     limit = config.evaluator.limit
     if config.eval_tasksets:
         runner = tasks.evaluation_runner(config, tokenizer, services, n_samples=config.bench.samples)
-        greedy = [each.name for each in config.eval_tasksets if runner.generation_of(each).is_greedy]
-        _refuse_equal_samples(config, greedy)
         rows = tasks.evaluation_rows(config)
         return {
             taskset.name: ([row for row in rows if row["taskset"] == taskset.name][:limit], runner, {})
             for taskset in config.eval_tasksets
         }
-    if config.valid_dataset is None:
-        raise ConfigError("mode bench has nothing to evaluate on: give valid_dataset, or eval_tasksets.")
     workflow = config.eval_workflow or config.workflow
-    if workflow is None:
-        raise ConfigError("mode bench has no workflow: set `workflow:` in the config.")
-    _refuse_equal_samples(config, ["valid_dataset"] if config.evaluator.gconfig.is_greedy else [])
+    assert config.valid_dataset is not None
+    assert workflow is not None
     from rollwright.data.examples import get_dataset
 
     given = config.workflow_kwargs if config.eval_workflow_kwargs is None else config.eval_workflow_kwargs
     kwargs = with_defaults(workflow, given, {"reward_fn": config.reward_fn, "tokenizer": tokenizer})
     rows = list(get_dataset(config.valid_dataset, tokenizer))[:limit]
     return {"valid": (rows, workflow, kwargs)}
-
-
-def _refuse_equal_samples(config: PPOConfig, greedy: Sequence[str]) -> None:
-    if greedy and config.bench.samples > 1:
-        raise ConfigError(
-            f"{config.bench.samples} samples of a task would all be the same, since {', '.join(greedy)} is sampled greedily: set "
-            "evaluator.gconfig.greedy=false (and a temperature), or bench.samples=1."
-        )
 
 
 def _rewards_by_task(trajectory: Mapping[str, torch.Tensor]) -> list[list[float]]:

@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rollwright import GRPOConfig
-from rollwright.config.sections import PPOActorConfig
+from rollwright.config.checks import faults_of
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.sections import DatasetConfig, PPOActorConfig
+from rollwright.config.tasksets import TasksetConfig
 from rollwright.errors import ConfigError
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.bench import Benchmark, bench, draw, find_checkpoints, pass_at_k, scores_of, step_of, table_of
@@ -57,6 +60,40 @@ def test_checkpoints_stand_in_the_order_of_their_steps(tmp_path):
     ]
 
 
+def test_the_final_checkpoint_stands_at_the_last_step_and_is_evaluated_once(tmp_path):
+    run = tmp_path / "run" / "one"
+    for name in ("step-000002", "final"):
+        (run / "checkpoints" / name).mkdir(parents=True)
+        (run / "checkpoints" / name / "config.json").write_text("{}")
+    (run / "metrics.jsonl").write_text('{"step": 1, "reward": 0.0}\n{"step": 3, "reward": 0.5}\n')
+    assert [(each.label, each.step) for each in find_checkpoints(config_of(tmp_path))] == [
+        ("start", 0),
+        ("checkpoints/step-000002", 2),
+        ("checkpoints/final", 3),
+    ]
+    (run / "metrics.jsonl").write_text('{"step": 1, "reward": 0.0}\n{"step": 2, "reward": 0.5}\n')
+    assert [each.label for each in find_checkpoints(config_of(tmp_path))] == ["start", "checkpoints/step-000002"]
+
+
+def test_samples_that_would_all_be_the_same_are_refused_before_anything_runs(tmp_path):
+    config = config_of(tmp_path)
+    config.mode, config.valid_dataset, config.workflow = "bench", DatasetConfig(path="arithmetic"), "rlvr"
+    assert [path for path, _ in faults_of(config)] == [("bench", "samples")]
+    config.evaluator.gconfig = config.evaluator.gconfig.new(greedy=False)
+    assert not list(faults_of(config))
+    config.bench.samples, config.evaluator.gconfig = 1, config.evaluator.gconfig.new(greedy=True)
+    assert not list(faults_of(config))
+    config.eval_tasksets = [TasksetConfig(rollout_args=GenerationHyperparameters(temperature=0.0))]
+    config.bench.samples, config.evaluator.gconfig = 2, config.evaluator.gconfig.new(greedy=False)
+    assert ("bench", "samples") in [path for path, _ in faults_of(config)]
+
+
+def test_nothing_to_evaluate_is_told_with_the_config(tmp_path):
+    config = config_of(tmp_path)
+    config.mode = "bench"
+    assert [path for path, _ in faults_of(config)][:2] == [("mode",), ("workflow",)]
+
+
 def test_a_run_without_checkpoints_is_told(tmp_path):
     with pytest.raises(ConfigError, match="has no checkpoints"):
         find_checkpoints(config_of(tmp_path))
@@ -97,6 +134,7 @@ def test_no_checkpoint_s_name_is_cut_in_the_table():
 def test_servers_that_hold_one_model_cannot_be_benched(tmp_path):
     config = config_of(tmp_path)
     config.bench.checkpoints = ["/models/a", "/models/b"]
+    config.valid_dataset, config.workflow, config.bench.samples = DatasetConfig(path="arithmetic"), "rlvr", 1
     config.rollout.backend, config.rollout.addresses = "sglang", ["127.0.0.1:30000"]
     with pytest.raises(ConfigError, match="what they hold is one model"):
         bench(config, RunDirectory(tmp_path, "run", "one"))
