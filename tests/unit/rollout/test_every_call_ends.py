@@ -14,7 +14,7 @@ from rollwright.errors import RolloutError
 from rollwright.inference.request import ModelRequest
 from rollwright.rollout.executor import RolloutExecutor
 
-SECONDS = 60  # of a whole program; it takes a fraction of one
+SECONDS = 150  # of a whole program; it takes a fraction of one
 
 ENDS = ["answer"] * 5 + ["equal", "reject", "raise", "exit", "cancel itself", "hang"]
 STEPS = [

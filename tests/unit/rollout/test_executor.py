@@ -58,6 +58,13 @@ def make():
         executor.destroy()
 
 
+def wait_until(what, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def tasks(count, **more):
     return [{"id": index, **more} for index in range(count)]
 
@@ -158,7 +165,7 @@ def test_a_time_limit_ends_the_sample_and_its_later_model_calls(make):
     class Stubborn:
         async def arun_episode(self, engine, data):
             try:
-                await asyncio.sleep(30)
+                await asyncio.sleep(3600)
             except asyncio.CancelledError:
                 try:
                     await engine.agenerate(ModelRequest(input_ids=[1], gconfig=GCONFIG))
@@ -170,21 +177,21 @@ def test_a_time_limit_ends_the_sample_and_its_later_model_calls(make):
     with pytest.raises(RolloutError, match=r"sample_timeout=0.05 s \(it had made 0 model calls\)"):
         executor.rollout_batch(tasks(1), Stubborn())
 
-    async def slow_call(engine):
-        await asyncio.sleep(0.1)
+    sample_is_over = asyncio.Event()
+
+    async def late_call(engine):
+        await sample_is_over.wait()
         await engine.agenerate(ModelRequest(input_ids=[1], gconfig=GCONFIG))
 
     class LeavesATaskBehind:
         async def arun_episode(self, engine, data):
-            late["task"] = asyncio.create_task(slow_call(engine))
-            await asyncio.sleep(30)
+            late["task"] = asyncio.create_task(late_call(engine))
+            await asyncio.sleep(3600)
 
     with pytest.raises(RolloutError):
         executor.rollout_batch(tasks(1), LeavesATaskBehind())
-    deadline = time.monotonic() + 20
-    while not late["task"].done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    executor._call(sample_is_over.set)
+    wait_until(late["task"].done)
     assert isinstance(late["task"].exception(), RequestAborted)
 
 
@@ -192,15 +199,16 @@ def test_submit_wait_and_wait_for_task(make):
     executor = make()
     ids = [executor.submit(row, OneTurn, group_size=2) for row in tasks(4)]
     assert executor.wait_for_task(ids[2])["input_ids"][:, 2].tolist() == [3, 3]
-    assert executor.wait(3, timeout=5)["input_ids"].shape[0] == 6
+    assert executor.wait(3, timeout=60)["input_ids"].shape[0] == 6
     with pytest.raises(RolloutError, match="delivered already"):
         executor.wait_for_task(ids[2])
     with pytest.raises(RolloutError, match="only 0 groups are ready, and no task is queued or running"):
         executor.wait(1)
     rejected = executor.submit({"id": 0, "does": "reject"}, OneTurn)
     with pytest.raises(RolloutError, match="rejected by its workflow"):
-        executor.wait_for_task(rejected, timeout=5)
+        executor.wait_for_task(rejected, timeout=60)
     executor.submit({"id": 0, "does": "hang"}, OneTurn)
+    wait_until(lambda: executor.counters()["running"] == 1)
     with pytest.raises(TimeoutError, match="1 running"):
         executor.wait(1, timeout=0.05)
 
@@ -214,7 +222,7 @@ def test_what_is_submitted_and_never_taken_has_a_bound(make, monkeypatch, is_eva
         executor.submit({"id": index}, OneTurn(), is_eval=is_eval)
     with pytest.raises(RolloutError, match="take results with wait"):
         executor.submit({"id": 20}, OneTurn(), is_eval=is_eval)
-    executor.wait(15, timeout=10, is_eval=is_eval)
+    executor.wait(15, timeout=60, is_eval=is_eval)
     for index in range(15):
         executor.submit({"id": index}, OneTurn(), is_eval=is_eval)
     with pytest.raises(RolloutError, match="take results with wait"):
@@ -268,7 +276,7 @@ def test_several_threads_share_an_executor(make):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert {name: batch["input_ids"].shape[0] for name, batch in batches.items()} == {1: 5, 2: 10, 3: 15, 4: 20}
 
 
@@ -343,14 +351,13 @@ def test_pause_starts_no_more_samples(make):
         executor.wait(1, timeout=0.05)
     assert workflow.started == 0
     executor.resume()
-    assert executor.wait(1, timeout=5)["input_ids"].shape[0] == 1
+    assert executor.wait(1, timeout=60)["input_ids"].shape[0] == 1
 
 
 def test_over_sampling_cuts_the_stragglers(make):
-    engine = EchoEngine(latency=lambda request: 10.0 if request.input_ids[2] % 5 == 0 else 0.0)
+    engine = EchoEngine(latency=lambda request: 3600.0 if request.input_ids[2] % 5 == 0 else 0.0)
     executor = make(engine, over_sampling=0.5)
     loader = Loader(tasks(40), 4)
-    started = time.monotonic()
     for version in range(1, 4):
         batch = executor.prepare_batch(loader, OneTurn)
         assert batch["input_ids"].shape[0] == 4
@@ -360,13 +367,12 @@ def test_over_sampling_cuts_the_stragglers(make):
         engine.set_version(version)
         executor.set_version(version)
     assert executor.counters()["groups/dropped/over_sampling"] >= 2
-    assert time.monotonic() - started < 5
     with pytest.raises(ConfigError, match="over_sampling"):
         make(over_sampling=0.5, deterministic=True)
 
 
 def test_destroy_with_work_in_flight(make):
-    executor = make(EchoEngine(latency=30.0))
+    executor = make(EchoEngine(latency=3600.0))
     for row in tasks(50):
         executor.submit(row, OneTurn)
     errors = []
@@ -381,7 +387,7 @@ def test_destroy_with_work_in_flight(make):
     thread.start()
     time.sleep(0.05)
     executor.destroy()
-    thread.join(5)
+    thread.join(60)
     assert errors
     assert "destroyed" in errors[0]
     with pytest.raises(RolloutError, match="destroyed"):
@@ -461,15 +467,16 @@ def test_tasks_are_not_changed_by_what_a_workflow_does_to_them(make):
 
 
 def test_a_cut_sample_that_goes_on_gets_no_more_answers(make):
-    seen = []
+    seen, other_runs = [], asyncio.Event()
 
     class Stubborn:
         async def arun_episode(self, engine, data):
             if engine.name.index == 0:
-                await asyncio.sleep(0.01)
+                await other_runs.wait()
                 return None  # the group is rejected while its other member runs
+            other_runs.set()
             try:
-                await asyncio.sleep(30)
+                await asyncio.sleep(3600)
             except asyncio.CancelledError:
                 try:
                     await engine.agenerate(ModelRequest(input_ids=[1], gconfig=GCONFIG))
@@ -479,9 +486,7 @@ def test_a_cut_sample_that_goes_on_gets_no_more_answers(make):
     executor = make()
     with pytest.raises(RolloutError, match=r"rejected by its workflow"):
         executor.rollout_batch(tasks(1), Stubborn(), group_size=2)
-    deadline = time.monotonic() + 5
-    while not executor.counters()["samples/cut"] and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: executor.counters()["samples/cut"])
     assert "belongs to a group that has come to its end" in seen[0]
     assert executor.counters()["running_samples"] == 0
 
@@ -538,7 +543,7 @@ def soon_abandoned(monkeypatch):
 
 
 def test_a_sample_that_will_not_end_is_abandoned_and_its_place_given_to_others(make, soon_abandoned, caplog):
-    executor = make(sample_timeout=0.05, max_sample_retries=0, max_concurrent_samples=1, max_failed_share=1.0)
+    executor = make(sample_timeout=1.0, max_sample_retries=0, max_concurrent_samples=1, max_failed_share=1.0)
     batch = executor.rollout_batch([{"id": 0}, {"id": 1, "does": "answer"}], Undying())
     assert batch["input_ids"][:, 2].tolist() == [2]
     assert "did not end when it was cancelled" in executor.failures[0].cause
@@ -555,10 +560,7 @@ def test_members_that_outlive_their_group_give_their_places_back(make, soon_aban
     executor = make(max_concurrent_samples=4)
     with pytest.raises(RolloutError, match="rejected by its workflow"):
         executor.rollout_batch(tasks(1, does="reject"), Undying(), group_size=4)
-    deadline = time.monotonic() + 10
-    while executor.counters()["samples/cut"] < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: executor.counters()["samples/cut"] == 3)
     assert executor.counters()["running_samples"] == 0
 
 
@@ -594,7 +596,7 @@ def test_a_fault_of_ours_reaches_those_who_wait(make, monkeypatch, deterministic
     executor._runner.is_paused = False
     executor._call(executor._runner._pump_soon)
     with pytest.raises(ZeroDivisionError):
-        executor.wait(1, timeout=5)
+        executor.wait(1, timeout=60)
 
 
 def test_calls_that_race_with_destroy_end(make):
@@ -620,7 +622,7 @@ def test_calls_that_race_with_destroy_end(make):
         go.wait()
         executor.destroy()
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
         assert len(told) == 4
         assert all("destroyed" in message for message in told)
 
@@ -628,11 +630,18 @@ def test_calls_that_race_with_destroy_end(make):
 @pytest.mark.slow
 def test_thousands_of_samples_at_once(make):
     """All of them wait at the same time; none is lost, and no batch is short (10,000: benchmarks/executor.py)."""
-    engine = EchoEngine(latency=0.2, output_length=1)
-    executor = make(engine, max_concurrent_samples=2_000)
-    running = []
-    engine.fails = lambda request: running.append(executor._runner.running_samples) or False
-    batch = executor.rollout_batch(tasks(250), OneTurn, group_size=8)
-    assert batch["input_ids"].shape[0] == 2_000
-    assert batch["sample_ids"].unique().numel() == 2_000
-    assert max(running) > 1_000
+    count, all_wait = 2_000, asyncio.Event()
+
+    class Together(EchoEngine):
+        async def agenerate(self, request):
+            if len(self.requests) == count - 1:
+                all_wait.set()
+            response = await super().agenerate(request)
+            async with asyncio.timeout(200):
+                await all_wait.wait()
+            return response
+
+    executor = make(Together(output_length=1), max_concurrent_samples=count)
+    batch = executor.rollout_batch(tasks(count // 8), OneTurn, group_size=8)
+    assert batch["input_ids"].shape[0] == count
+    assert batch["sample_ids"].unique().numel() == count

@@ -196,7 +196,7 @@ def test_pauses_nest_and_calls_before_initialize_say_what_to_do(start, tokenizer
     with pytest.raises(TimeoutError):
         rollout.wait(1, timeout=0.05)
     rollout.resume()
-    rollout.wait(1, timeout=10)
+    rollout.wait(1, timeout=60)
 
 
 def test_agenerate_from_the_users_own_loop(start, tokenizer):

@@ -124,7 +124,7 @@ def test_samples_in_threads_that_call_the_model_do_not_hold_waves_up():
         async def arun_episode(self, engine, data):
             def run():
                 calls = [
-                    asyncio.run_coroutine_threadsafe(ask(engine, [1, turn], "main"), engine.loop).result(10) for turn in (1, 2)
+                    asyncio.run_coroutine_threadsafe(ask(engine, [1, turn], "main"), engine.loop).result(60) for turn in (1, 2)
                 ]
                 return row(calls[-1])
 
