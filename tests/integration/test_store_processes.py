@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from store_databases import new_postgresql_database
 
 pytest.importorskip("sqlalchemy")
 
@@ -88,10 +89,18 @@ def train(url: str, directory: str, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_random_kills_lose_and_repeat_nothing(tmp_path, seed):
+    kill_at_random(f"sqlite:///{tmp_path}/store.db", tmp_path, seed)
+
+
+@pytest.mark.slow
+def test_random_kills_over_postgresql(tmp_path, postgresql):
+    kill_at_random(new_postgresql_database(postgresql), tmp_path, seed=3)
+
+
+def kill_at_random(url: str, tmp_path: Path, seed: int) -> None:
     generator = random.Random(seed)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rollwright.experience.store"])
-    url = f"sqlite:///{tmp_path}/store.db"
     with ExperienceStore(url, run="processes") as store:
         store.declare_tasks(TASKS)
 

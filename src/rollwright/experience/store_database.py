@@ -192,13 +192,16 @@ def _engine(url: str) -> Engine:
             raise ConfigError(
                 f"store.url names {parsed.get_backend_name()!r}: SQLite (sqlite:///path.db) and PostgreSQL are supported."
             )
+        if parsed.drivername == "postgresql":  # SQLAlchemy's default is psycopg2
+            parsed = parsed.set(drivername="postgresql+psycopg")
         if parsed.get_backend_name() == "postgresql":
             return create_engine(parsed, pool_pre_ping=True, pool_timeout=BUSY_SECONDS, isolation_level="READ COMMITTED")
     except (ArgumentError, NoSuchModuleError) as error:
         raise ConfigError(f"store.url is {url!r}, which is no database URL ({error}): write sqlite:///path.db.") from error
     except ModuleNotFoundError as error:
+        package = "'rollwright[postgresql]'" if error.name == "psycopg" else error.name
         raise ConfigError(
-            f"store.url is {url!r}, and its driver {error.name!r} is not installed: pip install {error.name}."
+            f"store.url names the driver {error.name!r}, which is not installed: pip install {package}."
         ) from error
     in_memory = parsed.database in (None, "", ":memory:")
     arguments: dict[str, Any] = {"connect_args": {"timeout": BUSY_SECONDS, "check_same_thread": False}}

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from store_databases import new_database
 
 pytest.importorskip("sqlalchemy")
 
@@ -27,7 +28,7 @@ def group(marker: int = 0, size: int = 2, version: int = 0) -> list[Experience]:
 
 @pytest.fixture
 def store():
-    with ExperienceStore("sqlite://", run="run-1") as opened:
+    with ExperienceStore(new_database(), run="run-1") as opened:
         yield opened
 
 
@@ -195,7 +196,7 @@ class TestSample:
         assert store.append([experience(1)], ordinal=1, index=1, group_size=2) == 1
 
     def test_a_reader_waits_for_a_writer(self, tmp_path):
-        url = f"sqlite:///{tmp_path}/store.db"
+        url = new_database(tmp_path / "store.db")
         with ExperienceStore(url) as reader, ExperienceStore(url) as writer:
             timer = threading.Timer(0.1, lambda: writer.append(group(), ordinal=0))
             timer.start()
@@ -345,7 +346,7 @@ class TestCheckpoints:
         assert ordinals(store.sample(groups=2)) == [1, 2]
 
     def test_uses_of_an_earlier_trainer_are_not_passed_over(self, tmp_path):
-        url = f"sqlite:///{tmp_path}/store.db"
+        url = new_database(tmp_path / "store.db")
         with ExperienceStore(url) as first:
             first.append(group(), ordinal=0)
             first.sample(groups=1)
@@ -356,7 +357,7 @@ class TestCheckpoints:
             assert ordinals(second.sample(groups=1)) == [0]
 
     def test_a_store_has_one_trainer(self, tmp_path):
-        url = f"sqlite:///{tmp_path}/store.db"
+        url = new_database(tmp_path / "store.db")
         with ExperienceStore(url) as first, ExperienceStore(url) as second:
             first.append_many([group(), group()], ordinals=[0, 1])
             first.sample(groups=1)
@@ -429,7 +430,7 @@ class TestVersions:
 
 class TestIdentity:
     def test_a_store_of_another_run_is_refused(self, tmp_path):
-        url = f"sqlite:///{tmp_path}/store.db"
+        url = new_database(tmp_path / "store.db")
         ExperienceStore(url, run="one").close()
         ExperienceStore(url, run="one").close()
         ExperienceStore(url).close()

@@ -13,6 +13,7 @@ from collections import Counter
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from store_databases import new_database
 
 from rollwright.experience.experience import Experience
 from rollwright.experience.store import ExperienceStore
@@ -37,7 +38,7 @@ def identity(stored) -> tuple[int, int]:
 class StoreMachine(RuleBasedStateMachine):
     @initialize(uses=st.sampled_from([1, 2]), order=st.sampled_from(["fifo", "freshest", "priority", "uniform"]))
     def begin(self, uses, order):
-        self.store = ExperienceStore("sqlite://", run="model")
+        self.store = ExperienceStore(new_database(), run="model")
         self.store.declare_tasks(TASKS)
         self.sampling = Sampling(order=order, uses=uses)
         self.claims = {"a": [], "b": []}  # what each explorer believes it holds
