@@ -78,10 +78,11 @@ def test_the_punishment_falls_from_nothing_to_its_factor(length, longest, cache)
 
 
 async def test_a_hostile_answer_is_killed_and_the_next_is_scored():
-    wrapper = AsyncRewardWrapper(accuracy_reward, timeout_seconds=2.5, max_workers=1)
+    wrapper = AsyncRewardWrapper(accuracy_reward, timeout_seconds=120, max_workers=1)
+    hurried = AsyncRewardWrapper(accuracy_reward, timeout_seconds=2.5, max_workers=1)  # over the same worker
     assert await wrapper("p", r"\boxed{8}", [], [], answer="$2^3$") == 1.0
     with pytest.raises(RewardError, match=r"did not return within 2\.5 s"):
-        await wrapper("p", r"\boxed{" + "9^" * 6 + "9}", [], [], answer=r"$9^{9^{9^{9}}}+1$")
+        await hurried("p", r"\boxed{" + "9^" * 6 + "9}", [], [], answer=r"$9^{9^{9^{9}}}+1$")
     assert await wrapper("p", r"\boxed{8}", [], [], answer="$2^3$") == 1.0
 
 

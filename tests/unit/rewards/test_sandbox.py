@@ -7,14 +7,31 @@ import os
 import tempfile
 import textwrap
 import time
-from pathlib import Path
 
+import psutil
 import pytest
 
 from rollwright.errors import RewardError
 from rollwright.rewards import sandbox
-from rollwright.rewards.sandbox import SandboxLimits, run_python
+from rollwright.rewards.sandbox import SandboxLimits, SandboxResult
 from rollwright.rewards.sandbox_processes import ForkServer, ScriptProcess
+
+#: Limits in seconds where one has to pass: a machine that is too busy for one is given the next.
+LIMITS = (0.5, 2.0, 8.0, 32.0)
+
+
+async def run_python(
+    source: str, stdin: str = "", timeout: float = 60.0, memory_bytes: int | None = None, **options
+) -> SandboxResult:
+    """In the sandbox, with a limit that a busy machine keeps."""
+    return await sandbox.run_python(source, stdin, timeout, memory_bytes, **options)
+
+
+async def wait_until(what) -> None:
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
 
 
 async def test_output_input_and_exit_code():
@@ -48,18 +65,21 @@ async def test_ordinary_programs_run():
 
 
 async def test_time_is_limited_and_output_so_far_kept():
-    started = time.monotonic()
-    result = await run_python("print('begun', flush=True)\nwhile True: pass", timeout=0.5)
-    assert (result.timed_out, result.exit_code, result.ok, result.stdout) == (True, None, False, "begun\n")
-    assert time.monotonic() - started < 5
+    for limit in LIMITS:
+        result = await run_python("print('begun', flush=True)\nwhile True: pass", timeout=limit)
+        assert (result.timed_out, result.exit_code, result.ok) == (True, None, False)
+        if result.stdout:
+            break
+    assert result.stdout == "begun\n"
 
 
 async def test_what_it_started_is_killed_with_it():
-    source = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print('left')"
-    started = time.monotonic()
-    result = await run_python(source, timeout=1.0, limits=SandboxLimits(processes=1))
-    assert result.stdout == "left\n"
-    assert time.monotonic() - started < 5
+    """It holds the script's output open, and nobody waits for it."""
+    source = "import subprocess; print(subprocess.Popen(['sleep', '3600']).pid)"
+    result = await run_python(source, limits=SandboxLimits(processes=1))
+    assert result.ok
+    left = int(result.stdout)
+    await wait_until(lambda: not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE)
 
 
 async def test_memory_is_limited():
@@ -197,16 +217,18 @@ async def test_much_input_and_no_descriptors_but_its_own():
 
 async def test_many_scripts_wait_for_a_place_and_their_time_does_not_run(monkeypatch):
     monkeypatch.setattr(sandbox, "SCRIPTS_AT_ONCE", 2)
-    results = await asyncio.gather(*(run_python("import time; time.sleep(0.2); print('done')", timeout=3.0) for _ in range(9)))
+    started = time.monotonic()
+    results = await asyncio.gather(*(run_python("import time; time.sleep(0.2); print('done')") for _ in range(9)))
     assert [result.stdout for result in results] == ["done\n"] * 9
-    assert sum(result.seconds for result in results) < 9 * 2.0
+    # Where two run at once, they ran for at most twice the time that passed; waits counted, it would be near five times.
+    assert sum(result.seconds for result in results) < 2.5 * (time.monotonic() - started)
 
 
 async def test_a_fork_server_that_was_killed_is_replaced_and_takes_its_scripts_along(tmp_path):
     assert (await run_python("1")).ok
     server = ForkServer.shared(False)
-    running = asyncio.create_task(run_python("import time; print('begun', flush=True); time.sleep(60)", timeout=60))
-    await asyncio.sleep(0.3)
+    running = asyncio.create_task(run_python("import time; time.sleep(3600)", timeout=3600))
+    await wait_until(_scripts_that_run)
     server._process.kill()
     with pytest.raises(RewardError, match="fork server has ended"):
         await running
@@ -215,24 +237,17 @@ async def test_a_fork_server_that_was_killed_is_replaced_and_takes_its_scripts_a
 
 
 async def test_a_caller_that_gives_up_ends_its_script():
-    running = asyncio.create_task(run_python("import os, time; print(os.getpid(), flush=True); time.sleep(60)", timeout=60))
-    await asyncio.sleep(0.3)
+    assert (await run_python("1")).ok  # the fork server is there
+    running = asyncio.create_task(run_python("import time; time.sleep(3600)", timeout=3600))
+    await wait_until(_scripts_that_run)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    for _ in range(100):
-        if not _scripts_that_run():
-            break
-        await asyncio.sleep(0.05)
-    assert not _scripts_that_run()
+    await wait_until(lambda: not _scripts_that_run())
 
 
 def _scripts_that_run():
-    server = ForkServer.shared(False)._process.pid
-    children = Path(f"/proc/{server}/task/{server}/children")
-    if not children.exists():
-        pytest.skip("this kernel does not list the children of a process")
-    return children.read_text().split()
+    return psutil.Process(ForkServer.shared(False)._process.pid).children()
 
 
 def test_it_runs_on_several_event_loops():
@@ -254,10 +269,14 @@ async def test_no_output_is_lost_where_the_event_loop_stands_still(monkeypatch):
 
 
 async def test_a_script_that_ended_in_time_has_whenever_the_event_loop_looks():
-    async def stands_still():
+    async def stands_still(seconds):
         await asyncio.sleep(0.2)
-        time.sleep(0.6)  # noqa: ASYNC251 - that is what is tested
+        time.sleep(seconds)  # noqa: ASYNC251 - that is what is tested
 
     await run_python("pass")  # the fork server is there
-    result, _ = await asyncio.gather(run_python("import time; time.sleep(0.3); print('done')", timeout=0.5), stands_still())
+    source = "import time; time.sleep(0.3); print('done')"
+    for limit in LIMITS:
+        result, _ = await asyncio.gather(run_python(source, timeout=limit), stands_still(limit + 0.1))
+        if not result.timed_out:
+            break
     assert (result.stdout, result.timed_out, result.exit_code) == ("done\n", False, 0)
