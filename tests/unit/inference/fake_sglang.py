@@ -23,6 +23,7 @@ class FakeSGLang:
         self.info = {"enable_deterministic_inference": False}
         self.answer = self.default_answer
         self.delay = 0.0
+        self.is_held = False  # nothing is answered
         self.context_length = 512
         self.answered = 0
         self.fails: set[str] = set()  # control calls that are answered with 500
@@ -70,6 +71,8 @@ class FakeSGLang:
         body = await request.json()
         self.bodies.setdefault("generate", []).append(body)
         await asyncio.sleep(self.delay)
+        while self.is_held:  # noqa: ASYNC110 - set in another thread
+            await asyncio.sleep(0.01)
         asked = len(body["input_ids"]) + body["sampling_params"]["max_new_tokens"]
         if asked > self.context_length:  # SGLang cuts neither prompt nor output by itself
             message = f"Requested token count exceeds the model's maximum context length of {self.context_length} tokens."
@@ -83,7 +86,7 @@ class FakeSGLang:
 def connected(*fakes, **settings):
     with contextlib.ExitStack() as stack:
         addresses = [stack.enter_context(served(fake.app)) for fake in fakes]
-        client = SGLangClient(RolloutConfig(setup_timeout=10, request_timeout=10, **settings), addresses=addresses)
+        client = SGLangClient(RolloutConfig(**{"setup_timeout": 60, "request_timeout": 60, **settings}), addresses=addresses)
         client.initialize()
         stack.callback(client.destroy)
         yield client

@@ -23,7 +23,7 @@ def engine():
         yield built
 
 
-def wait_until(condition, seconds: float = 20.0) -> None:
+def wait_until(condition, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
@@ -35,12 +35,12 @@ def test_abort_by_conversation_returns_what_there_is(engine):
     futures = engine.submit([ModelRequest([5, 6], LONG, rid=rid) for rid in "aabbcc"])
     step(engine, 3)
     engine.abort("a")
-    partial = [f.result(1) for f in futures[:2]]
+    partial = [f.result(60) for f in futures[:2]]
     assert [(r.stop_reason, r.output_len, r.truncated) for r in partial] == [("abort", 4, False)] * 2
     assert all(len(r.output_logprobs) == len(r.output_versions) == 4 for r in partial)
     assert not any(f.done() for f in futures[2:])
     engine.abort()
-    rest = [f.result(1) for f in futures[2:]]
+    rest = [f.result(60) for f in futures[2:]]
     assert [r.output_len for r in rest] == [4, 4, 0, 0]  # two of them never left the queue
     assert engine.stats()["running"] == engine.stats()["waiting"] == 0
 
@@ -51,9 +51,9 @@ def test_abort_in_the_middle_of_a_prompt(engine):
     step(engine, 2)
     assert engine._stepper.scheduler.partial is not None
     engine.abort("long")
-    assert futures[1].result(1).output_len == 0
+    assert futures[1].result(60).output_len == 0
     engine.resume()
-    assert futures[0].result(30).output_len == 100
+    assert futures[0].result(60).output_len == 100
 
 
 def test_no_step_runs_after_pause(engine):
@@ -69,13 +69,19 @@ def test_no_step_runs_after_pause(engine):
 
 
 async def test_a_cancelled_task_frees_its_row(engine):
-    tasks = [asyncio.create_task(engine.agenerate(ModelRequest([5, 6], LONG.new(max_new_tokens=240)))) for _ in range(6)]
-    await asyncio.sleep(0.02)
-    for task in tasks[:5]:
-        task.cancel()
-    response = await tasks[5]
-    assert response.output_len == 240
-    assert (await asyncio.gather(*tasks[:5], return_exceptions=True))[0].__class__ is asyncio.CancelledError
+    for _ in range(10):  # where this thread was kept from it, those that ran had ended
+        tasks = [asyncio.create_task(engine.agenerate(ModelRequest([5, 6], LONG.new(max_new_tokens=240)))) for _ in range(6)]
+        await asyncio.sleep(0.02)
+        was_running = not tasks[0].done()
+        for task in tasks[:5]:
+            task.cancel()
+        response = await tasks[5]
+        assert response.output_len == 240
+        ends = await asyncio.gather(*tasks[:5], return_exceptions=True)
+        if was_running:
+            break
+    assert was_running
+    assert isinstance(ends[0], asyncio.CancelledError)
     wait_until(lambda: engine.stats()["running"] == 0 and engine.stats()["waiting"] == 0)
 
 
@@ -101,12 +107,14 @@ def test_several_event_loops_and_synchronous_calls_at_once(engine):
 
 def test_destroy_ends_requests_and_the_thread():
     engine = BuiltinEngine(tiny_model("qwen3"), max_running_requests=2)
-    futures = engine.submit([ModelRequest([5, 6], LONG.new(max_new_tokens=240)) for _ in range(5)])
+    futures = engine.submit([ModelRequest([5, 6], LONG.new(max_new_tokens=240)) for _ in range(200)])
     engine.destroy()
     engine.destroy()
-    for future in futures:
+    ended = [future for future in futures if future.exception(60) is None]  # before it was destroyed
+    assert len(ended) < 100
+    for future in futures[len(ended) :]:
         with pytest.raises(RequestAborted, match="closed"):
-            future.result(1)
+            future.result(60)
     assert not engine._thread.is_alive()
     with pytest.raises(RequestAborted, match="closed"):
         engine.generate([ModelRequest([5])])
@@ -133,7 +141,7 @@ def test_a_full_queue_refuses_and_recovers():
             engine.submit([ModelRequest([5], LONG)] * 2)
         futures = engine.submit([ModelRequest([5], LONG)])
         engine.resume()
-        assert futures[0].result(30).output_len == 100
+        assert futures[0].result(60).output_len == 100
         assert engine.generate([ModelRequest([5], LONG.new(max_new_tokens=2))])[0].output_len == 2
 
 

@@ -132,13 +132,13 @@ def drains(engine: BuiltinEngine, drain) -> tuple[list, list]:
     allowed, step_once = threading.Semaphore(0), engine._stepper.step
 
     def step_when_allowed(finished):
-        assert allowed.acquire(timeout=30)
+        assert allowed.acquire(timeout=120)
         return step_once(finished)
 
     engine._stepper.step = step_when_allowed
     running = engine.submit([ModelRequest([5, 6], LONG, seed=i) for i in range(2)])
     allowed.release()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not engine.stats()["generated_tokens"]:
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -149,7 +149,7 @@ def drains(engine: BuiltinEngine, drain) -> tuple[list, list]:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     allowed.release(10_000)
-    draining.join(30)
+    draining.join(120)
     return running, held
 
 
@@ -157,7 +157,7 @@ def test_wait_drains_at_pause_because_shared_weights_change_after_it():
     model = tiny_model("qwen3")
     with BuiltinEngine(model, on_weight_update="wait", max_running_requests=2) as engine:
         running, held = drains(engine, engine.pause)
-        assert [f.result(1).output_versions for f in running] == [[0] * 16] * 2
+        assert [f.result(60).output_versions for f in running] == [[0] * 16] * 2
         engine.publish(1)
         assert not any(f.done() for f in held)
         engine.resume()
@@ -204,7 +204,7 @@ def test_going_back_may_let_what_runs_finish_and_keep_what_waits():
     model, other = tiny_model("qwen3"), tiny_model("qwen3", seed=4)
     with BuiltinEngine(model, version=4, max_running_requests=2) as engine:
         running, held = drains(engine, lambda: engine.go_back(2, finish=True))
-        assert [f.result(1).output_versions for f in running] == [[4] * 16] * 2
+        assert [f.result(60).output_versions for f in running] == [[4] * 16] * 2
         engine.load_weights(other.state_dict(), 2)
         for response in (f.result(60) for f in held):
             assert response.output_versions == [2] * 16
@@ -228,22 +228,23 @@ def test_updates_race_with_generation_and_no_token_is_mislabelled():
     name_token(0)
     with BuiltinEngine(model, max_running_requests=16) as engine:
         gconfig = GenerationHyperparameters(max_new_tokens=60, ignore_eos=True)
-        futures = engine.submit([ModelRequest([5, 6], gconfig) for _ in range(64)])
 
         def update() -> None:
             for version in range(1, 30):
                 seen = engine.stats()["generated_tokens"]
-                while engine.stats()["generated_tokens"] < seen + 32 and not futures[-1].done():
+                while engine.stats()["generated_tokens"] < seen + 32:
                     time.sleep(0.001)
                 engine.pause()
                 name_token(version)
                 engine.publish(version)
                 engine.resume()
 
-        trainer = threading.Thread(target=update)
+        trainer, responses = threading.Thread(target=update, daemon=True), []
         trainer.start()
-        responses = [f.result(60) for f in futures]
-        trainer.join()
+        while trainer.is_alive():
+            futures = engine.submit([ModelRequest([5, 6], gconfig) for _ in range(32)])
+            responses += [f.result(60) for f in futures]
     for response in responses:
         assert response.output_tokens == [10 + version for version in response.output_versions]
-    assert len({v for r in responses for v in r.output_versions}) > 3
+    assert len({v for r in responses for v in r.output_versions}) > 20
+    assert any(len(set(r.output_versions)) > 1 for r in responses)

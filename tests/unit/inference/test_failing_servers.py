@@ -32,7 +32,7 @@ def with_one_that_dies(lasting: FakeSGLang, dying: FakeSGLang, **settings):
         end = contextlib.ExitStack()
         stack.callback(end.close)
         other = end.enter_context(served(dying.app))
-        config = RolloutConfig(setup_timeout=10, request_timeout=10, **settings)
+        config = RolloutConfig(setup_timeout=60, request_timeout=60, **settings)
         client = SGLangClient(config, addresses=[address, other])
         client.initialize()
         stack.callback(client.destroy)
@@ -43,7 +43,7 @@ def in_service(client) -> list[int]:
     return [place for place, server in enumerate(client.router.servers) if server.in_service]
 
 
-def wait_until(what, seconds: float = 15.0) -> None:
+def wait_until(what, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline
@@ -92,7 +92,7 @@ def test_a_publication_waits_for_the_only_server_to_be_started_again(tmp_path):
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(contextlib.ExitStack())
         address = first.enter_context(served(fake.app))
-        client = SGLangClient(RolloutConfig(setup_timeout=20), addresses=[address])
+        client = SGLangClient(RolloutConfig(setup_timeout=60), addresses=[address])
         client.initialize()
         stack.callback(client.destroy)
         first.close()
@@ -107,7 +107,7 @@ def test_a_publication_waits_for_the_only_server_to_be_started_again(tmp_path):
         publishing.start()
         wait_until(lambda: in_service(client) == [])
         stack.enter_context(served(again.app, port=int(address.rpartition(":")[2])))
-        publishing.join(20)
+        publishing.join(60)
         assert taken == [address]
         assert ask(client).output_versions == [1, 1, 1]
 
@@ -115,7 +115,7 @@ def test_a_publication_waits_for_the_only_server_to_be_started_again(tmp_path):
 def test_what_a_server_was_asked_is_asked_elsewhere_when_it_is_taken_out():
     """A server that hangs keeps its connections open: nobody but us will end the wait."""
     fakes = FakeSGLang(), FakeSGLang()
-    fakes[1].delay = 60
+    fakes[1].delay = 3600
     with connected(*fakes) as client:
 
         async def scenario():
@@ -124,7 +124,7 @@ def test_what_a_server_was_asked_is_asked_elsewhere_when_it_is_taken_out():
                 await asyncio.sleep(0.01)
             client._monitor._failed[client.addresses[1]] = 2
             await asyncio.to_thread(client._monitor._check, _Hanging(client.router.servers[1], client._monitor))
-            return await asyncio.wait_for(asyncio.gather(*running), 10)
+            return await asyncio.wait_for(asyncio.gather(*running), 60)
 
         responses = asyncio.run(scenario())
         assert all(response.output_tokens == [7, 8, 9] for response in responses)
@@ -211,18 +211,18 @@ def test_a_server_that_comes_back_while_the_client_resumes_is_not_left_paused(tm
 
         def slow_restore(server):
             begun.set()
-            assert go_on.wait(10)
+            assert go_on.wait(60)
             restore(server)
 
         client._restore = slow_restore
         bringing = threading.Thread(target=client._bring_back, args=(back,))
         resuming = threading.Thread(target=client.resume)
         bringing.start()
-        assert begun.wait(10)
+        assert begun.wait(60)
         resuming.start()
         go_on.set()
         for thread in (bringing, resuming):
-            thread.join(10)
+            thread.join(60)
         assert back.in_service
         assert fakes[1].calls[-1] == "continue_generation"
 
@@ -241,7 +241,7 @@ def test_shared_files_are_not_written_while_a_server_is_brought_back_with_them(t
             publishing.start()
             publishing.join(0.3)
             assert client.mapped_weights(None)._mapped["a"].tolist() == [0, 0, 0]
-        publishing.join(10)
+        publishing.join(60)
         assert client.mapped_weights(None)._mapped["a"].tolist() == [1, 1, 1]
         assert client.get_version() == 2
 
@@ -268,28 +268,35 @@ def test_the_watch_over_servers_outlives_what_nobody_foresaw(caplog):
 
         client._monitor._bring_back = fails_once
         client._take_out(client.router.servers[0], "for a moment")
-        assert tried.wait(10)
+        assert tried.wait(60)
         wait_until(lambda: in_service(client) == [0, 1])
         assert "Watching the servers failed" in caplog.text
 
 
 def test_abort_on_an_event_loop_does_not_hold_it_up():
-    fake = FakeSGLang()
-    fake.delay = 0.5
+    fake, calls, go_on = FakeSGLang(), [], threading.Event()
+    fake.is_held = True
+
+    def abort_slowly(*_) -> None:
+        calls.append("begun")
+        go_on.wait(60)
+        calls.append("ended")
+
     with connected(fake) as client:
 
         async def scenario():
             running = asyncio.ensure_future(client.agenerate(ModelRequest(input_ids=[1, 2], rid="talk")))
             while not fake.bodies.get("generate"):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            client._abort_on_server = lambda *_: time.sleep(5)
-            started = time.monotonic()
+            client._abort_on_server = abort_slowly
             client.abort("talk")
-            taken = time.monotonic() - started
+            assert "ended" not in calls  # the server's answer is not waited for
+            go_on.set()
+            fake.is_held = False
             await running
-            return taken
 
-        assert asyncio.run(scenario()) < 2
+        asyncio.run(scenario())
+        wait_until(lambda: calls == ["begun", "ended"])
 
 
 def test_more_requests_than_the_system_allows_connections_wait_for_one():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import threading
@@ -26,12 +27,12 @@ def root(tmp_path_factory):
 def server(root):
     engine = tiny_engine()
     app = create_application(engine, ServerSettings(model_name="tiny", weights_roots=[str(root)], max_body_bytes=4096))
-    with served(app) as address, httpx.Client(base_url=f"http://{address}", timeout=30) as client:
+    with served(app) as address, httpx.Client(base_url=f"http://{address}", timeout=120) as client:
         client.engine = engine
         yield client
 
 
-def wait_until(condition, seconds: float = 20.0) -> None:
+def wait_until(condition, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
@@ -165,7 +166,7 @@ def test_pause_holds_requests_and_abort_returns_what_they_have(server):
     assert server.get("/health_generate").status_code == 503
     assert server.get("/server_info").json()["paused"] is True
     server.post("/abort_request", json={"rid": "held"})
-    thread.join(10)
+    thread.join(60)
     assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort"
     server.post("/continue_generation", json={})
     assert server.get("/health_generate").status_code == 200
@@ -173,12 +174,19 @@ def test_pause_holds_requests_and_abort_returns_what_they_have(server):
     assert server.post("/abort_request", json={}).status_code == 400
 
 
+def leave(server, path, body):
+    """Ask a server that is paused, and close the connection as soon as the engine has the request."""
+    connection = http.client.HTTPConnection(server.base_url.host, server.base_url.port, timeout=60)
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    wait_until(lambda: server.engine.stats()["queued"] + server.engine.stats()["waiting"])
+    connection.close()
+
+
 def test_a_disconnected_client_frees_its_slot(server):
     params = {"max_new_tokens": 200, "ignore_eos": True}
     before = server.engine.stats()["finished"]
     server.post("/pause_generation", json={"mode": "retract"})
-    with pytest.raises(httpx.ReadTimeout):
-        server.post("/generate", json={"input_ids": [7, 8], "sampling_params": params}, timeout=0.3)
+    leave(server, "/generate", {"input_ids": [7, 8], "sampling_params": params})
     server.post("/continue_generation", json={})
     wait_until(lambda: not sum(server.engine.stats()[name] for name in ("running", "waiting", "queued")))
     assert server.engine.stats()["finished"] == before  # it did not run to its end
@@ -192,8 +200,7 @@ def test_a_client_that_leaves_before_the_first_token_of_its_stream_frees_its_slo
     }[path]
     server.post("/pause_generation", json={"mode": "retract"})
     try:
-        with pytest.raises(httpx.ReadTimeout):
-            server.post(path, json={**body, "stream": True}, timeout=0.3)
+        leave(server, path, {**body, "stream": True})
         wait_until(lambda: server.engine._cancelled)  # the engine is paused: it takes the request out when it goes on
     finally:
         server.post("/continue_generation", json={})
@@ -303,7 +310,7 @@ def test_a_failed_step_is_no_fault_of_the_request(monkeypatch):
     engine = tiny_engine()
     app = create_application(engine, ServerSettings())
     monkeypatch.setattr(engine._stepper, "step", lambda finished: 1 / 0)
-    with served(app) as address, httpx.Client(base_url=f"http://{address}", timeout=30) as client:
+    with served(app) as address, httpx.Client(base_url=f"http://{address}", timeout=120) as client:
         for path, body in (("/generate", {"input_ids": [5]}), ("/v1/completions", {"prompt": [5]})):
             response = client.post(path, json=body)
             assert response.status_code == 500
@@ -313,7 +320,7 @@ def test_a_failed_step_is_no_fault_of_the_request(monkeypatch):
 def test_the_key_is_asked_for_everywhere_but_health():
     engine = tiny_engine()
     app = create_application(engine, ServerSettings(api_key="secret"))
-    with served(app) as address, httpx.Client(base_url=f"http://{address}", timeout=30) as client:
+    with served(app) as address, httpx.Client(base_url=f"http://{address}", timeout=120) as client:
         assert client.get("/health").status_code == 200
         for path in ("/model_info", "/metrics", "/v1/models"):
             assert client.get(path).status_code == 401
@@ -324,7 +331,7 @@ def test_the_key_is_asked_for_everywhere_but_health():
 def test_too_many_pending_requests_are_a_429():
     engine = tiny_engine(max_waiting=1, max_running_requests=1)
     app = create_application(engine, ServerSettings(max_pending=3))
-    with served(app) as address, httpx.Client(base_url=f"http://{address}", timeout=30) as client:
+    with served(app) as address, httpx.Client(base_url=f"http://{address}", timeout=120) as client:
         client.post("/pause_generation", json={"mode": "retract"})
         body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}}
         answers = []
@@ -338,5 +345,5 @@ def test_too_many_pending_requests_are_a_429():
         assert "max_waiting" in answers[0].json()["error"]["message"]
         client.post("/continue_generation", json={})
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
         assert [answer.status_code for answer in answers[1:]] == [200, 200]

@@ -179,23 +179,27 @@ def test_no_more_tokens_are_asked_for_than_there_is_room_for():
 
 def test_wait_holds_new_requests_until_those_in_flight_have_ended():
     fake = FakeSGLang()
-    fake.delay = 0.5
+    fake.is_held = True
     with connected(fake, on_weight_update="wait") as client:
         threads = [threading.Thread(target=ask, args=(client,)) for _ in range(2)]
         threads[0].start()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not fake.bodies.get("generate"):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert fake.answered == 0
-        client.pause()
+        pausing = threading.Thread(target=client.pause)
+        pausing.start()
+        pausing.join(0.2)
+        assert pausing.is_alive()
+        fake.is_held = False
+        pausing.join(60)
         assert fake.answered == 1  # it was waited for
         threads[1].start()
         time.sleep(0.2)
         assert len(fake.bodies["generate"]) == 1
         client.resume()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         assert len(fake.bodies["generate"]) == 2
 
 
@@ -315,7 +319,7 @@ def test_a_dead_server_is_taken_out_and_comes_back_with_the_current_weights(tmp_
         lasting = stack.enter_context(served(other.app))
         dying = served(fake.app)
         address = dying.__enter__()
-        client = SGLangClient(RolloutConfig(setup_timeout=10), addresses=[address, lasting])
+        client = SGLangClient(RolloutConfig(setup_timeout=60), addresses=[address, lasting])
         client.initialize()
         stack.callback(client.destroy)
         client.update_weights_from_disk(str(tmp_path), 1)
@@ -326,7 +330,7 @@ def test_a_dead_server_is_taken_out_and_comes_back_with_the_current_weights(tmp_
         assert "out of service" in client.router.describe()
         restarted = FakeSGLang()  # as a fresh process: it holds the weights it was started with
         stack.enter_context(served(restarted.app, port=int(address.rpartition(":")[2])))
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while len(client.router.in_service()) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -376,7 +380,7 @@ def test_a_connection_that_is_reset_before_a_response_is_used_again():
     """A server that closes every second connection as soon as a request has come."""
     fake = FakeSGLang()
     with served(fake.app) as address, _Resetting(address) as front:
-        client = SGLangClient(RolloutConfig(setup_timeout=10, request_retries=3), addresses=[front.address])
+        client = SGLangClient(RolloutConfig(setup_timeout=60, request_retries=3), addresses=[front.address])
         client.initialize()
         front.resets = 2
         assert ask(client).output_tokens == [7, 8, 9]

@@ -59,7 +59,7 @@ class FakeVLLM:
 @contextlib.contextmanager
 def connected(fake, **settings):
     with served(fake.app) as address:
-        client = VLLMClient(RolloutConfig(setup_timeout=10, **settings), addresses=[address])
+        client = VLLMClient(RolloutConfig(setup_timeout=60, **settings), addresses=[address])
         try:
             client.initialize()
             yield client
