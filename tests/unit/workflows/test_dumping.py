@@ -1,7 +1,7 @@
 """Dumps: readable, written beside the event loop, and never the end of a sample."""
 
 import asyncio
-import time
+import threading
 
 import aiofiles.threadpool
 
@@ -11,21 +11,21 @@ from rollwright.workflows.token_sequence import TokenSequence
 
 
 async def test_a_slow_disk_does_not_hold_up_the_event_loop(tmp_path, monkeypatch):
+    loop_went_on = threading.Event()
+
     def slow_open(*args, **kwargs):
-        time.sleep(0.4)
+        assert loop_went_on.wait(60)
         return open(*args, **kwargs)
 
     monkeypatch.setattr(aiofiles.threadpool, "sync_open", slow_open)
     dumping = asyncio.create_task(dump_sample(tmp_path, version=3, task="t", sections={"prompt": "6*7="}))
-    beats, longest, last = 0, 0.0, time.monotonic()
-    while not dumping.done():
+    for _ in range(5):
         await asyncio.sleep(0.01)
-        longest, last, beats = max(longest, time.monotonic() - last), time.monotonic(), beats + 1
+    assert not dumping.done()
+    loop_went_on.set()
     path = await dumping
     assert path is not None
     assert "6*7=" in path.read_text()
-    assert beats > 5
-    assert longest < 0.35
 
 
 async def test_where_the_disk_fails_the_sample_does_not(tmp_path, caplog):

@@ -57,7 +57,7 @@ class Library:
     async def search(self, query, topk):
         self.queries.append((query, topk))
         if query == "slow":
-            await asyncio.sleep(30)
+            await asyncio.sleep(3600)
         if query == "refused":
             raise ToolError("no such index.")
         if query == "broken":
@@ -71,7 +71,7 @@ class Library:
 
 
 def workflow(**options):
-    options = {"search_tool": Library(), "prompt_template": "Q {question}\n", "topk": 1, "tool_timeout": 0.05, **options}
+    options = {"search_tool": Library(), "prompt_template": "Q {question}\n", "topk": 1, "tool_timeout": 60, **options}
     return SearchAgentWorkflow(GenerationHyperparameters(max_new_tokens=60), TOKENIZER, 600, 4, False, **options)
 
 
@@ -133,7 +133,8 @@ def test_every_turn_continues_the_same_conversation_token_for_token():
     ],
 )
 def test_what_goes_wrong_with_a_tool_is_text_for_the_model(query, message):
-    trajectory = run(ScriptedEngine(f"<search>{query}</search>", "<answer>red king</answer>"))
+    flow = workflow(tool_timeout=0.05) if query == "slow" else workflow()
+    trajectory = run(ScriptedEngine(f"<search>{query}</search>", "<answer>red king</answer>"), flow)
     assert message in text(trajectory)
     assert message not in trained_text(trajectory)
     assert trajectory["rewards"].item() == 1.0

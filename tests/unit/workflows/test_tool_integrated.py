@@ -34,7 +34,7 @@ class ScriptedEngine(InferenceEngine):
 
 
 def run(*turns, **options):
-    options = {"max_tokens": 2000, "script_timeout": 5.0, **options}
+    options = {"max_tokens": 2000, "script_timeout": 60.0, **options}
     workflow = ToolIntegratedWorkflow("arithmetic_reward", GenerationHyperparameters(max_new_tokens=200), TOKENIZER, **options)
     engine = ScriptedEngine(*turns)
     data = {"messages": [{"role": "user", "content": "17*23?"}], "answer": "391"}
@@ -67,8 +67,8 @@ def test_a_script_is_run_and_its_output_read_but_not_trained():
     ],
 )
 def test_what_goes_wrong_in_a_script_is_text_for_the_model(script, shown):
-    limit = {"max_output_characters": 6} if "500" in script else {}
-    _, text, trained, _ = run(f"<python>{script}</python>", "<answer>391</answer>", script_timeout=0.5, **limit)
+    limit = {"max_output_characters": 6} if "500" in script else {"script_timeout": 0.5} if "while" in script else {}
+    _, text, trained, _ = run(f"<python>{script}</python>", "<answer>391</answer>", **limit)
     assert shown in text
     assert shown not in trained
 
