@@ -23,7 +23,7 @@ class SlowRetriever:
     def search(self, queries, topk):
         self.batches.append((list(queries), topk))
         self.started.set()
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         if "broken" in queries:
             raise RuntimeError("index lost")
         return [SearchHits(np.arange(topk), np.full(topk, float(len(query)))) for query in queries]
@@ -33,7 +33,7 @@ async def batcher_with_a_search_under_way(**options):
     retriever = SlowRetriever()
     batcher = QueryBatcher(retriever, **options)
     first = asyncio.create_task(batcher.search(["first"], 1))
-    await asyncio.to_thread(retriever.started.wait, 10)
+    await asyncio.to_thread(retriever.started.wait, 60)
     return retriever, batcher, first
 
 

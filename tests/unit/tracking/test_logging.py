@@ -44,7 +44,7 @@ def test_the_level_is_read_from_the_environment():
         env={"ROLLWRIGHT_LOG_LEVEL": "error", "PATH": ""},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert "shown?" not in result.stderr
     assert "a: yes" in result.stderr

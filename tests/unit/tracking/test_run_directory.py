@@ -124,11 +124,11 @@ def test_two_processes_do_not_write_one_run(tmp_path):
         with pytest.raises(CheckpointError, match=f"is being written by process {other.pid} on"):
             claim(tmp_path, {})
         other.kill()
-        other.wait(timeout=10)
+        other.wait(timeout=60)
         claim(tmp_path, {}).release()
     finally:
         other.kill()
-        other.communicate(timeout=10)
+        other.communicate(timeout=60)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden"])

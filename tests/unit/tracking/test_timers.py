@@ -57,12 +57,12 @@ def test_threads_have_their_own_nesting():
     def other():
         with timer.phase("reward"):
             inside.set()
-            leave.wait(5)
+            leave.wait(60)
 
     thread = threading.Thread(target=other)
     with timer.phase("generate"):
         thread.start()
-        inside.wait(5)
+        inside.wait(60)
         leave.set()
         thread.join()
     seconds = timer.export()

@@ -60,7 +60,7 @@ def test_no_token_is_sampled_between_the_first_step_and_publication(shared):
     with pytest.raises(TimeoutError):
         future.result(timeout=0.2)
     actor.update_weights()
-    assert future.result(timeout=10).output_versions == [1, 1]
+    assert future.result(timeout=60).output_versions == [1, 1]
 
 
 def test_an_engine_over_another_copy_is_given_the_weights():
@@ -150,10 +150,14 @@ def test_every_publication_in_this_process_is_audited_also_while_the_engine_is_p
 def test_the_probe_does_not_wait_for_those_in_the_queue(shared):
     _, engine = shared
     gconfig = GenerationHyperparameters(max_new_tokens=50, ignore_eos=True, seed=1)
-    futures = engine.submit([ModelRequest(input_ids=[3 + index % 9, 4], gconfig=gconfig) for index in range(40)])
-    (alone,) = engine.probe(probe_request(31)).values()
-    assert not all(future.done() for future in futures)
-    assert all(future.result(timeout=60).output_len == 50 for future in futures)
+    for _ in range(10):  # this thread could be kept from asking until all are done
+        futures = engine.submit([ModelRequest(input_ids=[3 + index % 9, 4], gconfig=gconfig) for index in range(40)])
+        (alone,) = engine.probe(probe_request(31)).values()
+        was_first = not all(future.done() for future in futures)
+        assert all(future.result(timeout=60).output_len == 50 for future in futures)
+        if was_first:
+            break
+    assert was_first
     (again,) = engine.generate([probe_request(31)])
     assert again.output_tokens == alone.output_tokens
     assert again.output_logprobs == pytest.approx(alone.output_logprobs, abs=1e-5)
