@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import httpx
 
-from rollwright.errors import EngineError, PromptTooLongError
+from rollwright.errors import EngineError, PromptTooLongError, WeightUpdateError
 from rollwright.inference.open_files import allow_many_connections
 
 #: Below the keep-alive limits of servers (uvicorn's is 5 s), so that a reused connection is seldom just being closed.
@@ -35,6 +35,10 @@ class ServerRefusedError(EngineError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+class UpdateRefusedError(WeightUpdateError):
+    """A server refused an update before it read any weight: it computes with those that it had."""
 
 
 #: What servers say, each in its own words, when a prompt leaves no room for a token.

@@ -59,13 +59,16 @@ def server_url(address: str) -> str:
     """The base URL of ``host:port`` or of an http(s) URL, without a trailing slash.
 
     Raises:
-        ConfigError: there is no port, or it is not a number.
+        ConfigError: there is no port, or it is not one.
     """
+    address = address.strip()
     if address.startswith(("http://", "https://")):
         return address.rstrip("/")
     host, separator, port = address.rpartition(":")
     if not separator or not host or not port.isdigit():
         raise ConfigError(f"Server address {address!r} is not host:port; write for example 127.0.0.1:30000.")
+    if not 0 < int(port) <= 65535:
+        raise ConfigError(f"Server address {address!r} has port {port}; ports are 1 to 65535.")
     return f"http://{address}"
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, WeightUpdateError
 from rollwright.inference.audit import Agreement, Score, audit, probe_request, score_of, tolerance_of
+from rollwright.inference.connections import UpdateRefusedError
 from rollwright.inference.network import is_loopback
 from rollwright.inference.remote import RemoteClient
 from rollwright.inference.request import ModelRequest, ModelResponse
@@ -204,7 +205,7 @@ class PublishingClient(RemoteClient):
                     logger.error("The server at %s did not take version %d: %s", address, version, reason)
                 if not confirmed:
                     raise WeightUpdateError(
-                        f"No {self.kind} server took version {version}: {failures or self.router.describe()}."
+                        f"No {self.kind} server took version {version}: {_described(failures) or self.router.describe()}."
                     )
                 self._version, self._restore = version, restore
                 for server in confirmed:
@@ -234,22 +235,26 @@ class PublishingClient(RemoteClient):
 
     def _update_each(
         self, servers: list[Server], update: Callable[[Server], None], alongside: Callable[[], None] | None
-    ) -> dict[str, str]:
+    ) -> dict[str, EngineError]:
         futures = {server.address: self.fan_out.submit(update, server) for server in servers}
-        failures: dict[str, str] = {}
+        failures: dict[str, EngineError] = {}
         if alongside is not None:
             try:
                 alongside()
             except EngineError as error:
-                failures = {server.address: str(error) for server in servers}
+                failures = {server.address: error for server in servers}
         for server in servers:
             error = futures[server.address].exception()
             if isinstance(error, EngineError):
-                failures[server.address] = str(error)
+                failures[server.address] = error
             elif error is not None:
                 raise error
+        if servers and all(isinstance(failures.get(server.address), UpdateRefusedError) for server in servers):
+            return failures  # all of them compute with what they had
+        for server in servers:
             if server.address in failures:
-                server.has_doubtful_weights = True  # whatever its label says: some of them may have been changed
+                # Whatever its label says: some of them may have been changed.
+                server.has_doubtful_weights |= not isinstance(failures[server.address], UpdateRefusedError)
                 self.router.take_out(server, f"did not take the published weights: {failures[server.address]}")
                 self._in_flight.give_up(server)  # it stays paused with what it was asked
         return failures
@@ -289,3 +294,8 @@ class PublishingClient(RemoteClient):
                 f"it holds version {label!r}{doubt} and version {self._version} is not on disk; it comes back with the next "
                 "publication"
             )
+
+
+def _described(failures: Mapping[str, EngineError]) -> str:
+    """The reasons, each once."""
+    return " ".join(dict.fromkeys(str(error) for error in failures.values()))

@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from rollwright.config.sections import RolloutConfig
-from rollwright.errors import EngineError
+from rollwright.errors import ConfigError, EngineError
 from rollwright.inference.connections import Connections
 from rollwright.inference.fan_out import FanOut
 from rollwright.inference.health import HealthMonitor, is_healthy, wait_healthy
 from rollwright.inference.in_flight import InFlight
-from rollwright.inference.network import find_server_addresses
+from rollwright.inference.network import find_server_addresses, parse_addresses
 from rollwright.inference.router import Router, Server
 from rollwright.tracking.logging import getLogger
 
@@ -34,6 +34,8 @@ Result = TypeVar("Result")
 #: Pools of this process that are connected; see ``connected_clients``.
 _CONNECTED: weakref.WeakValueDictionary[int, ServerPool] = weakref.WeakValueDictionary()
 _connections_made = itertools.count()
+#: Arguments of ``initialize`` in programs written for AReaL that say nothing about servers.
+_NOT_USED = {"engine_id", "train_data_parallel_size", "ft_spec"}
 
 
 def connected_clients() -> list[Any]:
@@ -80,18 +82,36 @@ class ServerPool(ABC):
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
-    def initialize(self, *args: Any, addresses: Iterable[str] | None = None, **kwargs: Any) -> None:
+    def initialize(
+        self,
+        *args: Any,
+        addresses: str | Iterable[str] | None = None,
+        addr: str | Iterable[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Find the servers, wait until each is healthy, and read the version of their weights.
 
         Args:
-            addresses: servers; None: those given on construction, in the config or in the environment.
+            args: not used.
+            addresses: servers, as a list or in one text with commas; None: those given on construction, in the config or in
+                the environment.
+            addr: AReaL's name of ``addresses``.
+            kwargs: what AReaL's engines are told of the trainer besides (``engine_id``, ``train_data_parallel_size``,
+                ``ft_spec``); not used.
 
         Raises:
+            ConfigError: an argument has no meaning, or an address is malformed.
             EngineError: no server is known, or one is not healthy within ``setup_timeout``.
         """
+        if unknown := sorted(set(kwargs) - _NOT_USED):
+            raise ConfigError(f"initialize() has no argument {unknown[0]!r}; give addresses, or set rollout.addresses.")
+        if addresses is not None and addr is not None:
+            raise ConfigError("initialize() was given two lists of servers: give one of addresses and addr.")
         if self._router is not None:
             return
-        found = list(addresses) if addresses is not None else self._given_addresses
+        named = addr if addresses is None else addresses
+        named = parse_addresses(named) if isinstance(named, str) else named
+        found = list(named) if named is not None else self._given_addresses
         router = Router(found if found is not None else find_server_addresses(self.config.addresses))
         api_key = self.config.api_key or os.environ.get("ROLLWRIGHT_API_KEY")
         self._connections = Connections(api_key=api_key, timeout=self.config.request_timeout)

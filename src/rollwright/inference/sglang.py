@@ -15,7 +15,7 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
 from rollwright.data.vision import encoded_image
 from rollwright.errors import EngineError, WeightUpdateError
-from rollwright.inference.connections import ServerRefusedError
+from rollwright.inference.connections import ServerRefusedError, UpdateRefusedError
 from rollwright.inference.network import find_free_ports, own_address
 from rollwright.inference.parameters import check_parameters, sglang_sampling_params
 from rollwright.inference.remote_weights import PublishingClient
@@ -31,6 +31,8 @@ logger = getLogger("SGLangClient")
 #: What happens to requests that run while weights change, in SGLang's words. With "wait" none of this client's runs: it holds
 #: new requests back and waits for its own to end before it pauses.
 PAUSE_MODES = {"recompute": "retract", "keep": "in_place", "wait": "retract"}
+#: Of a request that a server does not look into: no key, no such path, a directory that it may not read, a malformed body.
+_UNREAD_STATUSES = {401, 403, 404, 405, 413, 422}
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,8 @@ class SGLangClient(PublishingClient):
         try:
             answer = self.connections.request("POST", f"{server.url}/{path}", body)
         except ServerRefusedError as error:
-            raise WeightUpdateError(f"The server at {server.address} refused new weights: {error}") from error
+            kind = UpdateRefusedError if error.status in _UNREAD_STATUSES else WeightUpdateError
+            raise kind(f"The server at {server.address} refused new weights: {error}") from error
         if not answer.get("success", False):
             raise WeightUpdateError(f"The server at {server.address} did not take new weights: {answer.get('message')}")
 

@@ -1,0 +1,84 @@
+"""Servers are those that the user named, in whatever way; what was named and cannot be used is told."""
+
+import pytest
+from fake_sglang import FakeSGLang
+from fastapi.responses import JSONResponse
+from server_parts import served
+
+from rollwright.config.sections import RolloutConfig
+from rollwright.errors import ConfigError, WeightUpdateError
+from rollwright.inference.network import server_url
+from rollwright.inference.sglang import SGLangClient
+
+
+@pytest.mark.parametrize("argument", ["addresses", "addr"])
+@pytest.mark.parametrize("as_list", [True, False])
+def test_named_servers_win_over_those_of_the_environment(monkeypatch, argument, as_list):
+    """``addr`` is AReaL's name."""
+    monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", "127.0.0.1:1")
+    with served(FakeSGLang().app) as address:
+        client = SGLangClient(RolloutConfig(setup_timeout=5))
+        client.initialize(**{argument: [address] if as_list else address})
+        try:
+            assert client.addresses == [address]
+        finally:
+            client.destroy()
+
+
+def test_several_may_be_named_in_one_text():
+    with served(FakeSGLang().app) as first, served(FakeSGLang().app) as second:
+        client = SGLangClient(RolloutConfig(setup_timeout=5))
+        client.initialize(addresses=f"{first}, {second}")
+        try:
+            assert client.addresses == [first, second]
+        finally:
+            client.destroy()
+
+
+def test_an_argument_that_means_nothing_is_refused():
+    with pytest.raises(ConfigError, match="adress"):
+        SGLangClient().initialize(adress="127.0.0.1:1")
+    with pytest.raises(ConfigError, match="one of addresses and addr"):
+        SGLangClient().initialize(addresses="127.0.0.1:1", addr="127.0.0.1:1")
+
+
+def test_what_other_trainers_say_of_themselves_is_taken():
+    with served(FakeSGLang().app) as address:
+        client = SGLangClient(RolloutConfig(setup_timeout=5))
+        client.initialize(None, addr=address, train_data_parallel_size=2, engine_id="0")
+        client.destroy()
+
+
+def test_blanks_around_an_address_do_no_harm_and_no_port_is_above_65535(monkeypatch):
+    assert server_url(" 127.0.0.1:30000 ") == "http://127.0.0.1:30000"
+    for wrong in ("127.0.0.1:99999999", "127.0.0.1:0"):
+        with pytest.raises(ConfigError, match="65535"):
+            server_url(wrong)
+
+
+def test_an_update_that_every_server_refuses_unread_leaves_them_in_service(tmp_path):
+    """A path below no weights root is a wrong argument, not doubtful weights: what ran goes on, and the next update may be right."""
+    fakes = FakeSGLang(version="0"), FakeSGLang(version="0")
+    refusing = {fake.app for fake in fakes}
+    for fake in fakes:
+
+        @fake.app.middleware("http")
+        async def refuse(request, go_on, app=fake.app):
+            if app in refusing and request.url.path == "/update_weights_from_disk":
+                return JSONResponse({"error": {"message": "below no root"}}, status_code=403)
+            return await go_on(request)
+
+    with served(fakes[0].app) as first, served(fakes[1].app) as second:
+        client = SGLangClient(RolloutConfig(setup_timeout=5), addresses=[first, second])
+        client.initialize()
+        try:
+            with pytest.raises(WeightUpdateError, match="403"):
+                client.update_weights_from_disk(str(tmp_path), 1)
+            assert len(client.router.in_service()) == 2
+            assert not any(server.has_doubtful_weights for server in client.router.servers)
+            assert client.get_version() == 0
+            refusing.discard(fakes[0].app)
+            assert client.update_weights_from_disk(str(tmp_path), 1) == [first]
+            assert [server.address for server in client.router.in_service()] == [first]
+        finally:
+            client.destroy()
