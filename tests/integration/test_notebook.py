@@ -111,7 +111,7 @@ def test_the_reference_notebook_runs_but_for_imports_ports_and_its_doubled_line(
         text = execute(notebook, tmp_path, variables)
     finally:
         service.terminate()
-        service.wait(30)
+        service.wait(120)
     assert "VERSION 5 4" in text
     assert ">>> Trajectory 3 >>>" in text
     assert "[LOGGING] turns=" in text

@@ -20,7 +20,8 @@ from rollwright.experience.store import ExperienceStore
 TASKS = 160
 SAMPLES = 3
 LEASE = 0.5
-LIMIT = 90.0
+LIMIT = 400.0
+KILLS = 5  # at least; before them no more than half of the tasks are begun
 
 
 def rejected(ordinal: int) -> bool:
@@ -31,11 +32,14 @@ def sample(ordinal: int, attempt: int, index: int) -> Experience:
     return Experience(tokens=[1, ordinal + 2, attempt, index], prompt_length=1, versions=[0, 0, 0], reward=float(index))
 
 
-def explore(url: str, owner: str, seed: int) -> None:
+def explore(url: str, directory: str, owner: str, seed: int) -> None:
     """Claims tasks; stores some groups at once and some sample by sample."""
     generator = random.Random(seed)
     store = ExperienceStore(url, run="processes")
     while not store.status().production_ended:
+        if store.status().finished_tasks >= TASKS / 2 and not (Path(directory) / "enough kills").exists():
+            time.sleep(0.01)
+            continue
         for claim in store.claim_tasks(owner, generator.randint(1, 4), lease_seconds=LEASE, max_outstanding=24):
             time.sleep(generator.uniform(0, 0.004))
             samples = [sample(claim.ordinal, claim.attempt, index) for index in range(SAMPLES)]
@@ -105,7 +109,7 @@ def kill_at_random(url: str, tmp_path: Path, seed: int) -> None:
         store.declare_tasks(TASKS)
 
     def start(role: str) -> multiprocessing.Process:
-        arguments = (url, str(tmp_path) if role == "trainer" else role, generator.randrange(2**30))
+        arguments = (url, str(tmp_path), *([] if role == "trainer" else [role]), generator.randrange(2**30))
         process = context.Process(target=train if role == "trainer" else explore, args=arguments, name=role)
         process.start()
         return process
@@ -125,13 +129,15 @@ def kill_at_random(url: str, tmp_path: Path, seed: int) -> None:
                 os.kill(running[role].pid, signal.SIGKILL)
                 running[role].join()
                 kills[role] += 1
+                if kills.total() >= KILLS:
+                    (tmp_path / "enough kills").touch()
                 running[role] = start(role)
     finally:
         for process in running.values():
             process.kill()
             process.join()
 
-    assert kills.total() >= 5
+    assert kills.total() >= KILLS
     _, trained = json.loads(sorted(tmp_path.glob("step-*.json"))[-1].read_text())
     assert Counter(ordinal for ordinal, _ in trained) == Counter(each for each in range(TASKS) if not rejected(each))
     for ordinal, rows in trained:

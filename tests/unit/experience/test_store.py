@@ -174,11 +174,13 @@ class TestSample:
         assert ordinals(store.sample(groups=1)) == [2]
 
     def test_cooldown(self, store):
-        self.fill(store, versions=(0,))
-        sampling = Sampling(uses=2, cooldown_seconds=0.4)
-        assert store.sample(groups=1, sampling=sampling) is not None
-        assert store.sample(groups=1, sampling=sampling) is None
-        assert store.sample(groups=1, sampling=sampling, timeout=30.0) is not None
+        long, short = (Sampling(uses=2, cooldown_seconds=seconds) for seconds in (3600, 0.4))
+        store.append(group(), ordinal=0)
+        assert ordinals(store.sample(groups=1, sampling=long)) == [0]
+        assert store.sample(groups=1, sampling=long) is None
+        store.append(group(), ordinal=1)
+        assert ordinals(store.sample(groups=1, sampling=short)) == [1]
+        assert ordinals(store.sample(groups=1, sampling=short, timeout=60.0)) == [1]
 
     def test_partial_groups_only_when_asked(self, store):
         store.append(group(0), ordinal=0)
@@ -200,11 +202,11 @@ class TestSample:
         with ExperienceStore(url) as reader, ExperienceStore(url) as writer:
             timer = threading.Timer(0.1, lambda: writer.append(group(), ordinal=0))
             timer.start()
-            assert ordinals(reader.sample(groups=1, timeout=10)) == [0]
+            assert ordinals(reader.sample(groups=1, timeout=60)) == [0]
             timer.join()
             started = time.monotonic()
             assert reader.sample(groups=1, timeout=0.1) is None
-            assert 0.1 <= time.monotonic() - started < 20
+            assert time.monotonic() - started >= 0.1
 
     def test_a_wait_ends_when_cancelled_or_when_no_more_can_come(self, store):
         assert store.sample(groups=1, timeout=None, cancelled=lambda: True) is None
@@ -239,12 +241,18 @@ class TestTasks:
         time.sleep(0.01)
         assert store.finish_task(claim, group())
 
-    def test_leases_are_renewed_while_the_explorer_lives(self, store):
-        with store.keeping_claims("a", lease_seconds=0.6):
-            store.claim_tasks("a", 2, lease_seconds=0.6)
-            time.sleep(0.8)
-            assert [claim.ordinal for claim in store.claim_tasks("b", 1)] == [2]
-        assert [(claim.ordinal, claim.attempt) for claim in store.claim_tasks("b", 2)] == [(0, 1), (1, 1)]
+    def test_leases_are_renewed_while_the_explorer_lives(self):
+        for seconds in (0.6, 2.4, 9.6):  # a machine that stands still for as long as one lease is given the next
+            with ExperienceStore(new_database(), run="run-1") as store:
+                with store.keeping_claims("a", lease_seconds=seconds):
+                    store.claim_tasks("a", 2, lease_seconds=seconds)
+                    time.sleep(1.3 * seconds)
+                    others = [claim.ordinal for claim in store.claim_tasks("b", 1)]
+                if others != [2]:
+                    continue
+                assert [(claim.ordinal, claim.attempt) for claim in store.claim_tasks("b", 2)] == [(0, 1), (1, 1)]
+                return
+        raise AssertionError("a lease was not renewed")
 
     def test_given_back_claims_are_free_at_once(self, store):
         store.claim_tasks("a", 3)
@@ -512,7 +520,7 @@ def test_claims_are_renewed_again_after_a_failure(store, monkeypatch, caplog):
     monkeypatch.setattr(store, "renew_claims", sometimes)
     with caplog.at_level("WARNING"), store.keeping_claims("e1", lease_seconds=0.15):
         store.claim_tasks("e1", 1, lease_seconds=0.15)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while len(calls) < 3:
             assert time.monotonic() < deadline
             time.sleep(0.01)
