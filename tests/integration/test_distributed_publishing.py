@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from quiet_ports import quiet_ports
 from real_servers import served_model, write_model
 
 UNIT = Path(__file__).parents[1] / "unit" / "training"
@@ -94,11 +94,9 @@ def test_ranks_audit_servers_together(tmp_path):
     model = write_model(tmp_path / "model")
     script = tmp_path / "worker.py"
     script.write_text(WORKER.format(unit=str(UNIT)))
-    with served_model(model, tmp_path / "logs") as (servers, client), socket.socket() as listener:
+    with served_model(model, tmp_path / "logs") as (servers, client):
         client.destroy()  # the first rank has its own
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
-        listener.close()
+        (port,) = map(str, quiet_ports(1))
         arguments = [str(script), str(model), servers.addresses[0], str(servers.weights_root), str(tmp_path)]
         world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
         processes = [
@@ -112,7 +110,7 @@ def test_ranks_audit_servers_together(tmp_path):
             for rank in range(2)
         ]
         try:
-            outputs = [process.communicate(timeout=400)[0] for process in processes]
+            outputs = [process.communicate(timeout=500)[0] for process in processes]
         finally:
             for process in processes:
                 process.kill()

@@ -1,13 +1,13 @@
 """Two processes over Gloo train as one does: gradients, updates, metrics and checkpoints."""
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from quiet_ports import quiet_ports
 
 UNIT = Path(__file__).parents[1] / "unit" / "training"
 
@@ -64,19 +64,13 @@ if world > 1:
 """
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def train(directory: Path, world: int) -> list[dict]:
     import os
 
     directory.mkdir()
     script = directory / "worker.py"
     script.write_text(WORKER.format(unit=str(UNIT)))
-    port = str(free_port())
+    (port,) = map(str, quiet_ports(1))
     processes = []
     for rank in range(world):
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -97,13 +91,18 @@ def train(directory: Path, world: int) -> list[dict]:
                 text=True,
             )
         )
-    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    try:
+        outputs = [process.communicate(timeout=500)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output[-4000:]
     return [torch.load(directory / f"rank{rank}.pt", weights_only=True) for rank in range(world)]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_two_processes_train_as_one(tmp_path):
     (one,) = train(tmp_path / "one", 1)
     two = train(tmp_path / "two", 2)

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from quiet_ports import quiet_ports
 
-from rollwright import find_free_ports
 from rollwright.config.sections import RolloutConfig
 from rollwright.data.tokenizer import build_word_tokenizer
 from rollwright.environments.encyclopedia import questions, tool, vocabulary, write_corpus
@@ -76,7 +76,7 @@ def test_our_notebook_runs_from_top_to_bottom_and_ends_with_new_weights(tmp_path
 @pytest.mark.timeout(900)
 def test_the_reference_notebook_runs_but_for_imports_ports_and_its_doubled_line(tmp_path, random_model):
     nbformat = pytest.importorskip("nbformat")
-    server_port, master_port, search_port = find_free_ports(3)
+    server_port, master_port, search_port = quiet_ports(3)
     ports = {"SGLANG_PORT, MASTER_PORT = 11451, 14514": f"SGLANG_PORT, MASTER_PORT = {server_port}, {master_port}",
              "localhost:5001": f"localhost:{search_port}"}  # fmt: skip
     notebook = nbformat.v4.new_notebook()

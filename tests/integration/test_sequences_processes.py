@@ -2,12 +2,12 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from quiet_ports import quiet_ports
 
 UNIT = Path(__file__).parents[1] / "unit" / "sequence_processing"
 
@@ -38,31 +38,26 @@ if world_size() > 1:
 """
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def run_workers(directory: Path, world: int) -> None:
     directory.mkdir()
     script = directory / "worker.py"
     script.write_text(WORKER.format(unit=str(UNIT)))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
     if world > 1:
-        environment |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        environment |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(quiet_ports(1)[0])}
     processes = []
     try:
         for rank in range(world):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
             processes.append(subprocess.Popen([sys.executable, str(script), str(directory)], env=environment | place))
-        assert [process.wait(200) for process in processes] == [0] * world
+        assert [process.wait(500) for process in processes] == [0] * world
     finally:
         for process in processes:
             process.kill()
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_two_processes_generate_what_one_does(tmp_path):
     import torch
 

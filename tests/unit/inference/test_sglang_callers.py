@@ -15,7 +15,7 @@ from rollwright.inference.server.settings import ServerSettings
 def server():
     with tiny_engine(context_length=256) as engine:
         app = create_application(engine, ServerSettings(), model_path="tiny")
-        with served(app) as address, httpx.Client(base_url=f"http://{address}", timeout=30) as client:
+        with served(app) as address, httpx.Client(base_url=f"http://{address}", timeout=120) as client:
             yield client
 
 
@@ -179,7 +179,7 @@ def send(monkeypatch):
     with tiny_engine() as engine:
         Parts.weights = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
         app = create_application(engine, ServerSettings(), model_path="tiny")
-        with served(app) as address, httpx.Client(base_url=f"http://{address}", timeout=30) as client:
+        with served(app) as address, httpx.Client(base_url=f"http://{address}", timeout=120) as client:
             group = {"master_address": "127.0.0.1", "master_port": "1", "rank_offset": 1, "world_size": 2, "group_name": "g"}
             assert client.post("/init_weights_update_group", json=group).json()["success"]
 
@@ -192,9 +192,9 @@ def send(monkeypatch):
             yield client, send, list(Parts.weights)
 
 
-def answers(client) -> bool:
+def answers(client, seconds: float = 60) -> bool:
     try:
-        return client.post("/generate", json={"input_ids": [7]}, timeout=0.5).status_code == 200
+        return client.post("/generate", json={"input_ids": [7]}, timeout=seconds).status_code == 200
     except httpx.ReadTimeout:
         return False
 
@@ -204,7 +204,7 @@ def test_areal_pauses_sends_parts_without_a_version_and_goes_on(send):
     client.post("/pause_generation", json={"mode": "retract"})
     for part in (names[:2], names[2:]):
         send(part, abort_all_requests=True)
-        assert not answers(client)
+        assert not answers(client, 0.5)
     assert client.post("/continue_generation", json={}).json()["message"] == "Generation continues."
     assert answers(client)
 
@@ -223,7 +223,7 @@ def test_slime_gives_every_part_the_version(send):
 def test_who_never_names_a_version_is_told_what_is_waited_for_and_can_end_it(send):
     client, send, names = send
     send(names[:2])
-    assert not answers(client)
+    assert not answers(client, 0.5)
     waiting = client.get("/health_generate")
     assert (waiting.status_code, "/end_weight_update" in waiting.text) == (503, True)
     assert "/end_weight_update" in client.post("/continue_generation", json={}).json()["message"]
@@ -237,7 +237,7 @@ def test_nothing_is_sampled_between_the_beginning_and_the_end_of_an_update(send)
     for part in (names[:2], names[2:]):
         send(part, weight_version="1")
         client.post("/continue_generation", json={})
-        assert not answers(client)
+        assert not answers(client, 0.5)
     client.post("/end_weight_update", json={})
     assert answers(client)
 

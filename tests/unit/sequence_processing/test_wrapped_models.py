@@ -1,7 +1,5 @@
 """Models as training leaves them: adapters, DDP, FSDP, general architectures."""
 
-import socket
-
 import numpy as np
 import pytest
 import torch
@@ -31,10 +29,7 @@ def agrees_with(model, sequences, results):
 @pytest.fixture
 def group(monkeypatch):
     """A process group of one."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 
