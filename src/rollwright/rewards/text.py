@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -55,8 +55,12 @@ def references(answer: Any) -> list[str]:
     """Reference answers as a list of texts, from a text, a number or a list of them.
 
     Raises:
-        RewardError: there is none.
+        RewardError: there is none, or it is something else.
     """
+    if isinstance(answer, Mapping):
+        raise RewardError(
+            f"the task's column 'answer' is a mapping ({', '.join(map(str, answer))}); give a text, a number or a list."
+        )
     if isinstance(answer, str) or not isinstance(answer, Iterable):
         answer = [answer]
     out = [str(one) for one in answer if one is not None]

@@ -10,7 +10,7 @@ from rollwright.environments.retrieval import DEFAULT_TOPK, make_search_tool
 from rollwright.errors import ConfigError, WorkflowError
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
-from rollwright.rewards.text import f1_score
+from rollwright.rewards.text import f1_score, references
 from rollwright.rewards.wrapper import AsyncRewardWrapper
 from rollwright.tracking import logging
 from rollwright.tracking.metrics import get_tracker
@@ -62,7 +62,7 @@ class SearchAgentWorkflow(RolloutWorkflow):
         dump_dir: where each episode is written to, readable; None: nowhere.
         reward_timeout: seconds that ``reward_fn`` may take.
 
-    A row needs ``question`` and, for the default reward, ``answer``: text or a list of accepted texts. ``gconfig.n_samples`` is
+    A row needs ``question`` and, for the default reward, ``answer``: a text or number, or a list of accepted ones. ``gconfig.n_samples`` is
     not looked at: groups are made by the executor, or by ``GroupedSearchAgentWorkflow``.
     """
 
@@ -173,8 +173,8 @@ class SearchAgentWorkflow(RolloutWorkflow):
             raise WorkflowError(
                 f"{type(self).__name__}: the task has no 'answer' (it has {', '.join(sorted(data))}); give one, or a reward_fn."
             )
-        accepted = [accepted] if isinstance(accepted, str) else list(accepted)
-        return max((f1_score(answer, truth) for truth in accepted), default=0.0) if answer else 0.0
+        truths = references(accepted)
+        return max(f1_score(answer, truth) for truth in truths) if answer else 0.0
 
 
 @WORKFLOWS.register_module("grouped_search_agent")
@@ -213,8 +213,9 @@ def _question(data: dict[str, Any]) -> str:
     if isinstance(data.get("question"), str):
         return data["question"]
     messages = data.get("messages")
-    if messages:
+    if messages and isinstance(messages[-1]["content"], str):
         return messages[-1]["content"]
     raise WorkflowError(
-        f"SearchAgentWorkflow: the task has no 'question' (it has {', '.join(sorted(data))}); name the column so."
+        f"SearchAgentWorkflow: the task has no 'question' that is text, nor 'messages' that end with one (it has "
+        f"{', '.join(sorted(data))}); name the column so."
     )

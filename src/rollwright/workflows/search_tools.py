@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rollwright.environments.retrieval import SearchTool, ToolError
+from rollwright.errors import DataError
 from rollwright.tracking import logging
 from rollwright.workflows.prompting import fill
 
@@ -126,7 +127,16 @@ async def _call(function: Callable[..., Any], *arguments: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-def show_document(document: dict[str, Any], template: str = DOCUMENT_TEMPLATE) -> str:
-    """A document as the model sees it."""
+def show_document(document: Mapping[str, Any], template: str = DOCUMENT_TEMPLATE) -> str:
+    """A document as the model sees it.
+
+    Raises:
+        DataError: it has no ``contents``: an empty text would look like a page that says nothing.
+    """
+    if not isinstance(document, Mapping) or "contents" not in document:
+        what = (
+            f"it has {', '.join(map(str, document))}" if isinstance(document, Mapping) else f"it is {type(document).__name__}"
+        )
+        raise DataError(f"a document has no 'contents' ({what}).")
     title = document.get("wikipedia_title") or document.get("title") or ""
     return fill(template, title=title, contents=document.get("contents") or "", url=document.get("url") or "")

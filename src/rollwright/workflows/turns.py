@@ -102,11 +102,16 @@ class Turns(TokenSequence):
         """The next response, whose tokens are in the sequence already.
 
         Raises:
-            PromptTooLongError: the engine's context has no room for the first turn. Where it has none for a later one, the
-                iteration ends, and what was said after the last turn is taken back.
+            PromptTooLongError: there is no room for the first turn, in ``max_tokens`` or the engine's context. Where there is none
+                for a later one, the iteration ends; what was said after the last turn is taken back where the engine refused it.
         """
         if self.is_last:
             raise StopAsyncIteration
+        if self.room == 0 and self.count == 0:
+            raise PromptTooLongError(
+                f"The prompt has {len(self)} tokens, and max_tokens={self._max_tokens} is of prompt and turns together: raise it, or "
+                "shorten the prompt."
+            )
         if self.room == 0:
             self.truncated = True
             raise StopAsyncIteration

@@ -213,7 +213,7 @@ def test_documents_that_cannot_be_shown_are_a_failed_call():
         async def search(self, query, topk):
             return ["text instead of a document"]
 
-    assert "The search failed: AttributeError" in text(
+    assert "The search failed: DataError: a document has no 'contents' (it is str)" in text(
         run(ScriptedEngine("<search>a</search>", "<answer>x</answer>"), workflow(search_tool=Odd()))
     )
 
