@@ -40,7 +40,7 @@ class StopStrings:
         """
         self._pending.append(token)
         text = self._decode(self._pending)
-        new = text[len(self._known) :]
+        new, before = text[len(self._known) :], len(self._tail)
         searched = self._tail + new.rstrip(_INCOMPLETE)
         if not text.endswith(_INCOMPLETE):
             searched = self._tail + new
@@ -50,5 +50,6 @@ class StopStrings:
             self._tail = searched[-self._overlap :] if self._overlap else ""
         if not may_stop:
             return None
-        matches = [(searched.find(text), text) for text in self._stop if text in searched]
-        return min(matches)[1] if matches else None
+        # one that was whole before this token came below ``min_new_tokens``
+        found = [(searched.find(text, max(0, before - len(text) + 1)), text) for text in self._stop]
+        return min((match for match in found if match[0] >= 0), default=(0, None))[1]

@@ -205,8 +205,7 @@ class NativeProtocol:
                 self.tokenizer,
                 response.output_tokens,
                 skip_special_tokens=request.gconfig.skip_special_tokens,
-                stop=request.gconfig.stop,
-                keep_stop=completion.keep_stop,
+                stop_match=None if completion.keep_stop else response.stop_match,
             )
         return {"text": text, "output_ids": response.output_tokens, "meta_info": meta}
 

@@ -39,7 +39,7 @@ def logprobs_of(call: OpenAICall, response: ModelResponse, tokenizer: Any, start
     texts = [_token_text(tokenizer, token) for token in tokens]
     values = response.output_logprobs[start:]
     if not call.is_chat:
-        offsets, position = [], 0
+        offsets, position = [], sum(len(_token_text(tokenizer, token)) for token in response.output_tokens[:start])
         for text in texts:
             offsets.append(position)
             position += len(text)
@@ -52,31 +52,39 @@ def logprobs_of(call: OpenAICall, response: ModelResponse, tokenizer: Any, start
     }
 
 
-def _clean(text: str, tokenizer: Any) -> str:
-    for special in sorted(tokenizer.all_special_tokens, key=len, reverse=True):
-        text = text.replace(special, "")
+def _special_texts(tokenizer: Any) -> list[str]:
+    """What special tokens are decoded to, longest first."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return sorted({*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}, key=len, reverse=True)
+
+
+def _without(text: str, marks: list[str]) -> str:
+    for mark in marks:
+        text = text.replace(mark, "")
     return text
 
 
+def _text_of(call: OpenAICall, request: ModelRequest, response: ModelResponse, tokenizer: Any, *, with_marks: bool) -> str:
+    return completion_text(
+        tokenizer,
+        response.output_tokens,
+        skip_special_tokens=request.gconfig.skip_special_tokens and not with_marks,
+        stop_match=None if call.keep_stop else response.stop_match,
+    )
+
+
 def split_tool_calls(
-    response: ModelResponse,
-    request: ModelRequest,
-    tokenizer: Any,
-    convention: ToolConvention,
-    keep_stop: bool,
-    begun: str = "",
+    call: OpenAICall, request: ModelRequest, response: ModelResponse, tokenizer: Any, convention: ToolConvention
 ) -> tuple[str, list[ToolCall]]:
-    """The text of a response without its tool calls, and the calls; ``begun`` is what it was made to begin with.
+    """The text of a response without its tool calls, and the calls.
 
     Marks of some conventions are special tokens, so the calls are looked for before special tokens are left out.
     """
-    raw = completion_text(
-        tokenizer, response.output_tokens, skip_special_tokens=False, stop=request.gconfig.stop, keep_stop=keep_stop
-    )
+    raw = _text_of(call, request, response, tokenizer, with_marks=True)
     if tokenizer.eos_token and raw.endswith(tokenizer.eos_token):
         raw = raw.removesuffix(tokenizer.eos_token)
-    content, calls = convention.parse(begun + raw)
-    return (_clean(content, tokenizer) if request.gconfig.skip_special_tokens else content), calls
+    content, calls = convention.parse(call.begun + raw)
+    return _without(content, _special_texts(tokenizer)) if request.gconfig.skip_special_tokens else content, calls
 
 
 def _extras(call: OpenAICall, request: ModelRequest, response: ModelResponse, start: int = 0) -> dict[str, Any]:
@@ -101,15 +109,9 @@ def answer_choice(
     choice |= _extras(call, request, response)
     calls: list[ToolCall] = []
     if call.tools:
-        text, calls = split_tool_calls(response, request, tokenizer, convention, call.keep_stop, call.begun)
+        text, calls = split_tool_calls(call, request, response, tokenizer, convention)
     else:
-        text = completion_text(
-            tokenizer,
-            response.output_tokens,
-            skip_special_tokens=request.gconfig.skip_special_tokens,
-            stop=request.gconfig.stop,
-            keep_stop=call.keep_stop,
-        )
+        text = _text_of(call, request, response, tokenizer, with_marks=False)
     if not call.is_chat:
         return choice | {"text": text}
     message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
@@ -128,8 +130,11 @@ class _ChoiceStream:
         self.request = call.requests[index]
         gconfig = self.request.gconfig
         self.text = TextStream(
-            tokenizer, skip_special_tokens=gconfig.skip_special_tokens, stop=gconfig.stop, keep_stop=call.keep_stop
+            tokenizer,
+            skip_special_tokens=gconfig.skip_special_tokens and not call.tools,  # which may be the marks of tool calls
+            stop=None if call.keep_stop else gconfig.stop,
         )
+        self.special = _special_texts(tokenizer) if call.tools and gconfig.skip_special_tokens else []
         self.sent_tokens = 0
         self.sent_text = ""
         self.held = ""
@@ -173,7 +178,9 @@ class _ChoiceStream:
         marks = list(self.convention.marks)
         found = [position for mark in marks if (position := self.held.find(mark)) >= 0]
         cut = min(found) if found else len(self.held) - held_back(self.held, marks)
+        cut -= held_back(self.held[:cut], self.special)
         released, self.held = self.held[:cut], self.held[cut:]
+        released = _without(released, self.special)
         self.sent_text += released
         return released
 

@@ -23,64 +23,62 @@ class TextStream:
     tokens one at a time loses spaces in some tokenizers and breaks characters that span tokens.
     """
 
-    def __init__(
-        self, tokenizer: Any, *, skip_special_tokens: bool = True, stop: list[str] | None = None, keep_stop: bool = False
-    ):
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True, stop: list[str] | None = None) -> None:
+        """Args:
+        tokenizer: decodes ids.
+        skip_special_tokens: leave special tokens out.
+        stop: strings that may end the completion, and are left out of its text then.
+        """
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._stop = [] if keep_stop else list(stop or [])
+        self._stop = list(stop or [])
         self._tokens: list[int] = []
         self._settled = 0
         self._read = 0
         self._pending = ""
-        self._ended = False
 
     def _decode(self, start: int, end: int) -> str:
         return self._tokenizer.decode(self._tokens[start:end], skip_special_tokens=self._skip_special_tokens)
 
     def push(self, tokens: list[int]) -> str:
         """Take new tokens; returns the text that is certain now."""
+        if not tokens:
+            return ""
         self._tokens.extend(tokens)
         known = self._decode(self._settled, self._read)
         text = self._decode(self._settled, len(self._tokens))
         if text.endswith(_INCOMPLETE):
             return ""
         self._settled, self._read = self._read, len(self._tokens)
-        return self._release(text[len(known) :], final=False)
+        return self._release(text[len(known) :])
 
-    def finish(self) -> str:
-        """The rest of the text: a stop string and all after it is left out."""
-        known = self._decode(self._settled, self._read)
-        text = self._decode(self._settled, len(self._tokens))
-        self._settled, self._read = self._read, len(self._tokens)
-        return self._release(text[len(known) :], final=True)
+    def _release(self, piece: str) -> str:
+        """All of the text but what may be the stop string that ends it: one in the newest piece, or its beginning.
 
-    def _release(self, piece: str, final: bool) -> str:
-        if self._ended:
-            return ""
+        An older one has ended nothing (it came before ``min_new_tokens``), as newer tokens follow it.
+        """
+        before = len(self._pending)
         self._pending += piece
-        found = [position for mark in self._stop if (position := self._pending.find(mark)) >= 0]
-        if found:
-            self._ended = True
-            released, self._pending = self._pending[: min(found)], ""
-            return released
-        keep = 0 if final else held_back(self._pending, self._stop)
-        cut = len(self._pending) - keep
+        newest = [self._pending.find(mark, max(0, before - len(mark) + 1)) for mark in self._stop]
+        cut = min([len(self._pending) - held_back(self._pending, self._stop), *(at for at in newest if at >= 0)])
         released, self._pending = self._pending[:cut], self._pending[cut:]
         return released
 
 
 def completion_text(
-    tokenizer: Any,
-    tokens: list[int],
-    *,
-    skip_special_tokens: bool = True,
-    stop: list[str] | None = None,
-    keep_stop: bool = False,
+    tokenizer: Any, tokens: list[int], *, skip_special_tokens: bool = True, stop_match: str | int | None = None
 ) -> str:
-    """The text of a finished completion, cut before its first stop string unless ``keep_stop``."""
+    """The text of a completion.
+
+    Args:
+        tokenizer: decodes ids.
+        tokens: all that were sampled.
+        skip_special_tokens: leave special tokens out.
+        stop_match: the stop string that ended it, which is left out; None or a token: nothing is.
+    """
     text = tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
-    if keep_stop:
+    if not isinstance(stop_match, str):
         return text
-    found = [position for mark in stop or [] if (position := text.find(mark)) >= 0]
-    return text[: min(found)] if found else text
+    before_the_last = tokenizer.decode(tokens[:-1], skip_special_tokens=skip_special_tokens).rstrip(_INCOMPLETE)
+    found = text.find(stop_match, max(0, len(before_the_last) - len(stop_match) + 1))
+    return text[:found] if found >= 0 else text
