@@ -12,11 +12,11 @@ from typing import Any
 
 from rollwright.errors import ConfigError, WorkflowError
 from rollwright.experience.experience import Experience
-from rollwright.rewards.wrapper import AsyncRewardWrapper
 from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.model_wrapper import ModelWrapper
 from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.task import Task
+from rollwright.workflows.task_reward import TaskReward
 from rollwright.workflows.task_workflow import Workflow
 from rollwright.workflows.tool_functions import ToolFunctions
 
@@ -59,7 +59,7 @@ class AgentScopeReactMathWorkflow(Workflow):
             raise WorkflowError(
                 f"AgentScopeReactMathWorkflow has no argument {', '.join(arguments)}; workflow_args may hold {known}."
             )
-        self.reward_fn = AsyncRewardWrapper(task.reward_function() or self.default_reward_fn)
+        self.reward = TaskReward(task, "AgentScopeReactMathWorkflow", self.default_reward_fn)
 
     async def run_async(self) -> list[Experience]:
         """Let the agent reply to the task's question, and score its result."""
@@ -74,7 +74,8 @@ class AgentScopeReactMathWorkflow(Workflow):
         experiences = self.model.extract_experience_from_history()
         if not experiences:
             raise WorkflowError(f"the agent ended on task {self.task.task_id!r} without asking the model.")
-        reward = await self._score(result or "", experiences[-1])
+        asked = self.model.tokenizer.decode(experiences[-1].prompt_tokens, skip_special_tokens=False)
+        reward = await self.reward(experiences[-1], prompt=asked, response=result or "")
         calls = len(self.model.openai_episode.calls)
         for experience in experiences:
             experience.reward = reward
@@ -116,16 +117,6 @@ class AgentScopeReactMathWorkflow(Workflow):
         if not self.structured:
             return "".join(block.text for block in reply.content if block.type == "text"), completed
         return (reply.structured_output or {}).get("result"), completed
-
-    async def _score(self, result: str, last: Experience) -> float:
-        columns = {key: value for key, value in self.task.raw_task.items() if key != "answer"}
-        return await self.reward_fn(
-            self.model.tokenizer.decode(last.prompt_tokens, skip_special_tokens=False),
-            result,
-            last.prompt_tokens.tolist(),
-            last.response_tokens.tolist(),
-            **{**columns, "answer": self.task.truth, **self.task.reward_fn_args},
-        )
 
 
 class _AgentScope:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollwright.errors import WorkflowError
 from rollwright.experience.experience import Experience
-from rollwright.rewards.wrapper import AsyncRewardWrapper
 from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.task import Task
+from rollwright.workflows.task_reward import TaskReward
 from rollwright.workflows.task_workflow import Workflow
 
 #: What the mathematical workflows tell the model where the task's format has no system prompt.
@@ -40,13 +39,7 @@ class SimpleWorkflow(Workflow):
     def reset(self, task: Task) -> None:
         """Take the next task."""
         self.task = task
-        function = task.reward_function() or self.default_reward_fn
-        if function is None:
-            raise WorkflowError(
-                f"{type(self).__name__} scores with the task's reward function, but task {task.task_id!r} names none; set the "
-                "taskset's default_reward_fn_type."
-            )
-        self.reward_fn = AsyncRewardWrapper(function)
+        self.reward = TaskReward(task, type(self).__name__, self.default_reward_fn)
 
     def messages(self) -> list[dict[str, Any]]:
         """The conversation to be answered."""
@@ -69,14 +62,7 @@ class SimpleWorkflow(Workflow):
 
     async def score(self, experience: Experience) -> float:
         """The reward of one answer."""
-        columns = {key: value for key, value in self.task.raw_task.items() if key != "answer"}
-        return await self.reward_fn(
-            experience.prompt_text,
-            experience.response_text,
-            experience.prompt_tokens.tolist(),
-            experience.response_tokens.tolist(),
-            **{**columns, "answer": self.task.truth, **self.task.reward_fn_args},
-        )
+        return await self.reward(experience)
 
 
 @WORKFLOWS.register_module("math_workflow")

@@ -7,11 +7,11 @@ from typing import Any
 from rollwright.errors import PromptTooLongError, WorkflowError
 from rollwright.experience.experience import Experience
 from rollwright.inference.server.tool_calls import ToolCall, tool_convention
-from rollwright.rewards.wrapper import AsyncRewardWrapper
 from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.model_wrapper import ModelWrapper
 from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.task import Task
+from rollwright.workflows.task_reward import TaskReward
 from rollwright.workflows.task_workflow import Workflow
 from rollwright.workflows.tool_functions import ToolFunctions
 
@@ -49,13 +49,7 @@ class ToolCallingWorkflow(Workflow):
                 f"ToolCallingWorkflow has no argument {', '.join(arguments)}; workflow_args may hold tools, max_turns and "
                 "tool_timeout."
             )
-        function = task.reward_function()
-        if function is None:
-            raise WorkflowError(
-                f"ToolCallingWorkflow scores with the task's reward function, but task {task.task_id!r} names none; set the "
-                "taskset's default_reward_fn_type."
-            )
-        self.reward_fn = AsyncRewardWrapper(function)
+        self.reward = TaskReward(task, "ToolCallingWorkflow")
 
     async def run_async(self) -> list[Experience]:
         """Converse until a reply calls no tool, is cut, or the turns are used up."""
@@ -79,7 +73,7 @@ class ToolCallingWorkflow(Workflow):
                 calls.append({"name": call.name, "arguments": call.arguments, "ok": result.ok})
                 messages.append({"role": "tool", "name": call.name, "content": result.text})
         assert reply is not None
-        reward = await self._score(reply, calls)
+        reward = await self.reward(reply, columns={"tool_calls": calls})
         failed = sum(not call["ok"] for call in calls)
         experiences = self.model.extract_experience_from_history()
         for experience in experiences:
@@ -94,13 +88,3 @@ class ToolCallingWorkflow(Workflow):
         text = tokenizer.decode(reply.response_tokens, skip_special_tokens=False)
         _, calls = convention.parse(text.removesuffix(tokenizer.eos_token or ""))
         return calls
-
-    async def _score(self, reply: Experience, calls: list[dict[str, Any]]) -> float:
-        columns = {key: value for key, value in self.task.raw_task.items() if key != "answer"}
-        return await self.reward_fn(
-            reply.prompt_text,
-            reply.response_text,
-            reply.prompt_tokens.tolist(),
-            reply.response_tokens.tolist(),
-            **{"tool_calls": calls, **columns, "answer": self.task.truth, **self.task.reward_fn_args},
-        )
