@@ -1,6 +1,7 @@
 """What is streamed joins to the answer that is not, whatever is sampled: special tokens, stop strings that came too early, tools."""
 
 import json
+from typing import Any
 
 import httpx
 import pytest
@@ -79,7 +80,7 @@ def test_a_tool_call_whose_mark_is_a_special_token_is_not_streamed_as_text():
     tokenizer = build_character_tokenizer(chat_template="[TOOL_CALLS]{% for m in messages %}{{ m['content'] }}{% endfor %}")
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
     app = FastAPI()
-    engine = Script(tokenizer, 'so[TOOL_CALLS][{"name": "add", "arguments": {}}]')
+    engine: Any = Script(tokenizer, 'so[TOOL_CALLS][{"name": "add", "arguments": {}}]')
     app.include_router(OpenAIProtocol(engine, tokenizer, "tiny", context_length=256).router)
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "max_tokens": 99}
     with served(app) as address, httpx.Client(base_url=f"http://{address}", timeout=60) as client:
