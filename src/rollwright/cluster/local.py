@@ -18,6 +18,7 @@ from rollwright.tracking.logging import getLogger
 logger = getLogger("LocalCluster")
 
 _SHARED_MEMORY = Path("/dev/shm")
+_BACKENDS = ("builtin_process", "sglang", "vllm")
 
 
 class LocalServers:
@@ -59,6 +60,10 @@ class LocalServers:
             ConfigError: the backend has no servers.
             EngineError: a server did not become healthy.
         """
+        if rollout.backend not in _BACKENDS:
+            raise ConfigError(
+                f"rollout.backend {rollout.backend!r} has no servers to start; use one of {', '.join(_BACKENDS)}."
+            )
         parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK) else None
         self.weights_root = Path(tempfile.mkdtemp(prefix="rollwright-", dir=parent))
         self._launcher = Launcher(logs)
@@ -129,9 +134,7 @@ def _builder(
         return lambda host, port, index: SGLangConfig.build_cmd(
             section, tp_size=tensor_parallel, base_gpu_id=base_gpu + index * tensor_parallel, host=host, port=port
         )
-    if rollout.backend == "vllm":
-        section = of(vllm or VLLMConfig())
-        return lambda host, port, index: VLLMConfig.build_cmd(
-            section, tp_size=tensor_parallel, base_gpu_id=base_gpu + index * tensor_parallel, host=host, port=port
-        )
-    raise ConfigError(f"rollout.backend {rollout.backend!r} has no servers to start; use builtin_process, sglang or vllm.")
+    vllm_section = of(vllm or VLLMConfig())
+    return lambda host, port, index: VLLMConfig.build_cmd(
+        vllm_section, tp_size=tensor_parallel, base_gpu_id=base_gpu + index * tensor_parallel, host=host, port=port
+    )

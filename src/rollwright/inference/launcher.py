@@ -81,12 +81,11 @@ class ServerProcess:
         except OSError as error:
             return f"({error})"
 
-    def wait_healthy(self, deadline: float, is_cancelled: Callable[[], bool] = lambda: False) -> None:
+    def wait_healthy(self, deadline: float) -> None:
         """Return when ``/health`` answers.
 
         Args:
             deadline: ``time.monotonic()`` at which it is given up.
-            is_cancelled: ends the wait early.
 
         Raises:
             EngineError: the server ended, or was not healthy in time; the end of its log is quoted.
@@ -104,7 +103,7 @@ class ServerProcess:
                         return
                 except httpx.TransportError:
                     pass
-                if is_cancelled() or time.monotonic() > deadline:
+                if time.monotonic() > deadline:
                     raise EngineError(
                         f"The server at {self.address} was not healthy in time (rollout.setup_timeout). The end of "
                         f"{self.log_path}:\n{self.log_tail()}"

@@ -1,0 +1,27 @@
+"""Servers of this machine: what cannot be started leaves nothing behind."""
+
+import pytest
+
+from rollwright.cluster import local
+from rollwright.cluster.local import LocalServers
+from rollwright.config.sections import RolloutConfig
+from rollwright.config.servers import SGLangConfig
+from rollwright.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"), [("builtin", "has no servers to start"), ("vllm", "has no model"), ("sglang", "has no model")]
+)
+def test_what_cannot_be_started_leaves_no_directory(backend, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "_SHARED_MEMORY", tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        LocalServers(RolloutConfig(backend=backend), model_path="", logs=tmp_path / "logs")
+    assert not list(tmp_path.glob("rollwright-*"))
+
+
+def test_what_the_built_in_engine_cannot_do_is_told_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "_SHARED_MEMORY", tmp_path)
+    section = SGLangConfig(implementation="builtin", model_path="some/model")
+    with pytest.raises(ConfigError, match="no tensor parallelism"):
+        LocalServers(RolloutConfig(backend="sglang"), model_path="", logs=tmp_path / "logs", sglang=section, tensor_parallel=2)
+    assert not list(tmp_path.glob("rollwright-*"))
