@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -127,13 +128,19 @@ class WorkflowRegistry:
             found = _import(name, tried)
             if found is not None:
                 return found
-        near = get_close_matches(name.rsplit(".", 1)[-1], [*self._modules, *BUILT_IN], n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = self._hint(name)
         raise WorkflowError(
             f"workflow {name!r} was not found.{hint} Tried: {'; '.join(tried)}. Give a registered name (import the module that "
             f"registers it, put it into a plugin directory (--plugin-dir, {PLUGIN_VARIABLE}), or declare an entry point of the group "
             f"{self._group!r}) or an import path such as 'my_package.my_module.MyWorkflow'."
         )
+
+    def _hint(self, name: str) -> str:
+        """A built-in class of the same name, which code from elsewhere has at another path, else the nearest registered name."""
+        last = re.split("[.:]", name)[-1]
+        ported = next((path for path in BUILT_IN.values() if path.endswith(f".{last}")), None)
+        near = [ported] if ported else get_close_matches(last, [*self._modules, *BUILT_IN], n=1)
+        return f" Did you mean {near[0]!r}?" if near else ""
 
     def __contains__(self, name: object) -> bool:
         return name in self._modules or name in BUILT_IN

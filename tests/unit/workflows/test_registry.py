@@ -164,3 +164,10 @@ def test_every_built_in_workflow_is_found_by_its_name_without_an_import():
     assert {name: path for name, path in listed.items() if path.startswith("rollwright.workflows.")} == registered
     for name in BUILT_IN:
         assert BUILT_IN[name].endswith(f".{WORKFLOWS.get(name).__name__}")
+
+
+def test_a_path_of_another_system_leads_to_the_class_here():
+    with pytest.raises(WorkflowError, match=r"Did you mean 'rollwright\.workflows\.multi_turn\.MultiTurnWorkflow'\?"):
+        WORKFLOWS.get("areal.workflow.multi_turn.MultiTurnWorkflow")
+    with pytest.raises(WorkflowError, match=r"Did you mean 'rollwright\.workflows\.simple\.MathWorkflow'\?"):
+        WORKFLOWS.get("trinity.common.workflows.MathWorkflow")
