@@ -75,7 +75,8 @@ def _message_of(content: bytes) -> str:
 
 def _parse(url: str, status: int, content: bytes) -> dict[str, Any]:
     if status >= 400:
-        raise ServerRefusedError(f"{url} answered {status}: {_message_of(content)}", status)
+        remedy = " Set rollout.api_key, or ROLLWRIGHT_API_KEY." if status == 401 else ""
+        raise ServerRefusedError(f"{url} answered {status}: {_message_of(content)}{remedy}", status)
     if not content:
         return {}
     try:

@@ -6,7 +6,7 @@ from fastapi.responses import JSONResponse
 from server_parts import served
 
 from rollwright.config.sections import RolloutConfig
-from rollwright.errors import ConfigError, WeightUpdateError
+from rollwright.errors import ConfigError, EngineError, WeightUpdateError
 from rollwright.inference.network import server_url
 from rollwright.inference.sglang import SGLangClient
 
@@ -82,3 +82,20 @@ def test_an_update_that_every_server_refuses_unread_leaves_them_in_service(tmp_p
             assert [server.address for server in client.router.in_service()] == [first]
         finally:
             client.destroy()
+
+
+def test_a_missing_key_says_where_to_set_it():
+    fake = FakeSGLang()
+
+    @fake.app.middleware("http")
+    async def ask_for_a_key(request, go_on):
+        if request.url.path != "/health" and request.headers.get("authorization") != "Bearer right":
+            return JSONResponse({"error": {"message": "no valid key"}}, status_code=401)
+        return await go_on(request)
+
+    with served(fake.app) as address:
+        with pytest.raises(EngineError, match="Set rollout.api_key, or ROLLWRIGHT_API_KEY"):
+            SGLangClient(RolloutConfig(setup_timeout=5)).initialize(addr=address)
+        client = SGLangClient(RolloutConfig(setup_timeout=5, api_key="right"))
+        client.initialize(addr=address)
+        client.destroy()
