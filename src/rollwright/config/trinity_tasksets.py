@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollwright.config.generation import ALIASES
 from rollwright.config.source import KeyPath, dotted
 from rollwright.config.trinity_keys import FORMAT_REFUSED, SELECTORS, TASKSET_RENAMED, choice, hint
+from rollwright.config.trinity_work import Work
 from rollwright.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rollwright.config.trinity import Work
 
 INPUT = ("buffer", "explorer_input")
 #: Keys of a taskset that hold keys themselves.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rollwright.config.source import KeyPath
+from rollwright.config.trinity_work import Work
 from rollwright.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rollwright.config.source import KeyPath
-    from rollwright.config.trinity import Work
 
 _REPLAY = "buffer.trainer_input.experience_buffer.replay_buffer."
 #: The weight of the KL that Trinity-RFT takes where a file names a ``kl_loss_fn`` and no ``kl_coef``.
