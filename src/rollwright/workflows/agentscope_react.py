@@ -49,16 +49,13 @@ class AgentScopeReactMathWorkflow(Workflow):
     def __init__(self, *, task: Task, model: ModelWrapper, auxiliary_models: list[Any] | None = None) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
         _agentscope()
-        arguments = dict(task.workflow_args)
-        self.tools = ToolFunctions(arguments.pop("tools", ["execute_python"]), arguments.pop("tool_timeout", 30.0))
-        self.structured = arguments.pop("structured", True)
-        self.max_iterations = arguments.pop("max_iters", MAX_ITERATIONS)
-        self.system_prompt = arguments.pop("system_prompt", None)
-        if arguments:
-            known = "tools, structured, max_iters, tool_timeout, system_prompt"
-            raise WorkflowError(
-                f"AgentScopeReactMathWorkflow has no argument {', '.join(arguments)}; workflow_args may hold {known}."
-            )
+        arguments = task.arguments(
+            tools=["execute_python"], tool_timeout=30.0, structured=True, max_iters=MAX_ITERATIONS, system_prompt=None
+        )
+        self.tools = ToolFunctions(arguments["tools"], arguments["tool_timeout"])
+        self.structured = arguments["structured"]
+        self.max_iterations = arguments["max_iters"]
+        self.system_prompt = arguments["system_prompt"]
         self.reward = TaskReward(task, "AgentScopeReactMathWorkflow", self.default_reward_fn)
 
     async def run_async(self) -> list[Experience]:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.environments.retrieval import DEFAULT_TOPK, make_search_tool
+from rollwright.environments.retrieval import DEFAULT_TOPK
+from rollwright.environments.search_tool import make_search_tool
 from rollwright.errors import ConfigError, WorkflowError
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine

@@ -24,7 +24,7 @@ class SimpleWorkflow(Workflow):
 
     The conversation comes from the task's format (system prompt, prompt or messages). ``reply_prefix`` is where the
     assistant's reply begins. The reward function gets the reference answer as ``answer``, the row's columns and
-    ``reward_fn_args``.
+    ``reward_fn_args``. There are no ``workflow_args``; a subclass may have some.
     """
 
     resettable = True
@@ -39,6 +39,8 @@ class SimpleWorkflow(Workflow):
     def reset(self, task: Task) -> None:
         """Take the next task."""
         self.task = task
+        if type(self).__module__ == __name__:  # a subclass may read some
+            task.arguments()
         self.reward = TaskReward(task, type(self).__name__, self.default_reward_fn)
 
     def messages(self) -> list[dict[str, Any]]:

@@ -86,6 +86,18 @@ class Task:
         system = (self.raw_task.get(layout.system_prompt_key) if layout.system_prompt_key else None) or layout.system_prompt
         return [{"role": "system", "content": system}, *messages] if system else messages
 
+    def arguments(self, **defaults: Any) -> dict[str, Any]:
+        """``workflow_args`` over the defaults of a workflow, which name all that it takes.
+
+        Raises:
+            WorkflowError: the taskset gives something else, which would be set in vain.
+        """
+        if unknown := sorted(self.workflow_args.keys() - defaults):
+            name = self.workflow if isinstance(self.workflow, str) else getattr(self.workflow, "__name__", "the workflow")
+            known = f"may hold {', '.join(defaults)}" if defaults else "are not read by it"
+            raise WorkflowError(f"task {self.task_id!r}: {name} has no argument {', '.join(unknown)}; workflow_args {known}.")
+        return {**defaults, **self.workflow_args}
+
     def workflow_class(self) -> type[Workflow]:
         """The workflow class that this task is run with."""
         from rollwright.workflows.registry import WORKFLOWS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollwright.errors import PromptTooLongError, WorkflowError
+from rollwright.errors import PromptTooLongError
 from rollwright.experience.experience import Experience
 from rollwright.inference.server.tool_calls import ToolCall, tool_convention
 from rollwright.tracking.metrics import get_tracker
@@ -41,14 +41,9 @@ class ToolCallingWorkflow(Workflow):
     def reset(self, task: Task) -> None:
         """Take the next task."""
         self.task = task
-        arguments = dict(task.workflow_args)
-        self.tools = ToolFunctions(arguments.pop("tools", ["execute_python"]), arguments.pop("tool_timeout", 30.0))
-        self.max_turns = arguments.pop("max_turns", MAX_TURNS)
-        if arguments:
-            raise WorkflowError(
-                f"ToolCallingWorkflow has no argument {', '.join(arguments)}; workflow_args may hold tools, max_turns and "
-                "tool_timeout."
-            )
+        arguments = task.arguments(tools=["execute_python"], tool_timeout=30.0, max_turns=MAX_TURNS)
+        self.tools = ToolFunctions(arguments["tools"], arguments["tool_timeout"])
+        self.max_turns = arguments["max_turns"]
         self.reward = TaskReward(task, "ToolCallingWorkflow")
 
     async def run_async(self) -> list[Experience]:

@@ -51,16 +51,15 @@ class WebShopWorkflow(Workflow):
     def reset(self, task: Task) -> None:
         """Take the next task; the shop itself is shared."""
         self.task = task
-        arguments = dict(task.workflow_args)
-        self.max_steps = arguments.pop("max_steps", MAX_STEPS)
-        self.rich = arguments.pop("rich", False)
-        self.show_actions = arguments.pop("show_actions", True)
-        self.system_prompt = arguments.pop("system_prompt", SYSTEM_PROMPT)
-        self.shop_arguments = arguments.pop("shop", {})
-        self.package = arguments.pop("package", False)
-        if arguments:
-            known = "max_steps, rich, show_actions, system_prompt, shop, package"
-            raise WorkflowError(f"WebShopWorkflow has no argument {', '.join(arguments)}; workflow_args may hold {known}.")
+        arguments = task.arguments(
+            max_steps=MAX_STEPS, rich=False, show_actions=True, system_prompt=SYSTEM_PROMPT, shop={}, package=False
+        )
+        self.max_steps = arguments["max_steps"]
+        self.rich = arguments["rich"]
+        self.show_actions = arguments["show_actions"]
+        self.system_prompt = arguments["system_prompt"]
+        self.shop_arguments = arguments["shop"]
+        self.package = arguments["package"]
         self.session_id = _session_id(task)
 
     async def run_async(self) -> list[Experience]:
