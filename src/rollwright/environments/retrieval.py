@@ -6,16 +6,14 @@ A lexical index (``bm25``) and a dense one differ only behind ``Retriever``: que
 from __future__ import annotations
 
 import asyncio
-import os
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from rollwright.environments.corpus import Corpus
-from rollwright.errors import ConfigError, RollwrightError
+from rollwright.errors import RollwrightError
 
 DEFAULT_TOPK = 3
 #: Rows above which an in-process search leaves the event loop for a thread.
@@ -147,43 +145,3 @@ def _reason(response: Any) -> str:
         return response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):  # not an error of ours: a proxy's page, say
         return response.text[:300]
-
-
-def make_search_tool(spec: Any) -> SearchTool:
-    """The tool that a config names.
-
-    Args:
-        spec: a tool (kept as it is); ``"host:port"`` or a URL: a service, which is sent the key of ``ROLLWRIGHT_API_KEY`` where
-            that is set; ``{"service": address, "api_key": key}``: one with a key of its own; ``{"corpus": file}``: an index in
-            this process; ``{"encyclopedia": {...}}``: one over procedural worlds (arguments of
-            ``environments.encyclopedia.tool``).
-
-    Raises:
-        ConfigError: it is none of these.
-    """
-    if hasattr(spec, "search"):
-        return spec
-    if isinstance(spec, str):
-        return RetrievalClient(spec, api_key=os.environ.get("ROLLWRIGHT_API_KEY"))
-    if hasattr(spec, "items") and {"service"} <= set(spec) <= {"service", "api_key"}:
-        return RetrievalClient(spec["service"], api_key=spec.get("api_key"))
-    if hasattr(spec, "items") and len(spec) == 1:
-        [(kind, value)] = spec.items()
-        if kind == "corpus":
-            from rollwright.environments.bm25 import open_index
-
-            return LocalSearchTool(*open_index(Path(value)))
-        if kind == "encyclopedia":
-            from rollwright.environments.encyclopedia import tool
-
-            try:
-                return tool(**dict(value))
-            except (TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"search_tool encyclopedia: {value!r} cannot be its arguments ({error}). Give worlds and world_size, as in "
-                    "{encyclopedia: {worlds: '1-40', world_size: 100}}."
-                ) from error
-    raise ConfigError(
-        f"search_tool is {spec!r}, which names no tool. Give 'host:port' of a retrieval service, {{service: 'host:port', "
-        "api_key: KEY}, {corpus: FILE}, {encyclopedia: {worlds: ...}}, or an object with `search(query, topk)`, async or plain."
-    )
