@@ -265,14 +265,17 @@ class Control:
     async def _init_group(self, body: dict[str, Any]) -> dict[str, Any]:
         name = str(body.get("group_name") or DEFAULT_GROUP)
         try:
-            arguments = (
-                str(body["master_address"]),
-                int(body["master_port"]),
-                int(body["rank_offset"]),
-                int(body["world_size"]),
-            )
+            port, rank, size = (int(body[field]) for field in ("master_port", "rank_offset", "world_size"))
+            arguments = str(body["master_address"]), port, rank, size
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise RequestError(f"master_address, master_port, rank_offset and world_size are needed: {error!r}.") from error
+        if not 0 < port <= 65535:
+            raise RequestError(f"master_port={port}; it has to be between 1 and 65535.", param="master_port")
+        if not 0 < rank < size:
+            raise RequestError(
+                f"rank_offset={rank} of world_size={size}: rank 0 is the trainer, and the server's rank is below world_size.",
+                param="rank_offset",
+            )
         backend = str(body.get("backend") or "nccl")
         if name in self._groups:
             self._groups.pop(name).close()
