@@ -33,8 +33,11 @@ class InFlight:
         self._lock = threading.Lock()
 
     def new_wire_id(self, conversation: str) -> str:
-        """An id that no other request of this client has: several requests of one conversation may run at once."""
-        return f"{conversation}/{next(self._numbers)}"
+        """An id that no other request of this client has, nor begins with: several requests of one conversation may run at once.
+
+        SGLang aborts every request whose id begins with the one that is given, so each has an end.
+        """
+        return f"{conversation}/{next(self._numbers)};"
 
     @contextlib.asynccontextmanager
     async def send(self, conversation: str, server: Server) -> AsyncIterator[str]:

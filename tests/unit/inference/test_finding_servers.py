@@ -1,12 +1,17 @@
 """Servers are those that the user named, in whatever way; what was named and cannot be used is told."""
 
+import itertools
+
 import pytest
 from fake_sglang import FakeSGLang
 from fastapi.responses import JSONResponse
+from hypothesis import given
+from hypothesis import strategies as st
 from server_parts import served
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, EngineError, WeightUpdateError
+from rollwright.inference.in_flight import InFlight
 from rollwright.inference.network import server_url
 from rollwright.inference.sglang import SGLangClient
 
@@ -99,3 +104,11 @@ def test_a_missing_key_says_where_to_set_it():
         client = SGLangClient(RolloutConfig(setup_timeout=5, api_key="right"))
         client.initialize(addr=address)
         client.destroy()
+
+
+@given(names=st.lists(st.sampled_from(["a", "a/1", "a/1/2", "1", ""]), min_size=2, max_size=30))
+def test_no_id_on_the_wire_begins_another(names):
+    """SGLang aborts by the beginning of an id."""
+    in_flight = InFlight()
+    ids = [in_flight.new_wire_id(name) for name in names]
+    assert not [(one, other) for one, other in itertools.permutations(ids, 2) if other.startswith(one)]
