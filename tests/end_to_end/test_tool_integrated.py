@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -16,7 +18,8 @@ def test_the_example_learns_to_compute(run_example):
     assert scores["after"]["mean@4"] > 0.7 > 0.4 > scores["before"]["mean@4"]
     assert scores["without_python"]["greedy"] < 0.05
     steps = run.steps("rollout/scripts")
-    assert steps[0]["rollout/scripts"] < 0.6 < 0.9 < steps[-1]["rollout/scripts"]
-    assert max(record["actor/logprob_difference/max"] for record in steps) < 1e-4
+    scripts = [step["rollout/scripts"] for step in steps]
+    assert scripts[0] < 0.6 < 0.85 < fmean(scripts[-5:])
+    assert max(record["actor/logprob_difference/max"] for record in steps) < 1e-3
     dump = run.last_rollouts()
     assert "</python>⟦<output>" in dump

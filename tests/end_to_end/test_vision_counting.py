@@ -11,9 +11,9 @@ pytestmark = pytest.mark.slow
 def test_the_example_learns_to_count(run_example):
     run = run_example("vision_counting")
     scores = run.evaluations
-    assert scores["before"]["greedy"] < 0.5
-    assert scores["after"]["greedy"] >= 0.8
+    assert scores["before"]["greedy"] < 0.6
+    assert scores["after"]["greedy"] >= max(0.8, scores["before"]["greedy"] + 0.25)
     differences = [record["actor/logprob_difference/max"] for record in run.steps("actor/logprob_difference/max")]
     assert differences
-    assert max(differences) < 1e-4
+    assert max(differences) < 1e-3
     assert (run.directory / "grpo" / "checkpoints" / "final" / "preprocessor_config.json").exists()
