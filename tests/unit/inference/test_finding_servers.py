@@ -99,7 +99,7 @@ def test_a_missing_key_says_where_to_set_it():
         return await go_on(request)
 
     with served(fake.app) as address:
-        with pytest.raises(EngineError, match="Set rollout.api_key, or ROLLWRIGHT_API_KEY"):
+        with pytest.raises(EngineError, match=r"Set rollout\.api_key, or ROLLWRIGHT_API_KEY"):
             SGLangClient(RolloutConfig(setup_timeout=5)).initialize(addr=address)
         client = SGLangClient(RolloutConfig(setup_timeout=5, api_key="right"))
         client.initialize(addr=address)

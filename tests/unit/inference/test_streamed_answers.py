@@ -11,6 +11,7 @@ from server_parts import served, tiny_engine
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.inference.request import ModelResponse
 from rollwright.inference.server.application import create_application
+from rollwright.inference.server.errors import RequestError
 from rollwright.inference.server.openai import OpenAIProtocol
 from rollwright.inference.server.settings import ServerSettings
 
@@ -91,3 +92,20 @@ def test_a_tool_call_whose_mark_is_a_special_token_is_not_streamed_as_text():
     (call,) = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", [])]
     assert call["function"]["name"] == "add"
     assert chunks[-1]["finish_reason"] == "tool_calls"
+
+
+def test_a_call_that_fails_at_its_end_says_so_in_the_stream():
+    """``on_call`` sees it before its answer is complete, and its failure is the call's."""
+    tokenizer = build_character_tokenizer()
+    engine: Any = Script(tokenizer, "abc")
+
+    def refuse(call) -> None:
+        raise RequestError("nobody keeps this call", status=409)
+
+    app = FastAPI()
+    app.include_router(OpenAIProtocol(engine, tokenizer, "tiny", context_length=256, on_call=refuse).router)
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "stream": True}
+    with served(app) as address, httpx.Client(base_url=f"http://{address}", timeout=60) as client:
+        answer = client.post("/v1/chat/completions", json=body)
+    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
+    assert events[-1]["error"]["message"] == "nobody keeps this call"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
@@ -195,6 +196,44 @@ class _ChoiceStream:
         return chunk
 
 
+async def _partials(engine: Any, requests: list[ModelRequest]) -> AsyncGenerator[tuple[int, ModelResponse], None]:
+    """The responses to several requests as they grow, each with its request's index; the first failure ends all."""
+    queue: asyncio.Queue[tuple[int, ModelResponse | Exception | None]] = asyncio.Queue(maxsize=64)
+
+    async def follow(index: int, request: ModelRequest) -> None:
+        try:
+            async for partial in stream_response(engine, request):
+                await queue.put((index, partial))
+        except Exception as error:  # whatever it is, the reader of the queue raises it
+            await queue.put((index, error))
+        await queue.put((index, None))
+
+    tasks = [asyncio.create_task(follow(index, request)) for index, request in enumerate(requests)]
+    try:
+        running = len(tasks)
+        while running:
+            index, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _opening(call: OpenAICall) -> dict[str, Any]:
+    """The first event of a chat: every choice begins with its role."""
+    choices = [
+        {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        for index in range(len(call.requests))
+    ]
+    return {"choices": choices, **({"prompt_token_ids": call.requests[0].input_ids} if call.return_token_ids else {})}
+
+
 async def chunks_of(protocol: OpenAIProtocol, engine: Any, call: OpenAICall, include_usage: bool) -> AsyncGenerator[str, None]:
     """The server-sent events of a streamed call. The first is yielded only after the engine took every request."""
     head = {
@@ -203,61 +242,31 @@ async def chunks_of(protocol: OpenAIProtocol, engine: Any, call: OpenAICall, inc
         "created": int(call.started),
         "model": protocol.model_name,
     }
-    tokenizer = protocol.tokenizer
-    streams = [_ChoiceStream(call, index, tokenizer, protocol.convention) for index in range(len(call.requests))]
-    queue: asyncio.Queue[tuple[int, ModelResponse | BaseException | None]] = asyncio.Queue(maxsize=64)
+    streams = [_ChoiceStream(call, index, protocol.tokenizer, protocol.convention) for index in range(len(call.requests))]
     latest: dict[int, ModelResponse] = {}
-
-    def event(choices: list[dict[str, Any]], **more: Any) -> str:
-        return "data: " + json.dumps({**head, "choices": choices, **more}, ensure_ascii=False) + "\n\n"
-
-    async def follow(index: int) -> None:
+    async with contextlib.aclosing(_partials(engine, call.requests)) as partials:
         try:
-            async for partial in stream_response(engine, call.requests[index]):
-                await queue.put((index, partial))
-        except Exception as error:  # whatever it is, the reader of the queue tells the client
-            await queue.put((index, error))
-        await queue.put((index, None))
+            async for index, partial in partials:
+                if not latest and call.is_chat:
+                    yield _event(head | _opening(call))
+                latest[index] = partial
+                chunk = streams[index].advance(partial)
+                if chunk is not None:
+                    yield _event({**head, "choices": [chunk]})
+            await protocol.finish(call, [latest[index] for index in range(len(streams))])
+        except Exception as error:
+            if not latest:
+                raise  # nothing was sent: the request gets a status
+            refusal = as_request_error(error)
+            yield _event(error_body(str(refusal), kind=refusal.kind, status=refusal.status))
+            return
+    for index, stream in enumerate(streams):
+        for chunk in stream.last(latest[index], call.choices[index]):
+            yield _event({**head, "choices": [chunk]})
+    if include_usage:
+        yield _event({**head, "choices": [], "usage": usage_of(call)})
+    yield "data: [DONE]\n\n"
 
-    tasks = [asyncio.create_task(follow(index)) for index in range(len(call.requests))]
-    opened = False
-    try:
-        running = len(tasks)
-        while running:
-            index, item = await queue.get()
-            if isinstance(item, Exception):
-                if not opened:
-                    raise item
-                refusal = as_request_error(item)
-                yield "data: " + json.dumps(error_body(str(refusal), kind=refusal.kind, status=refusal.status)) + "\n\n"
-                return
-            if not opened:
-                opened = True
-                if call.is_chat:
-                    first = {"prompt_token_ids": call.requests[0].input_ids} if call.return_token_ids else {}
-                    yield event(
-                        [
-                            {"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-                            for i in range(len(tasks))
-                        ],
-                        **first,
-                    )
-            if item is None:
-                running -= 1
-                continue
-            assert isinstance(item, ModelResponse)
-            latest[index] = item
-            chunk = streams[index].advance(item)
-            if chunk is not None:
-                yield event([chunk])
-        await protocol.finish(call, [latest[index] for index in range(len(tasks))])
-        for index, stream in enumerate(streams):
-            for chunk in stream.last(latest[index], call.choices[index]):
-                yield event([chunk])
-        if include_usage:
-            yield event([], usage=usage_of(call))
-        yield "data: [DONE]\n\n"
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+
+def _event(value: dict[str, Any]) -> str:
+    return "data: " + json.dumps(value, ensure_ascii=False) + "\n\n"
