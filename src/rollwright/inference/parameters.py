@@ -37,7 +37,11 @@ class Wire:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One field of ``GenerationHyperparameters`` on the three engines. The built-in engine honours every field itself."""
+    """One field of ``GenerationHyperparameters`` on the three engines.
+
+    The built-in engine has no wire: it honours every field but an ``n_samples`` above 1, and refuses values outside their
+    limits (``builtin.request_checks``).
+    """
 
     name: str
     sglang: Wire
