@@ -59,7 +59,15 @@ class SGLangClient(PublishingClient):
         self._group_members: tuple[Any, ...] = ()
 
     def _on_connected(self, server: Server) -> None:
-        info = self.connections.request("GET", f"{server.url}/server_info", timeout=30.0)
+        try:
+            info = self.connections.request("GET", f"{server.url}/server_info", timeout=30.0)
+        except ServerRefusedError as error:
+            if error.status != 404:
+                raise
+            raise EngineError(
+                f"The server at {server.address} has no /server_info. It has to be SGLang 0.5.6 or newer, whose pauses keep what "
+                "runs, or rollwright serve-model (for vLLM: rollout.backend=vllm)."
+            ) from error
         is_builtin = info.get("server") == "rollwright"
         models = {} if is_builtin else self.connections.request("GET", f"{server.url}/v1/models", timeout=30.0)
         self._facts[server.address] = _Facts(

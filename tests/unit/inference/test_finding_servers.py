@@ -112,3 +112,11 @@ def test_no_id_on_the_wire_begins_another(names):
     in_flight = InFlight()
     ids = [in_flight.new_wire_id(name) for name in names]
     assert not [(one, other) for one, other in itertools.permutations(ids, 2) if other.startswith(one)]
+
+
+def test_a_server_that_is_too_old_or_another_is_told():
+    """SGLang before 0.5.6 ends what runs at every pause."""
+    fake = FakeSGLang()
+    fake.app.router.routes[:] = [route for route in fake.app.router.routes if getattr(route, "path", "") != "/server_info"]
+    with served(fake.app) as address, pytest.raises(EngineError, match=r"SGLang 0\.5\.6 or newer"):
+        SGLangClient(RolloutConfig(setup_timeout=5)).initialize(addr=address)
