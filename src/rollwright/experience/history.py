@@ -53,6 +53,8 @@ def experiences_of(
 ) -> list[Experience]:
     """The experiences of a sample's calls; each sampled token is in the action mask of exactly one.
 
+    ``response_text`` is all that follows the prompt of a sequence's first call, without special tokens.
+
     Args:
         records: the requests that the sample made, in order.
         reward: reward of every experience, where it is known already.
@@ -85,7 +87,13 @@ def _experience(sequence: _Sequence, reward: float | None, call_rewards: Mapping
         token_rewards = torch.zeros(len(sequence.tokens) - prompt_length)
         for record, end in zip(sequence.calls, sequence.ends, strict=True):
             token_rewards[end - prompt_length] = call_rewards.get(record.index, 0.0)
+    prompt_text = response_text = None
+    if last.tokenizer is not None:
+        prompt_text = last.tokenizer.decode(sequence.tokens[:prompt_length], skip_special_tokens=False)
+        response_text = last.tokenizer.decode(sequence.tokens[prompt_length:], skip_special_tokens=True)
     return Experience(
+        prompt_text=prompt_text,
+        response_text=response_text,
         tokens=torch.tensor(sequence.tokens, dtype=torch.long),
         prompt_length=prompt_length,
         logprobs=torch.tensor(sequence.logprobs[prompt_length:], dtype=torch.float32),

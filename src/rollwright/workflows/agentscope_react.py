@@ -71,8 +71,7 @@ class AgentScopeReactMathWorkflow(Workflow):
         experiences = self.model.extract_experience_from_history()
         if not experiences:
             raise WorkflowError(f"the agent ended on task {self.task.task_id!r} without asking the model.")
-        asked = self.model.tokenizer.decode(experiences[-1].prompt_tokens, skip_special_tokens=False)
-        reward = await self.reward(experiences[-1], prompt=asked, response=result or "")
+        reward = await self.reward(experiences[-1], response=result or "")
         calls = len(self.model.openai_episode.calls)
         for experience in experiences:
             experience.reward = reward

@@ -39,7 +39,6 @@ class TaskReward:
         self,
         experience: Experience,
         *,
-        prompt: str | None = None,
         response: str | None = None,
         columns: Mapping[str, Any] | None = None,
     ) -> float:
@@ -47,12 +46,12 @@ class TaskReward:
 
         Args:
             experience: whose tokens the function gets.
-            prompt, response: the texts, where they are not those of the experience.
+            response: the text, where it is not the experience's.
             columns: what the function may ask for besides the row's own columns, which win.
         """
         row = {key: value for key, value in self.task.raw_task.items() if key != "answer"}
         return await self.function(
-            experience.prompt_text if prompt is None else prompt,
+            experience.prompt_text,
             experience.response_text if response is None else response,
             experience.prompt_tokens.tolist(),
             experience.response_tokens.tolist(),

@@ -30,8 +30,8 @@ def test_the_function_gets_texts_tokens_reference_row_and_arguments():
     assert asyncio.run(TaskReward(task, "Mine")(reply, columns={"tool_calls": [], "question": "theirs"})) == 0.5
     columns = {"tool_calls": [], "question": "1+1=", "solution": "2", "strict": True, "level": 4}
     assert CALLS.pop() == ("asked", "said", [1, 2], [3], "2", columns)
-    asyncio.run(TaskReward(task, "Mine")(reply, prompt="", response="result"))
-    assert CALLS.pop()[:2] == ("", "result")
+    asyncio.run(TaskReward(task, "Mine")(reply, response="result"))
+    assert CALLS.pop()[:2] == ("asked", "result")
 
 
 def test_a_task_without_a_function_has_the_default_or_is_refused():
