@@ -88,7 +88,7 @@ def finish_tasksets(work: Work) -> None:
     if response is not None and own_lengths and response not in own_lengths:
         work.data["gconfig"]["max_new_tokens"] = own_lengths[0]
         work.notes.append(
-            f"model.max_response_tokens: {response} is of no taskset, as all have a rollout_args.max_tokens, which wins"
+            f"model.max_response_tokens: {response} is of no taskset that is trained on, as all have a rollout_args.max_tokens, which wins"
         )
     for taskset in training:
         own = taskset.get("rollout_args", {}).get("n_samples")

@@ -26,6 +26,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from starlette.exceptions import HTTPException
 
 from rollwright.config.experiment import PPOConfig
 from rollwright.data.tokenizer import load_tokenizer
@@ -212,7 +213,15 @@ def application(book: RunBook, api_key: str) -> FastAPI:
     async def refuse(_: Request, error: Exception) -> Response:
         return error_response(error)
 
+    async def refuse_path(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        known = "There are POST /runs, POST /feedback and GET /status; an agent talks to the base_url of its run"
+        return error_response(
+            RequestError(f"{request.method} {request.url.path}: {error.detail}. {known}.", status=error.status_code)
+        )
+
     app.add_exception_handler(RequestError, refuse)
+    app.add_exception_handler(HTTPException, refuse_path)
     app.add_exception_handler(RollwrightError, refuse)  # an operator that fails, a store that cannot be written
     app.add_api_route("/runs", open_run, methods=["POST"])
     app.add_api_route("/feedback", feedback, methods=["POST"])

@@ -146,7 +146,7 @@ def test_a_taskset_s_own_length_wins_over_the_model_s():
     translation = translate(document.data, document)
     (stage,) = build_stages(translation.document, [])
     assert stage.config.tasksets[0].rollout_args.max_new_tokens == 32
-    assert any("max_response_tokens: 64 is of no taskset" in note for note in translation.notes)
+    assert any("max_response_tokens: 64 is of no taskset that is trained on" in note for note in translation.notes)
 
 
 def test_a_key_that_is_called_the_same_here_is_named_once():
