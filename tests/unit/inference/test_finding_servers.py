@@ -22,7 +22,7 @@ def test_named_servers_win_over_those_of_the_environment(monkeypatch, argument, 
     """``addr`` is AReaL's name."""
     monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", "127.0.0.1:1")
     with served(FakeSGLang().app) as address:
-        client = SGLangClient(RolloutConfig(setup_timeout=5))
+        client = SGLangClient(RolloutConfig(setup_timeout=60))
         client.initialize(**{argument: [address] if as_list else address})
         try:
             assert client.addresses == [address]
@@ -32,7 +32,7 @@ def test_named_servers_win_over_those_of_the_environment(monkeypatch, argument, 
 
 def test_several_may_be_named_in_one_text():
     with served(FakeSGLang().app) as first, served(FakeSGLang().app) as second:
-        client = SGLangClient(RolloutConfig(setup_timeout=5))
+        client = SGLangClient(RolloutConfig(setup_timeout=60))
         client.initialize(addresses=f"{first}, {second}")
         try:
             assert client.addresses == [first, second]
@@ -49,7 +49,7 @@ def test_an_argument_that_means_nothing_is_refused():
 
 def test_what_other_trainers_say_of_themselves_is_taken():
     with served(FakeSGLang().app) as address:
-        client = SGLangClient(RolloutConfig(setup_timeout=5))
+        client = SGLangClient(RolloutConfig(setup_timeout=60))
         client.initialize(None, addr=address, train_data_parallel_size=2, engine_id="0")
         client.destroy()
 
@@ -74,7 +74,7 @@ def test_an_update_that_every_server_refuses_unread_leaves_them_in_service(tmp_p
             return await go_on(request)
 
     with served(fakes[0].app) as first, served(fakes[1].app) as second:
-        client = SGLangClient(RolloutConfig(setup_timeout=5), addresses=[first, second])
+        client = SGLangClient(RolloutConfig(setup_timeout=60), addresses=[first, second])
         client.initialize()
         try:
             with pytest.raises(WeightUpdateError, match="403"):
@@ -100,8 +100,8 @@ def test_a_missing_key_says_where_to_set_it():
 
     with served(fake.app) as address:
         with pytest.raises(EngineError, match=r"Set rollout\.api_key, or ROLLWRIGHT_API_KEY"):
-            SGLangClient(RolloutConfig(setup_timeout=5)).initialize(addr=address)
-        client = SGLangClient(RolloutConfig(setup_timeout=5, api_key="right"))
+            SGLangClient(RolloutConfig(setup_timeout=60)).initialize(addr=address)
+        client = SGLangClient(RolloutConfig(setup_timeout=60, api_key="right"))
         client.initialize(addr=address)
         client.destroy()
 
@@ -119,4 +119,4 @@ def test_a_server_that_is_too_old_or_another_is_told():
     fake = FakeSGLang()
     fake.app.router.routes[:] = [route for route in fake.app.router.routes if getattr(route, "path", "") != "/server_info"]
     with served(fake.app) as address, pytest.raises(EngineError, match=r"SGLang 0\.5\.6 or newer"):
-        SGLangClient(RolloutConfig(setup_timeout=5)).initialize(addr=address)
+        SGLangClient(RolloutConfig(setup_timeout=60)).initialize(addr=address)
