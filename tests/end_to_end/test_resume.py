@@ -76,7 +76,7 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
     raise AssertionError(process.communicate()[0])
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_killed_run_that_is_resumed_gives_the_same_curve(start, tmp_path):
     whole = start("whole")
     output, _ = whole.communicate(timeout=400)

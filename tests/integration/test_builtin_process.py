@@ -17,7 +17,7 @@ from rollwright.config.sections import ClusterConfig, DatasetConfig, NormConfig,
 from rollwright.errors import WeightUpdateError
 from rollwright.training.actor import FSDPPPOActor
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 def reward(prompt, completion, prompt_ids, completion_ids, **data) -> float:

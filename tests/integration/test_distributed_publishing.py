@@ -90,6 +90,7 @@ torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_ranks_audit_servers_together(tmp_path):
     model = write_model(tmp_path / "model")
     script = tmp_path / "worker.py"

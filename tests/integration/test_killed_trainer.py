@@ -14,7 +14,7 @@ import psutil
 import pytest
 from real_servers import write_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 TRAINER = """
 import sys

@@ -19,7 +19,7 @@ from rollwright.inference.launcher import ServerProcess
 from rollwright.inference.weight_group import WeightGroup
 from rollwright.inference.weights import WeightUpdateMeta
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")

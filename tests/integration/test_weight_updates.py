@@ -12,7 +12,7 @@ from real_servers import Trainer, ask, gather_while, served_model, write_model
 from rollwright.errors import WeightUpdateError
 from rollwright.inference.weights import WeightUpdateMeta
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,7 @@ def steps(file):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_stopped_resumed_finished(tmp_path):
     config = tmp_path / "c.yaml"
     config.write_text(TEXT.replace("FILEROOT", str(tmp_path / "runs")))
