@@ -9,7 +9,7 @@ import math
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 WORLD = "size: 30, worlds: 1, world_size: 6, two_hop_share: 0.0"
 
