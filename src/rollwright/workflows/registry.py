@@ -212,6 +212,8 @@ def resolve_workflow(workflow: Any, kwargs: dict[str, Any] | None = None) -> Any
                 "already: give the class, or leave them out."
             )
         return _checked(workflow)
+    if hasattr(workflow, "run") and not _is_workflow(workflow):
+        raise _no_workflow(workflow)  # before it is asked for arguments that only a task runner has
     return _build(workflow, kwargs or {})
 
 
@@ -256,15 +258,19 @@ def _is_workflow(workflow: Any) -> bool:
     return callable(getattr(workflow, "arun_episode", None))
 
 
+def _no_workflow(kind: type) -> WorkflowError:
+    instead = "Define 'async def arun_episode(self, engine, data)'."
+    if hasattr(kind, "run"):
+        instead = (
+            "It has run(): task-style workflows are run over a taskset that names them (tasksets, default_workflow_type; "
+            "docs/task-workflows.md)."
+        )
+    return WorkflowError(f"{kind.__name__} is no workflow: it has no method arun_episode(engine, data). {instead}")
+
+
 def _checked(workflow: Any) -> Any:
     if not _is_workflow(workflow):
-        has_run = (
-            " It has run(): task-style workflows are run over a taskset that names them." if hasattr(workflow, "run") else ""
-        )
-        raise WorkflowError(
-            f"{type(workflow).__name__} is no workflow: it has no method arun_episode(engine, data).{has_run} Define "
-            "'async def arun_episode(self, engine, data)'."
-        )
+        raise _no_workflow(type(workflow))
     function = inspect.unwrap(workflow.arun_episode)
     if (inspect.isfunction(function) or inspect.ismethod(function)) and not inspect.iscoroutinefunction(function):
         raise WorkflowError(

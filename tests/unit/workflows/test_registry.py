@@ -171,3 +171,8 @@ def test_a_path_of_another_system_leads_to_the_class_here():
         WORKFLOWS.get("areal.workflow.multi_turn.MultiTurnWorkflow")
     with pytest.raises(WorkflowError, match=r"Did you mean 'rollwright\.workflows\.simple\.MathWorkflow'\?"):
         WORKFLOWS.get("trinity.common.workflows.MathWorkflow")
+
+
+def test_a_task_style_workflow_is_not_asked_for_arguments_but_sent_to_a_taskset():
+    with pytest.raises(WorkflowError, match=r"MathWorkflow is no workflow: .* over a taskset that names them"):
+        resolve_workflow("math_workflow", {"tokenizer": None})
