@@ -102,9 +102,3 @@ def interpolated_prox_logp(logp_BL: Tensor, behaviour_logp_BL: Tensor, versions_
     age_BL = (current_version - versions_BL).clamp(min=0).to(logp_BL.dtype)
     share_BL = age_BL / (age_BL + 1)
     return behaviour_logp_BL + share_BL * (logp_BL.detach() - behaviour_logp_BL)
-
-
-def effective_sample_size(weight_BL: Tensor, mask_BL: Tensor) -> Tensor:
-    """Kish's effective sample size as a share of the tokens: ``(Σw)² / (n Σw²)``, 1 where all weights are equal."""
-    weight_BL = weight_BL * mask_BL
-    return weight_BL.sum().square() / (mask_BL.sum() * weight_BL.square().sum()).clamp(min=1e-12)

@@ -28,7 +28,8 @@ from rollwright.experience.recorder import Recorder, RequestRecord
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.server.chat_messages import template_messages
 from rollwright.inference.server.errors import RequestError
-from rollwright.inference.server.openai import OpenAICall, OpenAIProtocol
+from rollwright.inference.server.openai import OpenAIProtocol
+from rollwright.inference.server.openai_call import OpenAICall
 
 #: Sampling parameters that a request may leave out, and the generation argument that then holds.
 _DEFAULTS = ("stop", "stop_token_ids", "frequency_penalty", "ignore_eos", "skip_special_tokens")

@@ -9,7 +9,6 @@ from hypothesis import given
 
 from rollwright.algorithms.ratios import (
     behaviour_weight,
-    effective_sample_size,
     importance_ratio,
     interpolated_prox_logp,
     turn_index,
@@ -99,9 +98,3 @@ def test_interpolation_moves_with_age():
     logp, behaviour = torch.full((1, 3), -1.0), torch.full((1, 3), -3.0)
     got = interpolated_prox_logp(logp, behaviour, torch.tensor([[5, 4, 2]]), current_version=5)
     assert got[0].tolist() == pytest.approx([-3.0, -3.0 + 2.0 / 2, -3.0 + 2.0 * 3 / 4])
-
-
-def test_effective_sample_size():
-    weight, mask = torch.tensor([[1.0, 1.0, 2.0, 9.0]]), torch.tensor([[1.0, 1.0, 1.0, 0.0]])
-    assert float(effective_sample_size(weight, mask)) == pytest.approx(16 / (3 * 6))
-    assert float(effective_sample_size(torch.ones(1, 4), mask)) == pytest.approx(1.0)

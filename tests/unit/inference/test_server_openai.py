@@ -15,7 +15,8 @@ from server_parts import served, tiny_engine
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.server.errors import RequestError
-from rollwright.inference.server.openai import OpenAICall, OpenAIProtocol
+from rollwright.inference.server.openai import OpenAIProtocol
+from rollwright.inference.server.openai_call import OpenAICall
 from rollwright.inference.server.openai_fields import CHAT, COMPLETION, FIELDS, check_fields
 
 TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}]

@@ -10,11 +10,10 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-import time
 import uuid
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -27,52 +26,25 @@ from rollwright.inference.server.chat_messages import template_messages
 from rollwright.inference.server.errors import (
     ClientGoneError,
     RequestError,
+    as_request_error,
     beside_the_loop,
+    error_body,
     error_response,
     read_object,
     while_connected,
 )
-from rollwright.inference.server.openai_answer import answer_choice, chunks_of, usage_of
+from rollwright.inference.server.openai_answer import (
+    ChoiceStream,
+    answer_choice,
+    event_line,
+    opening,
+    partial_responses,
+    usage_of,
+)
+from rollwright.inference.server.openai_call import OpenAICall
 from rollwright.inference.server.openai_fields import CHAT, COMPLETION, check_fields
 from rollwright.inference.server.tool_calls import tool_convention
 from rollwright.inference.stream import generate_all
-
-
-@dataclass
-class OpenAICall:
-    """One call of the OpenAI protocol, with everything that was asked and answered.
-
-    Attributes:
-        api_key: the bearer token that the client sent, or None.
-        endpoint: ``"chat"`` or ``"completion"``.
-        body: the request as it came.
-        requests: one for each choice, in the order of the choices.
-        responses: what the engine answered to each; complete when ``on_call`` sees the call.
-        choices: the choices of the answer, in the protocol's form.
-        started: ``time.time()`` at arrival.
-    """
-
-    api_key: str | None
-    endpoint: str
-    body: dict[str, Any]
-    requests: list[ModelRequest]
-    responses: list[ModelResponse] = field(default_factory=list)
-    choices: list[dict[str, Any]] = field(default_factory=list)
-    started: float = field(default_factory=time.time)
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-
-    # How the answer is written.
-    samples: int = 1
-    tools: bool = False
-    begun: str = ""  # text that every reply begins with, given and not sampled: of a forced tool call
-    logprobs: bool = False
-    return_token_ids: bool = False
-    keep_stop: bool = False
-
-    @property
-    def is_chat(self) -> bool:
-        """True for ``/v1/chat/completions``."""
-        return self.endpoint == CHAT
 
 
 class OpenAIProtocol:
@@ -355,7 +327,7 @@ class OpenAIProtocol:
     async def _stream(
         self, request: Request, engine: InferenceEngine, call: OpenAICall, include_usage: bool
     ) -> StreamingResponse:
-        chunks = chunks_of(self, engine, call, include_usage)
+        chunks = self._events(engine, call, include_usage)
         first = await while_connected(
             request, anext(chunks)
         )  # a request that is refused gets its status, not a stream that breaks off
@@ -369,6 +341,39 @@ class OpenAIProtocol:
                 await chunks.aclose()
 
         return StreamingResponse(body(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    async def _events(self, engine: InferenceEngine, call: OpenAICall, include_usage: bool) -> AsyncGenerator[str, None]:
+        """The server-sent events of a streamed call. The first is yielded only after the engine took every request."""
+        head = {
+            "id": ("chatcmpl-" if call.is_chat else "cmpl-") + call.id,
+            "object": "chat.completion.chunk" if call.is_chat else "text_completion",
+            "created": int(call.started),
+            "model": self.model_name,
+        }
+        streams = [ChoiceStream(call, index, self.tokenizer, self.convention) for index in range(len(call.requests))]
+        latest: dict[int, ModelResponse] = {}
+        async with contextlib.aclosing(partial_responses(engine, call.requests)) as partials:
+            try:
+                async for index, partial in partials:
+                    if not latest and call.is_chat:
+                        yield event_line(head | opening(call))
+                    latest[index] = partial
+                    chunk = streams[index].advance(partial)
+                    if chunk is not None:
+                        yield event_line({**head, "choices": [chunk]})
+                await self.finish(call, [latest[index] for index in range(len(streams))])
+            except Exception as error:
+                if not latest:
+                    raise  # nothing was sent: the request gets a status
+                refusal = as_request_error(error)
+                yield event_line(error_body(str(refusal), kind=refusal.kind, status=refusal.status))
+                return
+        for index, stream in enumerate(streams):
+            for chunk in stream.last(latest[index], call.choices[index]):
+                yield event_line({**head, "choices": [chunk]})
+        if include_usage:
+            yield event_line({**head, "choices": [], "usage": usage_of(call)})
+        yield "data: [DONE]\n\n"
 
 
 def bearer_token(request: Request) -> str | None:

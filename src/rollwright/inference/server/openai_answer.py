@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.inference.server.errors import as_request_error, error_body
+from rollwright.inference.server.openai_call import OpenAICall
 from rollwright.inference.server.text_stream import TextStream, completion_text, held_back
 from rollwright.inference.server.tool_calls import ToolCall, ToolConvention
 from rollwright.inference.stream import stream_response
 from rollwright.inference.version_spans import version_spans
-
-if TYPE_CHECKING:
-    from rollwright.inference.server.openai import OpenAICall, OpenAIProtocol
 
 
 def usage_of(call: OpenAICall) -> dict[str, int]:
@@ -123,7 +119,7 @@ def answer_choice(
     return choice | {"message": message}
 
 
-class _ChoiceStream:
+class ChoiceStream:
     """The chunks of one choice: text as it becomes certain, tool calls when they are whole."""
 
     def __init__(self, call: OpenAICall, index: int, tokenizer: Any, convention: ToolConvention) -> None:
@@ -196,7 +192,7 @@ class _ChoiceStream:
         return chunk
 
 
-async def _partials(engine: Any, requests: list[ModelRequest]) -> AsyncGenerator[tuple[int, ModelResponse], None]:
+async def partial_responses(engine: Any, requests: list[ModelRequest]) -> AsyncGenerator[tuple[int, ModelResponse], None]:
     """The responses to several requests as they grow, each with its request's index; the first failure ends all."""
     queue: asyncio.Queue[tuple[int, ModelResponse | Exception | None]] = asyncio.Queue(maxsize=64)
 
@@ -225,7 +221,7 @@ async def _partials(engine: Any, requests: list[ModelRequest]) -> AsyncGenerator
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _opening(call: OpenAICall) -> dict[str, Any]:
+def opening(call: OpenAICall) -> dict[str, Any]:
     """The first event of a chat: every choice begins with its role."""
     choices = [
         {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
@@ -234,39 +230,5 @@ def _opening(call: OpenAICall) -> dict[str, Any]:
     return {"choices": choices, **({"prompt_token_ids": call.requests[0].input_ids} if call.return_token_ids else {})}
 
 
-async def chunks_of(protocol: OpenAIProtocol, engine: Any, call: OpenAICall, include_usage: bool) -> AsyncGenerator[str, None]:
-    """The server-sent events of a streamed call. The first is yielded only after the engine took every request."""
-    head = {
-        "id": ("chatcmpl-" if call.is_chat else "cmpl-") + call.id,
-        "object": "chat.completion.chunk" if call.is_chat else "text_completion",
-        "created": int(call.started),
-        "model": protocol.model_name,
-    }
-    streams = [_ChoiceStream(call, index, protocol.tokenizer, protocol.convention) for index in range(len(call.requests))]
-    latest: dict[int, ModelResponse] = {}
-    async with contextlib.aclosing(_partials(engine, call.requests)) as partials:
-        try:
-            async for index, partial in partials:
-                if not latest and call.is_chat:
-                    yield _event(head | _opening(call))
-                latest[index] = partial
-                chunk = streams[index].advance(partial)
-                if chunk is not None:
-                    yield _event({**head, "choices": [chunk]})
-            await protocol.finish(call, [latest[index] for index in range(len(streams))])
-        except Exception as error:
-            if not latest:
-                raise  # nothing was sent: the request gets a status
-            refusal = as_request_error(error)
-            yield _event(error_body(str(refusal), kind=refusal.kind, status=refusal.status))
-            return
-    for index, stream in enumerate(streams):
-        for chunk in stream.last(latest[index], call.choices[index]):
-            yield _event({**head, "choices": [chunk]})
-    if include_usage:
-        yield _event({**head, "choices": [], "usage": usage_of(call)})
-    yield "data: [DONE]\n\n"
-
-
-def _event(value: dict[str, Any]) -> str:
+def event_line(value: dict[str, Any]) -> str:
     return "data: " + json.dumps(value, ensure_ascii=False) + "\n\n"
