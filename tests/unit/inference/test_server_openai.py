@@ -295,14 +295,14 @@ def test_stop_strings_are_left_out_of_the_text(client):
     ],
 )
 def test_a_wrong_request_is_refused_by_parameter(address, path, body, status, said):
-    answer = httpx.post(f"http://{address}/v1/{path}", json=body)
+    answer = httpx.post(f"http://{address}/v1/{path}", json=body, timeout=120)
     assert answer.status_code == status
     assert said in answer.json()["error"]["message"]
 
 
 def test_a_stream_that_cannot_start_has_an_error_status(address):
     body = {"prompt": [10] * 300, "stream": True}
-    assert httpx.post(f"http://{address}/v1/completions", json=body).status_code == 400
+    assert httpx.post(f"http://{address}/v1/completions", json=body, timeout=120).status_code == 400
 
 
 def test_the_table_is_walked_for_both_endpoints():
