@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 def test_the_example_learns_to_add_on_two_paths(run_example):
     run = run_example("parallel_sums")
     scores = run.evaluations
-    assert scores["before"]["greedy"] < 0.5
+    assert scores["before"]["greedy"] < 0.6
     assert scores["after"]["greedy"] > scores["before"]["greedy"] + 0.2
     assert scores["after"]["mean@4"] > scores["before"]["mean@4"] + 0.15
     steps = run.steps("rollout/paths")
