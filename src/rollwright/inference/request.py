@@ -81,6 +81,10 @@ class ModelRequest:
     lora_name: str | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.gconfig, GenerationHyperparameters):
+            raise EngineError(
+                f"gconfig is {self.gconfig!r:.100}, not generation arguments: give GenerationHyperparameters(max_new_tokens=…, …)."
+            )
         self.input_ids = token_ids(self.input_ids)
         if not self.input_ids:
             raise EngineError("input_ids is empty: a request needs at least one prompt token.")

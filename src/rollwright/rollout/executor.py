@@ -192,9 +192,8 @@ class RolloutExecutor:
         accepted = self._await(waiter, None, "rollout_batch", before=lambda: self._runner.enqueue(groups))
         if not accepted:
             reasons = "; ".join(sorted({group.reason for group in groups})[:4])
-            raise RolloutError(
-                f"rollout_batch: none of {len(tasks)} tasks was accepted ({reasons}). " + self._runner.failures.describe_first()
-            )
+            first = next((group.failure.describe() for group in groups if group.failure is not None), "")
+            raise RolloutError(f"rollout_batch: none of {len(tasks)} tasks was accepted ({reasons}). {first}")
         return _joined(accepted)
 
     def prepare_batch(

@@ -30,6 +30,10 @@ class Failure:
     traceback: str
     is_final: bool  # no attempt is left
 
+    def describe(self) -> str:
+        """In words, with the traceback."""
+        return f"First cause: {self.cause} in {self.workflow}, {self.sample}, {self.task}.\n{self.traceback}"
+
 
 class FailureLog:
     """Failures so far, and whether they are too many.
@@ -86,10 +90,7 @@ class FailureLog:
 
     def describe_first(self) -> str:
         """The first failure in words, with its traceback; empty where nothing failed."""
-        if self.first is None:
-            return ""
-        first = self.first
-        return f"First cause: {first.cause} in {first.workflow}, {first.sample}, {first.task}.\n{first.traceback}"
+        return "" if self.first is None else self.first.describe()
 
 
 def _last_line(error: BaseException) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from rollwright.errors import WorkflowError
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
+from rollwright.rollout.failures import Failure
 from rollwright.rollout.sample import SampleEngine
 
 AcceptFunction = Callable[[Trajectory], bool]
@@ -52,6 +53,7 @@ class Group:
     finished_order: int = 0
     trajectory: Trajectory | None = None
     reason: str = ""  # why it was dropped or given up
+    failure: Failure | None = None  # of the sample that it was given up for
 
     def __post_init__(self) -> None:
         self.rows = [None] * self.size

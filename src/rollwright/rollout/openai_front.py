@@ -26,8 +26,9 @@ try:
     import uvicorn
     from fastapi import FastAPI, Request
     from fastapi.responses import Response
+    from starlette.exceptions import HTTPException
 
-    from rollwright.inference.server.errors import RequestError, error_response, read_object
+    from rollwright.inference.server.errors import RequestError, error_response, path_refusal, read_object
     from rollwright.inference.server.openai import bearer_token
     from rollwright.rollout.openai_episode import OpenAIEpisode
 except ModuleNotFoundError as error:
@@ -212,7 +213,11 @@ def _application(front: OpenAIFront) -> FastAPI:
     async def refuse(_: Request, error: Exception) -> Response:
         return error_response(error)
 
+    async def refuse_path(request: Request, error: Exception) -> Response:
+        return path_refusal(request, error, sorted(getattr(route, "path", "") for route in app.routes))
+
     app.add_exception_handler(RequestError, refuse)
+    app.add_exception_handler(HTTPException, refuse_path)
     app.add_api_route("/health", health, methods=["GET"])
     app.add_api_route("/v1/models", models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", model, methods=["GET"])

@@ -268,14 +268,17 @@ class Runner:
         name = sample.name
         if isinstance(outcome, BaseException):
             is_final = name.attempt >= self.config.max_sample_retries
-            self.failures.record(outcome, sample=str(name), task=str(group), workflow=group.workflow_name, is_final=is_final)
+            failure = self.failures.record(
+                outcome, sample=str(name), task=str(group), workflow=group.workflow_name, is_final=is_final
+            )
             if not is_final:
                 self.samples["retried"] += 1
                 self._members.appendleft((group, name.index, name.attempt + 1))
                 return
             self.samples["failed"] += 1
             self.failures.count(True)
-            self._end(group, GroupState.FAILED, "failed", f"sample {name.index} failed: {self.failures.recent[-1].cause}")
+            group.failure = group.failure or failure
+            self._end(group, GroupState.FAILED, "failed", f"sample {name.index} failed: {failure.cause}")
             if self.failures.too_many:
                 self.stop(self.failures.error())
             return
@@ -297,7 +300,9 @@ class Runner:
             group.trajectory = group.assemble()
             policy = policy_against(group, self.config.dynamic_filter)
         except Exception as error:  # of a should_accept_fn, or rows of a workflow that cannot be joined
-            self.failures.record(error, sample=str(group), task=str(group), workflow=group.workflow_name, is_final=True)
+            group.failure = self.failures.record(
+                error, sample=str(group), task=str(group), workflow=group.workflow_name, is_final=True
+            )
             self.failures.count(True)
             self._end(group, GroupState.FAILED, "failed", f"its group could not be completed: {error}")
             if self.failures.too_many:

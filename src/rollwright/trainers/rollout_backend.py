@@ -38,7 +38,7 @@ def make_engine_alone(config: Any, tokenizer: Any) -> LocalRolloutEngine:
 
 def make_explorer_engine(config: PPOConfig, tokenizer: Any, directory: RunDirectory) -> RolloutEngine:
     """The engine of an explorer, over the model at ``actor.path``: weights come to it as files."""
-    logger.info("exploring with the %s engine", config.rollout.backend)
+    logger.info("sampling from the %s engine", config.rollout.backend)
     if config.rollout.backend == "builtin":
         model = load_model(config.actor) if config.actor.init_from_scratch else config.actor.path
         return LocalRolloutEngine(

@@ -9,6 +9,7 @@ import pytest
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError
 from rollwright.inference.parameters import PARAMETERS, check_parameters, sglang_sampling_params, vllm_sampling_params
+from rollwright.inference.request import ModelRequest
 from rollwright.inference.server.native_fields import NEUTRAL_SAMPLING, SAMPLING, generation_arguments
 
 #: A value of each field that is not its default.
@@ -102,3 +103,8 @@ def test_every_way_to_say_all_tokens_is_neutral(top_k):
 
 def test_our_server_knows_every_key_that_the_client_sends():
     assert set(sglang_sampling_params(GenerationHyperparameters(), None)) <= set(SAMPLING) | set(NEUTRAL_SAMPLING)
+
+
+def test_a_request_takes_generation_arguments_and_no_dict():
+    with pytest.raises(EngineError, match=r"gconfig is \{'max_new_tokens': 4\}.*give GenerationHyperparameters\("):
+        ModelRequest(input_ids=[1], gconfig={"max_new_tokens": 4})

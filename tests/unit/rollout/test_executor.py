@@ -151,6 +151,21 @@ def test_nothing_accepted_is_an_error_that_names_the_first_cause(make):
         make().rollout_batch(tasks(2, does="reject"), OneTurn)
 
 
+def test_the_first_cause_is_one_of_the_call_s_own(make):
+    class OtherBug(OneTurn):
+        async def arun_episode(self, engine, data):
+            raise KeyError("another bug")
+
+    executor = make(max_failed_share=1.0)
+    with pytest.raises(RolloutError, match="First cause: ValueError: a bug in the workflow"):
+        executor.rollout_batch(tasks(2, does="raise"), OneTurn)
+    with pytest.raises(RolloutError, match="First cause: KeyError: 'another bug' in OtherBug"):
+        executor.rollout_batch(tasks(2), OtherBug)
+    with pytest.raises(RolloutError) as rejected:
+        executor.rollout_batch(tasks(2, does="reject"), OneTurn)
+    assert "cause" not in str(rejected.value)
+
+
 def test_too_many_failures_stop_the_run(make):
     executor = make(max_failed_share=0.1, max_sample_retries=0)
     with pytest.raises(RolloutError, match=r"max_failed_share=0.1 allows 6 of 64.*a bug in the workflow(.|\n)*Traceback"):

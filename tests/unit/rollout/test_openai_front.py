@@ -276,6 +276,12 @@ async def test_a_key_is_refused_unless_its_run_is_open(front, tokenizer):
     assert len(sample.recorder) == 0
 
 
+async def test_a_path_that_nothing_answers_is_told_with_those_that_there_are(front, tokenizer):
+    client = plain_client(front.episode(sample_engine(Script(tokenizer, "x"))))
+    with pytest.raises(openai.NotFoundError, match=r"There is no /v1/embeddings here; there are .*/v1/chat/completions"):
+        await asyncio.to_thread(client.embeddings.create, model="policy", input="q")
+
+
 async def test_what_a_request_leaves_out_comes_from_the_run(front, tokenizer):
     engine = Script(tokenizer, "x")
     gconfig = GenerationHyperparameters(temperature=0.3, max_new_tokens=9, stop=["!"], top_k=4)

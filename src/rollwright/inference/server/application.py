@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 
 from rollwright import __version__
 from rollwright.inference.server.control import Control
-from rollwright.inference.server.errors import RequestError, error_body
+from rollwright.inference.server.errors import RequestError, error_body, error_response, path_refusal
 from rollwright.inference.server.metrics import ServerMetrics
 from rollwright.inference.server.native import NativeProtocol
 from rollwright.inference.server.openai import OpenAIProtocol
@@ -152,15 +152,6 @@ def create_application(engine: Any, settings: ServerSettings, *, model_path: str
 
 
 async def _refuse_path(request: Request, error: Exception) -> JSONResponse:
-    """A path or method that nothing answers, in the form of every other error."""
-    assert isinstance(error, HTTPException)
-    path, status = request.url.path, error.status_code
-    message = str(error.detail)
-    if status == 404 and path in _REFUSED:
-        status, message = 400, f"{path} is not served: {_REFUSED[path]}."
-    elif status == 404:
-        message = f"There is no {path} here; there are {', '.join(known for known in request.app.state.paths if known)}."
-    elif status == 405:
-        message = f"{path} takes {(error.headers or {}).get('Allow', 'another method')}, not {request.method}."
-    body = error_body(message, kind="invalid_request_error", status=status)
-    return JSONResponse(body, status_code=status, headers=dict(error.headers or {}))
+    if isinstance(error, HTTPException) and error.status_code == 404 and (path := request.url.path) in _REFUSED:
+        return error_response(RequestError(f"{path} is not served: {_REFUSED[path]}."))
+    return path_refusal(request, error, request.app.state.paths)

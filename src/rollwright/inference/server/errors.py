@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
 from rollwright.errors import EngineError, EngineStepError, PromptTooLongError, QueueFullError, RequestAborted
 
@@ -62,6 +63,24 @@ def error_response(error: Exception) -> JSONResponse:
     headers = {"Retry-After": "1"} if refusal.status in (429, 503) else None
     body = error_body(str(refusal), kind=refusal.kind, param=refusal.param, status=refusal.status)
     return JSONResponse(body, status_code=refusal.status, headers=headers)
+
+
+def path_refusal(request: Request, error: Exception, paths: Iterable[str]) -> JSONResponse:
+    """The response to a path or method that nothing answers, in the form of every other error.
+
+    Args:
+        request: it.
+        error: Starlette's ``HTTPException``.
+        paths: those that there are.
+    """
+    assert isinstance(error, HTTPException)
+    path, message = request.url.path, str(error.detail)
+    if error.status_code == 404:
+        message = f"There is no {path} here; there are {', '.join(known for known in paths if known)}."
+    elif error.status_code == 405:
+        message = f"{path} takes {(error.headers or {}).get('Allow', 'another method')}, not {request.method}."
+    body = error_body(message, kind="invalid_request_error", status=error.status_code)
+    return JSONResponse(body, status_code=error.status_code, headers=dict(error.headers or {}))
 
 
 def refuse_outside(name: str, value: float, low: float | None, high: float | None) -> None:
