@@ -68,7 +68,7 @@ class RolloutExecutor:
         self.engine = engine
         self.seed = seed
         self.deterministic = deterministic
-        self._thread = LoopThread()
+        self._thread = LoopThread(at_exit=self.destroy)
         self._call = self._thread.call
         self._runner = Runner(engine, self.config, self._thread.loop, seed, deterministic)
         self._delivery = self._runner.delivery

@@ -6,6 +6,7 @@ Invariant: a call from outside ends, whatever becomes of the loop meanwhile.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
 import contextlib
 import threading
@@ -25,12 +26,18 @@ STOP_SECONDS = 10.0  # that tasks get to end after their cancellation
 
 
 class LoopThread:
-    """Owns an event loop and its thread, from the first call to ``stop``. The thread does not keep the process alive."""
+    """Owns an event loop and its thread, from the first call to ``stop``. The thread does not keep the process alive.
 
-    def __init__(self) -> None:
+    Args:
+        at_exit: called when the process ends and the thread still runs; it has to call ``stop``. A thread that computes in
+            torch while Python ends would abort the process.
+    """
+
+    def __init__(self, at_exit: Callable[[], None]) -> None:
         self.loop = asyncio.SelectorEventLoop()
         self.watch = LoopWatch(self.loop)
         self._thread = threading.Thread(target=self._run, name="rollwright-rollout", daemon=True)
+        self._at_exit = at_exit
         self._lock = threading.Lock()
         self._calls: set[concurrent.futures.Future[Any]] = set()  # that callers wait for
         self.is_started = False
@@ -51,6 +58,7 @@ class LoopThread:
         if not self.is_started:
             self._thread.start()
             self.is_started = True
+            atexit.register(self._at_exit)
 
     def call(self, function: Callable[..., Result], *args: Any) -> Result:
         """Run a function on the loop and return what it returns.
@@ -91,6 +99,7 @@ class LoopThread:
             if self.is_stopped:
                 return
             self.is_stopped = True
+        atexit.unregister(self._at_exit)
         try:
             self._end(first)
         finally:

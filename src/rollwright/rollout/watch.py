@@ -13,6 +13,7 @@ import linecache
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,12 +37,12 @@ class _Standstill:
     """One step of the loop that lasts.
 
     Attributes:
-        step: the loop's handle of it; held, so that no later one takes its address.
+        step: the loop's handle of it, not held: what a sample computes with must not be freed by the watch.
         held: seconds that the step itself has taken so far: it computed, or was blocked.
         places: where the loop's thread stood, look by look.
     """
 
-    step: asyncio.Handle
+    step: weakref.ref[asyncio.Handle]
     held: float = BEAT  # it began before it was first seen
     places: Counter[str] = field(default_factory=Counter)
     is_reported: bool = False
@@ -93,6 +94,7 @@ class LoopWatch:
         self._thread_id: int | None = None
         self._native_id: int | None = None
         self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
         self._reported: Counter[str] = Counter()
         self.reports = 0
         self.latest = ""
@@ -103,11 +105,14 @@ class LoopWatch:
         self._native_id = threading.get_native_id()
         self._beat = time.monotonic()
         self._loop.call_soon(self._pulse)
-        threading.Thread(target=self._watch, name="rollwright-loop-watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="rollwright-loop-watch", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
-        """End the watch."""
+        """End the watch, and wait until its thread has ended."""
         self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def where(self) -> str | None:
         """File, line and source of what the loop's thread is doing, with the workflow where it is known."""
@@ -131,7 +136,7 @@ class LoopWatch:
             if step is None:
                 current = None
                 continue
-            if current is None or current.step is not step:
+            if current is None or current.step is not step:  # one reference for each handle that lives
                 current = _Standstill(step)
             else:
                 current.held += own_time(elapsed, before, scheduling)
@@ -154,12 +159,12 @@ class LoopWatch:
                 place,
             )
 
-    def _step(self) -> asyncio.Handle | None:
+    def _step(self) -> weakref.ref[asyncio.Handle] | None:
         """Which step of a task, or which callback, the loop is in; None where it is in none."""
         frame = sys._current_frames().get(self._thread_id) if self._thread_id is not None else None
         while frame is not None:
             if frame.f_code is asyncio.Handle._run.__code__:
-                return frame.f_locals["self"]
+                return weakref.ref(frame.f_locals["self"])
             frame = frame.f_back
         return None
 

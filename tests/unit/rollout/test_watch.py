@@ -74,8 +74,8 @@ def test_short_steps_are_not_taken_for_one_long_step():
     loop.run_forever()
     watch.stop()
     loop.close()
-    assert all(first == again for first, again in seen)
-    assert len({first for first, _ in seen}) == 100
+    assert all(first is again for first, again in seen)
+    assert len({id(first) for first, _ in seen}) == 100
 
 
 class BlocksInAPart:

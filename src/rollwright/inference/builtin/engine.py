@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import threading
 from collections import deque
@@ -114,6 +115,7 @@ class BuiltinEngine(InferenceEngine):
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="rollwright-engine", daemon=True)
         self._thread.start()
+        atexit.register(self.destroy)  # a thread that computes in torch while Python ends would abort the process
 
     # ------------------------------------------------------------------ requests
 
@@ -314,6 +316,7 @@ class BuiltinEngine(InferenceEngine):
                 return
             self._is_closed = True
             self._state.notify_all()
+        atexit.unregister(self.destroy)
         if threading.current_thread() is not self._thread:
             self._thread.join()
         with self._state:
