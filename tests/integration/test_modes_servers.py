@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytest.importorskip("sqlalchemy")
@@ -31,7 +33,8 @@ def test_experiences_of_a_server_have_its_versions_and_it_follows_the_trainer(ru
         run.kill_while(trainer, lambda: run.rows(ahead) and not run.rows("select 1 from checkpoints where version > 2"))
         trainer = run.start("mode=train", "store={}")
         run.finished(explorer, trainer)
-        assert "the trainer went back behind version 3, and is at 2" in run.log(explorer)
+        # At 2, or at 3 made anew where the explorer came late to look.
+        assert re.search("the trainer went back behind version 3, and is at [23]", run.log(explorer))
         (server,) = client.router.servers
         assert client._read_version(server) == str(STEPS)  # the last weights are there, too
 
