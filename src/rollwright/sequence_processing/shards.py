@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -25,13 +25,15 @@ from rollwright.data.rows import read_rows
 from rollwright.errors import CheckpointError, ConfigError
 from rollwright.sequence_processing import processes
 from rollwright.sequence_processing.batches import BatchedSequences, LogprobResults, experiment_metrics
-from rollwright.sequence_processing.config import BatchSize, GenerationConfig
 from rollwright.sequence_processing.generation import check_lengths
 from rollwright.sequence_processing.models import unwrapped
 from rollwright.sequence_processing.progress import progress_bar
 from rollwright.sequence_processing.prompts import Prompt, encoded
 from rollwright.tracking.sinks import MetricsLogger, read_metrics
 from rollwright.training.parallel import full_tensor, rank, summed, wait_for_all, world_size
+
+if TYPE_CHECKING:
+    from rollwright.sequence_processing.processor import SequenceProcessor
 
 MANIFEST, METRICS = "experiment.json", "metrics.jsonl"
 
@@ -84,34 +86,8 @@ class ShardedExperiment:
             yield from read_rows(file)
 
 
-class Processor(Protocol):
-    """What computes the shards: a ``SequenceProcessor``."""
-
-    model: nn.Module
-    tokenizer: Any
-    config: GenerationConfig
-    progress: bool | None
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        ...
-
-    def shard(
-        self,
-        prompts: list[list[int]],
-        group: int,
-        seed: int,
-        first_prompt: int,
-        gen_batch_size: BatchSize | None = None,
-        tf_batch_size: BatchSize | None = None,
-    ) -> tuple[BatchedSequences, LogprobResults]:
-        """A part of an experiment, drawn as it would be within the whole."""
-        ...
-
-
 def run_experiment(
-    processor: Processor,
+    processor: SequenceProcessor,
     directory: Path,
     prompts: Sequence[Prompt],
     group: int,
@@ -151,7 +127,7 @@ def run_experiment(
 # ------------------------------------------------------------------ which experiment
 
 
-def _manifest(processor: Processor, ids: list[list[int]], group: int, options: ShardOptions) -> dict[str, Any]:
+def _manifest(processor: SequenceProcessor, ids: list[list[int]], group: int, options: ShardOptions) -> dict[str, Any]:
     """What decides the results; batch sizes do so only by rounding, and are left out."""
     config = dataclasses.asdict(processor.config)
     sizes = ("gen_batch_size", "tf_batch_size", "deterministic")
