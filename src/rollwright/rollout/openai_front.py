@@ -28,7 +28,8 @@ try:
     from fastapi.responses import Response
     from starlette.exceptions import HTTPException
 
-    from rollwright.inference.server.errors import RequestError, error_response, path_refusal, read_object
+    from rollwright.inference.server.errors import RequestError, error_response, path_refusal
+    from rollwright.inference.server.exchange import read_object
     from rollwright.inference.server.openai import bearer_token
     from rollwright.rollout.openai_episode import OpenAIEpisode
 except ModuleNotFoundError as error:

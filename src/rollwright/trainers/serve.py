@@ -36,7 +36,8 @@ from rollwright.experience.operators import ExperiencePipeline
 from rollwright.experience.store import ExperienceStore
 from rollwright.experience.store_records import Announcement
 from rollwright.inference.engine import InferenceEngine
-from rollwright.inference.server.errors import RequestError, error_response, read_object
+from rollwright.inference.server.errors import RequestError, error_response
+from rollwright.inference.server.exchange import read_object
 from rollwright.inference.server.openai import bearer_token
 from rollwright.rollout.engines import LocalRolloutEngine, RolloutEngine
 from rollwright.rollout.openai_episode import OpenAIEpisode

@@ -12,7 +12,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from rollwright import __version__
 from rollwright.errors import WeightUpdateError
-from rollwright.inference.server.errors import RequestError, error_response, read_object
+from rollwright.inference.server.errors import RequestError, error_response
+from rollwright.inference.server.exchange import read_object
 from rollwright.inference.server.metrics import ServerMetrics
 from rollwright.inference.server.settings import ServerSettings
 from rollwright.inference.weight_files import content_digest, read_weights
@@ -106,7 +107,7 @@ class Control:
         from rollwright.inference.request import ModelRequest
 
         if self._holds:
-            return PlainTextResponse(_HELD[min(self._holds, key=list(_HELD).index)], status_code=503)
+            return PlainTextResponse(self._held(), status_code=503)
         request = ModelRequest(input_ids=[0], gconfig=GenerationHyperparameters(max_new_tokens=1, greedy=True), rid="health")
         try:
             await asyncio.wait_for(self._engine.agenerate(request), timeout=20.0)
@@ -162,8 +163,12 @@ class Control:
     async def _continue(self, body: dict[str, Any]) -> dict[str, Any]:
         await self._release("client")
         if self._holds:
-            return {"message": _HELD[next(iter(self._holds))], "status": "ok"}
+            return {"message": self._held(), "status": "ok"}
         return {"message": "Generation continues.", "status": "ok"}
+
+    def _held(self) -> str:
+        """What a client is told while something holds the engine; of several reasons, the first of the table."""
+        return next(text for reason, text in _HELD.items() if reason in self._holds)
 
     async def _hold(self, reason: str) -> None:
         """Sample nothing until ``reason`` is released; returns when no step runs."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -14,16 +13,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.inference.server.errors import (
-    ClientGoneError,
-    RequestError,
-    as_request_error,
-    beside_the_loop,
-    error_body,
-    error_response,
-    read_object,
-    while_connected,
-)
+from rollwright.inference.server.errors import RequestError, as_request_error, error_body, error_response
+from rollwright.inference.server.exchange import ClientGoneError, beside_the_loop, event_line, read_object, while_connected
 from rollwright.inference.server.native_fields import check_request, generation_arguments
 from rollwright.inference.server.text_stream import completion_text
 from rollwright.inference.stream import generate_all, stream_response
@@ -217,13 +208,13 @@ class NativeProtocol:
             try:
                 latest = first
                 async for partial in partials:
-                    yield _event(self.answer(completion, latest, final=False))
+                    yield event_line(self.answer(completion, latest, final=False))
                     latest = partial
-                yield _event(self.answer(completion, latest))
+                yield event_line(self.answer(completion, latest))
                 yield "data: [DONE]\n\n"
             except Exception as error:  # the status is sent already: the stream says what is wrong
                 refusal = as_request_error(error)
-                yield _event(error_body(str(refusal), kind=refusal.kind, status=refusal.status))
+                yield event_line(error_body(str(refusal), kind=refusal.kind, status=refusal.status))
             finally:
                 await partials.aclose()
 
@@ -246,10 +237,6 @@ def _rids(body: dict[str, Any], count: int) -> list[str]:
     if isinstance(rid, list):
         return [str(name) for name in _one_each("rid", body, count)]
     return [str(rid)] if count == 1 else [f"{rid}_{index}" for index in range(count)]
-
-
-def _event(value: Any) -> str:
-    return "data: " + json.dumps(value, ensure_ascii=False) + "\n\n"
 
 
 def _finish_reason(response: ModelResponse) -> dict[str, Any]:

@@ -23,20 +23,11 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.server.chat_messages import template_messages
-from rollwright.inference.server.errors import (
-    ClientGoneError,
-    RequestError,
-    as_request_error,
-    beside_the_loop,
-    error_body,
-    error_response,
-    read_object,
-    while_connected,
-)
+from rollwright.inference.server.errors import RequestError, as_request_error, error_body, error_response
+from rollwright.inference.server.exchange import ClientGoneError, beside_the_loop, event_line, read_object, while_connected
 from rollwright.inference.server.openai_answer import (
     ChoiceStream,
     answer_choice,
-    event_line,
     opening,
     partial_responses,
     usage_of,
@@ -362,7 +353,7 @@ class OpenAIProtocol:
                     if chunk is not None:
                         yield event_line({**head, "choices": [chunk]})
                 await self.finish(call, [latest[index] for index in range(len(streams))])
-            except Exception as error:
+            except Exception as error:  # of the engine or of on_call: whatever it is, the client is told
                 if not latest:
                     raise  # nothing was sent: the request gets a status
                 refusal = as_request_error(error)

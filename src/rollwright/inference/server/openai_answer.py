@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -228,7 +227,3 @@ def opening(call: OpenAICall) -> dict[str, Any]:
         for index in range(len(call.requests))
     ]
     return {"choices": choices, **({"prompt_token_ids": call.requests[0].input_ids} if call.return_token_ids else {})}
-
-
-def event_line(value: dict[str, Any]) -> str:
-    return "data: " + json.dumps(value, ensure_ascii=False) + "\n\n"
