@@ -120,7 +120,7 @@ class QueryBatcher:
             topk = max(item.topk for item in batch)
             hits = iter(self._retriever.search([query for item in batch for query in item.queries], topk))
             outcomes = [[next(hits).first(item.topk) for _ in item.queries] for item in batch]
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, each query of the batch is answered with it
             outcomes = [error] * len(batch)
         loop.call_soon_threadsafe(self._deliver, loop, batch, outcomes)
 

@@ -165,7 +165,7 @@ class ExperiencePipeline:
             before = len(current)
             try:
                 current, metrics = operator.process(list(current))
-            except Exception as error:
+            except Exception as error:  # of a user's operator
                 raise TrajectoryError(
                     f"operator {name!r} failed on the experiences of group {current[0].eid.group!r}: {type(error).__name__}: {error}. "
                     "Mend it or take it out of store.operators."

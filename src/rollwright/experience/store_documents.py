@@ -53,5 +53,5 @@ def document_experience(document: dict[str, Any], where: str) -> Experience:
         raise StoreError(f"{where}: an experience has no field {unknown[0]!r}; its fields are {', '.join(sorted(_FIELDS))}.")
     try:
         return Experience(**document)
-    except Exception as error:
+    except Exception as error:  # a document from elsewhere can be wrong in any way
         raise StoreError(f"{where}: the experience cannot be read ({error}): mend or delete that line.") from error

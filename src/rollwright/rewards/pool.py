@@ -204,7 +204,7 @@ class WorkerPool:
                 value = worker.run(call)
             except FunctionFailedError as error:
                 call.future.set_exception(error)
-            except BaseException as error:
+            except BaseException as error:  # whatever ended the exchange, the worker's pipe may hold half a message
                 worker = self._discard(worker)
                 call.future.set_exception(error)
             else:

@@ -127,7 +127,7 @@ def _import_path(path: str, tried: list[str]) -> Callable[..., Any] | None:
                 ) from error
             tried.append(f"no module {module_name}")
             continue
-        except Exception as error:
+        except Exception as error:  # a user's module can fail in any way
             raise RewardError(
                 f"module {module_name} of reward function {path!r} fails to import: {error!r}; mend it."
             ) from error

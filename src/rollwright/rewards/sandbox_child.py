@@ -160,7 +160,7 @@ def _exit_code(body: Callable[[], None]) -> int:
             return (end.code or 0) & 0xFF
         print(end.code, file=sys.stderr)
         return 1
-    except BaseException as error:
+    except BaseException as error:  # of the script: SystemExit was taken above
         traceback.print_exception(type(error), error, _below(error.__traceback__))
         return 1
     return 0
