@@ -33,8 +33,15 @@ def serve_model(
     log_level: str = typer.Option("warning", help="Of the HTTP server."),
 ) -> None:
     """Serve a model to clients of SGLang's native protocol and of the OpenAI protocol."""
-    from rollwright.inference.server.serving import EngineSettings, serve
+    from rollwright.errors import ConfigError
     from rollwright.inference.server.settings import ServerSettings
+
+    try:
+        from rollwright.inference.server.serving import EngineSettings, serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"rollwright serve-model needs the package {error.name}: pip install 'rollwright[server]'."
+        ) from error
 
     settings = ServerSettings(
         host=host,

@@ -1,6 +1,7 @@
 """The command line, in this process: what commands print, how they fail."""
 
 import json
+import sys
 import types
 
 import pytest
@@ -139,6 +140,20 @@ def test_a_bug_is_one_line_too(config, run_config, capsys, cache):
     assert "KeyError" in err
     assert str(cache) in err
     assert "Traceback" in cache.read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "service", "package", "extra"),
+    [
+        (["serve-model", "directory"], "rollwright.inference.server.serving", "uvicorn", "server"),
+        (["retrieve", "--corpus", "file"], "rollwright.environments.retrieval_service", "fastapi", "retrieval"),
+    ],
+)
+def test_a_command_whose_packages_are_missing_names_the_extra(command, service, package, extra, monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, service, raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(command) == 1
+    assert f"needs the package {package}: pip install 'rollwright[{extra}]'" in capsys.readouterr().err
 
 
 def test_statuses(config, run_config, capsys):
