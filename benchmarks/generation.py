@@ -31,7 +31,7 @@ import transformers
 from report import Report
 
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.inference.builtin.engine import BuiltinEngine
+from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelRequest
 
 #: ``--clock processor`` counts this process's processor seconds instead: with one thread they say what a busy machine's wall

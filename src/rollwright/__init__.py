@@ -57,7 +57,7 @@ _EXPORTS: dict[str, str] = {
     "VLLMClient": "rollwright.inference.vllm",
     "Launcher": "rollwright.inference.launcher",
     "LocalServerConfig": "rollwright.config.servers",
-    "BuiltinEngine": "rollwright.inference.builtin.engine",
+    "BuiltinEngine": "rollwright.inference.backends.builtin.engine",
     "ModelRequest": "rollwright.inference.request",
     "ModelResponse": "rollwright.inference.request",
     # workflows

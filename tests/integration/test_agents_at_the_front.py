@@ -99,7 +99,7 @@ def taught_model(path: Path) -> None:
 def test_agentscope_s_agent_is_trained_on_the_tokens_of_the_engine(tmp_path, monkeypatch):
     pytest.importorskip("agentscope", reason="the extra 'agentscope' is not installed")
     from rollwright.cli.main import main
-    from rollwright.inference.builtin.engine import BuiltinEngine
+    from rollwright.inference.backends.builtin.engine import BuiltinEngine
     from rollwright.training.actor import FSDPPPOActor
 
     model = tmp_path / "model"

@@ -205,7 +205,7 @@ class LocalRolloutEngine(RolloutEngine):
 
     def make_client(self) -> InferenceEngine:
         """Load the model, or share the one that was given."""
-        from rollwright.inference.builtin.engine import BuiltinEngine
+        from rollwright.inference.backends.builtin.engine import BuiltinEngine
 
         config = self.config
         model = self.model if self.model is not None else config.path

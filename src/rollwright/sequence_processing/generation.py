@@ -7,7 +7,7 @@ from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import PromptTooLongError
-from rollwright.inference.builtin.engine import BuiltinEngine
+from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.rollout.sample import SampleName, request_seed
 from rollwright.sequence_processing.memory import cache_bytes, halved, is_out_of_memory, release

@@ -12,7 +12,7 @@ import uvicorn
 from builtin_models import tiny_model
 
 from rollwright.data.tokenizer import build_character_tokenizer
-from rollwright.inference.builtin.engine import BuiltinEngine
+from rollwright.inference.backends.builtin.engine import BuiltinEngine
 
 TOOL_TEMPLATE = (
     "{%- if tools -%}{{- '<|system|>' -}}{%- for tool in tools -%}{{- tool.function.name + ' ' -}}{%- endfor -%}"

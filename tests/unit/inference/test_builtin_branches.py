@@ -9,7 +9,7 @@ import torch
 from builtin_models import tiny_model
 
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.inference.builtin.engine import BuiltinEngine
+from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelRequest
 
 

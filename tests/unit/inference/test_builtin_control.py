@@ -11,7 +11,7 @@ from builtin_models import reference_logprobs, step, tiny_model
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import ConfigError, EngineError, QueueFullError, RequestAborted
-from rollwright.inference.builtin.engine import BuiltinEngine
+from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelRequest
 
 LONG = GenerationHyperparameters(max_new_tokens=100, ignore_eos=True)

@@ -11,7 +11,7 @@ from builtin_models import VOCABULARY, reference_logprobs, tiny_model
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError, PromptTooLongError
-from rollwright.inference.builtin.engine import BuiltinEngine
+from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelRequest
 
 

@@ -9,7 +9,7 @@ from builtin_models import step, tiny_model
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError
-from rollwright.inference.builtin.engine import BuiltinEngine
+from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelRequest
 
 IMAGE, START, END = 90, 91, 92

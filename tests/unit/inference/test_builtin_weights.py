@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import WeightUpdateError
-from rollwright.inference.builtin.engine import BuiltinEngine
+from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelRequest
 
 LONG = GenerationHyperparameters(max_new_tokens=16, temperature=0.7, ignore_eos=True)

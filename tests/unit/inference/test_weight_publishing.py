@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from rollwright.config.allocation import AllocationMode
 from rollwright.errors import WeightUpdateError
 from rollwright.inference import audit as auditing
-from rollwright.inference.builtin.engine import BuiltinEngine
+from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelResponse
 from rollwright.inference.weight_files import MANIFEST, content_digest, keep_newest, read_weights, write_weights
 from rollwright.inference.weight_group import buckets

@@ -5,7 +5,7 @@ import torch
 from processed_models import small_model, tokenizer
 
 from rollwright.errors import EngineError
-from rollwright.inference.builtin.model_runner import ModelRunner
+from rollwright.inference.backends.builtin.model_runner import ModelRunner
 from rollwright.sequence_processing import GenerationConfig, SequenceProcessor, memory
 from rollwright.training.logprobs import TokenScorer
 

@@ -12,7 +12,7 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import OptimizerConfig, PPOActorConfig, RolloutConfig
 from rollwright.errors import WeightUpdateError
 from rollwright.inference.audit import NEW_TOKENS_IN_PROCESS, probe_request
-from rollwright.inference.builtin.engine import BuiltinEngine
+from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.weights import WeightUpdateMeta
 from rollwright.rollout.engines import LocalRolloutEngine

@@ -12,7 +12,7 @@ from rollwright.errors import ConfigError, EngineError, PromptTooLongError
 from rollwright.experience.normaliser import normalise
 from rollwright.experience.recorder import Recorder
 from rollwright.experience.trajectory import check_trajectory, concat_padded_tensors
-from rollwright.inference.builtin.engine import BuiltinEngine
+from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.sglang import SGLangClient, _Facts
 from rollwright.inference.vllm import VLLMClient

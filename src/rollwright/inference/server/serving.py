@@ -9,7 +9,7 @@ import torch
 import uvicorn
 
 from rollwright.errors import ConfigError
-from rollwright.inference.builtin.engine import BuiltinEngine
+from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.open_files import allow_many_connections
 from rollwright.inference.server.application import create_application
 from rollwright.inference.server.settings import ServerSettings

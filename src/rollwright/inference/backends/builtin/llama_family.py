@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rollwright.inference.builtin.forward_batch import ForwardBatch
-from rollwright.inference.builtin.fused_weights import fuse_rows
-from rollwright.inference.builtin.kv_cache import KVCache, LayerShape
-from rollwright.inference.builtin.sequence import Sequence
+from rollwright.inference.backends.builtin.forward_batch import ForwardBatch
+from rollwright.inference.backends.builtin.fused_weights import fuse_rows
+from rollwright.inference.backends.builtin.kv_cache import KVCache, LayerShape
+from rollwright.inference.backends.builtin.sequence import Sequence
 
 _CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 

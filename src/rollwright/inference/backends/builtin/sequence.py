@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.inference.builtin.stop import StopStrings
+from rollwright.inference.backends.builtin.stop import StopStrings
 from rollwright.inference.request import ModelRequest, ModelResponse
 
 

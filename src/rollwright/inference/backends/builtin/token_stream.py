@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator
 from concurrent.futures import Future
 
-from rollwright.inference.builtin.sequence import Sequence
+from rollwright.inference.backends.builtin.sequence import Sequence
 from rollwright.inference.request import ModelResponse
 
 

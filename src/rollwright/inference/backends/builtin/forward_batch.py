@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollwright.inference.builtin.row_table import RowTable
-from rollwright.inference.builtin.sequence import Sequence
+from rollwright.inference.backends.builtin.row_table import RowTable
+from rollwright.inference.backends.builtin.sequence import Sequence
 
 
 @dataclass

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollwright.inference.builtin.row_table import RowTable
+from rollwright.inference.backends.builtin.row_table import RowTable
 
 _BELOW_ONE = 1.0 - 2.0**-23  # keeps a target below the total, whatever the rounding
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from rollwright.errors import ConfigError
-from rollwright.inference.builtin.forward_batch import ForwardBatch
-from rollwright.inference.builtin.general_model import GeneralModel
-from rollwright.inference.builtin.kv_cache import KVCache, LayerShape
-from rollwright.inference.builtin.llama_family import LlamaFamily, why_not_llama_family
-from rollwright.inference.builtin.sequence import Sequence
+from rollwright.inference.backends.builtin.forward_batch import ForwardBatch
+from rollwright.inference.backends.builtin.general_model import GeneralModel
+from rollwright.inference.backends.builtin.kv_cache import KVCache, LayerShape
+from rollwright.inference.backends.builtin.llama_family import LlamaFamily, why_not_llama_family
+from rollwright.inference.backends.builtin.sequence import Sequence
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger(__name__)

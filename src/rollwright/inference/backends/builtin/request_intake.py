@@ -6,11 +6,11 @@ import random
 from typing import Any
 
 from rollwright.errors import EngineError, PromptTooLongError
-from rollwright.inference.builtin.forward_batch import hidden_columns
-from rollwright.inference.builtin.model_runner import ModelRunner
-from rollwright.inference.builtin.request_checks import check_layout, check_media, check_sampling
-from rollwright.inference.builtin.sequence import Sequence
-from rollwright.inference.builtin.stop import StopStrings
+from rollwright.inference.backends.builtin.forward_batch import hidden_columns
+from rollwright.inference.backends.builtin.model_runner import ModelRunner
+from rollwright.inference.backends.builtin.request_checks import check_layout, check_media, check_sampling
+from rollwright.inference.backends.builtin.sequence import Sequence
+from rollwright.inference.backends.builtin.stop import StopStrings
 from rollwright.inference.request import ModelRequest
 
 

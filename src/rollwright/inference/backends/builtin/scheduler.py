@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from rollwright.inference.builtin.kv_cache import KVCache
-from rollwright.inference.builtin.prefix_cache import KeptPrefix, PrefixCache, PrefixIndex
-from rollwright.inference.builtin.row_table import RowTable
-from rollwright.inference.builtin.sequence import Sequence
+from rollwright.inference.backends.builtin.kv_cache import KVCache
+from rollwright.inference.backends.builtin.prefix_cache import KeptPrefix, PrefixCache, PrefixIndex
+from rollwright.inference.backends.builtin.row_table import RowTable
+from rollwright.inference.backends.builtin.sequence import Sequence
 
 _HEADROOM = 64  # columns beyond its tokens that a sequence must find free when not all it may need fits
 

@@ -7,13 +7,13 @@ import time
 import torch
 from torch import Tensor
 
-from rollwright.inference.builtin.forward_batch import decode_batch, prefill_batch
-from rollwright.inference.builtin.model_runner import ModelRunner
-from rollwright.inference.builtin.prefix_cache import PrefixCache
-from rollwright.inference.builtin.row_table import RowTable
-from rollwright.inference.builtin.sampler import Sampler
-from rollwright.inference.builtin.scheduler import Prefill, Scheduler
-from rollwright.inference.builtin.sequence import Sequence
+from rollwright.inference.backends.builtin.forward_batch import decode_batch, prefill_batch
+from rollwright.inference.backends.builtin.model_runner import ModelRunner
+from rollwright.inference.backends.builtin.prefix_cache import PrefixCache
+from rollwright.inference.backends.builtin.row_table import RowTable
+from rollwright.inference.backends.builtin.sampler import Sampler
+from rollwright.inference.backends.builtin.scheduler import Prefill, Scheduler
+from rollwright.inference.backends.builtin.sequence import Sequence
 from rollwright.inference.request import ModelResponse
 
 Finished = tuple[Sequence, ModelResponse | BaseException]

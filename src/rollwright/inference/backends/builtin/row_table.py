@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollwright.inference.builtin.sequence import Sequence
+from rollwright.inference.backends.builtin.sequence import Sequence
 
 _NO_TOKEN = -1
 

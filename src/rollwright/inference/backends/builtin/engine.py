@@ -29,17 +29,17 @@ from rollwright.errors import (
     RequestAborted,
     WeightUpdateError,
 )
-from rollwright.inference.builtin.model_loading import (
+from rollwright.inference.backends.builtin.model_loading import (
     cache_bytes_by_default,
     copy_weights,
     load_model_for_inference,
     weight_copies,
 )
-from rollwright.inference.builtin.model_runner import ModelRunner
-from rollwright.inference.builtin.request_intake import RequestIntake
-from rollwright.inference.builtin.sequence import Sequence
-from rollwright.inference.builtin.step import Finished, Stepper, sample_alone
-from rollwright.inference.builtin.token_stream import TokenStream
+from rollwright.inference.backends.builtin.model_runner import ModelRunner
+from rollwright.inference.backends.builtin.request_intake import RequestIntake
+from rollwright.inference.backends.builtin.sequence import Sequence
+from rollwright.inference.backends.builtin.step import Finished, Stepper, sample_alone
+from rollwright.inference.backends.builtin.token_stream import TokenStream
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.tracking.logging import getLogger

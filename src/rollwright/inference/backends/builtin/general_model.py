@@ -17,9 +17,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rollwright.errors import EngineError
-from rollwright.inference.builtin.forward_batch import ForwardBatch, prefill_batch
-from rollwright.inference.builtin.kv_cache import KVCache, LayerShape
-from rollwright.inference.builtin.sequence import Sequence
+from rollwright.inference.backends.builtin.forward_batch import ForwardBatch, prefill_batch
+from rollwright.inference.backends.builtin.kv_cache import KVCache, LayerShape
+from rollwright.inference.backends.builtin.sequence import Sequence
 from rollwright.inference.request import ModelRequest
 
 
