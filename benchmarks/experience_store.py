@@ -21,8 +21,8 @@ from typing import NamedTuple
 from report import Report
 
 from rollwright.experience.experience import Experience
-from rollwright.experience.store import ExperienceStore
-from rollwright.experience.store_sampling import Sampling
+from rollwright.store.sampling import Sampling
+from rollwright.store.store import ExperienceStore
 
 GROUP, BATCH = 8, 64
 

@@ -11,7 +11,7 @@ from rollwright.config.sections import DatasetConfig, OptimizerConfig, PPOActorC
 from rollwright.config.store import StoreConfig
 from rollwright.errors import TrajectoryError
 from rollwright.experience.experience import Experience, ExperienceId
-from rollwright.experience.store_file import FileStore
+from rollwright.store.file import FileStore
 from rollwright.trainers.shared_run import claim_part
 from rollwright.trainers.train_from_store import StoreTrainer
 

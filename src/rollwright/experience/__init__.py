@@ -1,1 +1,1 @@
-"""What a sample produced: experiences, trajectories (check, normalise, pad, pack), the recorder and the experience store."""
+"""What a sample produced: experiences, trajectories (check, normalise, pad, pack), the recorder, operators."""

@@ -29,7 +29,7 @@ from rollwright.errors import ConfigError, TrajectoryError
 from rollwright.experience.experience import Experience
 
 #: Module that registers the built-in operators; imported when a name is first looked up.
-_BUILT_IN = "rollwright.experience.store_operators"
+_BUILT_IN = "rollwright.experience.built_in_operators"
 
 
 class ExperienceOperator(ABC):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rollwright.experience.store_records import Announcement
+from rollwright.store.records import Announcement
 
 
 class EvaluationTurns:

@@ -23,10 +23,10 @@ from rollwright.data.mixture import TaskMixture
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError, RolloutError
 from rollwright.experience.operators import ExperiencePipeline, PipelineResult
-from rollwright.experience.store import ExperienceStore
-from rollwright.experience.store_records import Announcement, TaskClaim
 from rollwright.experience.trajectory import Trajectory
 from rollwright.rollout.engines import RolloutEngine
+from rollwright.store.records import Announcement, TaskClaim
+from rollwright.store.store import ExperienceStore
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers import tasks

@@ -67,7 +67,7 @@ def _policy(config: PPOConfig) -> Iterator[Fault]:
         for index, operator in enumerate(config.store.operators):
             yield from _tried(("store", "operators", index), lambda each=operator: OPERATORS.build(each.name, each.args))
         if config.store.order == "priority":
-            from rollwright.experience.store_sampling import Sampling
+            from rollwright.store.sampling import Sampling
 
             yield from _tried(("store", "priority_fn"), lambda: Sampling.from_config(config.store))  # type: ignore[arg-type]
 

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from rollwright.errors import WeightUpdateError
-from rollwright.experience.store import ExperienceStore
-from rollwright.experience.store_records import Announcement
 from rollwright.inference.audit import NEW_TOKENS_IN_PROCESS, audit, probe_request
 from rollwright.inference.weight_files import (
     MANIFEST,
@@ -25,6 +23,8 @@ from rollwright.inference.weight_files import (
 )
 from rollwright.inference.weights import distinct_weights
 from rollwright.rollout.engines import LocalRolloutEngine
+from rollwright.store.records import Announcement
+from rollwright.store.store import ExperienceStore
 from rollwright.tracking.logging import getLogger
 from rollwright.training.logprobs import TokenScorer
 

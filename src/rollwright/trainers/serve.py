@@ -33,8 +33,6 @@ from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError, RollwrightError
 from rollwright.experience.experience import ExperienceId
 from rollwright.experience.operators import ExperiencePipeline
-from rollwright.experience.store import ExperienceStore
-from rollwright.experience.store_records import Announcement
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.server.errors import RequestError, error_response
 from rollwright.inference.server.exchange import read_object
@@ -42,6 +40,8 @@ from rollwright.inference.server.openai import bearer_token
 from rollwright.rollout.engines import LocalRolloutEngine, RolloutEngine
 from rollwright.rollout.openai_episode import OpenAIEpisode
 from rollwright.rollout.openai_front import OpenAIFront, ServerThread
+from rollwright.store.records import Announcement
+from rollwright.store.store import ExperienceStore
 from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory

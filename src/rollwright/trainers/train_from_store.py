@@ -15,10 +15,10 @@ import torch
 from rollwright.config.experiment import PPOConfig
 from rollwright.config.recipes import apply_recipe
 from rollwright.data.tokenizer import load_tokenizer
-from rollwright.experience.store import ExperienceStore
-from rollwright.experience.store_records import Batch
-from rollwright.experience.store_sampling import Sampling
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors, tensor_container_to
+from rollwright.store.records import Batch
+from rollwright.store.sampling import Sampling
+from rollwright.store.store import ExperienceStore
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.checkpoints import save_step

@@ -130,7 +130,7 @@ def test_users_add_operators_by_name_path_and_object():
     result = apply("test_doubling", [experience(1.0), experience(2.0)])
     assert [[each.reward for each in sample] for sample in result.samples] == [[1.0], [2.0], [2.0], [4.0]]
     assert result.metrics == {"test_doubling/made": 2.0}
-    by_path = ExperiencePipeline([OperatorConfig("rollwright.experience.store_operators.RewardFilter", {"threshold": 2.0})])
+    by_path = ExperiencePipeline([OperatorConfig("rollwright.experience.built_in_operators.RewardFilter", {"threshold": 2.0})])
     assert by_path.apply([experience(1.0)]).samples == []
     assert ExperiencePipeline([("mine", Doubling())]).apply([experience(1.0)]).metrics == {"mine/made": 1.0}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollwright.experience.store_records import Announcement
+from rollwright.store.records import Announcement
 from rollwright.trainers.evaluation_turns import EvaluationTurns
 
 

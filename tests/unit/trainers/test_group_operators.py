@@ -8,7 +8,7 @@ from rollwright.config.store import OperatorConfig
 from rollwright.experience.check import check_trajectory
 from rollwright.experience.experience import Experience, ExperienceId
 from rollwright.experience.operators import OPERATORS, ExperienceOperator
-from rollwright.experience.store_records import Batch, StoredGroup
+from rollwright.store.records import Batch, StoredGroup
 from rollwright.tracking.metrics import MetricsTracker
 from rollwright.trainers.group_operators import GroupOperators, joined_samples, samples_of
 from rollwright.trainers.step_report import workflow_metrics

@@ -11,10 +11,10 @@ pytest.importorskip("sqlalchemy")
 from rollwright.config.sections import RolloutConfig, TrainEngineConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import WeightUpdateError
-from rollwright.experience.store import ExperienceStore
-from rollwright.experience.store_records import Announcement
 from rollwright.inference.weight_files import read_weights
 from rollwright.rollout.engines import LocalRolloutEngine
+from rollwright.store.records import Announcement
+from rollwright.store.store import ExperienceStore
 from rollwright.trainers import published_weights
 from rollwright.trainers.published_weights import PublishedWeights, give_weights, newest_weights, read_published
 from rollwright.training.engine import TrainEngine

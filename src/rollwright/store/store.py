@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollwright.experience import store_reading as reading
-from rollwright.experience.store_database import Database
-from rollwright.experience.store_explorer import ExplorerSide
-from rollwright.experience.store_export import export_parquet
-from rollwright.experience.store_records import StoredGroup, StoreStatus
-from rollwright.experience.store_trainer import TrainerSide
+from rollwright.store import reading
+from rollwright.store.database import Database
+from rollwright.store.explorer import ExplorerSide
+from rollwright.store.export import export_parquet
+from rollwright.store.records import StoredGroup, StoreStatus
+from rollwright.store.trainer import TrainerSide
 
 
 class ExperienceStore(ExplorerSide, TrainerSide):

@@ -11,7 +11,7 @@ pytest.importorskip("sqlalchemy")
 from rollwright.config.store import OperatorConfig, StoreConfig
 from rollwright.experience.experience import Experience
 from rollwright.experience.operators import OPERATORS
-from rollwright.experience.store import ExperienceStore
+from rollwright.store.store import ExperienceStore
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "experience-store.md"
 TASKS = 7

@@ -7,8 +7,8 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, func, insert, select, update
 
-from rollwright.experience.store_database import Database
-from rollwright.experience.store_schema import OPEN, READY, drops, experiences, groups
+from rollwright.store.database import Database
+from rollwright.store.schema import OPEN, READY, drops, experiences, groups
 
 #: Rows that came for a group which a reader had asked for before it was complete.
 LATE = "late"

@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from store_databases import new_database
 
 from rollwright.experience.experience import Experience
-from rollwright.experience.store import ExperienceStore
-from rollwright.experience.store_sampling import Sampling
+from rollwright.store.sampling import Sampling
+from rollwright.store.store import ExperienceStore
 
 TASKS = 24
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from sqlalchemy import Connection, func, insert, select, update
 
 from rollwright.errors import StoreError
-from rollwright.experience.store_database import Database
-from rollwright.experience.store_records import Announcement
-from rollwright.experience.store_schema import uses, versions
+from rollwright.store.database import Database
+from rollwright.store.records import Announcement
+from rollwright.store.schema import uses, versions
 
 _HIGHEST = "highest_version"
 

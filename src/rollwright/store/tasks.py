@@ -8,10 +8,10 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, case, delete, func, insert, or_, select, update
 
 from rollwright.errors import StoreError
-from rollwright.experience.store_database import Database
-from rollwright.experience.store_records import TaskClaim
-from rollwright.experience.store_schema import CLAIMED, FINISHED, OPEN, READY, RELEASED, experiences, groups, tasks, uses
-from rollwright.experience.store_writing import complete_group, count_drops, write_group
+from rollwright.store.database import Database
+from rollwright.store.records import TaskClaim
+from rollwright.store.schema import CLAIMED, FINISHED, OPEN, READY, RELEASED, experiences, groups, tasks, uses
+from rollwright.store.writing import complete_group, count_drops, write_group
 
 _DECLARED = "declared_tasks"
 _TASK = select(tasks.c.state, tasks.c.attempt).where(tasks.c.ordinal == bindparam("task"))

@@ -17,8 +17,8 @@ from typing import IO, Any
 
 from rollwright.errors import StoreError
 from rollwright.experience.experience import Experience
-from rollwright.experience.store_documents import document_experience, experience_document
-from rollwright.experience.store_records import Batch, StoredGroup, oldest_version, own_name
+from rollwright.store.documents import document_experience, experience_document
+from rollwright.store.records import Batch, StoredGroup, oldest_version, own_name
 
 _POLL = 0.05
 

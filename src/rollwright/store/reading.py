@@ -8,11 +8,11 @@ from typing import Any
 from sqlalchemy import Connection, func, select
 
 from rollwright.errors import StoreError, TrajectoryError
-from rollwright.experience import store_schema as schema
 from rollwright.experience.experience import Experience
-from rollwright.experience.store_database import Database
-from rollwright.experience.store_records import StoredGroup, StoreStatus
-from rollwright.experience.store_tasks import declared_tasks
+from rollwright.store import schema as schema
+from rollwright.store.database import Database
+from rollwright.store.records import StoredGroup, StoreStatus
+from rollwright.store.tasks import declared_tasks
 
 #: Ids in one query; SQLite allows 32,766 parameters.
 _IDS_A_QUERY = 500

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from rollwright.config.store import StoreConfig
 from rollwright.errors import ConfigError, StoreError
 from rollwright.experience.experience import Experience, ExperienceId
-from rollwright.experience.store import ExperienceStore
-from rollwright.experience.store_documents import document_experience, experience_document
-from rollwright.experience.store_file import FileStore
-from rollwright.experience.store_opening import open_store
-from rollwright.experience.store_sampling import Sampling
+from rollwright.store.documents import document_experience, experience_document
+from rollwright.store.file import FileStore
+from rollwright.store.opening import open_store
+from rollwright.store.sampling import Sampling
+from rollwright.store.store import ExperienceStore
 
 
 def experience(marker: int = 0, **fields) -> Experience:

@@ -8,19 +8,20 @@ from contextlib import contextmanager
 from typing import Any
 
 from rollwright.errors import StoreError
-from rollwright.experience import store_tasks, store_weights
 from rollwright.experience.experience import Experience
-from rollwright.experience.store_database import Database
-from rollwright.experience.store_polling import poll
-from rollwright.experience.store_records import Announcement, TaskClaim, experience_row, own_name
-from rollwright.experience.store_writing import complete_named_group, count_drops, write_group
+from rollwright.store import tasks as store_tasks
+from rollwright.store import weights as store_weights
+from rollwright.store.database import Database
+from rollwright.store.polling import poll
+from rollwright.store.records import Announcement, TaskClaim, experience_row, own_name
+from rollwright.store.writing import complete_named_group, count_drops, write_group
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("store")
 
 
 class ExplorerSide:
-    """The methods of :class:`~rollwright.experience.store.ExperienceStore` that explorers call."""
+    """The methods of :class:`~rollwright.store.store.ExperienceStore` that explorers call."""
 
     _database: Database
 

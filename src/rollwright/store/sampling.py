@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Select, select
 
 from rollwright.config.store import StoreConfig
 from rollwright.errors import ConfigError
-from rollwright.experience.store_schema import READY, groups
+from rollwright.store.schema import READY, groups
 
 #: ``(version of the group, uses so far, random numbers, **arguments) -> priority, or None where it is not to be used again``.
 PriorityFunction = Callable[..., float | None]

@@ -11,7 +11,7 @@ from typing import Any
 
 from rollwright.errors import ConfigError
 from rollwright.experience.experience import Experience
-from rollwright.experience.store_records import StoredGroup
+from rollwright.store.records import StoredGroup
 
 _ROWS_AT_ONCE = 2048
 #: Fields that are written as JSON.

@@ -8,17 +8,16 @@ from contextlib import contextmanager
 from sqlalchemy import Connection
 
 from rollwright.errors import StoreError
-from rollwright.experience import store_consumption as consumption
-from rollwright.experience import store_reading as reading
-from rollwright.experience import store_weights
-from rollwright.experience.store_database import Database
-from rollwright.experience.store_polling import poll
-from rollwright.experience.store_records import Batch
-from rollwright.experience.store_sampling import Sampling
+from rollwright.store import consumption, reading
+from rollwright.store import weights as store_weights
+from rollwright.store.database import Database
+from rollwright.store.polling import poll
+from rollwright.store.records import Batch
+from rollwright.store.sampling import Sampling
 
 
 class TrainerSide:
-    """The methods of :class:`~rollwright.experience.store.ExperienceStore` that the trainer calls."""
+    """The methods of :class:`~rollwright.store.store.ExperienceStore` that the trainer calls."""
 
     _database: Database
     _epoch: int | None = None  # set when this process begins to consume

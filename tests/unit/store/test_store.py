@@ -11,10 +11,11 @@ from store_databases import new_database
 pytest.importorskip("sqlalchemy")
 
 from rollwright.errors import ConfigError, StoreError
-from rollwright.experience import store_database, store_tasks
 from rollwright.experience.experience import Experience
-from rollwright.experience.store import ExperienceStore
-from rollwright.experience.store_sampling import PRIORITY_FUNCTIONS, Sampling
+from rollwright.store import database as store_database
+from rollwright.store import tasks as store_tasks
+from rollwright.store.sampling import PRIORITY_FUNCTIONS, Sampling
+from rollwright.store.store import ExperienceStore
 
 
 def experience(marker: int = 0, *, version: int | None = 0, reward: float = 1.0) -> Experience:

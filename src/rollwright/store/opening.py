@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rollwright.config.store import StoreConfig
 from rollwright.errors import ConfigError
-from rollwright.experience.store import ExperienceStore
-from rollwright.experience.store_file import FileStore
+from rollwright.store.file import FileStore
+from rollwright.store.store import ExperienceStore
 
 
 def open_store(config: StoreConfig, directory: str | Path, *, run: str, create: bool = True) -> ExperienceStore | FileStore:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from sqlalchemy import Connection, bindparam, delete, func, insert, or_, select, update
 
 from rollwright.errors import StoreError
-from rollwright.experience.store_database import Database
-from rollwright.experience.store_sampling import Sampling
-from rollwright.experience.store_schema import DROPPED, OPEN, READY, checkpoints, counters, experiences, groups, uses, versions
-from rollwright.experience.store_writing import complete_group
+from rollwright.store.database import Database
+from rollwright.store.sampling import Sampling
+from rollwright.store.schema import DROPPED, OPEN, READY, checkpoints, counters, experiences, groups, uses, versions
+from rollwright.store.writing import complete_group
 
 
 def check_epoch(database: Database, connection: Connection, epoch: int) -> None:

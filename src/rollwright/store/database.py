@@ -24,7 +24,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError
 from sqlalchemy.pool import StaticPool
 
-from rollwright.experience.store_schema import SCHEMA_VERSION, counters, facts, metadata
+from rollwright.store.schema import SCHEMA_VERSION, counters, facts, metadata
 
 #: Seconds that a writer waits for others.
 BUSY_SECONDS = 60.0
