@@ -1,0 +1,138 @@
+"""Files and directories that readers see whole or not at all.
+
+Each is written beside its target under a name of its own (``.<name>.<8 hex digits>.tmp``) and then renamed. A writer that is
+killed leaves the old target as it was, and a leftover that ``sweep`` removes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
+
+
+@contextmanager
+def replaced_file(path: str | Path, *, durable: bool = False, mode: int | None = None) -> Iterator[Path]:
+    """A path to write that takes the place of ``path`` when the block ends without an exception.
+
+    Args:
+        path: the target; its parent directories are created.
+        durable: flush the file and its directory to the disk, so that it survives a power failure.
+        mode: permission bits of the file; None: those of any new file.
+    """
+    target = Path(path).absolute()
+    draft = _beside(target)
+    try:
+        yield draft
+        if mode is not None:
+            draft.chmod(mode)
+        if durable:
+            flush(draft)
+        os.replace(draft, target)
+        if durable:
+            flush(target.parent)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def replaced_directory(
+    directory: str | Path, *, durable: bool = True, before_visible: Callable[[], object] | None = None
+) -> Iterator[Path]:
+    """A directory to fill that takes the place of ``directory`` when the block ends without an exception.
+
+    Args:
+        directory: the target; its parent directories are created.
+        durable: flush all files to the disk before they can be seen.
+        before_visible: called when all files are written, just before they can be seen under the target's name; if it
+            raises, nothing appears.
+    """
+    target = Path(directory).absolute()
+    draft, old = _beside(target), _beside(target)
+    draft.mkdir()
+    try:
+        yield draft
+        if durable:
+            for path in (*draft.rglob("*"), draft):
+                flush(path)
+        if before_visible is not None:
+            before_visible()
+        if target.exists():
+            target.rename(old)
+        draft.rename(target)
+        if durable:
+            flush(target.parent)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        if old.exists() and not target.exists():
+            old.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def write_bytes(path: str | Path, content: bytes, *, durable: bool = False, mode: int | None = None) -> Path:
+    """Write a file whole or not at all; see ``replaced_file``. Returns its path."""
+    with replaced_file(path, durable=durable, mode=mode) as draft:
+        draft.write_bytes(content)
+    return Path(path)
+
+
+def write_text(path: str | Path, text: str, *, durable: bool = False, mode: int | None = None) -> Path:
+    """Write a UTF-8 file whole or not at all; see ``replaced_file``. Returns its path."""
+    return write_bytes(path, text.encode(), durable=durable, mode=mode)
+
+
+def write_json(
+    path: str | Path,
+    value: Any,
+    *,
+    indent: int | None = 2,
+    default: Callable[[Any], Any] | None = None,
+    durable: bool = False,
+    mode: int | None = None,
+) -> Path:
+    """Write a value as JSON, whole or not at all; see ``json.dumps`` and ``replaced_file``. Returns the path."""
+    return write_text(path, json.dumps(value, indent=indent, default=default) + "\n", durable=durable, mode=mode)
+
+
+def sweep(directory: str | Path, *, older_than: float = 3600.0) -> list[Path]:
+    """Remove what killed writers left directly in a directory.
+
+    Args:
+        directory: it need not exist.
+        older_than: seconds since the last change; younger ones may belong to a writer that is at work.
+
+    Returns:
+        What was removed.
+    """
+    latest, removed = time.time() - older_than, []
+    for path in Path(directory).glob(".*.tmp"):
+        if _LEFTOVER.fullmatch(path.name) and path.lstat().st_mtime <= latest:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+            removed.append(path)
+    return removed
+
+
+def flush(path: Path) -> None:
+    """Have a file's content, or a directory's entries, reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _beside(target: Path) -> Path:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
