@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from rollwright.config.experiment import DPOConfig
@@ -28,8 +27,7 @@ class DPOTrainer(SupervisedTrainer):
         """The model and its reference."""
         engine = PreferenceEngine(self.config.model)
         if self.config.ref is not None:
-            engine.reference = TrainEngine(replace(self.config.ref, optimizer=None))
-            engine.reference.initialize()
+            engine.load_reference(self.config.ref)
         return engine
 
     def make_batch(self, rows: Sequence[dict[str, Any]]) -> Trajectory:

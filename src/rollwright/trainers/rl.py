@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -32,7 +31,6 @@ from rollwright.trainers.stop_signal import StopSignal
 from rollwright.trainers.workflow_arguments import with_defaults
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.checkpoint import RecoverCheckpoints
-from rollwright.training.engine import TrainEngine
 from rollwright.workflows.registry import resolve_workflow
 
 logger = getLogger("trainer")
@@ -96,8 +94,7 @@ class PPOTrainer:
             torch.manual_seed(config.seed)
             self.actor = FSDPPPOActor(config.actor)
             if config.ref is not None:  # otherwise the actor keeps a copy of its first weights where kl_ctl > 0
-                self.actor.reference = TrainEngine(replace(config.ref, optimizer=None))
-                self.actor.reference.initialize()
+                self.actor.load_reference(config.ref)
             self.actor.initialize(None, self.spec)
             opened.callback(self.actor.destroy)
             self.rollout: RolloutEngine = make_rollout_engine(config, self.actor, self.tokenizer, self.directory)

@@ -115,8 +115,7 @@ def make_model(config: NewModelConfig) -> dict[str, Any]:
     """Write a model with random weights and its tokenizer; returns its ``path`` and the number of ``parameters``."""
     from rollwright.data.tokenizer import ASCII, build_character_tokenizer, load_tokenizer
     from rollwright.data.vision import VISION_PIECES
-    from rollwright.training.model import new_model, parameter_count
-    from rollwright.training.vision_model import new_vision_model
+    from rollwright.training.model import new_model, new_vision_model, parameter_count
 
     sees = config.architecture == "qwen2_vl"
     if config.vocabulary_from:

@@ -20,9 +20,9 @@ from rollwright.experience.trajectory import Trajectory, tensor_container_to
 from rollwright.training import parallel
 from rollwright.training.engine import TrainEngine, trained_tokens
 from rollwright.training.microbatch import split_minibatches, take_rows
+from rollwright.training.parallel import TokenStatistics
 from rollwright.training.policy_update import PolicyUpdate, batch_diagnostics, with_effective_sample_size
 from rollwright.training.publish import Publisher, SharedWeights, publisher_for
-from rollwright.training.statistics import TokenStatistics
 
 
 class FSDPPPOActor(TrainEngine):
@@ -46,14 +46,10 @@ class FSDPPPOActor(TrainEngine):
         apply_recipe(config)
         check_policy_loss(config.policy_loss, config.policy_loss_kwargs)
         super().__init__(config, model)
-        self.reference: TrainEngine | None = None
+        self.needs_reference = config.kl_ctl > 0
         self._engine: Any = None
         self._meta: Any = None
         self._publisher: Publisher | None = None
-
-    def _before_sharding(self) -> None:
-        if self.config.kl_ctl > 0 and self.reference is None:
-            self.reference = self.frozen_copy()
 
     # One step's calls
 
@@ -240,13 +236,6 @@ class FSDPPPOActor(TrainEngine):
                 f"set_version({version}), but update_weights has published version {self.version}: publication counts "
                 "versions by itself, so call update_weights once for each step and set_version with that number, or not at all."
             )
-
-    def destroy(self) -> None:
-        """Give back the model's, the reference's and the optimizer's memory."""
-        if self.reference is not None:
-            self.reference.destroy()
-            self.reference = None
-        super().destroy()
 
 
 def _require(batch: Trajectory, key: str, where: str, remedy: str = "the data contract has it; see docs/training.md") -> Tensor:

@@ -1,25 +1,28 @@
-"""Recover checkpoints: everything that a run goes on from, written whole or not at all, and read without pickle.
+"""Recover checkpoints: everything that a run continues from, written whole or not at all, and read without pickle.
 
 A state is a nested dict whose leaves are tensors or JSON values. Tensors go to ``state.safetensors``, the rest to
-``state.json``.
+``state.json``. The states of the random generators are part of it.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rollwright.errors import CheckpointError
 from rollwright.training import parallel
-from rollwright.training.saving import replaced_directory
+from rollwright.training.model import replaced_directory
 
 _TENSOR = "__tensor__"
 _FORMAT = 1
@@ -134,3 +137,37 @@ class RecoverCheckpoints:
             )
         step = steps[-1] if step is None else step
         return step, read_state(self.path(step))
+
+
+def random_states() -> dict[str, Any]:
+    """The states of Python's, NumPy's and torch's global generators."""
+    kind, internal, gauss = random.getstate()
+    legacy: Any = numpy.random.get_state()
+    name, keys, position, has_gauss, cached = legacy
+    states: dict[str, Any] = {
+        "python": {"kind": kind, "internal": list(internal), "gauss": gauss},
+        "numpy": {
+            "name": name,
+            "keys": torch.from_numpy(keys.astype(numpy.int64)),
+            "position": position,
+            "has_gauss": has_gauss,
+            "cached": cached,
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Set the global generators to what ``random_states`` gave."""
+    python, numpy_state = states["python"], states["numpy"]
+    random.setstate((python["kind"], tuple(python["internal"]), python["gauss"]))
+    keys = numpy_state["keys"].numpy().astype(numpy.uint32)
+    numpy.random.set_state(
+        (numpy_state["name"], keys, numpy_state["position"], numpy_state["has_gauss"], numpy_state["cached"])
+    )
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

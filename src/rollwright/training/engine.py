@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -21,19 +22,16 @@ from torch import Tensor, nn
 from rollwright.algorithms.aggregation import aggregation_weights
 from rollwright.algorithms.losses import sft_loss
 from rollwright.config.experiment import FinetuneSpec
-from rollwright.config.sections import TrainEngineConfig
+from rollwright.config.sections import OptimizerConfig, TrainEngineConfig
 from rollwright.errors import CheckpointError, ConfigError, TrainingError
 from rollwright.experience.trajectory import Trajectory, tensor_container_to
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
-from rollwright.training.fast_norm import use_fast_norms
-from rollwright.training.logprobs import TokenScorer
+from rollwright.training.checkpoint import random_states, restore_random_states
+from rollwright.training.logprobs import TokenScorer, use_fast_norms
 from rollwright.training.microbatch import micro_batches
-from rollwright.training.model import load_model, resolve_device, resolve_dtype
-from rollwright.training.optimizer import load_optimizer_state, make_optimizer, make_scheduler, optimizer_state
-from rollwright.training.random_states import random_states, restore_random_states
-from rollwright.training.saving import owned_state, save_model
-from rollwright.training.statistics import TokenStatistics
+from rollwright.training.model import load_model, owned_state, resolve_device, resolve_dtype, save_model
+from rollwright.training.parallel import TokenStatistics
 
 logger = getLogger("training")
 
@@ -43,6 +41,9 @@ MicroBatchLoss = Callable[[Trajectory, Tensor, Tensor, TokenStatistics], Tensor]
 
 class TrainEngine:
     """A model that is trained or scored, in one process or sharded over several."""
+
+    #: Keep a frozen copy of the first weights as ``reference``, unless ``load_reference`` was called before.
+    needs_reference = False
 
     def __init__(self, config: TrainEngineConfig, model: nn.Module | None = None) -> None:
         """
@@ -55,6 +56,7 @@ class TrainEngine:
         self.device = torch.device("cpu")
         self.compute_dtype = torch.float32
         self.version = 0
+        self.reference: TrainEngine | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: torch.optim.lr_scheduler.LambdaLR | None = None
         self._scorer: Any = None
@@ -77,7 +79,8 @@ class TrainEngine:
             raise ConfigError("dtype=float16 cannot be trained with (its gradients underflow): use bfloat16 or float32.")
         if self.model is None:
             self.model = load_model(self.config, device=self.device)
-        self._before_sharding()
+        if self.needs_reference and self.reference is None:
+            self.reference = self.frozen_copy()
         if self.device.type == "cpu" and self.compute_dtype == next(self.model.parameters()).dtype == torch.float32:
             use_fast_norms(self.model)
         self._scorer = TokenScorer(self.model, chunk_tokens=self.config.logits_chunk_tokens)
@@ -86,13 +89,14 @@ class TrainEngine:
             self.optimizer = make_optimizer(self.model, self.config.optimizer, sharded=parallel.world_size() > 1)
             self.scheduler = make_scheduler(self.optimizer, self.config.optimizer, ft_spec)
 
-    def _before_sharding(self) -> None:
-        """What needs the whole model in one piece."""
+    def load_reference(self, config: TrainEngineConfig) -> None:
+        """Load the frozen reference that this model is compared with; called before ``initialize``."""
+        self.reference = TrainEngine(dataclasses.replace(config, optimizer=None))
+        self.reference.initialize()
 
     def frozen_copy(self) -> TrainEngine:
         """An engine over a copy of this one's present weights that is only scored."""
-        config = copy.copy(self.config)
-        config.optimizer = None
+        config = dataclasses.replace(self.config, optimizer=None)
         model = copy.deepcopy(self.model).requires_grad_(False)
         if self.compute_dtype == torch.bfloat16:
             for parameter in model.parameters():  # not the buffers: rotary frequencies stay exact
@@ -276,8 +280,10 @@ class TrainEngine:
         restore_random_states(state["random"])
 
     def destroy(self) -> None:
-        """Give back the model's and the optimizer's memory."""
-        self.model = self._scorer = self.optimizer = self.scheduler = None
+        """Free the memory of the model, the reference and the optimizer."""
+        if self.reference is not None:
+            self.reference.destroy()
+        self.reference = self.model = self._scorer = self.optimizer = self.scheduler = None
 
     # Parts
 
@@ -324,3 +330,105 @@ def trained_tokens(batch: Trajectory) -> Tensor:
     if "loss_mask" not in batch:
         raise TrainingError("The batch has no loss_mask: nothing says which tokens the policy sampled.")
     return attended_tokens(batch) & (batch["loss_mask"] > 0)
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig, *, sharded: bool = False) -> torch.optim.AdamW:
+    """AdamW over the parameters that train; weight decay only on matrices, not on norms and biases.
+
+    Args:
+        model: whose parameters are optimised.
+        config: rates and decays.
+        sharded: parameters are sharded by FSDP, for which the fused step is not used on CPUs.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    on_cpu = bool(trained) and trained[0].device.type == "cpu"
+    fused = not (sharded and on_cpu)
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=fused or None,
+    )
+
+
+def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int | None) -> float:
+    """What the peak learning rate is multiplied by in a step.
+
+    Args:
+        step: steps already made; 0 in the first.
+        config: warm-up, schedule and where it ends.
+        total_steps: steps of the run; None where unknown, which only a constant rate without warm-up allows.
+
+    Returns:
+        Warm-up grows linearly and reaches 1 in its last step, so that no step is made at rate 0.
+    """
+    if total_steps is None:
+        return 1.0
+    warmup = math.ceil(config.warmup_steps_proportion * total_steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    if config.lr_scheduler_type == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    falling = 1.0 - progress if config.lr_scheduler_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * falling
+
+
+def make_scheduler(
+    optimizer: torch.optim.Optimizer, config: OptimizerConfig, ft_spec: FinetuneSpec | None
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """The schedule of a run.
+
+    Raises:
+        ConfigError: the schedule depends on the length of the run, and that is not known.
+    """
+    total = ft_spec.total_steps if ft_spec is not None else None
+    if not total and (config.lr_scheduler_type != "constant" or config.warmup_steps_proportion > 0):
+        raise ConfigError(
+            f"optimizer.lr_scheduler_type={config.lr_scheduler_type} with warmup_steps_proportion="
+            f"{config.warmup_steps_proportion} needs the number of steps: pass a FinetuneSpec to initialize(), or use "
+            "constant without warm-up."
+        )
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, config, total or None))
+
+
+def optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR
+) -> dict[str, Any]:
+    """Moments by parameter name, schedule and learning rates, whole on every rank."""
+    moments: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        entry = optimizer.state.get(parameter)
+        if entry:
+            moments[name] = {key: parallel.full_tensor(value).detach().cpu().clone() for key, value in entry.items()}
+    schedule = {
+        key: value
+        for key, value in scheduler.state_dict().items()
+        if key != "lr_lambdas" and (isinstance(value, int | float | list) or value is None)
+    }
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    return {"optimizer": moments, "scheduler": schedule, "learning_rates": rates}
+
+
+def load_optimizer_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LambdaLR,
+    state: dict[str, Any],
+) -> None:
+    """Set optimizer and schedule to what ``optimizer_state`` gave; moments are sharded as their parameters are."""
+    for name, parameter in model.named_parameters():
+        entry = state["optimizer"].get(name)
+        if entry is not None:
+            optimizer.state[parameter] = {
+                key: value.clone() if value.dim() == 0 else parallel.placed_like(value, parameter).clone()
+                for key, value in entry.items()
+            }
+    scheduler.load_state_dict({**scheduler.state_dict(), **state["scheduler"]})
+    for group, rate in zip(optimizer.param_groups, state["learning_rates"], strict=True):
+        group["lr"] = rate

@@ -1,17 +1,24 @@
-"""Models in Hugging Face form: loading them for training or scoring, and making small new ones."""
+"""Models in Hugging Face form: load one, write one, make a small new one (text, or text and images)."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from rollwright.config.new_model import NewVisionConfig
 from rollwright.config.sections import TrainEngineConfig
+from rollwright.data.vision import IMAGE, VIDEO, VISION_END, VISION_PIECES, VISION_START, new_image_processor
 from rollwright.errors import ConfigError
-from rollwright.training.saving import save_model, without_progress_bars
 
 #: Architectures that ``new_model`` makes: name -> configuration class of transformers.
 ARCHITECTURES = {"qwen3": "Qwen3Config", "qwen2": "Qwen2Config", "llama": "LlamaConfig"}
@@ -180,3 +187,195 @@ def new_model(
 def parameter_count(model: nn.Module) -> int:
     """Number of parameters, tied ones counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+@contextmanager
+def replaced_directory(directory: str | Path, *, before_visible: Callable[[], object] | None = None) -> Iterator[Path]:
+    """A directory to fill that takes the place of ``directory`` when the block ends without an exception.
+
+    It is written beside the target and renamed, after its files have reached the disk, so that a reader (or a run that is
+    killed half-way) sees the old directory or the new one, never a part.
+
+    Args:
+        directory: the target.
+        before_visible: called when the files are on the disk, just before they can be seen under the target's name; where
+            it raises, nothing appears.
+    """
+    target = Path(directory).absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
+    draft.mkdir()
+    try:
+        yield draft
+        for path in draft.rglob("*"):
+            _flush(path)
+        _flush(draft)
+        if before_visible is not None:
+            before_visible()
+        if target.exists():
+            old = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.old"
+            target.rename(old)
+            draft.rename(target)
+            shutil.rmtree(old)
+        else:
+            draft.rename(target)
+        _flush(target.parent)
+    finally:
+        if draft.exists():
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keep transformers' progress bars out of a run's own display."""
+    from transformers.utils import logging as transformers_logging
+
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def owned_state(model: nn.Module) -> dict[str, Tensor]:
+    """The model's tensors as contiguous CPU copies that own their memory.
+
+    Parameters that are views into fused projections would be taken for shared tensors by the writers of safetensors.
+    Tied parameters stay tied: they are one object in the result.
+    """
+    copies: dict[tuple[Any, ...], Tensor] = {}
+    state = {}
+    for name, tensor in model.state_dict().items():
+        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if key not in copies or tensor.numel() == 0:
+            copies[key] = tensor.detach().to("cpu", copy=True).contiguous()
+        state[name] = copies[key]
+    return state
+
+
+def save_model(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    tokenizer: Any = None,
+    image_processor: Any = None,
+    state: dict[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a model (and tokenizer) so that ``from_pretrained`` loads it; the directory appears whole or not at all.
+
+    Args:
+        model: a Hugging Face model.
+        directory: replaced where it exists.
+        tokenizer: its files and chat template are written too.
+        image_processor: of a model that sees; its file is written too.
+        state: the tensors to write; None: the model's own.
+        dtype: type that floating-point tensors are written in; None: as they are.
+    """
+    state = owned_state(model) if state is None else state
+    if dtype is not None:
+        converted = {id(tensor): tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in state.values()}
+        state = {name: converted[id(tensor)] for name, tensor in state.items()}
+    with replaced_directory(directory) as draft, without_progress_bars():
+        model.save_pretrained(draft, state_dict=state)  # type: ignore[operator]
+        if dtype is not None:
+            _note_dtype(draft / "config.json", dtype)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(draft)
+        if image_processor is not None:
+            image_processor.save_pretrained(draft)
+
+
+def _note_dtype(config_file: Path, dtype: torch.dtype) -> None:
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def new_vision_model(
+    directory: str | Path,
+    *,
+    tokenizer: Any,
+    vision: NewVisionConfig | None = None,
+    hidden_size: int = 128,
+    intermediate_size: int | None = None,
+    num_hidden_layers: int = 4,
+    num_attention_heads: int = 4,
+    num_key_value_heads: int | None = None,
+    max_position_embeddings: int = 512,
+    tie_word_embeddings: bool = True,
+    seed: int = 1,
+) -> nn.Module:
+    """Make a Qwen2-VL with random weights; written with tokenizer and image processor.
+
+    Args:
+        directory: receives model, tokenizer and ``preprocessor_config.json``.
+        tokenizer: has the image tokens (``rollwright.data.vision.VISION_PIECES``).
+        vision: the part that sees; None: its defaults.
+        hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
+        max_position_embeddings, tie_word_embeddings, seed: of the part that reads and writes; as for ``new_model``.
+
+    Returns:
+        The model, float32 on the CPU.
+
+    Raises:
+        ConfigError: the tokenizer has no image tokens, or sizes do not fit.
+    """
+    import transformers
+
+    vision = vision or NewVisionConfig()
+    ids = {piece: tokenizer.convert_tokens_to_ids(piece) for piece in VISION_PIECES}
+    if missing := [piece for piece, number in ids.items() if number in (None, tokenizer.unk_token_id)]:
+        raise ConfigError(f"the tokenizer has no token {missing[0]!r}; add {', '.join(VISION_PIECES)} to its pieces.")
+    for width, heads, name in ((hidden_size, num_attention_heads, "heads"), (vision.hidden_size, vision.heads, "vision.heads")):
+        if width % heads or (width // heads) % 4:
+            raise ConfigError(f"{name}={heads} does not divide the width {width} into heads of a multiple of 4; change one.")
+    half = hidden_size // num_attention_heads // 2
+    sections = [half - 2 * (half * 3 // 8), half * 3 // 8, half * 3 // 8]  # time, height, width, as Qwen2-VL shares them out
+    config = transformers.Qwen2VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size or 32 * math.ceil(3 * hidden_size / 32),
+            "num_hidden_layers": num_hidden_layers,
+            "num_attention_heads": num_attention_heads,
+            "num_key_value_heads": num_key_value_heads or num_attention_heads,
+            "max_position_embeddings": max_position_embeddings,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections},
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            "tie_word_embeddings": tie_word_embeddings,
+        },
+        vision_config={
+            "depth": vision.layers,
+            "embed_dim": vision.hidden_size,
+            "hidden_size": hidden_size,
+            "num_heads": vision.heads,
+            "patch_size": vision.patch_size,
+            "spatial_merge_size": vision.merge_size,
+        },
+        image_token_id=ids[IMAGE],
+        video_token_id=ids[VIDEO],
+        vision_start_token_id=ids[VISION_START],
+        vision_end_token_id=ids[VISION_END],
+        tie_word_embeddings=tie_word_embeddings,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model.eval()
+    token_pixels = (vision.patch_size * vision.merge_size) ** 2
+    processor = new_image_processor(vision.patch_size, vision.merge_size, token_pixels, vision.max_tokens * token_pixels)
+    save_model(model, directory, tokenizer=tokenizer, image_processor=processor)
+    return model

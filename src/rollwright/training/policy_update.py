@@ -11,7 +11,7 @@ from rollwright.algorithms.losses import POLICY_LOSSES, PolicyLoss, clip_loss
 from rollwright.algorithms.ratios import behaviour_weight, interpolated_prox_logp
 from rollwright.config.sections import PPOActorConfig
 from rollwright.experience.trajectory import Trajectory
-from rollwright.training.statistics import TokenStatistics
+from rollwright.training.parallel import TokenStatistics
 
 #: Bins of the staleness histogram: 0, 1, … versions, the last open.
 STALENESS_BINS = 10

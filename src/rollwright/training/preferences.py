@@ -10,7 +10,7 @@ from rollwright.errors import TrainingError
 from rollwright.experience.trajectory import Trajectory, tensor_container_to
 from rollwright.training import parallel
 from rollwright.training.engine import TrainEngine, trained_tokens
-from rollwright.training.statistics import TokenStatistics
+from rollwright.training.parallel import TokenStatistics
 
 
 class PreferenceEngine(TrainEngine):
@@ -21,11 +21,7 @@ class PreferenceEngine(TrainEngine):
     derivative. It is the same gradient (the chain rule, in two steps), for one more forward pass.
     """
 
-    reference: TrainEngine | None = None
-
-    def _before_sharding(self) -> None:
-        if self.reference is None:
-            self.reference = self.frozen_copy()
+    needs_reference = True
 
     def dpo_update(self, batch: Trajectory, *, beta: float = 0.1, label_smoothing: float = 0.0) -> dict[str, float]:
         """One optimizer step of DPO (arXiv 2305.18290, eq. 7).
@@ -79,10 +75,3 @@ class PreferenceEngine(TrainEngine):
         }
         means = {name: float(parallel.summed(value.sum())) / pairs for name, value in sums.items()}
         return {**step, **means, "pairs": pairs, "lr": lr}
-
-    def destroy(self) -> None:
-        """Give back the model's, the reference's and the optimizer's memory."""
-        if self.reference is not None:
-            self.reference.destroy()
-            self.reference = None
-        super().destroy()

@@ -9,9 +9,8 @@ from tiny_policy import tiny_actor, tiny_batch
 
 from rollwright.config.sections import OptimizerConfig
 from rollwright.errors import CheckpointError
-from rollwright.training.checkpoint import RecoverCheckpoints, read_state, write_state
-from rollwright.training.random_states import random_states, restore_random_states
-from rollwright.training.saving import replaced_directory
+from rollwright.training.checkpoint import RecoverCheckpoints, random_states, read_state, restore_random_states, write_state
+from rollwright.training.model import replaced_directory
 
 
 def test_a_nested_state_comes_back(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_policy import tiny_model
 
-from rollwright.training.fast_norm import _RMSNorm, use_fast_norms
+from rollwright.training.logprobs import _RMSNorm, use_fast_norms
 
 
 def test_value_and_gradient_against_autograd():

@@ -22,8 +22,7 @@ from rollwright.inference.router import Server
 from rollwright.inference.sglang import SGLangClient, _Facts
 from rollwright.trainers.sft import supervised_batch
 from rollwright.training.actor import FSDPPPOActor
-from rollwright.training.model import load_model
-from rollwright.training.vision_model import new_vision_model
+from rollwright.training.model import load_model, new_vision_model
 from rollwright.workflows.vision_rlvr import VisionRLVRWorkflow
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=6, temperature=0.7)
