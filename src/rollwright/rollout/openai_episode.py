@@ -23,8 +23,7 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.conversation import ConversationTokens
 from rollwright.errors import WorkflowError
 from rollwright.experience.experience import Experience
-from rollwright.experience.history import experiences_of
-from rollwright.experience.recorder import Recorder, RequestRecord
+from rollwright.experience.recorder import Recorder, RequestRecord, experiences_of
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.server.chat_messages import template_messages
 from rollwright.inference.server.errors import RequestError

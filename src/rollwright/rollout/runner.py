@@ -20,7 +20,7 @@ from typing import Any
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import RolloutError
-from rollwright.experience.check import check_trajectory
+from rollwright.experience.contract import check_trajectory
 from rollwright.experience.normaliser import normalise
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from rollwright.errors import StoreError
-from rollwright.experience.experience import Experience, ExperienceId
-from rollwright.experience.serialisation import plain_json
+from rollwright.experience.experience import Experience, ExperienceId, plain_json
 
 _FIELDS = {each.name for each in fields(Experience)}
 

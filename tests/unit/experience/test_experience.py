@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from rollwright import Experience
 from rollwright.errors import TrajectoryError
-from rollwright.experience.experience import ExperienceId
-from rollwright.experience.serialisation import pack_bytes
+from rollwright.experience.experience import ExperienceId, pack_bytes
 from rollwright.experience.trajectory import check_trajectory, concat_padded_tensors
 
 

@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.experience.history import experiences_of, sequences_of
-from rollwright.experience.recorder import Recorder
+from rollwright.experience.recorder import Recorder, experiences_of, sequences_of
 from rollwright.inference.request import ModelRequest, ModelResponse
 
 

@@ -13,8 +13,7 @@ from pretended_engine import PretendedEngine, logprob_of
 
 from rollwright import Experience
 from rollwright.errors import TrajectoryError
-from rollwright.experience.matching import RowMatcher
-from rollwright.experience.normaliser import normalise
+from rollwright.experience.normaliser import RowMatcher, normalise
 from rollwright.experience.recorder import Recorder
 from rollwright.experience.trajectory import check_trajectory, concat_padded_tensors, trajectory_rows
 
