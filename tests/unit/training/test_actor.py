@@ -243,8 +243,7 @@ def test_a_kl_penalty_pulls_back():
     found = []
     for weight in (0.0, 5.0):
         actor, batch = tiny_actor(lr=5e-3), tiny_batch()
-        actor.config.kl_ctl = 0.5
-        actor._before_sharding()
+        actor.reference = actor.frozen_copy()
         actor.config.kl_ctl = weight
         for _ in range(5):
             actor.ppo_update(actor.compute_advantages(dict(batch)))
