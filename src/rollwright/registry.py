@@ -1,0 +1,359 @@
+"""The registry: named things that users add, and the plugins that add them.
+
+There is one kind of registry for workflows, rewards, dataset formats, tasksets, operators, policy losses, advantage
+estimators, backends, sinks and selectors::
+
+    WORKFLOWS = Registry("workflow", WorkflowError, variable="WORKFLOWS", built_in={"rlvr": "rollwright.workflows.rlvr:RLVRWorkflow"})
+
+    @WORKFLOWS.register("my_workflow")
+    class MyWorkflow: ...
+
+``get`` takes a registered name or an import path. It looks among the names that are registered and the built-in ones (imported
+when asked for), then loads the plugins, then imports the path. A plugin that cannot be imported is an error, not a gap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from rollwright.errors import ConfigError, RollwrightError
+
+#: Environment variable with plugins, separated as in PATH; child processes inherit it.
+PLUGIN_VARIABLE = "ROLLWRIGHT_PLUGIN_PATH"
+
+Entry = TypeVar("Entry")
+Registered = TypeVar("Registered")
+
+
+class Registry(Generic[Entry]):
+    """Names and what they stand for.
+
+    Args:
+        kind: what an entry is, in messages: "workflow", "reward function".
+        error: class of the errors.
+        variable: name of the registry in code, for messages: "WORKFLOWS".
+        built_in: entries that come with Rollwright, as import paths; each is imported when it is asked for.
+        entry_points: group of entry points whose names are registered, such as "rollwright.workflows".
+        marks: keyword arguments of ``register``, which become attributes of the entry.
+        accepts: whether an object can be an entry; anything that can be called unless given.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        error: type[RollwrightError] = ConfigError,
+        *,
+        variable: str,
+        built_in: Mapping[str, str] | None = None,
+        entry_points: str | None = None,
+        marks: Sequence[str] = (),
+        accepts: Callable[[Any], bool] = callable,
+    ) -> None:
+        self.kind = kind
+        self.error = error
+        self.variable = variable
+        self.built_in = dict(built_in or {})
+        self._entries: dict[str, Entry] = {}
+        self._group = entry_points
+        self._entry_points_loaded = False
+        self._marks = tuple(marks)
+        self._accepts = accepts
+        self._lock = threading.RLock()
+
+    def register(self, name: str, **marks: Any) -> Callable[[Registered], Registered]:
+        """Decorator that registers a class or function under a name.
+
+        The same module and qualified name replaces itself, so that a notebook's cell may be run again.
+
+        Raises:
+            RollwrightError: of this registry's class, where the name stands for something else.
+        """
+        if not isinstance(name, str) or not name:
+            raise self.error(
+                f"register({name!r}): give the name as text: @{self.variable}.register('my_{self.kind.replace(' ', '_')}')."
+            )
+        if unknown := set(marks) - set(self._marks):
+            raise self.error(
+                f"{self.variable}.register({name!r}): unknown {', '.join(sorted(unknown))}; known: {', '.join(self._marks) or 'none'}."
+            )
+
+        def add(entry: Registered) -> Registered:
+            self[name] = entry
+            for mark, value in marks.items():
+                setattr(entry, mark, value)
+            return entry
+
+        return add
+
+    #: The same, by the name that other systems use.
+    register_module = register
+
+    def get(self, name: str) -> Entry:
+        """The entry of a registered name, or of an import path: ``package.module:attribute`` or ``package.module.attribute``.
+
+        Raises:
+            RollwrightError: of this registry's class, where nothing was found; the message lists what was tried.
+        """
+        if name not in self._entries and name not in self.built_in:
+            self.load_plugins()
+        if name in self._entries:
+            return self._entries[name]
+        if name in self.built_in:
+            with self._lock:
+                return self._entries.setdefault(name, import_path(self.built_in[name], self.kind, self.error))
+        tried = [f"registered names ({', '.join(self.names())})"]
+        found = _find(name, self.kind, self.error, tried)
+        if found is not None and self._accepts(found):
+            return found
+        if found is not None:
+            tried.append(f"{name} is {type(found).__name__}, which is no {self.kind}")
+        declare = f", or declare an entry point of the group {self._group!r}" if self._group else ""
+        raise self.error(
+            f"{self.kind} {name!r} was not found.{self._hint(name)} Tried: {'; '.join(tried)}. Give a registered name (register it with "
+            f"@{self.variable}.register in a module that is imported or in a plugin: plugins: in the config, --plugin-dir, "
+            f"{PLUGIN_VARIABLE}{declare}) or an import path such as 'my_package.my_module:my_{self.kind.replace(' ', '_')}'."
+        )
+
+    def build(self, name: str, *arguments: Any, **keywords: Any) -> Any:
+        """What the entry of ``name`` returns when called with the arguments.
+
+        Raises:
+            RollwrightError: of this registry's class: there is no such entry, or it does not take these arguments.
+        """
+        factory: Any = self.get(name)
+        try:
+            signature = inspect.signature(factory)
+        except ValueError:  # built in C
+            return factory(*arguments, **keywords)
+        try:
+            signature.bind(*arguments, **keywords)
+        except TypeError as error:
+            given = (
+                ", ".join([*map(repr, arguments), *(f"{key}={value!r}" for key, value in keywords.items())]) or "no arguments"
+            )
+            raise self.error(f"{self.kind} {name!r} was given {given}, but {error}; it takes {signature}.") from None
+        return factory(*arguments, **keywords)
+
+    def names(self) -> list[str]:
+        """All names, those of plugins included, sorted."""
+        self.load_plugins()
+        return sorted({*self._entries, *self.built_in})
+
+    def load_plugins(self) -> None:
+        """Import all plugins and this registry's entry points now."""
+        PLUGINS.load()
+        with self._lock:
+            if self._group is None or self._entry_points_loaded:
+                return
+            self._entry_points_loaded = True
+            for point in importlib.metadata.entry_points(group=self._group):
+                try:
+                    entry = point.load()
+                except Exception as error:  # of an installed package
+                    self._entry_points_loaded = False
+                    raise self.error(
+                        f"plugin {point.name!r} ({point.value}, entry point of {self._group!r}) cannot be imported: "
+                        f"{type(error).__name__}: {error}. Fix it or uninstall it."
+                    ) from error
+                if not inspect.ismodule(entry):
+                    self[point.name] = entry
+
+    def __getitem__(self, name: str) -> Entry:
+        return self.get(name)
+
+    def __setitem__(self, name: str, entry: Any) -> None:
+        with self._lock:
+            taken = self._identity_of(name)
+            if taken not in (None, _identity(entry)):
+                raise self.error(
+                    f"{self.kind} name {name!r} is taken by {taken}, so {_identity(entry)} cannot have it: register it under another name."
+                )
+            self._entries[name] = entry
+
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        if name not in self._entries and name not in self.built_in:
+            self.load_plugins()
+        return name in self._entries or name in self.built_in
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __len__(self) -> int:
+        return len(self.names())
+
+    def _identity_of(self, name: str) -> str | None:
+        if name in self._entries:
+            return _identity(self._entries[name])
+        path = self.built_in.get(name)
+        return path and path.replace(":", ".")
+
+    def _hint(self, name: str) -> str:
+        """A built-in of the same class name, which code from other systems has at another path, else the nearest name."""
+        last = re.split("[.:]", name)[-1]
+        ported = next((path for path in self.built_in.values() if re.split("[.:]", path)[-1] == last), None)
+        near = [ported.replace(":", ".")] if ported else get_close_matches(last, [*self._entries, *self.built_in], n=1)
+        return f" Did you mean {near[0]!r}?" if near else ""
+
+
+class Plugins:
+    """Files, directories of files, and modules of users, which register things when they are imported."""
+
+    def __init__(self) -> None:
+        self._sources: list[str] = []
+        self._loaded: set[str] = set()
+        self._lock = threading.RLock()
+
+    def add(self, source: str | Path, relative_to: str | Path | None = None) -> None:
+        """Import a Python file, the files of a directory, or a module when a name is first not found.
+
+        Args:
+            source: a path; or a module's name, where there is no such path.
+            relative_to: the directory that a relative path is taken from.
+
+        Raises:
+            ConfigError: there is no such path or module.
+        """
+        path = (Path(relative_to or ".") / Path(source).expanduser()).resolve()
+        if path.is_dir() or (path.is_file() and path.suffix == ".py"):
+            found = str(path)
+        elif isinstance(source, str) and all(part.isidentifier() for part in source.split(".")) and _module_exists(source):
+            found = source
+        else:
+            raise ConfigError(
+                f"plugin {str(source)!r}: {path} does not exist; give a Python file, a directory that holds Python files, or a module."
+            )
+        with self._lock:
+            if found not in self._sources:
+                self._sources.append(found)
+
+    @property
+    def sources(self) -> list[str]:
+        """What was added; another process adds the same. Those of the environment are not among them."""
+        return list(self._sources)
+
+    def load(self) -> None:
+        """Import all that was added and what the environment names, once.
+
+        Raises:
+            ConfigError: one cannot be imported.
+        """
+        with self._lock:
+            listed = [part for part in os.environ.get(PLUGIN_VARIABLE, "").split(os.pathsep) if part]
+            for source in [*self._sources, *listed]:
+                path = Path(source)
+                if path.is_dir():
+                    for file in sorted(path.resolve().glob("*.py")):
+                        if not file.name.startswith("_"):
+                            self._import(str(file))
+                elif source in self._sources or path.is_file():
+                    self._import(source)
+                else:
+                    raise ConfigError(f"{PLUGIN_VARIABLE} names {source}, which does not exist: correct or unset it.")
+
+    def _import(self, source: str) -> None:
+        if source in self._loaded:
+            return
+        self._loaded.add(source)  # first: a plugin may look names up while it is imported
+        try:
+            if source.endswith(".py"):
+                _import_file(Path(source))
+            else:
+                importlib.import_module(source)
+        except Exception as error:  # a user's file can fail in any way
+            self._loaded.discard(source)
+            raise ConfigError(
+                f"plugin {source} cannot be imported: {type(error).__name__}: {error}. Fix it or leave it out."
+            ) from error
+
+
+#: The plugins of this process.
+PLUGINS = Plugins()
+
+
+def import_path(path: str, what: str, error: type[RollwrightError] = ConfigError) -> Any:
+    """What ``package.module:attribute`` or ``package.module.attribute`` names.
+
+    Args:
+        path: the import path.
+        what: what is looked for, in messages.
+        error: class of the errors.
+
+    Raises:
+        RollwrightError: of class ``error``: there is no such thing, or its module fails to import.
+    """
+    tried: list[str] = []
+    found = _find(path, what, error, tried)
+    if found is None:
+        raise error(f"{what} {path!r} was not found. Tried: {'; '.join(tried) or 'nothing: it is no import path'}.")
+    return found
+
+
+def _find(path: str, what: str, error: type[RollwrightError], tried: list[str]) -> Any:
+    """What an import path names, or None; reasons are added to ``tried``. A module that exists but fails is an error."""
+    parts = path.replace(":", ".").split(".")
+    if len(parts) < 2 or not all(parts):
+        return None
+    for cut in range(len(parts) - 1, 0, -1):
+        module, attributes = ".".join(parts[:cut]), parts[cut:]
+        try:
+            found: Any = importlib.import_module(module)
+        except ModuleNotFoundError as missing:
+            if missing.name is None or not f"{module}.".startswith(f"{missing.name}."):
+                raise error(f"module {module!r} of {what} {path!r} cannot be imported: {missing}.") from missing
+            tried.append(f"module {module!r} (there is no module {missing.name!r})")
+            continue
+        except Exception as failure:  # a user's module can fail in any way
+            raise error(
+                f"module {module!r} of {what} {path!r} cannot be imported: {type(failure).__name__}: {failure}."
+            ) from failure
+        for attribute in attributes:
+            if not hasattr(found, attribute):
+                public = [name for name, value in vars(found).items() if callable(value) and not name.startswith("_")]
+                near = get_close_matches(attribute, public, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                tried.append(f"{'.'.join(attributes)!r} in module {module!r} (it has no {attribute!r}{hint})")
+                return None
+            found = getattr(found, attribute)
+        return found
+    return None
+
+
+def _import_file(file: Path) -> None:
+    name = f"rollwright_plugin_{file.parent.name}_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(sys.modules[name])
+    except BaseException:
+        del sys.modules[name]
+        raise
+
+
+def _module_exists(name: str) -> bool:
+    with contextlib.suppress(ImportError, ValueError):
+        return importlib.util.find_spec(name) is not None
+    return False
+
+
+def _identity(entry: Any) -> str:
+    """Module and qualified name; of an instance, those of its class and its value."""
+    if hasattr(entry, "__qualname__"):
+        return f"{entry.__module__}.{entry.__qualname__}"
+    return f"{type(entry).__module__}.{entry!r}"
