@@ -18,8 +18,8 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.inference import health
+from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.inference.sglang import SGLangClient
 
 health.CHECK_SECONDS = 60.0  # a server that a busy machine keeps waiting is not one that is gone
 

@@ -21,8 +21,8 @@ import torch
 from tiny_policy import tiny_batch
 from rollwright.config.sections import OptimizerConfig, PPOActorConfig, RolloutConfig
 from rollwright.errors import RollwrightError
-from rollwright.inference.sglang import SGLangClient
-from rollwright.inference.weights import WeightUpdateMeta
+from rollwright.inference.backends.sglang import SGLangClient
+from rollwright.inference.weights.ways import WeightUpdateMeta
 from rollwright.rollout.engines import RemoteSGLangEngine
 from rollwright.training.actor import FSDPPPOActor
 

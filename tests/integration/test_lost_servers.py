@@ -16,8 +16,8 @@ from real_servers import Trainer, ask, gather_while, served_model, write_model
 from rollwright.cluster.local import LocalServers
 from rollwright.errors import EngineError
 from rollwright.inference.launcher import ServerProcess
-from rollwright.inference.weight_group import WeightGroup
-from rollwright.inference.weights import WeightUpdateMeta
+from rollwright.inference.weights.group import WeightGroup
+from rollwright.inference.weights.ways import WeightUpdateMeta
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

@@ -19,7 +19,7 @@ import openai
 from rollwright import GRPOConfig
 from rollwright.config.sections import PPOActorConfig
 from rollwright.config.store import StoreConfig
-from rollwright.inference.weight_files import write_weights
+from rollwright.inference.weights.files import write_weights
 from rollwright.store.store import ExperienceStore
 from rollwright.trainers.serve import serve
 from rollwright.trainers.shared_run import claim_part, open_run_store, trial_path

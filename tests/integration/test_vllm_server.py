@@ -21,9 +21,9 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
 from rollwright.config.servers import VLLMConfig
 from rollwright.errors import EngineError, PromptTooLongError, WeightUpdateError
+from rollwright.inference.backends.vllm import VLLMClient
 from rollwright.inference.request import ModelRequest
-from rollwright.inference.vllm import VLLMClient
-from rollwright.inference.weights import WeightUpdateMeta
+from rollwright.inference.weights.ways import WeightUpdateMeta
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("ROLLWRIGHT_VLLM_PYTHON", REPOSITORY / ".venv-vllm" / "bin" / "python"))

@@ -10,7 +10,7 @@ import torch
 from real_servers import Trainer, ask, gather_while, served_model, write_model
 
 from rollwright.errors import WeightUpdateError
-from rollwright.inference.weights import WeightUpdateMeta
+from rollwright.inference.weights.ways import WeightUpdateMeta
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -101,7 +101,7 @@ def test_an_engine_that_does_not_hold_what_was_published_is_named(two_servers):
 
 def test_damaged_weights_are_refused_and_the_old_ones_serve_on(two_servers, tmp_path):
     servers, client, trainer = two_servers
-    from rollwright.inference.weight_files import write_weights
+    from rollwright.inference.weights.files import write_weights
 
     directory = servers.weights_root / "damaged"
     digest = write_weights(directory, trainer.model.state_dict().items(), trainer.version + 1)

@@ -264,7 +264,7 @@ class RemoteSGLangEngine(_ServerRolloutEngine):
 
     def make_client(self) -> InferenceEngine:
         """A client of the servers; connected by ``initialize``."""
-        from rollwright.inference.sglang import SGLangClient
+        from rollwright.inference.backends.sglang import SGLangClient
 
         return SGLangClient(self.config)
 
@@ -274,6 +274,6 @@ class RemoteVLLMEngine(_ServerRolloutEngine):
 
     def make_client(self) -> InferenceEngine:
         """A client of the servers; connected by ``initialize``."""
-        from rollwright.inference.vllm import VLLMClient
+        from rollwright.inference.backends.vllm import VLLMClient
 
         return VLLMClient(self.config)

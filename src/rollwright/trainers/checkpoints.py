@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rollwright.inference.weight_files import keep_newest
+from rollwright.inference.weights.files import keep_newest
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.training.engine import TrainEngine
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rollwright.errors import WeightUpdateError
-from rollwright.inference.audit import NEW_TOKENS_IN_PROCESS, audit, probe_request
-from rollwright.inference.weight_files import (
+from rollwright.inference.weights.audit import NEW_TOKENS_IN_PROCESS, audit, probe_request
+from rollwright.inference.weights.files import (
     MANIFEST,
     content_digest,
     keep_newest,
@@ -21,7 +21,7 @@ from rollwright.inference.weight_files import (
     remove_later,
     write_weights,
 )
-from rollwright.inference.weights import distinct_weights
+from rollwright.inference.weights.ways import distinct_weights
 from rollwright.rollout.engines import LocalRolloutEngine
 from rollwright.store.records import Announcement
 from rollwright.store.store import ExperienceStore

@@ -11,9 +11,9 @@ from rollwright.cluster.local import LocalServers
 from rollwright.config.experiment import PPOConfig
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError
+from rollwright.inference.backends.sglang import SGLangClient
+from rollwright.inference.backends.vllm import VLLMClient
 from rollwright.inference.network import find_server_addresses
-from rollwright.inference.sglang import SGLangClient
-from rollwright.inference.vllm import VLLMClient
 from rollwright.rollout.engines import LocalRolloutEngine, RemoteSGLangEngine, RemoteVLLMEngine, RolloutEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory

@@ -1,4 +1,4 @@
-"""Do the engines compute what the trainer computes? The trainer's side of ``rollwright.inference.audit``.
+"""Do the engines compute what the trainer computes? The trainer's side of ``rollwright.inference.weights.audit``.
 
 Every rank takes part: the first asks the engines, all score what they answered, and the first compares.
 """
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rollwright.inference.audit import NEW_TOKENS, Agreement, audit, probe_request, score_of, tolerance_of
 from rollwright.inference.request import ModelResponse
+from rollwright.inference.weights.audit import NEW_TOKENS, Agreement, audit, probe_request, score_of, tolerance_of
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
 

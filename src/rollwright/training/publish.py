@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rollwright.errors import WeightUpdateError
-from rollwright.inference.audit import NEW_TOKENS_IN_PROCESS, Agreement
+from rollwright.inference.weights.audit import NEW_TOKENS_IN_PROCESS, Agreement
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
 from rollwright.training.audit import audit_engines, can_answer
 
 if TYPE_CHECKING:
     from rollwright.inference.remote import RemoteClient
-    from rollwright.inference.weights import WeightUpdateMeta
+    from rollwright.inference.weights.ways import WeightUpdateMeta
     from rollwright.training.engine import TrainEngine
 
 logger = getLogger("publish")
@@ -209,11 +209,11 @@ def _find_servers(meta: WeightUpdateMeta | None) -> Any:
     backend = meta.allocation.gen_backend if meta is not None and meta.allocation is not None else None
     client: RemoteClient
     if backend == "vllm":
-        from rollwright.inference.vllm import VLLMClient
+        from rollwright.inference.backends.vllm import VLLMClient
 
         client = VLLMClient(addresses=addresses)
     else:
-        from rollwright.inference.sglang import SGLangClient
+        from rollwright.inference.backends.sglang import SGLangClient
 
         client = SGLangClient(addresses=addresses)
     logger.info("publishing to the %s servers of the environment: %s", client.kind, ", ".join(addresses))

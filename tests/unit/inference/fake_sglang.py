@@ -11,8 +11,8 @@ from server_parts import served
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
+from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.request import ModelRequest
-from rollwright.inference.sglang import SGLangClient
 
 
 class FakeSGLang:

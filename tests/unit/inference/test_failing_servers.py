@@ -17,11 +17,11 @@ from server_parts import served
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import WeightUpdateError
-from rollwright.inference import weight_group
+from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.router import Server
-from rollwright.inference.sglang import SGLangClient
-from rollwright.inference.weights import WeightUpdateMeta, publish_weights
+from rollwright.inference.weights import group as weight_group
+from rollwright.inference.weights.ways import WeightUpdateMeta, publish_weights
 
 
 @contextlib.contextmanager
@@ -307,7 +307,7 @@ def test_more_requests_than_the_system_allows_connections_wait_for_one():
         resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
         from rollwright.config.sections import RolloutConfig
         from rollwright.inference.request import ModelRequest
-        from rollwright.inference.sglang import SGLangClient
+        from rollwright.inference.backends.sglang import SGLangClient
         client = SGLangClient(RolloutConfig(request_retries=0), addresses=[sys.argv[1]])
         client.initialize()
         async def crowd():

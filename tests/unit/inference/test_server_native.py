@@ -15,7 +15,7 @@ from server_parts import served, tiny_engine
 
 from rollwright.inference.server.application import create_application
 from rollwright.inference.server.settings import ServerSettings
-from rollwright.inference.weight_files import content_digest, write_weights
+from rollwright.inference.weights.files import content_digest, write_weights
 
 
 @pytest.fixture(scope="module")

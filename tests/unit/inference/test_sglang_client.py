@@ -15,10 +15,10 @@ from server_parts import served
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, PromptTooLongError, RequestAborted, WeightUpdateError
+from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.request import ModelRequest
-from rollwright.inference.sglang import SGLangClient
 from rollwright.inference.version_spans import version_spans, versions_of_spans
-from rollwright.inference.weights import WeightUpdateMeta, publish_weights
+from rollwright.inference.weights.ways import WeightUpdateMeta, publish_weights
 
 #: What SGLang 0.5.23 accepts, from its definitions of a generation request and of sampling parameters.
 SGLANG_REQUEST_FIELDS = set(
@@ -445,7 +445,7 @@ class _SilentGroup:
 
 
 def test_servers_say_how_many_ranks_of_the_group_are_theirs(monkeypatch):
-    monkeypatch.setattr("rollwright.inference.sglang.WeightGroup", _SilentGroup)
+    monkeypatch.setattr("rollwright.inference.backends.sglang.WeightGroup", _SilentGroup)
     fakes = FakeSGLang(), FakeSGLang()
     for fake, ranks in zip(fakes, (4, 2), strict=True):
         fake.info = {"tp_size": ranks}
@@ -459,7 +459,7 @@ def test_servers_say_how_many_ranks_of_the_group_are_theirs(monkeypatch):
 
 
 def test_bodies_of_a_distributed_update_have_sglangs_shape(monkeypatch):
-    monkeypatch.setattr("rollwright.inference.sglang.WeightGroup", _SilentGroup)
+    monkeypatch.setattr("rollwright.inference.backends.sglang.WeightGroup", _SilentGroup)
     fakes = FakeSGLang(), FakeSGLang()
     weights = {"a": torch.zeros(4, 2), "b": torch.zeros(3, dtype=torch.bfloat16), "tied": None}
     weights["tied"] = weights["a"]

@@ -13,9 +13,9 @@ from server_parts import served
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, WeightUpdateError
+from rollwright.inference.backends.vllm import VLLMClient
 from rollwright.inference.request import ModelRequest
-from rollwright.inference.vllm import VLLMClient
-from rollwright.inference.weights import WeightUpdateMeta
+from rollwright.inference.weights.ways import WeightUpdateMeta
 
 
 class FakeVLLM:

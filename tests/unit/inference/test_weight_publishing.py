@@ -12,12 +12,18 @@ from transformers import AutoModelForCausalLM
 
 from rollwright.config.allocation import AllocationMode
 from rollwright.errors import WeightUpdateError
-from rollwright.inference import audit as auditing
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelResponse
-from rollwright.inference.weight_files import MANIFEST, content_digest, keep_newest, read_weights, write_weights
-from rollwright.inference.weight_group import buckets
-from rollwright.inference.weights import MappedWeights, WeightUpdateMeta, distinct_weights, publish_weights, shared_directory
+from rollwright.inference.weights import audit as auditing
+from rollwright.inference.weights.files import MANIFEST, content_digest, keep_newest, read_weights, write_weights
+from rollwright.inference.weights.group import buckets
+from rollwright.inference.weights.ways import (
+    MappedWeights,
+    WeightUpdateMeta,
+    distinct_weights,
+    publish_weights,
+    shared_directory,
+)
 
 
 def some_weights(seed=0):
@@ -68,7 +74,7 @@ def test_views_and_an_older_version_are_written_rightly(tmp_path):
 
 
 def test_large_weights_are_sharded_with_an_index(tmp_path, monkeypatch):
-    monkeypatch.setattr("rollwright.inference.weight_files._FILE_BYTES", 40)
+    monkeypatch.setattr("rollwright.inference.weights.files._FILE_BYTES", 40)
     weights = some_weights()
     digest = write_weights(tmp_path / "v", weights.items(), 1)
     index = json.loads((tmp_path / "v" / "model.safetensors.index.json").read_text())

@@ -11,7 +11,7 @@ pytest.importorskip("sqlalchemy")
 from rollwright.config.sections import RolloutConfig, TrainEngineConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import WeightUpdateError
-from rollwright.inference.weight_files import read_weights
+from rollwright.inference.weights.files import read_weights
 from rollwright.rollout.engines import LocalRolloutEngine
 from rollwright.store.records import Announcement
 from rollwright.store.store import ExperienceStore

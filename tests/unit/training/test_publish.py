@@ -11,10 +11,10 @@ from rollwright.config.experiment import FinetuneSpec
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import OptimizerConfig, PPOActorConfig, RolloutConfig
 from rollwright.errors import WeightUpdateError
-from rollwright.inference.audit import NEW_TOKENS_IN_PROCESS, probe_request
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelRequest
-from rollwright.inference.weights import WeightUpdateMeta
+from rollwright.inference.weights.audit import NEW_TOKENS_IN_PROCESS, probe_request
+from rollwright.inference.weights.ways import WeightUpdateMeta
 from rollwright.rollout.engines import LocalRolloutEngine
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.publish import CopiedWeights, SentWeights, SharedWeights, publisher_for

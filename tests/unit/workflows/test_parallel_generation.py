@@ -13,9 +13,9 @@ from rollwright.experience.normaliser import normalise
 from rollwright.experience.recorder import Recorder
 from rollwright.experience.trajectory import check_trajectory, concat_padded_tensors
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
+from rollwright.inference.backends.sglang import SGLangClient, _Facts
+from rollwright.inference.backends.vllm import VLLMClient
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.inference.sglang import SGLangClient, _Facts
-from rollwright.inference.vllm import VLLMClient
 from rollwright.tracking.metrics import get_tracker
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.model import new_model

@@ -17,9 +17,9 @@ from rollwright.experience.normaliser import normalise
 from rollwright.experience.recorder import Recorder
 from rollwright.experience.trajectory import check_trajectory, concat_padded_tensors
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
+from rollwright.inference.backends.sglang import SGLangClient, _Facts
 from rollwright.inference.request import ModelResponse
 from rollwright.inference.router import Server
-from rollwright.inference.sglang import SGLangClient, _Facts
 from rollwright.trainers.sft import supervised_batch
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.model import load_model, new_vision_model

@@ -16,8 +16,8 @@ from rollwright.inference.server.errors import RequestError, error_response
 from rollwright.inference.server.exchange import read_object
 from rollwright.inference.server.metrics import ServerMetrics
 from rollwright.inference.server.settings import ServerSettings
-from rollwright.inference.weight_files import content_digest, read_weights
-from rollwright.inference.weight_group import DEFAULT_GROUP, WeightGroup
+from rollwright.inference.weights.files import content_digest, read_weights
+from rollwright.inference.weights.group import DEFAULT_GROUP, WeightGroup
 
 #: What running requests do at the next weight update, by the mode of the pause before it.
 _ON_UPDATE = {"retract": "recompute", "in_place": "keep", "abort": "recompute"}

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from rollwright.config.allocation import AllocationMode
 from rollwright.errors import WeightUpdateError
-from rollwright.inference.weight_files import keep_newest, remove_later, write_weights
-from rollwright.inference.weight_group import BUCKET_BYTES, DEFAULT_GROUP
+from rollwright.inference.weights.files import keep_newest, remove_later, write_weights
+from rollwright.inference.weights.group import BUCKET_BYTES, DEFAULT_GROUP
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("Weights")

@@ -18,12 +18,12 @@ from rollwright.errors import EngineError, WeightUpdateError
 from rollwright.inference.connections import ServerRefusedError, UpdateRefusedError
 from rollwright.inference.network import find_free_ports, own_address
 from rollwright.inference.parameters import check_parameters, sglang_sampling_params
-from rollwright.inference.remote_weights import PublishingClient
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.router import Server
 from rollwright.inference.version_spans import versions_of_spans
-from rollwright.inference.weight_group import WeightGroup, buckets
-from rollwright.inference.weights import WeightUpdateMeta
+from rollwright.inference.weights.group import WeightGroup, buckets
+from rollwright.inference.weights.publication import PublishingClient
+from rollwright.inference.weights.ways import WeightUpdateMeta
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("SGLangClient")

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, WeightUpdateError
-from rollwright.inference.audit import Agreement, Score, audit, probe_request, score_of, tolerance_of
 from rollwright.inference.connections import UpdateRefusedError
 from rollwright.inference.network import is_loopback
 from rollwright.inference.remote import RemoteClient
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.router import Server
-from rollwright.inference.weights import MappedWeights, Publication, WeightUpdateMeta, publish_weights, shared_directory
+from rollwright.inference.weights.audit import Agreement, Score, audit, probe_request, score_of, tolerance_of
+from rollwright.inference.weights.ways import MappedWeights, Publication, WeightUpdateMeta, publish_weights, shared_directory
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("RemoteWeights")

@@ -1,0 +1,5 @@
+"""New weights on their way to inference engines: the ways there are, files, the distributed group, publication, the audit."""
+
+from rollwright.inference.weights.ways import WeightUpdateMeta
+
+__all__ = ["WeightUpdateMeta"]
