@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from rollwright.atomic import replaced_directory
 from rollwright.environments import text_analysis
 from rollwright.environments.corpus import Corpus, file_digest
 from rollwright.environments.retrieval import SearchHits
@@ -129,22 +129,21 @@ def _build(path: Path, folder: Path) -> None:
     if not vocabulary:
         raise DataError(f"No document holds a single word: {path}. Check the rows' 'contents'.")
     index = _index_ids(ids, vocabulary)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=folder.parent))
+
+    def not_built_elsewhere() -> None:
+        if (folder / "complete.json").exists():
+            raise FileExistsError
+
     try:
-        index.save(str(unfinished), show_progress=False)
-        corpus.save_layout(unfinished)
-        (unfinished / "vocabulary.json").write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
-        (unfinished / "complete.json").write_text(
-            json.dumps({"corpus": path.name, "rows": len(corpus), "terms": len(vocabulary)})
-        )
-        try:
-            unfinished.rename(folder)
-        except OSError:
-            if not (folder / "complete.json").exists():
-                raise  # otherwise another process finished the same index first
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        with replaced_directory(folder, durable=False, before_visible=not_built_elsewhere) as draft:
+            index.save(str(draft), show_progress=False)
+            corpus.save_layout(draft)
+            (draft / "vocabulary.json").write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
+            facts = {"corpus": path.name, "rows": len(corpus), "terms": len(vocabulary)}
+            (draft / "complete.json").write_text(json.dumps(facts))
+    except OSError:
+        if not (folder / "complete.json").exists():
+            raise  # otherwise another process finished the same index first
     for other in folder.parent.iterdir():  # indexes of earlier content of this file
         if other != folder and (other / "complete.json").exists():
             shutil.rmtree(other, ignore_errors=True)

@@ -13,14 +13,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
+from rollwright.atomic import replaced_file, write_json
 from rollwright.data.rows import read_rows
 from rollwright.errors import CheckpointError, ConfigError
 from rollwright.sequence_processing import processes
@@ -117,7 +117,8 @@ def run_experiment(
             part = slice(start, start + options.prompts_per_shard)
             sequences, results = processor.shard(ids[part], group, seed, start, options.gen_batch_size, options.tf_batch_size)
             rows = _rows(processor.tokenizer, prompts[part], sequences, results, start)
-            _write_whole(files[number], rows, write)
+            with replaced_file(files[number], durable=True) as draft:
+                write(draft, rows)
             metrics({"shard": float(number), **experiment_metrics(sequences, results)})
             advance(1)
     wait_for_all()
@@ -182,7 +183,7 @@ def _claim(directory: Path, wanted: dict[str, Any], drawn: int, is_given: bool, 
         if directory.exists() and any(directory.iterdir()):
             raise CheckpointError(f"{directory} is not empty and holds no {MANIFEST}: choose another directory.")
         directory.mkdir(parents=True, exist_ok=True)
-        _replace(file, lambda path: path.write_text(json.dumps({**wanted, "seed": drawn}, indent=2) + "\n", encoding="utf-8"))
+        write_json(file, {**wanted, "seed": drawn}, durable=True)
         return drawn
     if not resume:
         raise CheckpointError(f"{directory} holds an experiment: give resume=True to go on with it, or another directory.")
@@ -238,19 +239,6 @@ def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
 def _write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     with path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-def _write_whole(file: Path, rows: list[dict[str, Any]], write: Callable[[Path, list[dict[str, Any]]], None]) -> None:
-    _replace(file, lambda path: write(path, rows))
-
-
-def _replace(file: Path, write: Callable[[Path], Any]) -> None:
-    """Write beside the file, then put it in place: who finds it finds all of it."""
-    partial = file.with_name(f".{file.name}.partial")
-    write(partial)
-    with partial.open("rb") as written:
-        os.fsync(written.fileno())
-    os.replace(partial, file)
 
 
 class _ShardMetrics:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from rollwright.atomic import replaced_file
 from rollwright.errors import ConfigError
 from rollwright.experience.experience import Experience
 from rollwright.store.records import StoredGroup
@@ -109,15 +109,11 @@ def export_parquet(groups: Iterable[StoredGroup], path: str | Path) -> int:
         import pyarrow.parquet
     except ModuleNotFoundError:
         raise ConfigError("the export to Parquet needs pyarrow, which is not installed: pip install pyarrow.") from None
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.new")
     schema = _schema(pyarrow)
     count = 0
     rows = (_row(group, index, each) for group in groups for index, each in enumerate(group.experiences))
-    with pyarrow.parquet.ParquetWriter(fresh, schema, compression="zstd") as writer:
+    with replaced_file(path) as draft, pyarrow.parquet.ParquetWriter(draft, schema, compression="zstd") as writer:
         for chunk in _chunks(rows):
             writer.write_table(pyarrow.Table.from_pylist(chunk, schema=schema))
             count += len(chunk)
-    os.replace(fresh, path)
     return count

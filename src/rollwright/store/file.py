@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from rollwright.atomic import write_json
 from rollwright.errors import StoreError
 from rollwright.experience.experience import Experience
 from rollwright.store.documents import document_experience, experience_document
@@ -210,10 +210,4 @@ class FileStore:
         return json.loads(self._cursor_path.read_text()) if self._cursor_path.exists() else {}
 
     def _write_places(self, places: dict[str, list[int]]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = self._cursor_path.with_name(f".{self._cursor_path.name}.new")
-        with fresh.open("w") as file:
-            json.dump(places, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, self._cursor_path)
+        write_json(self._cursor_path, places, indent=None, durable=True)

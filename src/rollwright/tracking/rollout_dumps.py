@@ -7,7 +7,6 @@ For every dumped step there are two files below ``<run>/rollouts/``: ``step-0000
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -145,12 +144,6 @@ class RolloutDumper:
         stem = self._directory / f"{name}-{step:06d}"
         readable = f"{name} {step}: {len(rows)} of {count} rows; ⟦…⟧ is text that the policy did not sample\n"
         readable += "".join(format_record(record, self._tokenizer) for record in records)
-        _replace(stem.with_suffix(".jsonl"), "".join(json.dumps(record) + "\n" for record in records))
-        _replace(stem.with_suffix(".txt"), readable)
+        write_text(stem.with_suffix(".jsonl"), "".join(json.dumps(record) + "\n" for record in records))
+        write_text(stem.with_suffix(".txt"), readable)
         return stem.with_suffix(".txt")
-
-
-def _replace(path: Path, text: str) -> None:
-    fresh = path.with_name(f".{path.name}.new")
-    fresh.write_text(text, encoding="utf-8")
-    os.replace(fresh, path)

@@ -26,6 +26,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rollwright.atomic import write_json
 from rollwright.errors import CheckpointError, ConfigError
 from rollwright.tracking.logging import getLogger
 
@@ -215,7 +216,8 @@ class RunDirectory:
             for directory in (self.rollouts, self.checkpoints, self.recover, self.logs):
                 directory.mkdir(exist_ok=True)
             previous = self.marker() if self.resumed else None
-            self._write_marker(
+            write_json(
+                self.path / MARKER,
                 {
                     "experiment": self.experiment,
                     "trial": self.trial,
@@ -224,7 +226,7 @@ class RunDirectory:
                     "resumes": previous.get("resumes", 0) + 1 if previous else 0,
                     "finished": False,
                     "config": json.loads(json.dumps(config, default=str)),
-                }
+                },
             )
         except BaseException:
             self.release()
@@ -300,14 +302,9 @@ class RunDirectory:
         os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._lock_file = handle  # the kernel lets go of it when this process ends, however it ends
 
-    def _write_marker(self, content: Mapping[str, Any]) -> None:
-        fresh = self.path / f".{MARKER}.new"
-        fresh.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(fresh, self.path / MARKER)
-
     def finish(self) -> None:
         """Marks the run as finished: from now on it is resumed only by ``recover.mode=resume``."""
-        self._write_marker({**(self.marker() or {}), "finished": True})
+        write_json(self.path / MARKER, {**(self.marker() or {}), "finished": True})
 
     def release(self) -> None:
         """Lets another process have the directory."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from rollwright.atomic import write_text
 from rollwright.errors import CheckpointError, ConfigError
 
 
@@ -89,13 +89,7 @@ class JSONLSink:
 
     def _cut_after(self, resume_step: int) -> float:
         kept = [record for record in read_metrics(self.path) if record["step"] <= resume_step]
-        fresh = self.path.with_suffix(".jsonl.new")
-        with fresh.open("w", encoding="utf-8") as file:
-            for record in kept:
-                file.write(json.dumps(record) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, self.path)
+        write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept), durable=True)
         return max((record.get("time", 0.0) for record in kept), default=0.0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+
+from rollwright.atomic import write_json
 
 
 def _plain(value: Any) -> Any:
@@ -40,12 +41,7 @@ def write_summary(path: str | Path, summary: Mapping[str, Any]) -> Path:
     Returns:
         The path.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.new")
-    fresh.write_text(json.dumps(_plain(summary), indent=2) + "\n", encoding="utf-8")
-    os.replace(fresh, path)
-    return path
+    return write_json(path, _plain(summary))
 
 
 def read_summary(path: str | Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from rollwright.atomic import write_json
 from rollwright.config.experiment import PPOConfig
 from rollwright.config.stages import EvalConfig, NewModelConfig, Stage
 from rollwright.errors import ConfigError
@@ -57,7 +58,7 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
             results = _CARRY_OUT[stage.kind](stage, directory if len(stages) == 1 else directory.stage(stage.name))
             results["total_seconds"] = time.monotonic() - started
             done[stage.name] = {"kind": stage.kind, **results}
-            _write_json(directory.path / "stages.json", done)
+            write_json(directory.path / "stages.json", done, default=str)
         summary = _summarise(done, directory)
         write_summary(directory.summary_file, summary)
         directory.finish()
@@ -268,9 +269,3 @@ def _show(summary: dict[str, Any], directory: RunDirectory) -> None:
             places.add_row("checkpoint", f"{result['checkpoint']}  (transformers.AutoModelForCausalLM.from_pretrained)")
     places.add_row("summary", str(directory.summary_file))
     console.print(places)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    fresh = path.with_name(f".{path.name}.new")
-    fresh.write_text(json.dumps(value, indent=2, default=str), encoding="utf-8")
-    fresh.replace(path)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rollwright.atomic import replaced_directory
 from rollwright.errors import WeightUpdateError
 
 #: Says what a directory of weights holds: ``{"version", "digest"}``.
@@ -60,22 +59,16 @@ def write_weights(directory: str | Path, named: Iterable[tuple[str, Tensor]], ve
         WeightUpdateError: the disk is full or cannot be written.
     """
     directory = Path(directory)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.writing")
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
-        temporary.mkdir()
-        digest = _write_files(temporary, named)
-        if config is not None:
-            config.save_pretrained(temporary)
-        (temporary / MANIFEST).write_text(json.dumps({"version": version, "digest": digest}))
-        _replace(temporary, directory)
+        with replaced_directory(directory, durable=False) as draft:
+            digest = _write_files(draft, named)
+            if config is not None:
+                config.save_pretrained(draft)
+            (draft / MANIFEST).write_text(json.dumps({"version": version, "digest": digest}))
     except OSError as error:
         raise WeightUpdateError(
             f"Weights cannot be written to {directory}: {error}. Free space or choose another path."
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return digest
 
 
@@ -119,17 +112,6 @@ def _write_files(directory: Path, named: Iterable[tuple[str, Tensor]]) -> str:
     for name in sorted(parts):
         digest.update(parts[name])
     return digest.hexdigest()
-
-
-def _replace(temporary: Path, directory: Path) -> None:
-    if not directory.exists():
-        temporary.rename(directory)
-        return
-    old = directory.with_name(f".{directory.name}.{os.getpid()}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    directory.rename(old)
-    temporary.rename(directory)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def read_weights(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
