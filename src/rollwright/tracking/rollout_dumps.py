@@ -12,6 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
+from rollwright.atomic import write_text
+
 #: Keys of the trajectory that the machine-readable form names itself; others of shape ``[B]`` are added as they are.
 _TOKEN_KEYS = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
 _RULE = "─" * 100

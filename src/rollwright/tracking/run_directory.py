@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollwright.atomic import write_json
+from rollwright.atomic import sweep, write_json
 from rollwright.errors import CheckpointError, ConfigError
 from rollwright.tracking.logging import getLogger
 
@@ -215,6 +215,7 @@ class RunDirectory:
             self.resumed = self._decide(config, recover_mode)
             for directory in (self.rollouts, self.checkpoints, self.recover, self.logs):
                 directory.mkdir(exist_ok=True)
+                sweep(directory, older_than=0.0)  # the lock says that no other process of this run writes here
             previous = self.marker() if self.resumed else None
             write_json(
                 self.path / MARKER,

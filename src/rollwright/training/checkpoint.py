@@ -20,9 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rollwright.atomic import replaced_directory
 from rollwright.errors import CheckpointError
 from rollwright.training import parallel
-from rollwright.training.model import replaced_directory
 
 _TENSOR = "__tensor__"
 _FORMAT = 1

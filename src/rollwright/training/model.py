@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rollwright.atomic import replaced_directory
 from rollwright.config.new_model import NewVisionConfig
 from rollwright.config.sections import TrainEngineConfig
 from rollwright.data.vision import IMAGE, VIDEO, VISION_END, VISION_PIECES, VISION_START, new_image_processor
@@ -187,50 +185,6 @@ def new_model(
 def parameter_count(model: nn.Module) -> int:
     """Number of parameters, tied ones counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-@contextmanager
-def replaced_directory(directory: str | Path, *, before_visible: Callable[[], object] | None = None) -> Iterator[Path]:
-    """A directory to fill that takes the place of ``directory`` when the block ends without an exception.
-
-    It is written beside the target and renamed, after its files have reached the disk, so that a reader (or a run that is
-    killed half-way) sees the old directory or the new one, never a part.
-
-    Args:
-        directory: the target.
-        before_visible: called when the files are on the disk, just before they can be seen under the target's name; where
-            it raises, nothing appears.
-    """
-    target = Path(directory).absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
-    draft.mkdir()
-    try:
-        yield draft
-        for path in draft.rglob("*"):
-            _flush(path)
-        _flush(draft)
-        if before_visible is not None:
-            before_visible()
-        if target.exists():
-            old = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.old"
-            target.rename(old)
-            draft.rename(target)
-            shutil.rmtree(old)
-        else:
-            draft.rename(target)
-        _flush(target.parent)
-    finally:
-        if draft.exists():
-            shutil.rmtree(draft, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

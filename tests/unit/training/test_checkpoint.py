@@ -7,10 +7,10 @@ import pytest
 import torch
 from tiny_policy import tiny_actor, tiny_batch
 
+from rollwright.atomic import replaced_directory
 from rollwright.config.sections import OptimizerConfig
 from rollwright.errors import CheckpointError
 from rollwright.training.checkpoint import RecoverCheckpoints, random_states, read_state, restore_random_states, write_state
-from rollwright.training.model import replaced_directory
 
 
 def test_a_nested_state_comes_back(tmp_path):
