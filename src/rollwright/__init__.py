@@ -29,7 +29,7 @@ _EXPORTS: dict[str, str] = {
     "DatasetConfig": "rollwright.config.sections",
     "FormatConfig": "rollwright.config.tasksets",
     "AllocationMode": "rollwright.config.allocation",
-    "load_stages": "rollwright.config.stages",
+    "load_stages": "rollwright.config.loading",
     "to_yaml": "rollwright.config.loading",
     # tracking
     "MetricsTracker": "rollwright.tracking.metrics",

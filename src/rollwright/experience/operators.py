@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from rollwright.config.store import OperatorConfig
+from rollwright.config.modes import OperatorConfig
 from rollwright.errors import ConfigError, TrajectoryError
 from rollwright.experience.experience import Experience
 

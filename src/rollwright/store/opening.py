@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollwright.config.store import StoreConfig
+from rollwright.config.modes import StoreConfig
 from rollwright.errors import ConfigError
 from rollwright.store.file import FileStore
 from rollwright.store.store import ExperienceStore

@@ -10,7 +10,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, select
 
-from rollwright.config.store import StoreConfig
+from rollwright.config.modes import StoreConfig
 from rollwright.errors import ConfigError
 from rollwright.store.schema import READY, groups
 

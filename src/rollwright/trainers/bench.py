@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from rich.table import Column, Table
 
-from rollwright.config.checks import validate
 from rollwright.config.experiment import PPOConfig
+from rollwright.config.rules import validate
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError
 from rollwright.inference.network import find_server_addresses

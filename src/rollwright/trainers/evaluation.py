@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from rollwright.config.experiment import EvalConfig
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.config.stages import EvalConfig
 from rollwright.errors import RolloutError
 from rollwright.experience.trajectory import Trajectory
 from rollwright.rollout.engines import RolloutEngine

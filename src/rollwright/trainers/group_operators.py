@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rollwright.config.store import OperatorConfig
+from rollwright.config.modes import OperatorConfig
 from rollwright.experience.experience import Experience
 from rollwright.experience.normaliser import normalise
 from rollwright.experience.operators import ExperiencePipeline, PipelineResult

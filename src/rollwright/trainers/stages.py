@@ -13,8 +13,8 @@ import torch
 from rich.table import Table
 
 from rollwright.atomic import write_json
-from rollwright.config.experiment import PPOConfig
-from rollwright.config.stages import EvalConfig, NewModelConfig, Stage
+from rollwright.config.experiment import EvalConfig, NewModelConfig, PPOConfig
+from rollwright.config.loading import Stage
 from rollwright.errors import ConfigError
 from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
@@ -32,7 +32,7 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
     A stage that an earlier, interrupted attempt finished is not repeated.
 
     Args:
-        stages: from ``rollwright.config.stages.load_stages``.
+        stages: from ``rollwright.load_stages``.
         source_path: the file they came from; a copy of it is kept in the run directory.
 
     Returns:

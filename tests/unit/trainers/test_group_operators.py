@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rollwright.config.store import OperatorConfig
+from rollwright.config.modes import OperatorConfig
 from rollwright.experience.contract import check_trajectory
 from rollwright.experience.experience import Experience, ExperienceId
 from rollwright.experience.operators import OPERATORS, ExperienceOperator

@@ -6,8 +6,8 @@ import pytest
 import torch
 from PIL import Image
 
+from rollwright.config.experiment import NewVisionConfig
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.config.new_model import NewVisionConfig
 from rollwright.config.sections import MicroBatchSpec, OptimizerConfig, PPOActorConfig, RolloutConfig
 from rollwright.data.counting import counting_squares
 from rollwright.data.tokenizer import build_character_tokenizer, load_tokenizer
