@@ -92,8 +92,8 @@ _EXPORTS: dict[str, str] = {
     "new_model": "rollwright.training.model",
     # trainers
     "PPOTrainer": "rollwright.trainers.rl",
-    "DPOTrainer": "rollwright.trainers.dpo",
-    "SFTTrainer": "rollwright.trainers.sft",
+    "DPOTrainer": "rollwright.trainers.supervised",
+    "SFTTrainer": "rollwright.trainers.supervised",
     # sequence processing
     "SequenceProcessor": "rollwright.sequence_processing",
     "GenerationConfig": "rollwright.sequence_processing",

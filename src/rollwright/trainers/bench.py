@@ -24,7 +24,8 @@ from rollwright.tracking.logging import getLogger
 from rollwright.tracking.plots import plot_curves
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers import tasks
-from rollwright.trainers.evaluation import evaluate, sample_means
+from rollwright.trainers.evaluation import evaluate
+from rollwright.trainers.reporting import sample_means
 from rollwright.trainers.rollout_backend import make_explorer_engine
 from rollwright.trainers.shared_run import trial_path
 from rollwright.trainers.workflow_arguments import with_defaults

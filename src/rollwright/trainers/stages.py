@@ -152,8 +152,7 @@ def _make_model(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
 
 def _train_supervised(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
     from rollwright.data.examples import get_dataset
-    from rollwright.trainers.dpo import DPOTrainer
-    from rollwright.trainers.sft import SFTTrainer
+    from rollwright.trainers.supervised import DPOTrainer, SFTTrainer
 
     trainer_class = DPOTrainer if stage.kind == "dpo" else SFTTrainer
     config = stage.config

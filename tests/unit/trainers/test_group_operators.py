@@ -11,7 +11,7 @@ from rollwright.experience.operators import OPERATORS, ExperienceOperator
 from rollwright.store.records import Batch, StoredGroup
 from rollwright.tracking.metrics import MetricsTracker
 from rollwright.trainers.group_operators import GroupOperators, joined_samples, samples_of
-from rollwright.trainers.step_report import workflow_metrics
+from rollwright.trainers.reporting import workflow_metrics
 from rollwright.trainers.train_from_store import trajectory_of
 
 
