@@ -21,8 +21,7 @@ from typing import NamedTuple
 from report import Report
 
 from rollwright.experience.experience import Experience
-from rollwright.store.sampling import Sampling
-from rollwright.store.store import ExperienceStore
+from rollwright.store import ExperienceStore, Sampling
 
 GROUP, BATCH = 8, 64
 

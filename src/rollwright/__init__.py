@@ -29,7 +29,7 @@ _EXPORTS: dict[str, str] = {
     "DatasetConfig": "rollwright.config.sections",
     "FormatConfig": "rollwright.config.tasksets",
     "AllocationMode": "rollwright.config.allocation",
-    "load_stages": "rollwright.config.loading",
+    "load_stages": "rollwright.config.stages",
     "to_yaml": "rollwright.config.loading",
     # tracking
     "MetricsTracker": "rollwright.tracking.metrics",
@@ -44,8 +44,12 @@ _EXPORTS: dict[str, str] = {
     "TaskLoader": "rollwright.data.loader",
     # experience
     "Experience": "rollwright.experience.experience",
+    "ExperienceOperator": "rollwright.experience.operators",
+    "OPERATORS": "rollwright.experience.operators",
     "concat_padded_tensors": "rollwright.experience.trajectory",
     "tensor_container_to": "rollwright.experience.trajectory",
+    # store
+    "ExperienceStore": "rollwright.store",
     # rewards
     "REWARD_FUNCTIONS": "rollwright.rewards.registry",
     "AsyncRewardWrapper": "rollwright.rewards.wrapper",
@@ -92,8 +96,8 @@ _EXPORTS: dict[str, str] = {
     "new_model": "rollwright.training.model",
     # trainers
     "PPOTrainer": "rollwright.trainers.rl",
-    "DPOTrainer": "rollwright.trainers.supervised",
-    "SFTTrainer": "rollwright.trainers.supervised",
+    "DPOTrainer": "rollwright.trainers.dpo",
+    "SFTTrainer": "rollwright.trainers.sft",
     # sequence processing
     "SequenceProcessor": "rollwright.sequence_processing",
     "GenerationConfig": "rollwright.sequence_processing",

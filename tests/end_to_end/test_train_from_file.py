@@ -7,11 +7,11 @@ import json
 import pytest
 
 from rollwright import GRPOConfig
-from rollwright.config.modes import StoreConfig
 from rollwright.config.sections import DatasetConfig, OptimizerConfig, PPOActorConfig
+from rollwright.config.store import StoreConfig
 from rollwright.errors import TrajectoryError
 from rollwright.experience.experience import Experience, ExperienceId
-from rollwright.store.file import FileStore
+from rollwright.store import FileStore
 from rollwright.trainers.shared_run import claim_part
 from rollwright.trainers.train_from_store import StoreTrainer
 

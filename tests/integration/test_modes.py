@@ -57,7 +57,7 @@ def test_a_killed_trainer_goes_on_from_its_checkpoint(run_of):
     run.finished(explorer, again)
     assert sorted(run.rewards("trainer")) == list(range(1, 9))
 
-    from rollwright.store.store import ExperienceStore
+    from rollwright.store import ExperienceStore
 
     with ExperienceStore(f"sqlite:///{run.trial}/experiences.db") as store:
         status = store.status()

@@ -12,7 +12,7 @@ from store_databases import new_postgresql_database
 pytest.importorskip("sqlalchemy")
 
 from rollwright.errors import ConfigError, StoreError
-from rollwright.store.store import ExperienceStore
+from rollwright.store import ExperienceStore
 
 UNIT_TESTS = Path(__file__).resolve().parents[1] / "unit" / "experience"
 

@@ -15,7 +15,7 @@ from store_databases import new_postgresql_database
 pytest.importorskip("sqlalchemy")
 
 from rollwright.experience.experience import Experience
-from rollwright.store.store import ExperienceStore
+from rollwright.store import ExperienceStore
 
 TASKS = 160
 SAMPLES = 3
@@ -104,7 +104,7 @@ def test_random_kills_over_postgresql(tmp_path, postgresql):
 def kill_at_random(url: str, tmp_path: Path, seed: int) -> None:
     generator = random.Random(seed)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rollwright.store.store"])
+    context.set_forkserver_preload(["rollwright.store"])
     with ExperienceStore(url, run="processes") as store:
         store.declare_tasks(TASKS)
 

@@ -1,8 +1,8 @@
-"""Pipeline operators: what experiences pass between the explorer that made them and the trainer.
+"""Operators: what experiences pass between the workflow that made them and the trainer.
 
 An operator takes experiences, all those of one task together, and returns the ones that go on::
 
-    @OPERATORS.register_module("short_only")
+    @OPERATORS.register("short_only")
     class ShortOnly(ExperienceOperator):
         def __init__(self, max_tokens: int = 512) -> None:
             self.max_tokens = max_tokens
@@ -16,20 +16,21 @@ What an operator leaves out is counted under its name. An operator that raises f
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
-from rollwright.config.modes import OperatorConfig
+import torch
+
+from rollwright.config.store import OperatorConfig
 from rollwright.errors import ConfigError, TrajectoryError
+from rollwright.experience.contract import Trajectory
 from rollwright.experience.experience import Experience
-
-#: Module that registers the built-in operators; imported when a name is first looked up.
-_BUILT_IN = "rollwright.experience.built_in_operators"
+from rollwright.experience.normaliser import normalise
+from rollwright.registry import Registry
+from rollwright.tracking.metrics import MetricsTracker, get_tracker
 
 
 class ExperienceOperator(ABC):
@@ -47,74 +48,8 @@ class ExperienceOperator(ABC):
         """
 
 
-Registered = TypeVar("Registered", bound=type)
-
-
-class OperatorRegistry:
-    """Names of operators; users add theirs with ``register_module``."""
-
-    def __init__(self) -> None:
-        self._operators: dict[str, type] = {}
-
-    def register_module(self, name: str) -> Callable[[Registered], Registered]:
-        """Class decorator: registers an operator under a name.
-
-        Raises:
-            ConfigError: another class has the name. The same module and qualified name replaces itself.
-        """
-
-        def register(operator: Registered) -> Registered:
-            taken = self._operators.get(name)
-            if taken is not None and _path(taken) != _path(operator):
-                raise ConfigError(
-                    f"operator name {name!r} is taken by {_path(taken)}: register {_path(operator)} under another."
-                )
-            self._operators[name] = operator
-            return operator
-
-        return register
-
-    def get(self, name: str) -> type:
-        """The operator registered as ``name``, or at the import path ``package.module.Class``.
-
-        Raises:
-            ConfigError: there is none; the message lists the registered names.
-        """
-        importlib.import_module(_BUILT_IN)
-        if name in self._operators:
-            return self._operators[name]
-        module, _, attribute = name.rpartition(".")
-        if module:
-            try:
-                return getattr(importlib.import_module(module), attribute)
-            except (ModuleNotFoundError, AttributeError) as error:
-                raise ConfigError(f"store.operators names {name!r}, which cannot be imported: {error}.") from error
-        near = difflib.get_close_matches(name, self._operators, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "register it with @OPERATORS.register_module, or give its import path."
-        raise ConfigError(f"store.operators names {name!r}; registered are {', '.join(sorted(self._operators))}. {hint}")
-
-    def build(self, name: str, arguments: Mapping[str, Any]) -> ExperienceOperator:
-        """An operator with its arguments.
-
-        Raises:
-            ConfigError: there is no such operator, or it does not take these arguments.
-        """
-        operator = self.get(name)
-        try:
-            inspect.signature(operator).bind(**arguments)
-        except TypeError as error:
-            raise ConfigError(
-                f"store.operators: {name!r} was given {dict(arguments)}, but {error}; it takes {inspect.signature(operator)}."
-            ) from None
-        return operator(**arguments)
-
-
-def _path(operator: type) -> str:
-    return f"{operator.__module__}.{operator.__qualname__}"
-
-
-#: The one registry of operators.
-OPERATORS = OperatorRegistry()
+#: The operators; ``store.operators`` names them.
+OPERATORS: Registry[type[ExperienceOperator]] = Registry("operator", ConfigError, variable="OPERATORS")
 
 
 @dataclass
@@ -135,7 +70,7 @@ class ExperiencePipeline:
 
     def __init__(self, operators: Sequence[OperatorConfig | tuple[str, ExperienceOperator]] = ()) -> None:
         self._steps: list[tuple[str, ExperienceOperator]] = [
-            (item.name, OPERATORS.build(item.name, item.args)) if isinstance(item, OperatorConfig) else item
+            (item.name, OPERATORS.build(item.name, **item.args)) if isinstance(item, OperatorConfig) else item
             for item in operators
         ]
 
@@ -168,7 +103,7 @@ class ExperiencePipeline:
             except Exception as error:  # of a user's operator
                 raise TrajectoryError(
                     f"operator {name!r} failed on the experiences of group {current[0].eid.group!r}: {type(error).__name__}: {error}. "
-                    "Mend it or take it out of store.operators."
+                    "Correct it or take it out of store.operators."
                 ) from error
             if len(current) < before:
                 result.drops[name] = result.drops.get(name, 0) + before - len(current)
@@ -178,3 +113,294 @@ class ExperiencePipeline:
             rebuilt.setdefault(place.get(str(experience.eid), len(nested) + position), []).append(experience)
         result.samples = [rebuilt[index] for index in sorted(rebuilt)]
         return result
+
+
+# -- on groups in tensor form ----------------------------------------------------------------------------------------
+
+
+def samples_of(group: Trajectory, task: int | str) -> list[list[Experience]]:
+    """The experiences of each sample of one task's group, in the order in which the samples stand."""
+    samples: dict[int, list[Experience]] = {}
+    for experience, sample in zip(Experience.from_trajectory(group), group["sample_ids"].tolist(), strict=True):
+        experience.eid.task = task
+        samples.setdefault(sample, []).append(experience)
+    return list(samples.values())
+
+
+def joined_samples(samples: Sequence[Sequence[Experience]], group_id: int, first_sample: int = 0) -> Trajectory:
+    """A group in tensor form; its samples are numbered from ``first_sample``.
+
+    Raises:
+        TrajectoryError: an experience has no reward, or a trained token neither log-probability nor version.
+    """
+    rows = [experience for sample in samples for experience in sample]
+    trajectory = normalise(rows, None, workflow="experiences", task=str(group_id))
+    assert trajectory is not None
+    places = [place for place, sample in enumerate(samples) for _ in sample]
+    trajectory["sample_ids"] = torch.tensor(places, dtype=torch.int64) + first_sample
+    trajectory["group_ids"] = torch.full((len(rows),), group_id, dtype=torch.int64)
+    return trajectory
+
+
+def report_operators(result: PipelineResult, tracker: MetricsTracker) -> None:
+    """Add what operators said and dropped to the metrics, as ``operators/…``."""
+    scope = tracker.get("operators")
+    scope.scalar(**result.metrics)
+    scope.sum(**{f"dropped/{name}": count for name, count in result.drops.items()})
+
+
+class GroupOperators:
+    """The operators of a run as an acceptance function: a complete group is changed in place, or refused where nothing is left.
+
+    Refused groups are replaced by others, so a batch stays full.
+
+    Args:
+        operators: from the config.
+        tracker: where the operators' numbers and what they dropped are reported; None: the run's.
+    """
+
+    def __init__(self, operators: Sequence[OperatorConfig], tracker: MetricsTracker | None = None) -> None:
+        self.pipeline = ExperiencePipeline(operators)
+        self.tracker = tracker or get_tracker()
+
+    def __call__(self, group: Trajectory) -> bool:
+        """Apply the operators to one group; false where they left nothing."""
+        group_id, first_sample = int(group["group_ids"][0]), int(group["sample_ids"].min())
+        result = self.pipeline.apply(samples_of(group, group_id))
+        report_operators(result, self.tracker)
+        if not result.samples:
+            return False
+        changed = joined_samples(result.samples, group_id, first_sample)
+        group.clear()
+        group.update(changed)
+        return True
+
+
+# -- the operators that come with Rollwright -------------------------------------------------------------------------
+
+
+def rewards_of(experiences: Sequence[Experience]) -> list[float]:
+    """The reward of each experience.
+
+    Raises:
+        TrajectoryError: one has none.
+    """
+    for experience in experiences:
+        if experience.reward is None:
+            raise TrajectoryError(f"experience {experience.eid} has no reward: set it in the workflow, before the pipeline.")
+    return [float(experience.reward) for experience in experiences if experience.reward is not None]
+
+
+def _groups(experiences: Sequence[Experience]) -> list[list[Experience]]:
+    groups: dict[str, list[Experience]] = {}
+    for experience in experiences:
+        groups.setdefault(experience.eid.group, []).append(experience)
+    return list(groups.values())
+
+
+def _deviation(values: Sequence[float]) -> float:
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+
+
+@OPERATORS.register("reward_filter")
+class RewardFilter(ExperienceOperator):
+    """Keeps experiences whose reward lies between two limits, both included; NaN lies nowhere.
+
+    Args:
+        threshold: lowest reward that is kept.
+        maximum: highest reward that is kept.
+    """
+
+    def __init__(self, threshold: float = -math.inf, maximum: float = math.inf) -> None:
+        if threshold > maximum:
+            raise ConfigError(f"reward_filter: threshold {threshold} is above maximum {maximum}, so nothing would be kept.")
+        self.threshold = threshold
+        self.maximum = maximum
+
+    def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+        """Drops by reward."""
+        rewards = rewards_of(experiences)
+        kept = [each for each, reward in zip(experiences, rewards, strict=True) if self.threshold <= reward <= self.maximum]
+        return kept, {"kept_share": len(kept) / len(experiences)}
+
+
+@OPERATORS.register("reward_std_filter")
+@OPERATORS.register("no_variance_filter")
+class NoVarianceFilter(ExperienceOperator):
+    """Drops groups whose rewards are all (nearly) equal: their group-normalised advantages are zero.
+
+    Args:
+        threshold: largest standard deviation that is dropped.
+    """
+
+    def __init__(self, threshold: float = 0.0) -> None:
+        self.threshold = threshold
+
+    def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+        """Drops whole groups."""
+        kept: list[Experience] = []
+        groups = _groups(experiences)
+        dropped = 0
+        for group in groups:
+            if _deviation(rewards_of(group)) > self.threshold:
+                kept += group
+            else:
+                dropped += 1
+        return kept, {"dropped_groups_share": dropped / len(groups)}
+
+
+@OPERATORS.register("reward_shaping_mapper")
+@OPERATORS.register("reward_shaping")
+class RewardShaping(ExperienceOperator):
+    """Changes rewards by numbers that the experiences carry.
+
+    Args:
+        reward_shaping_configs: steps in order, each ``{"stats_key": …, "op_type": "ADD" | "SUB" | "MUL" | "DIV",
+            "weight": 1.0}``: the reward is combined with ``weight · value``. The value stands in ``info`` or ``metrics``
+            under ``stats_key``; ``response_length`` is always there.
+    """
+
+    _OPERATIONS: ClassVar[dict[str, Callable[[float, float], float]]] = {
+        "ADD": lambda reward, value: reward + value,
+        "SUB": lambda reward, value: reward - value,
+        "MUL": lambda reward, value: reward * value,
+        "DIV": lambda reward, value: reward / value,
+    }
+
+    def __init__(self, reward_shaping_configs: Sequence[Mapping[str, Any]]) -> None:
+        self._steps = []
+        for step in reward_shaping_configs:
+            unknown = set(step) - {"stats_key", "op_type", "weight"}
+            operation = str(step.get("op_type", "ADD")).upper()
+            if unknown or "stats_key" not in step or operation not in self._OPERATIONS:
+                raise ConfigError(
+                    f"reward_shaping step {dict(step)} is not understood: it has a stats_key, an op_type out of "
+                    f"{', '.join(self._OPERATIONS)}, and a weight."
+                )
+            self._steps.append((str(step["stats_key"]), self._OPERATIONS[operation], float(step.get("weight", 1.0))))
+
+    def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+        """Sets new rewards."""
+        before = rewards_of(experiences)
+        for experience, reward in zip(experiences, before, strict=True):
+            for key, operation, weight in self._steps:
+                try:
+                    reward = operation(reward, weight * self._value(experience, key))
+                except ZeroDivisionError:
+                    raise TrajectoryError(
+                        f"experience {experience.eid}: its reward is divided by {key!r}, which is 0."
+                    ) from None
+            experience.reward = reward
+        change = [after - old for after, old in zip(rewards_of(experiences), before, strict=True)]
+        return experiences, {
+            "reward_diff/mean": math.fsum(change) / len(change),
+            "reward_diff/min": min(change),
+            "reward_diff/max": max(change),
+        }
+
+    @staticmethod
+    def _value(experience: Experience, key: str) -> float:
+        known = {"response_length": float(experience.response_length), **experience.metrics, **experience.info}
+        if key not in known:
+            raise TrajectoryError(
+                f"experience {experience.eid} has no {key!r} in its info or metrics (it has {', '.join(sorted(known))}): the workflow sets it."
+            )
+        return float(known[key])
+
+
+@OPERATORS.register("overlong_shaping")
+class OverlongShaping(ExperienceOperator):
+    """Takes from the reward of responses that come near the length limit: DAPO's soft punishment (arXiv 2503.14476, eq. 13).
+
+    Args:
+        max_length: tokens of a response at most.
+        buffer: the last tokens before the limit, over which the punishment grows from 0 to ``penalty``.
+        penalty: at the limit and beyond.
+    """
+
+    def __init__(self, max_length: int, buffer: int, penalty: float = 1.0) -> None:
+        if not 0 < buffer <= max_length:
+            raise ConfigError(
+                f"overlong_shaping: buffer is {buffer} and max_length {max_length}; it must be 0 < buffer <= max_length."
+            )
+        self.max_length = max_length
+        self.buffer = buffer
+        self.penalty = penalty
+
+    def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+        """Sets new rewards."""
+        punished = 0
+        for experience, reward in zip(experiences, rewards_of(experiences), strict=True):
+            excess = experience.response_length - (self.max_length - self.buffer)
+            if excess > 0:
+                experience.reward = reward - self.penalty * min(1.0, excess / self.buffer)
+                punished += 1
+        return experiences, {"punished_share": punished / len(experiences)}
+
+
+@OPERATORS.register("truncation_mask")
+class TruncationMask(ExperienceOperator):
+    """Experiences that a length limit cut do not train: their action mask is cleared, or they are dropped.
+
+    A cleared experience still counts in its group's mean reward; a dropped one does not.
+
+    Args:
+        drop: drop instead of clearing.
+    """
+
+    def __init__(self, drop: bool = False) -> None:
+        self.drop = drop
+
+    def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+        """Clears or drops."""
+        for experience in experiences:
+            if experience.truncated is None:
+                raise TrajectoryError(
+                    f"experience {experience.eid} does not say whether it was truncated: the engine's record does, or the workflow sets it."
+                )
+        truncated = [experience for experience in experiences if experience.truncated]
+        share = {"truncated_share": len(truncated) / len(experiences)}
+        if self.drop:
+            return [experience for experience in experiences if not experience.truncated], share
+        for experience in truncated:
+            experience.action_mask = torch.zeros(experience.response_length, dtype=torch.bool)
+        return experiences, share
+
+
+@OPERATORS.register("pass_rate_calculator")
+@OPERATORS.register("pass_rate")
+class PassRate(ExperienceOperator):
+    """Writes the share of a task's samples that pass into ``info["pass_rate"]``, and keeps tasks of fitting difficulty.
+
+    Args:
+        threshold: reward from which on a sample passes. A sample of several rows passes by its mean reward.
+        minimum: tasks with a lower pass rate are dropped.
+        maximum: tasks with a higher pass rate are dropped.
+    """
+
+    def __init__(self, threshold: float = 1.0, minimum: float = 0.0, maximum: float = 1.0) -> None:
+        if not 0.0 <= minimum <= maximum <= 1.0:
+            raise ConfigError(
+                f"pass_rate: minimum is {minimum} and maximum {maximum}; it must be 0 <= minimum <= maximum <= 1."
+            )
+        self.threshold = threshold
+        self.minimum = minimum
+        self.maximum = maximum
+
+    def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+        """Notes, and drops whole tasks."""
+        kept: list[Experience] = []
+        rates = []
+        for group in _groups(experiences):
+            samples: dict[str, list[float]] = {}
+            for experience, reward in zip(group, rewards_of(group), strict=True):
+                samples.setdefault(experience.eid.sample, []).append(reward)
+            passed = [math.fsum(rewards) / len(rewards) >= self.threshold for rewards in samples.values()]
+            rate = sum(passed) / len(passed)
+            rates.append(rate)
+            for experience in group:
+                experience.info["pass_rate"] = rate
+            if self.minimum <= rate <= self.maximum:
+                kept += group
+        return kept, {"mean": math.fsum(rates) / len(rates)}

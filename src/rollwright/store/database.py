@@ -1,11 +1,17 @@
-"""The database under an experience store: connections, transactions, identity."""
+"""The database of an experience store: its tables, connections, transactions and identity.
+
+A **group** (all rows of one task) is what is completed, sampled, used and released; an **experience** is one of its rows.
+**uses** records which batch consumed a group and under which checkpoint of the trainer. A use without a checkpoint is undone
+when the trainer restarts.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +25,146 @@ except ModuleNotFoundError:
         "the experience store needs SQLAlchemy, which is not installed: pip install 'rollwright[store]'."
     ) from None
 
-from sqlalchemy import Connection, Engine, bindparam, create_engine, event, func, insert, select, text, update
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Connection,
+    Engine,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    SmallInteger,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+    bindparam,
+    create_engine,
+    event,
+    func,
+    insert,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
 from sqlalchemy.pool import StaticPool
 
-from rollwright.store.schema import SCHEMA_VERSION, counters, facts, metadata
+SCHEMA_VERSION = 1
+
+#: States of a task.
+CLAIMED, FINISHED, RELEASED = 0, 1, 2
+#: States of a group.
+OPEN, READY, DROPPED = 0, 1, 2
+
+#: SQLite numbers rows by itself only in a column of type INTEGER.
+_Id = BigInteger().with_variant(Integer, "sqlite")
+
+metadata = MetaData()
+
+#: What the store says about itself: schema version, run, number of tasks.
+facts = Table("facts", metadata, Column("name", String(64), primary_key=True), Column("value", Text, nullable=False))
+
+#: Numbers that only grow. Every writing transaction locks one of them first, so that writers run one after another.
+counters = Table(
+    "counters", metadata, Column("name", String(64), primary_key=True), Column("value", BigInteger, nullable=False)
+)
+_COUNTERS = ("next_ordinal", "sequence", "batch", "epoch")
+
+tasks = Table(
+    "tasks",
+    metadata,
+    Column("ordinal", BigInteger, primary_key=True, autoincrement=False),
+    Column("state", SmallInteger, nullable=False),
+    Column("owner", String(255), nullable=False),
+    Column("attempt", Integer, nullable=False),  # counts claims; an older attempt can no longer finish the task
+    Column("lease_until", Float(53), nullable=False),  # seconds since 1970, by the database's clock
+    Index("tasks_by_state", "state", "lease_until"),
+    Index("tasks_by_owner", "owner", "state"),
+)
+
+groups = Table(
+    "groups",
+    metadata,
+    Column("id", _Id, primary_key=True),
+    Column("name", String(255), nullable=False, unique=True),
+    Column("ordinal", BigInteger),
+    Column("attempt", Integer, nullable=False),
+    Column("state", SmallInteger, nullable=False),
+    Column("sequence", BigInteger),  # order of completion
+    Column("version", BigInteger, nullable=False),  # of the oldest sampled token
+    Column("reward", Float(53)),  # mean of its rows
+    Column("rows", Integer, nullable=False),
+    Column("uses", Integer, nullable=False),
+    Column("available_at", Float(53), nullable=False),
+    Column("dropped_by", String(255)),
+    Column("drop_checkpoint", BigInteger),  # None while the drop is not committed
+    Index("groups_by_age", "state", "uses", "sequence"),
+    Index("groups_by_version", "state", "uses", "version", "sequence"),
+    Index("groups_by_ordinal", "ordinal"),
+)
+
+experiences = Table(
+    "experiences",
+    metadata,
+    Column("id", _Id, primary_key=True),
+    Column("group_id", _Id, ForeignKey("groups.id"), nullable=False),
+    Column("sample", Integer, nullable=False),  # index of the sample in its group
+    Column("part", Integer, nullable=False),  # index of the row in its sample
+    Column("eid", String(255), nullable=False),
+    Column("version", BigInteger, nullable=False),
+    Column("reward", Float(53)),
+    Column("data", LargeBinary, nullable=False),  # Experience.serialize()
+    UniqueConstraint("group_id", "sample", "part", name="experience_once"),
+)
+
+uses = Table(
+    "uses",
+    metadata,
+    Column("id", _Id, primary_key=True),
+    Column("group_id", _Id, ForeignKey("groups.id"), nullable=False),
+    Column("batch", BigInteger, nullable=False),
+    Column("checkpoint", BigInteger),  # None until the trainer's checkpoint commits it
+    Column("published", Boolean, nullable=False),  # weights trained on it are out: it no longer counts as in training
+    Index("uses_by_group", "group_id"),
+    Index("uses_by_checkpoint", "checkpoint"),
+    Index("uses_by_published", "published"),
+)
+
+checkpoints = Table(
+    "checkpoints",
+    metadata,
+    Column("sequence", _Id, primary_key=True),
+    Column("name", String(255), nullable=False, unique=True),
+    Column("version", BigInteger),
+    Column("batch", BigInteger, nullable=False),
+)
+
+versions = Table(
+    "versions",
+    metadata,
+    Column("version", BigInteger, primary_key=True, autoincrement=False),
+    Column("path", Text, nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+)
+
+drops = Table("drops", metadata, Column("reason", String(255), primary_key=True), Column("rows", BigInteger, nullable=False))
 
 #: Seconds that a writer waits for others.
 BUSY_SECONDS = 60.0
+_SHORTEST_POLL, _LONGEST_POLL = 0.01, 0.25
+#: Built once: SQLAlchemy takes longer to build a statement than SQLite takes to run it.
 _COUNT = (
     update(counters)
     .where(counters.c.name == bindparam("counter"))
     .values(value=counters.c.value + bindparam("by"))
     .returning(counters.c.value)
 )
-_COUNTERS = ("next_ordinal", "sequence", "batch", "epoch")
 _READ_ONLY = "rollwright_read_only"
 _CREATION_LOCK = 0x524F4C4C  # PostgreSQL advisory lock that serialises the creation of the tables
 
@@ -49,21 +179,23 @@ class Database:
 
     Raises:
         StoreError: the store is missing, damaged, of another version or of another run.
+        ConfigError: the URL or its driver is not usable.
     """
 
-    def __init__(self, url: str, run: str | None, create: bool) -> None:
+    def __init__(self, url: str, *, run: str | None = None, create: bool = True) -> None:
         self.engine = _engine(url)
         self.name = self.engine.url.render_as_string(hide_password=True)
         self.dialect = self.engine.dialect.name
-        self._memory_lock = threading.RLock() if isinstance(self.engine.pool, StaticPool) else contextlib.nullcontext()
+        self._in_memory = isinstance(self.engine.pool, StaticPool)
+        self._memory_lock = threading.RLock() if self._in_memory else contextlib.nullcontext()
         # The threads of a process wait for each other here, without a limit, and not in the database, which gives up.
         self._writers = threading.RLock()
-        path = self.engine.url.database if self.dialect == "sqlite" else None
-        if path and path != ":memory:":
-            if not create and not Path(path).exists():
-                raise StoreError(f"{self.name} does not exist: check store.url, or start the explorer, which creates it.")
+        if self.dialect == "sqlite" and not self._in_memory:
+            path = Path(self.engine.url.database or "")
             if create:
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                path.parent.mkdir(parents=True, exist_ok=True)
+            elif not path.exists():
+                raise StoreError(f"{self.name} does not exist: check store.url, or start the explorer, which creates it.")
         try:
             if create:
                 self._create(run)
@@ -71,7 +203,7 @@ class Database:
         except StoreError:
             self.close()
             raise
-        except (DBAPIError, sqlalchemy.exc.SQLAlchemyError) as error:
+        except sqlalchemy.exc.SQLAlchemyError as error:
             self.close()
             raise StoreError(
                 f"{self.name} cannot be used as an experience store ({_cause(error)}): check store.url; if the file is damaged, "
@@ -81,18 +213,16 @@ class Database:
     @contextlib.contextmanager
     def reading(self) -> Iterator[Connection]:
         """A transaction that sees one state of the store and changes nothing."""
+        options = {"isolation_level": "REPEATABLE READ"} if self.dialect == "postgresql" else {}
         with self._memory_lock, self._translated(), self.engine.connect() as connection:
-            options: dict[str, Any] = {_READ_ONLY: True}
-            if self.dialect == "postgresql":
-                options["isolation_level"] = "REPEATABLE READ"
-            connection = connection.execution_options(**options)
+            connection = connection.execution_options(**{_READ_ONLY: True}, **options)
             with connection.begin():
                 yield connection
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection]:
-        """A transaction that no other writer runs beside; it is undone where the block raises."""
-        with self._memory_lock, self._writers, self._translated(), self.engine.connect() as connection, connection.begin():
+        """A transaction beside which no other writer runs; it is undone where the block raises."""
+        with self._memory_lock, self._writers, self._translated(), self.engine.begin() as connection:
             if self.dialect != "sqlite":  # SQLite's BEGIN IMMEDIATE has done this already
                 connection.execute(select(counters.c.value).where(counters.c.name == "epoch").with_for_update())
             yield connection
@@ -103,9 +233,9 @@ class Database:
             return float(connection.execute(text("SELECT extract(epoch FROM clock_timestamp())")).scalar_one())
         return time.time()
 
-    def count(self, connection: Connection, name: str, by: int = 1) -> int:
+    def add_to(self, connection: Connection, counter: str, by: int = 1) -> int:
         """Adds to a counter; returns its value before."""
-        return int(connection.execute(_COUNT, {"counter": name, "by": by}).scalar_one()) - by
+        return int(connection.execute(_COUNT, {"counter": counter, "by": by}).scalar_one()) - by
 
     def counter(self, connection: Connection, name: str) -> int:
         """A counter's value."""
@@ -116,25 +246,22 @@ class Database:
         return connection.execute(select(facts.c.value).where(facts.c.name == name)).scalar_one_or_none()
 
     def set_fact(self, connection: Connection, name: str, value: str) -> None:
-        """Records a fact, in place of what stood there."""
-        connection.execute(
-            self.upsert(facts)
-            .values(name=name, value=value)
-            .on_conflict_do_update(index_elements=["name"], set_={"value": value})
-        )
+        """Records a fact; replaces an earlier value."""
+        statement = self.upsert(facts).values(name=name, value=value)
+        connection.execute(statement.on_conflict_do_update(index_elements=["name"], set_={"value": value}))
 
     def upsert(self, table: Any) -> Any:
-        """An INSERT that knows ``ON CONFLICT``, of this database's dialect."""
+        """An INSERT of this database's dialect, which has ``ON CONFLICT``."""
         return (postgresql.insert if self.dialect == "postgresql" else sqlite.insert)(table)
 
     def flush(self) -> None:
         """Makes what is committed survive a power failure too (SQLite's WAL is written through)."""
-        if self.dialect == "sqlite" and isinstance(self._memory_lock, contextlib.nullcontext):
+        if self.dialect == "sqlite" and not self._in_memory:
             with self._translated(), self.engine.connect() as connection:
                 connection.connection.cursor().execute("PRAGMA wal_checkpoint(PASSIVE)").close()
 
     def close(self) -> None:
-        """Closes all connections."""
+        """Closes the database's connections."""
         self.engine.dispose()
 
     @contextlib.contextmanager
@@ -147,24 +274,20 @@ class Database:
             ) from error
 
     def _create(self, run: str | None) -> None:
-        with self.engine.connect() as connection, connection.begin():
+        with self.engine.begin() as connection:
             if self.dialect == "postgresql":
                 connection.execute(select(func.pg_advisory_xact_lock(_CREATION_LOCK)))
             existing = set(sqlalchemy.inspect(connection).get_table_names())
-            if facts.name in existing:
-                if run is not None and self.fact(connection, "run") is None:
-                    self.set_fact(connection, "run", run)
-                return
-            ours = existing & set(metadata.tables)
-            if ours:
-                raise StoreError(
-                    f"{self.name} has a table {sorted(ours)[0]!r} that no experience store made: give the store a database of its own."
-                )
-            metadata.create_all(connection, checkfirst=False)
-            connection.execute(insert(counters), [{"name": name, "value": 0} for name in _COUNTERS])
-            connection.execute(insert(facts), [{"name": "schema", "value": str(SCHEMA_VERSION)}])
-            if run is not None:
-                connection.execute(insert(facts), [{"name": "run", "value": run}])
+            if facts.name not in existing:
+                if ours := sorted(existing & set(metadata.tables)):
+                    raise StoreError(
+                        f"{self.name} has a table {ours[0]!r} that no experience store made: give the store a database of its own."
+                    )
+                metadata.create_all(connection, checkfirst=False)
+                connection.execute(insert(counters), [{"name": name, "value": 0} for name in _COUNTERS])
+                connection.execute(insert(facts), [{"name": "schema", "value": str(SCHEMA_VERSION)}])
+            if run is not None and self.fact(connection, "run") is None:
+                self.set_fact(connection, "run", run)
 
     def _check(self, run: str | None) -> None:
         with self.reading() as connection:
@@ -179,6 +302,24 @@ class Database:
             raise StoreError(
                 f"{self.name} belongs to run {owner!r}, not to {run!r}: give this run a store of its own (store.url), or use the config of that run."
             )
+
+
+def poll(look: Callable[[], tuple[Any, bool]], timeout: float | None, cancelled: Callable[[], bool]) -> Any:
+    """Looks for what other processes put into a store; returns what the last look found.
+
+    Args:
+        look: returns what there is, and whether nothing more can come. What is true ends the wait.
+        timeout: seconds; None waits without a limit.
+        cancelled: asked between looks; true ends the wait.
+    """
+    limit = None if timeout is None else time.monotonic() + timeout
+    pause = _SHORTEST_POLL
+    while True:
+        found, ended = look()
+        if found or ended or cancelled() or (limit is not None and time.monotonic() >= limit):
+            return found
+        time.sleep(pause if limit is None else max(0.0, min(pause, limit - time.monotonic())))
+        pause = min(_LONGEST_POLL, pause * 1.5)
 
 
 def _cause(error: Exception) -> str:
@@ -204,23 +345,16 @@ def _engine(url: str) -> Engine:
             f"store.url names the driver {error.name!r}, which is not installed: pip install {package}."
         ) from error
     in_memory = parsed.database in (None, "", ":memory:")
-    arguments: dict[str, Any] = {"connect_args": {"timeout": BUSY_SECONDS, "check_same_thread": False}}
-    if in_memory:
-        arguments["poolclass"] = StaticPool
-    else:
-        arguments["pool_timeout"] = BUSY_SECONDS
-    engine = create_engine(parsed, **arguments)
+    pooling: dict[str, Any] = {"poolclass": StaticPool} if in_memory else {"pool_timeout": BUSY_SECONDS}
+    engine = create_engine(parsed, connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False}, **pooling)
 
     @event.listens_for(engine, "connect")
     def _configure(connection: Any, _: Any) -> None:
-        connection.isolation_level = None  # we begin transactions ourselves
-        if in_memory:
-            return
-        cursor = connection.cursor()
-        _enter_wal(cursor)
-        cursor.execute("PRAGMA synchronous=NORMAL")
-        cursor.execute("PRAGMA foreign_keys=ON")
-        cursor.close()
+        connection.isolation_level = None  # transactions are begun below
+        if not in_memory:
+            _enter_wal(connection)
+            connection.execute("PRAGMA synchronous=NORMAL")
+            connection.execute("PRAGMA foreign_keys=ON")
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
@@ -230,14 +364,12 @@ def _engine(url: str) -> Engine:
     return engine
 
 
-def _enter_wal(cursor: Any) -> None:
-    """Switches the file to write-ahead logging; SQLite does not wait for others when it switches, so we do."""
-    import sqlite3
-
+def _enter_wal(connection: sqlite3.Connection) -> None:
+    """Switches the file to write-ahead logging. SQLite does not wait for other processes when it switches, so this does."""
     limit = time.monotonic() + BUSY_SECONDS
-    while cursor.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+    while connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
         try:
-            cursor.execute("PRAGMA journal_mode=WAL").fetchone()
+            connection.execute("PRAGMA journal_mode=WAL").fetchone()
         except sqlite3.OperationalError:
             if time.monotonic() > limit:
                 raise

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rollwright.experience.experience import Experience
+
+#: The samples of one task; a sample is one experience or a list of them.
+Group = Sequence[Experience | Sequence[Experience]]
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Announcement:
     since: int = 0
 
     def names_weights_of(self, loaded: Announcement | None) -> bool:
-        """True where what was loaded by an earlier look are these very weights."""
+        """True where these very weights are loaded already."""
         return loaded is not None and (loaded.epoch, loaded.version) == (self.epoch, self.version)
 
     def takes_back(self, loaded: Announcement | None) -> bool:
@@ -103,19 +105,21 @@ class StoreStatus:
         return self.declared_tasks is not None and self.finished_tasks >= self.declared_tasks
 
 
-def own_name(group: Sequence[Experience | Sequence[Experience]]) -> str:
+def experiences_of(group: Group) -> Iterator[Experience]:
+    """The experiences of a group, sample by sample."""
+    for item in group:
+        yield from [item] if isinstance(item, Experience) else item
+
+
+def task_group(ordinal: int) -> str:
+    """Name of a task's group."""
+    return f"task/{ordinal}"
+
+
+def own_name(group: Group) -> str:
     """A name for a group that was given none: the same experience, appended again, gets the same."""
-    first = group[0]
-    while not isinstance(first, Experience):
-        first = first[0]
+    first = next(experiences_of(group))
     return f"experience/{first.eid}/{hashlib.sha256(first.tokens.numpy().tobytes()).hexdigest()[:16]}"
-
-
-def experience_row(experience: Experience, version: int | None) -> dict[str, Any]:
-    """The columns of an experience: its id, the version of its oldest sampled token, its reward and its bytes."""
-    if version is None:
-        version = oldest_version(experience)
-    return {"eid": str(experience.eid), "version": version, "reward": experience.reward, "data": experience.serialize()}
 
 
 def oldest_version(experience: Experience) -> int:

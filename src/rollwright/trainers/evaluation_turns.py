@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rollwright.store.records import Announcement
+from rollwright.store import Announcement
 
 
 class EvaluationTurns:

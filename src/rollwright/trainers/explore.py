@@ -22,23 +22,21 @@ from rollwright.config.experiment import PPOConfig
 from rollwright.data.mixture import TaskMixture
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError, RolloutError
-from rollwright.experience.operators import ExperiencePipeline, PipelineResult
+from rollwright.experience.operators import ExperiencePipeline, PipelineResult, report_operators, samples_of
 from rollwright.experience.trajectory import Trajectory
 from rollwright.rollout.engines import RolloutEngine
-from rollwright.store.records import Announcement, TaskClaim
-from rollwright.store.store import ExperienceStore
+from rollwright.store import Announcement, ExperienceStore, TaskClaim
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers import tasks
 from rollwright.trainers.drawn_tasks import count_tasks, training_tasks
-from rollwright.trainers.evaluation import evaluate
+from rollwright.trainers.evaluation import evaluate, sample_means
 from rollwright.trainers.evaluation_turns import EvaluationTurns
-from rollwright.trainers.group_operators import report_operators, samples_of
-from rollwright.trainers.loop import StopSignal
 from rollwright.trainers.published_weights import give_weights, newest_weights
-from rollwright.trainers.reporting import StageRun, sample_means
 from rollwright.trainers.rollout_backend import make_explorer_engine
 from rollwright.trainers.shared_run import open_run_store, run_length, trial_path
+from rollwright.trainers.stage_run import StageRun
+from rollwright.trainers.stop_signal import StopSignal
 from rollwright.trainers.workflow_arguments import with_defaults
 from rollwright.workflows.registry import resolve_workflow
 

@@ -10,9 +10,9 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rollwright.config.experiment import EvalConfig, PPOConfig, SFTConfig
-from rollwright.config.loading import Stage
+from rollwright.config.experiment import PPOConfig, SFTConfig
 from rollwright.config.source import KeyPath
+from rollwright.config.stages import EvalConfig, Stage
 from rollwright.config.tasksets import TasksetConfig
 from rollwright.data.selectors import make_selector
 from rollwright.errors import ConfigError, RollwrightError
@@ -65,9 +65,9 @@ def _policy(config: PPOConfig) -> Iterator[Fault]:
             yield from _episodes(config)
     if config.store is not None:
         for index, operator in enumerate(config.store.operators):
-            yield from _tried(("store", "operators", index), lambda each=operator: OPERATORS.build(each.name, each.args))
+            yield from _tried(("store", "operators", index), lambda each=operator: OPERATORS.build(each.name, **each.args))
         if config.store.order == "priority":
-            from rollwright.store.sampling import Sampling
+            from rollwright.store import Sampling
 
             yield from _tried(("store", "priority_fn"), lambda: Sampling.from_config(config.store))  # type: ignore[arg-type]
 

@@ -23,8 +23,7 @@ from rollwright.inference.weights.files import (
 )
 from rollwright.inference.weights.ways import distinct_weights
 from rollwright.rollout.engines import LocalRolloutEngine
-from rollwright.store.records import Announcement
-from rollwright.store.store import ExperienceStore
+from rollwright.store import Announcement, ExperienceStore
 from rollwright.tracking.logging import getLogger
 from rollwright.training.logprobs import TokenScorer
 

@@ -40,15 +40,14 @@ from rollwright.inference.server.openai import bearer_token
 from rollwright.rollout.engines import LocalRolloutEngine, RolloutEngine
 from rollwright.rollout.openai_episode import OpenAIEpisode
 from rollwright.rollout.openai_front import OpenAIFront, ServerThread
-from rollwright.store.records import Announcement
-from rollwright.store.store import ExperienceStore
+from rollwright.store import Announcement, ExperienceStore
 from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.trainers.loop import StopSignal
 from rollwright.trainers.published_weights import give_weights, newest_weights
 from rollwright.trainers.rollout_backend import make_explorer_engine
 from rollwright.trainers.shared_run import open_run_store
+from rollwright.trainers.stop_signal import StopSignal
 
 logger = getLogger("service")
 

@@ -20,8 +20,7 @@ from rollwright.errors import ConfigError
 from rollwright.tracking.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from rollwright.store.file import FileStore
-    from rollwright.store.store import ExperienceStore
+    from rollwright.store import ExperienceStore, FileStore
 
 #: Modes whose process is one of several of its run; a finished ``train`` may be gone on with, the others begin anew.
 PARTS = {"explore": "explorer", "train": "trainer", "bench": "bench", "serve": "service"}
@@ -53,7 +52,7 @@ def claim_part(config: PPOConfig) -> RunDirectory:
 
 def open_run_store(config: PPOConfig) -> ExperienceStore | FileStore:
     """The store that this run's processes share."""
-    from rollwright.store.opening import open_store
+    from rollwright.store import open_store
 
     if config.store is None:
         raise ConfigError(f"mode {config.mode} needs a store; give a store section (store: {{}} is enough).")

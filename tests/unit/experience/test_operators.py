@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollwright.config.modes import OperatorConfig
+from rollwright.config.store import OperatorConfig
 from rollwright.errors import ConfigError, TrajectoryError
 from rollwright.experience.experience import Experience, ExperienceId
 from rollwright.experience.operators import OPERATORS, ExperienceOperator, ExperiencePipeline
@@ -130,7 +130,7 @@ def test_users_add_operators_by_name_path_and_object():
     result = apply("test_doubling", [experience(1.0), experience(2.0)])
     assert [[each.reward for each in sample] for sample in result.samples] == [[1.0], [2.0], [2.0], [4.0]]
     assert result.metrics == {"test_doubling/made": 2.0}
-    by_path = ExperiencePipeline([OperatorConfig("rollwright.experience.built_in_operators.RewardFilter", {"threshold": 2.0})])
+    by_path = ExperiencePipeline([OperatorConfig("rollwright.experience.operators.RewardFilter", {"threshold": 2.0})])
     assert by_path.apply([experience(1.0)]).samples == []
     assert ExperiencePipeline([("mine", Doubling())]).apply([experience(1.0)]).metrics == {"mine/made": 1.0}
 
@@ -152,9 +152,9 @@ def test_an_operator_that_raises_is_named():
 
 
 def test_wrong_names_and_arguments_are_config_errors():
-    with pytest.raises(ConfigError, match="did you mean 'reward_filter'"):
+    with pytest.raises(ConfigError, match="Did you mean 'reward_filter'"):
         ExperiencePipeline([OperatorConfig("reward_filtre")])
-    with pytest.raises(ConfigError, match="cannot be imported"):
+    with pytest.raises(ConfigError, match=r"operator 'nowhere\.Operator' was not found"):
         ExperiencePipeline([OperatorConfig("nowhere.Operator")])
     with pytest.raises(ConfigError, match=r"it takes \(threshold"):
         ExperiencePipeline([OperatorConfig("reward_filter", {"limit": 1})])

@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("sqlalchemy")
 
-from rollwright.config.modes import OperatorConfig, StoreConfig
+from rollwright.config.store import OperatorConfig, StoreConfig
 from rollwright.experience.experience import Experience
 from rollwright.experience.operators import OPERATORS
-from rollwright.store.store import ExperienceStore
+from rollwright.store import ExperienceStore
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "experience-store.md"
 TASKS = 7
@@ -33,8 +33,7 @@ def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
     explorer, trainer, operator = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
     trained, renamed = [], []
 
-    OPERATORS.get("reward_filter")  # those that are built in register themselves once
-    monkeypatch.setattr(OPERATORS, "_operators", dict(OPERATORS._operators))
+    monkeypatch.setattr(OPERATORS, "_entries", dict(OPERATORS._entries))
     exec(compile(operator, "an operator", "exec"), {"__name__": "docs_of_store"})
     config = types.SimpleNamespace(store=StoreConfig(operators=[OperatorConfig("short_only", {"max_tokens": 10})]))
     names = {

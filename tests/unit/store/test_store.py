@@ -12,10 +12,8 @@ pytest.importorskip("sqlalchemy")
 
 from rollwright.errors import ConfigError, StoreError
 from rollwright.experience.experience import Experience
+from rollwright.store import PRIORITY_FUNCTIONS, ExperienceStore, Sampling
 from rollwright.store import database as store_database
-from rollwright.store import tasks as store_tasks
-from rollwright.store.sampling import PRIORITY_FUNCTIONS, Sampling
-from rollwright.store.store import ExperienceStore
 
 
 def experience(marker: int = 0, *, version: int | None = 0, reward: float = 1.0) -> Experience:
@@ -531,13 +529,13 @@ def test_claims_are_renewed_again_after_a_failure(store, monkeypatch, caplog):
 def test_many_threads_that_write_at_once_wait_for_their_turn(tmp_path, monkeypatch):
     """An explorer's tasks end in bursts, and a large group takes its time: nobody's wait is over before its turn comes."""
     monkeypatch.setattr(store_database, "BUSY_SECONDS", 0.2)
-    write = store_tasks.write_group
+    write = ExperienceStore._write_group
 
     def slowly(*arguments, **keywords):
         time.sleep(0.03)
         return write(*arguments, **keywords)
 
-    monkeypatch.setattr(store_tasks, "write_group", slowly)
+    monkeypatch.setattr(ExperienceStore, "_write_group", slowly)
     with ExperienceStore(f"sqlite:///{tmp_path}/store.db") as store:
         claims = store.claim_tasks("e1", 40)
         with ThreadPoolExecutor(40) as pool:

@@ -12,14 +12,11 @@ pytest.importorskip("sqlalchemy")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollwright.config.modes import StoreConfig
+from rollwright.config.store import StoreConfig
 from rollwright.errors import ConfigError, StoreError
 from rollwright.experience.experience import Experience, ExperienceId
-from rollwright.store.documents import document_experience, experience_document
-from rollwright.store.file import FileStore
-from rollwright.store.opening import open_store
-from rollwright.store.sampling import Sampling
-from rollwright.store.store import ExperienceStore
+from rollwright.store import ExperienceStore, FileStore, Sampling, open_store
+from rollwright.store.files import document_experience, experience_document
 
 
 def experience(marker: int = 0, **fields) -> Experience:

@@ -16,8 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from store_databases import new_database
 
 from rollwright.experience.experience import Experience
-from rollwright.store.sampling import Sampling
-from rollwright.store.store import ExperienceStore
+from rollwright.store import ExperienceStore, Sampling
 
 TASKS = 24
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollwright.store.records import Announcement
+from rollwright.store import Announcement
 from rollwright.trainers.evaluation_turns import EvaluationTurns
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from rollwright import Workflow
-from rollwright.config.loading import load_stages
+from rollwright.config.stages import load_stages
 from rollwright.errors import ConfigError
 from rollwright.trainers.named_parts import refuse_unknown_names
 
@@ -80,7 +80,7 @@ def test_names_that_nothing_has_are_told_with_their_lines(refusal):
     assert "override 'workflow=rvlr': workflow: workflow 'rvlr' was not found. Did you mean 'rlvr'?" in message
     assert "config.yaml:4: reward_fn: no reward function 'gsm8k_rewart'" in message
     assert "config.yaml:5: store.operators.0: " in message
-    assert "did you mean 'reward_filter'" in message
+    assert "Did you mean 'reward_filter'" in message
     assert message.startswith("3 faults:")
 
 

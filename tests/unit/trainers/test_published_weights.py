@@ -13,8 +13,7 @@ from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import WeightUpdateError
 from rollwright.inference.weights.files import read_weights
 from rollwright.rollout.engines import LocalRolloutEngine
-from rollwright.store.records import Announcement
-from rollwright.store.store import ExperienceStore
+from rollwright.store import Announcement, ExperienceStore
 from rollwright.trainers import published_weights
 from rollwright.trainers.published_weights import PublishedWeights, give_weights, newest_weights, read_published
 from rollwright.training.engine import TrainEngine

@@ -10,14 +10,14 @@ import pytest
 pytest.importorskip("sqlalchemy")
 
 from rollwright import GRPOConfig
-from rollwright.config.modes import OperatorConfig, StoreConfig
+from rollwright.config.store import OperatorConfig, StoreConfig
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import StoreError
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.server.errors import RequestError
 from rollwright.rollout.openai_front import OpenAIFront
-from rollwright.store.store import ExperienceStore
+from rollwright.store import ExperienceStore
 from rollwright.trainers.serve import RunBook
 
 

@@ -1,0 +1,269 @@
+"""The keys of Trinity-shaped files: what each becomes here, or the one value at which it asks for what happens here anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from difflib import SequenceMatcher
+from typing import Any
+
+from rollwright.config.source import KeyPath, dotted
+from rollwright.errors import ConfigError
+
+Pairs = list[tuple[str, Any]]
+
+#: Key there -> key here.
+RENAMED: dict[str, str] = {
+    "project": "experiment_name",
+    "mode": "mode",
+    "checkpoint_root_dir": "cluster.fileroot",
+    "model.model_path": "actor.path",
+    "model.max_model_len": "rollout.context_length",
+    "model.trust_remote_code": "actor.trust_remote_code",
+    "algorithm.repeat_times": "gconfig.n_samples",
+    "algorithm.algorithm_type": "actor.recipe",
+    "algorithm.optimizer.lr": "actor.optimizer.lr",
+    "algorithm.optimizer.weight_decay": "actor.optimizer.weight_decay",
+    "algorithm.optimizer.lr_warmup_steps_ratio": "actor.optimizer.warmup_steps_proportion",
+    "algorithm.optimizer.lr_scheduler_type": "actor.optimizer.lr_scheduler_type",
+    "algorithm.optimizer.warmup_style": "actor.optimizer.lr_scheduler_type",
+    "algorithm.policy_loss_fn_args.clip_range": "actor.eps_clip",
+    "algorithm.policy_loss_fn_args.clip_range_low": "actor.eps_clip",
+    "algorithm.policy_loss_fn_args.clip_range_high": "actor.eps_clip_higher",
+    "buffer.batch_size": "train_dataset.batch_size",
+    "buffer.total_epochs": "total_train_epochs",
+    "buffer.total_steps": "total_train_steps",
+    "buffer.trainer_input.experience_buffer.path": "store.url",
+    "explorer.max_timeout": "rollout.sample_timeout",
+    "explorer.max_retry_times": "rollout.max_sample_retries",
+    "explorer.eval_interval": "evaluator.every_steps",
+    "explorer.eval_on_startup": "evaluator.at_start",
+    "explorer.rollout_model.max_model_len": "rollout.context_length",
+    "explorer.rollout_model.dtype": "rollout.dtype",
+    "explorer.rollout_model.gpu_memory_utilization": "vllm.gpu_memory_utilization",
+    "explorer.rollout_model.engine_num": "rollout.servers",
+    "explorer.rollout_model.tensor_parallel_size": "rollout.tensor_parallel",
+    "explorer.rollout_model.enable_prefix_caching": "rollout.prefix_cache",
+    "explorer.rollout_model.seed": "seed",
+    "explorer.rollout_model.enable_openai_api": "rollout.openai_front",
+    "trainer.save_interval": "saver.every_steps",
+    "trainer.total_steps": "total_train_steps",
+    "trainer.grad_clip": "actor.optimizer.gradient_clipping",
+    "trainer.actor_grad_clip": "actor.optimizer.gradient_clipping",
+    "trainer.max_token_len_per_gpu": "actor.mb_spec.max_tokens_per_mb",
+    "synchronizer.sync_timeout": "rollout.setup_timeout",
+}
+
+
+def _advantage(mean: str, deviation: str, leave_one_out: bool = False) -> Pairs:
+    return [
+        ("actor.adv_norm.mean_level", mean),
+        ("actor.adv_norm.std_level", deviation),
+        ("actor.adv_norm.leave_one_out", leave_one_out),
+    ]
+
+
+def _policy_loss(name: str, importance_level: str = "token") -> Pairs:
+    return [("actor.policy_loss", name), ("actor.importance_level", importance_level)]
+
+
+#: ``advantage_fn`` and ``policy_loss_fn``: what each is made of here. They win over what ``algorithm_type`` sets, as there.
+ADVANTAGES: dict[str, Pairs] = {
+    "grpo": _advantage("group", "group"),
+    "grpo_advantage": _advantage("group", "group"),
+    "rloo": _advantage("group", "none", leave_one_out=True),
+    "opmd": _advantage("group", "none"),
+    "reinforceplusplus": _advantage("batch", "batch"),
+}
+POLICY_LOSSES: dict[str, Pairs] = {
+    "ppo": _policy_loss("clip"),
+    "ppo_policy_loss": _policy_loss("clip"),
+    "gspo": _policy_loss("clip", "sequence"),
+    "cispo": _policy_loss("cispo"),
+    "sapo": _policy_loss("sapo"),
+    "opmd": _policy_loss("opmd"),
+    "topr": _policy_loss("topr"),
+}
+
+#: Weights of the tokens in a step's loss. Names of this project's own are taken, too.
+AGGREGATIONS = {"token-mean": "token", "seq-mean-token-mean": "row", "token": "token", "row": "row", "constant": "constant"}
+
+#: Key there -> what its value becomes: pairs of a key here and a value.
+CONVERTED: dict[str, Callable[[Any], Pairs]] = {
+    "continue_from_checkpoint": lambda on: [("recover.mode", "auto" if on else "off")],
+    "model.max_response_tokens": lambda n: [("gconfig.max_new_tokens", n)],
+    "algorithm.advantage_fn": lambda name: ADVANTAGES[choice(name, *ADVANTAGES)],
+    "algorithm.policy_loss_fn": lambda name: POLICY_LOSSES[choice(name, *POLICY_LOSSES)],
+    "monitor.monitor_type": lambda name: [("stats_logger.sinks", [choice(name, "tensorboard", "wandb")])],
+    "buffer.trainer_input.experience_buffer.storage_type": lambda name: [("store.type", choice(name, "sql", "queue", "file"))],
+    "algorithm.loss_agg_mode": lambda name: [("actor.loss_aggregation", AGGREGATIONS[choice(name, *AGGREGATIONS)])],
+    "explorer.rollout_model.engine_type": lambda name: [
+        ("rollout.backend", choice(name, "vllm", "vllm_async", "sglang").removesuffix("_async"))
+    ],
+    "data_processor.operators": lambda operators: [("store.operators", _operators(operators))],
+    "data_processor.experience_pipeline.operators": lambda operators: [("store.operators", _operators(operators))],
+    "explorer.auxiliary_models": lambda models: [("auxiliary_models", _auxiliary_models(models))],
+}
+
+#: Key there -> the values at which it asks for what happens here anyway.
+ALREADY_SO: dict[str, tuple[Any, ...]] = {
+    "algorithm.kl_penalty_fn": ("none",),
+    "algorithm.kl_loss_fn_args.adaptive": (False,),
+    "buffer.trainer_input.experience_buffer.name": (Any,),
+    "explorer.runner_per_model": (Any,),
+    "explorer.rollout_model.enable_history": (True, False),
+    "explorer.rollout_model.enforce_eager": (True, False),
+    "explorer.rollout_model.enable_auto_tool_choice": (True,),
+    "explorer.rollout_model.tool_call_parser": ("hermes",),
+    "explorer.name": (Any,),
+    "explorer.bench_on_latest_checkpoint": (False,),
+    "algorithm.sample_strategy": ("default",),
+    "trainer.trainer_type": (Any,),
+    "trainer.use_dynamic_bsz": (True,),
+    "synchronizer.sync_method": ("memory", "nccl", "checkpoint"),
+    "trainer.ulysses_sequence_parallel_size": (1,),
+    "synchronizer.sync_style": (
+        "fixed",
+        "dynamic_by_explorer",
+        "dynamic_by_trainer",
+        "explorer_driven",
+        "trainer_driven",
+        "fully_async",
+    ),
+    "cluster.node_num": (1,),
+    "cluster.gpu_per_node": (Any,),
+    "monitor.enable_ray_timeline": (False,),
+    "log.level": ("INFO",),
+}
+
+#: Keys whose meaning here depends on others of the file (``trinity_together``).
+TOGETHER = (
+    "name",
+    "group",
+    "explorer.over_rollout.ratio",
+    "explorer.over_rollout.wait_after_min",
+    "explorer.dynamic_timeout.enable",
+    "explorer.dynamic_timeout.ratio",
+    "synchronizer.sync_interval",
+    "synchronizer.sync_offset",
+    "model.max_prompt_tokens",
+    "buffer.train_batch_size",
+    "algorithm.kl_loss_fn",
+    "algorithm.kl_loss_fn_args.kl_coef",
+    "algorithm.entropy_loss_fn",
+    "algorithm.entropy_loss_fn_args.entropy_coef",
+    "buffer.trainer_input.experience_buffer.replay_buffer.enable",
+    "buffer.trainer_input.experience_buffer.replay_buffer.reuse_cooldown_time",
+    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn",
+    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args.decay",
+    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args.use_count_limit",
+    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args.sigma",
+)
+
+TASKSET_RENAMED: dict[str, str] = {
+    "name": "name",
+    "path": "path",
+    "split": "split",
+    "subset_name": "subset_name",
+    "workflow_args": "workflow_args",
+    "reward_fn_args": "reward_fn_args",
+    "default_workflow_type": "default_workflow_type",
+    "default_workflow": "default_workflow_type",
+    "default_reward_fn_type": "default_reward_fn_type",
+    "default_reward_fn": "default_reward_fn_type",
+    "repeat_times": "repeat_times",
+    "ratio": "ratio",
+}
+#: Defaults of every taskset that has none of its own.
+TASKSET_DEFAULTS = {
+    "buffer.explorer_input.default_workflow_type": "default_workflow_type",
+    "buffer.explorer_input.default_reward_fn_type": "default_reward_fn_type",
+}
+#: The same for evaluation tasksets alone.
+EVAL_TASKSET_DEFAULTS = {"buffer.explorer_input.default_eval_workflow_type": "default_workflow_type"}
+#: Sections that are refused as a whole: beginning of their keys, and why.
+REFUSED: dict[str, str] = {
+    "trainer.trainer_config": "holds the keys of another trainer (veRL), which does not train here; use algorithm and trainer, or "
+    "the actor section of this project's own form",
+    "data_processor.task_pipeline": "changes the dataset before the run; prepare the dataset first, and name the result as path",
+    "service": "starts services of another system; remove it",
+    "stages": "are written in this project's own form (docs/configuration.md)",
+}
+#: Keys of a taskset's format that may only be left out or false, and why.
+FORMAT_REFUSED = {
+    "video_key": "names films, which no model here sees; remove it",
+    "enable_concatenated_multi_turn": "is of supervised rows: a stage of kind sft trains on whole conversations (docs/supervised.md)",
+}
+SELECTORS = {"sequential": "sequential", "shuffle": "shuffle", "random": "random", "difficulty_based": "difficulty"}
+
+#: Every key outside of tasksets that has a meaning here.
+KNOWN = (
+    *RENAMED,
+    *CONVERTED,
+    *ALREADY_SO,
+    *TOGETHER,
+    *TASKSET_DEFAULTS,
+    *EVAL_TASKSET_DEFAULTS,
+    "buffer.explorer_input.taskset",
+)
+
+
+def choice(value: Any, *choices: str) -> str:
+    """The value, which has to be one of the choices."""
+    if value not in choices:
+        raise ConfigError(f"is {value!r}; here there are {', '.join(choices)}")
+    return value
+
+
+def hint(path: KeyPath, known: Sequence[KeyPath]) -> str:
+    """What a refused key was probably meant to be: a known one of which one word is misspelt."""
+
+    def likeness(other: KeyPath) -> float:
+        alike = [SequenceMatcher(None, str(a), str(b)).ratio() for a, b in zip(path, other, strict=False)]
+        alike = [share for share in alike if share < 1.0]
+        return alike[0] if len(path) == len(other) and len(alike) == 1 else 0.0
+
+    best = max(known, key=likeness, default=())
+    return f"; did you mean {dotted(best)}?" if best and likeness(best) > 0.75 else "; remove it"
+
+
+def _operators(listed: Any) -> list[dict[str, Any]]:
+    """Operators as ``store.operators`` has them."""
+    known = {"name": str, "args": dict | None}
+    if not isinstance(listed, list) or not all(
+        isinstance(each, dict) and all(isinstance(value, known.get(key, ())) for key, value in each.items()) for each in listed
+    ):
+        raise ConfigError("is a list of operators, each with a name and args")
+    return [{"name": each.get("name", ""), "args": dict(each.get("args") or {})} for each in listed]
+
+
+#: Key of an auxiliary model there -> key here.
+AUXILIARY_RENAMED = {
+    "model_path": "model_path",
+    "dtype": "dtype",
+    "max_model_len": "context_length",
+    "base_url": "base_url",
+    "api_key": "api_key",
+}
+#: Keys of an auxiliary model that say nothing which matters for one server on this machine.
+AUXILIARY_ALREADY_SO: dict[str, tuple[Any, ...]] = {
+    "engine_num": (1,),
+    "tensor_parallel_size": (1,),
+    "enable_openai_api": (True,),
+}
+
+
+def _auxiliary_models(models: Any) -> list[dict[str, Any]]:
+    if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
+        raise ConfigError("is a list of models, each a section of keys that begins with a dash")
+    return [_auxiliary(model) for model in models]
+
+
+def _auxiliary(model: dict[str, Any]) -> dict[str, Any]:
+    made = {}
+    for key, value in model.items():
+        if key in AUXILIARY_RENAMED:
+            made[AUXILIARY_RENAMED[key]] = value
+        elif value not in AUXILIARY_ALREADY_SO.get(key, ()):
+            known = ", ".join([*AUXILIARY_RENAMED, *AUXILIARY_ALREADY_SO])
+            raise ConfigError(f"has {key}: {value!r}, which cannot be honoured here; an auxiliary model has {known}")
+    return made

@@ -1,0 +1,308 @@
+"""Experiences in files: the JSONL file storage, and the export to Parquet.
+
+The JSONL file is for one explorer and one trainer, or for experiences that were written elsewhere (worked examples,
+preferences). Groups are read in the order of the lines. There are no claims, priorities or announcements: those need a
+database.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, fields
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from rollwright.atomic import replaced_file, write_json
+from rollwright.errors import ConfigError, StoreError
+from rollwright.experience.experience import Experience, ExperienceId, plain_json
+from rollwright.store.database import poll
+from rollwright.store.records import Batch, Group, StoredGroup, experiences_of, oldest_version, own_name, task_group
+
+_FIELDS = sorted(each.name for each in fields(Experience))
+
+
+class FileStore:
+    """A JSONL file of groups: ``{"group": name, "ordinal": …, "attempt": …, "experiences": […]}`` a line.
+
+    A line may also be a single experience. The reader's place is kept in ``<file>.cursor.json``, one place for each
+    checkpoint.
+
+    Args:
+        path: the file; made by the first append.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._cursor_path = self.path.with_name(f"{self.path.name}.cursor.json")
+        self._lock = threading.RLock()
+        self._writer: IO[bytes] | None = None
+        self._names: set[str] = set()
+        self._offset, self._line, self._batches = 0, 0, 0
+        self._recovered = not self._cursor_path.exists()
+
+    def append(self, group: Group, *, ordinal: int | None = None, name: str | None = None, attempt: int = 0) -> int:
+        """Appends a group in one write and flushes it; does nothing where the file has a group of this name.
+
+        Returns:
+            How many experiences were written.
+
+        Raises:
+            StoreError: another process writes the file.
+        """
+        rows = list(experiences_of(group))
+        if not rows:
+            raise StoreError(f"{self.path}: append was given a group without experiences: leave it out.")
+        with self._lock:
+            writer = self._open_writer()
+            name = name or (task_group(ordinal) if ordinal is not None else own_name(rows))
+            if name in self._names:
+                return 0
+            documents = [experience_document(each) for each in rows]
+            line = {"group": name, "ordinal": ordinal, "attempt": attempt, "experiences": documents}
+            writer.write(json.dumps(line).encode() + b"\n")
+            writer.flush()
+            self._names.add(name)
+        return len(rows)
+
+    def sample(
+        self,
+        *,
+        groups: int | None = None,
+        experiences: int | None = None,
+        timeout: float | None = 0.0,
+        partial_batch: bool = False,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Batch | None:
+        """The next groups; see ``ExperienceStore.sample``. A batch that is not full is not taken."""
+        if (groups is None) == (experiences is None):
+            raise StoreError("sample wants either groups or experiences: give one of the two.")
+        if not self._recovered:
+            raise StoreError(
+                f"{self.path} was read by an earlier trainer: call recover(checkpoint), or recover(None) to begin anew."
+            )
+        batch = poll(lambda: (self._take(groups, experiences, partial=False), False), timeout, cancelled)
+        return self._take(groups, experiences, partial=True) if batch is None and partial_batch else batch
+
+    def groups(self) -> Iterator[StoredGroup]:
+        """All groups from the beginning, without using them."""
+        return (group for _, _, group in self._lines(0, 0, uses=0))
+
+    def commit(self, checkpoint: str, *, version: int | None = None) -> None:
+        """Ties the reader's place to a checkpoint; see ``ExperienceStore.commit``."""
+        places = self._places()
+        if checkpoint in places:
+            raise StoreError(
+                f"{self._cursor_path} has a checkpoint {checkpoint!r} already: give each checkpoint a name of its own."
+            )
+        places[checkpoint] = [self._offset, self._line, self._batches]
+        write_json(self._cursor_path, places, indent=None, durable=True)
+
+    def recover(self, checkpoint: str | None) -> None:
+        """Goes back to the place of a checkpoint, or to the beginning; forgets the places of later checkpoints.
+
+        Raises:
+            StoreError: the checkpoint is not known.
+        """
+        places = self._places()
+        if checkpoint is not None and checkpoint not in places:
+            raise StoreError(
+                f"{self._cursor_path} knows no checkpoint {checkpoint!r} (it knows {', '.join(places) or 'none'})."
+            )
+        names = list(places)
+        kept = names[: names.index(checkpoint) + 1] if checkpoint is not None else []
+        write_json(self._cursor_path, {name: places[name] for name in kept}, indent=None, durable=True)
+        self._offset, self._line, self._batches = places[checkpoint] if checkpoint is not None else (0, 0, 0)
+        self._recovered = True
+
+    def close(self) -> None:
+        """Closes the file and lets another process write it."""
+        with self._lock:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+
+    def __enter__(self) -> FileStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open_writer(self) -> IO[bytes]:
+        if self._writer is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            writer = self.path.open("ab")
+            try:
+                fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                writer.close()
+                raise StoreError(
+                    f"{self.path} is being written by another process: several explorers need store.type=sql."
+                ) from None
+            end = 0
+            for position, _, group in self._lines(0, 0, uses=0):
+                end = position
+                self._names.add(group.name)
+            writer.truncate(end)  # what a killed writer left of its last line
+            self._writer = writer
+        return self._writer
+
+    def _take(self, groups: int | None, experiences: int | None, partial: bool) -> Batch | None:
+        """The next batch; None where it is not full, or with ``partial`` empty: the reader's place stays where it is then."""
+        with self._lock:
+            found: list[StoredGroup] = []
+            place, rows = (self._offset, self._line), 0
+            for offset, line, group in self._lines(self._offset, self._line, uses=1):
+                found.append(group)
+                rows += len(group.experiences)
+                place = offset, line
+                if len(found) == groups or (experiences is not None and rows >= experiences):
+                    break
+            else:
+                if not (partial and found):
+                    return None
+            self._offset, self._line = place
+            self._batches += 1
+            return Batch(self._batches - 1, found)
+
+    def _lines(self, offset: int, line: int, uses: int) -> Iterator[tuple[int, int, StoredGroup]]:
+        """Offset and number after each complete line, and its group; a last line without its end is not there yet."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            for raw in file:
+                if not raw.endswith(b"\n"):
+                    return
+                offset, line = offset + len(raw), line + 1
+                if raw.strip():
+                    yield offset, line, self._group(raw, line, uses)
+
+    def _group(self, raw: bytes, line: int, uses: int) -> StoredGroup:
+        where = f"line {line} of {self.path}"
+        try:
+            content: Any = json.loads(raw)
+            if not isinstance(content, dict):
+                raise ValueError("it is no JSON object")
+        except ValueError as error:
+            raise StoreError(f"{where} cannot be read ({error}): correct or delete it.") from None
+        experiences = [document_experience(document, where) for document in content.get("experiences", [content])]
+        version = min((oldest_version(each) for each in experiences), default=-1)
+        grouped = content if "experiences" in content else {}
+        name, attempt = grouped.get("group", f"line/{line}"), grouped.get("attempt", 0)
+        return StoredGroup(line, name, grouped.get("ordinal"), attempt, version, uses, True, experiences)
+
+    def _places(self) -> dict[str, list[int]]:
+        return json.loads(self._cursor_path.read_text()) if self._cursor_path.exists() else {}
+
+
+def experience_document(experience: Experience) -> dict[str, Any]:
+    """An experience as lists, numbers and text; fields that are not set are left out.
+
+    Raises:
+        StoreError: it carries multi-modal inputs, which a text file cannot hold.
+    """
+    if experience.multi_modal_inputs is not None:
+        raise StoreError(
+            f"experience {experience.eid} carries multi-modal inputs, which a text file cannot hold: use a database (store.type=sql)."
+        )
+    document: dict[str, Any] = {}
+    for name in _FIELDS:
+        value = getattr(experience, name)
+        if isinstance(value, ExperienceId):
+            document[name] = asdict(value)
+        elif value is not None and (isinstance(value, torch.Tensor) or value != {}):
+            document[name] = plain_json(value, name)
+    return document
+
+
+def document_experience(document: dict[str, Any], where: str) -> Experience:
+    """The experience of a document.
+
+    Args:
+        document: from :func:`experience_document`, or written by hand.
+        where: file and line, for the message.
+
+    Raises:
+        StoreError: it has fields that an experience has not, or values that it cannot have.
+    """
+    unknown = sorted(set(document) - set(_FIELDS))
+    if unknown:
+        raise StoreError(f"{where}: an experience has no field {unknown[0]!r}; its fields are {', '.join(_FIELDS)}.")
+    try:
+        return Experience(**document)
+    except Exception as error:  # a document from elsewhere can be wrong in any way
+        raise StoreError(f"{where}: the experience cannot be read ({error}): correct or delete that line.") from error
+
+
+# -- Parquet -------------------------------------------------------------------------------------------------------------
+
+_ROWS_AT_ONCE = 2048
+#: Columns of an experience that are written as JSON.
+_DOCUMENTS = ("messages", "tools", "chosen_messages", "rejected_messages", "info", "metrics")
+#: Columns and their types in pyarrow; "[…]" is a list. Images are left out.
+_COLUMNS = {
+    **{"group": "string", "ordinal": "int64", "attempt": "int32", "group_version": "int64", "uses": "int32"},
+    **{"complete": "bool_", "row": "int32", "eid": "string"},
+    **{"tokens": "[int64]", "prompt_length": "int32", "action_mask": "[bool_]", "logprobs": "[float32]"},
+    **{"versions": "[int32]", "token_rewards": "[float32]", "reward": "float64", "temperature": "float32"},
+    **{"truncated": "bool_", "logprobs_shifted": "bool_", "advantages": "[float32]", "returns": "[float32]"},
+    **{"position_ids": "[int64]", "branch_ids": "[int64]", "other_context": "[bool_]", "chosen": "[int64]"},
+    **{"rejected": "[int64]", "prompt_text": "string", "response_text": "string"},
+    **dict.fromkeys(_DOCUMENTS, "string"),
+}
+
+
+def export_parquet(groups: Iterable[StoredGroup], path: str | Path) -> int:
+    """Writes groups to a Parquet file, whole or not at all.
+
+    Args:
+        groups: such as ``store.groups()`` yields; read as it is written, so that memory does not grow with the store.
+        path: the file; one that exists is replaced. Multi-modal inputs are left out.
+
+    Returns:
+        How many rows were written.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise ConfigError("the export to Parquet needs pyarrow, which is not installed: pip install pyarrow.") from None
+
+    def kind(name: str) -> Any:
+        single = getattr(pyarrow, name.strip("[]"))()
+        return pyarrow.list_(single) if name.startswith("[") else single
+
+    schema = pyarrow.schema([(name, kind(each)) for name, each in _COLUMNS.items()])
+    count = 0
+    rows = (_row(group, index, each) for group in groups for index, each in enumerate(group.experiences))
+    with replaced_file(path) as draft, pyarrow.parquet.ParquetWriter(draft, schema, compression="zstd") as writer:
+        while chunk := list(islice(rows, _ROWS_AT_ONCE)):
+            writer.write_table(pyarrow.Table.from_pylist(chunk, schema=schema))
+            count += len(chunk)
+    return count
+
+
+def _row(group: StoredGroup, index: int, experience: Experience) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "group": group.name,
+        "ordinal": group.ordinal,
+        "attempt": group.attempt,
+        "group_version": group.version,
+        "uses": group.uses,
+        "complete": group.complete,
+        "row": index,
+        "eid": str(experience.eid),
+    }
+    for name in _COLUMNS:
+        if name not in row:
+            value = getattr(experience, name)
+            row[name] = value.tolist() if isinstance(value, torch.Tensor) else value
+            if name in _DOCUMENTS:
+                row[name] = json.dumps(value) if value else None
+    return row

@@ -1,0 +1,254 @@
+"""Groups of experiences: stored, each row exactly once, and read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from sqlalchemy import Connection, delete, func, insert, select, update
+
+from rollwright.errors import StoreError, TrajectoryError
+from rollwright.experience.experience import Experience
+from rollwright.store.database import DROPPED, OPEN, READY, Database, drops, experiences, groups
+from rollwright.store.records import Group, StoredGroup, experiences_of, oldest_version, own_name, task_group
+
+#: Counts rows that came for a group after a batch had taken it unfinished.
+LATE = "late"
+#: Ids in one query; SQLite allows 32,766 parameters.
+_IDS_A_QUERY = 500
+
+
+class GroupStorage(Database):
+    """What :class:`~rollwright.store.store.ExperienceStore` does with groups."""
+
+    def append(
+        self,
+        group: Group,
+        *,
+        ordinal: int | None = None,
+        name: str | None = None,
+        attempt: int = 0,
+        index: int | None = None,
+        group_size: int | None = None,
+        version: int | None = None,
+    ) -> int:
+        """Stores a group, or one sample of it. Idempotent.
+
+        Args:
+            group: the samples of the group, each one experience or a list of them; with ``index``, the rows of one sample.
+            ordinal: the task's ordinal, which names the group.
+            name: the group's name, where it has no ordinal; None: made of the first experience's id and tokens.
+            attempt: of the task. A newer attempt replaces an older one's rows while the group is not complete.
+            index: which sample of the group this is; the group is complete when ``group_size`` samples have come.
+            group_size: samples of a complete group, with ``index``.
+            version: of the experiences, where they do not say it themselves.
+
+        Returns:
+            How many rows were stored; 0 where all were there already or belong to a replaced attempt.
+        """
+        if (index is None) != (group_size is None):
+            raise StoreError("append was given only one of index and group_size: a sample of a group needs both.")
+        if index is not None:
+            if ordinal is None and name is None:
+                raise StoreError(
+                    "a single sample was appended to a group without ordinal or name: give one, so that the group can be found."
+                )
+            group = [list(experiences_of(group))]
+        named_rows = _named_rows(group, ordinal, name, version, index or 0)
+        with self.writing() as connection:
+            return self._write_group(connection, *named_rows, attempt, group_size)
+
+    def append_many(
+        self,
+        many: Sequence[Group],
+        *,
+        ordinals: Sequence[int | None] | None = None,
+        names: Sequence[str | None] | None = None,
+        attempt: int = 0,
+        version: int | None = None,
+    ) -> int:
+        """:meth:`append` of several whole groups in one transaction: all or none of them are stored."""
+        nothing = [None] * len(many)
+        prepared = [
+            _named_rows(group, ordinal, name, version)
+            for group, ordinal, name in zip(many, ordinals or nothing, names or nothing, strict=True)
+        ]
+        with self.writing() as connection:
+            return sum(self._write_group(connection, *named_rows, attempt) for named_rows in prepared)
+
+    def complete_group(self, name: str) -> bool:
+        """Completes a group with the samples that it has, where no more will come; false where there is no open one."""
+        still_open = select(groups.c.id).where(groups.c.name == name, groups.c.state == OPEN)
+        with self.writing() as connection:
+            group_id = connection.scalar(still_open)
+            if group_id is not None:
+                self._complete(connection, group_id)
+        return group_id is not None
+
+    def count_drops(self, counts: Mapping[str, int]) -> None:
+        """Counts rows that were dropped, under the name of what dropped them."""
+        with self.writing() as connection:
+            self._count_drops(connection, counts)
+
+    def groups(self, *, partial: bool = False) -> Iterator[StoredGroup]:
+        """All groups in the order in which they came, without using them.
+
+        Args:
+            partial: also groups whose samples have not all come.
+        """
+        states = (OPEN, READY, DROPPED) if partial else (READY, DROPPED)
+        statement = select(groups.c.id).where(groups.c.state.in_(states)).order_by(groups.c.id).limit(_IDS_A_QUERY)
+        last = 0
+        while True:
+            with self.reading() as connection:
+                ids = connection.scalars(statement.where(groups.c.id > last)).all()
+                loaded = self._load(connection, ids)
+            if not loaded:
+                return
+            yield from loaded
+            last = ids[-1]
+
+    # -- inside a transaction --------------------------------------------------------------------------------------------
+
+    def _write_group(
+        self,
+        connection: Connection,
+        name: str,
+        ordinal: int | None,
+        rows: Sequence[dict[str, Any]],
+        attempt: int,
+        group_size: int | None = None,
+    ) -> int:
+        """Stores rows of a group and completes it where all its ``group_size`` samples have come (None: these are all).
+
+        A row is named by group, sample, part and attempt. A row that is there already, or of an attempt that another has
+        replaced, is left alone; a newer attempt replaces the rows of an older one while the group is open.
+
+        Returns:
+            How many rows were stored.
+        """
+        complete = group_size is None or len({row["sample"] for row in rows}) >= group_size
+        rewards = [row["reward"] for row in rows if row["reward"] is not None]
+        group = {
+            "name": name,
+            "ordinal": ordinal,
+            "attempt": attempt,
+            "state": READY if complete else OPEN,
+            "sequence": self.add_to(connection, "sequence") if complete else None,
+            "uses": 0,
+            "available_at": 0.0,
+            "rows": len(rows),
+            "version": min(row["version"] for row in rows),
+            "reward": sum(rewards) / len(rewards) if rewards else None,
+        }
+        group_id = connection.execute(self._insert_group, group).scalar_one_or_none()
+        if group_id is None:
+            return self._add_rows(connection, name, attempt, rows, group_size)
+        connection.execute(_INSERT_ROWS, [{**row, "group_id": group_id} for row in rows])
+        return len(rows)
+
+    @cached_property
+    def _insert_group(self) -> Any:
+        return self.upsert(groups).on_conflict_do_nothing(index_elements=["name"]).returning(groups.c.id)
+
+    def _add_rows(
+        self, connection: Connection, name: str, attempt: int, rows: Sequence[dict[str, Any]], group_size: int | None
+    ) -> int:
+        """Stores those rows of a group that are not there yet."""
+        group = connection.execute(select(groups).where(groups.c.name == name)).one()
+        if attempt < group.attempt or (group.state != OPEN and attempt != group.attempt):
+            return 0
+        if attempt > group.attempt:
+            connection.execute(delete(experiences).where(experiences.c.group_id == group.id))
+            connection.execute(update(groups).where(groups.c.id == group.id).values(attempt=attempt))
+        statement = select(experiences.c.sample, experiences.c.part).where(experiences.c.group_id == group.id)
+        present = {(row.sample, row.part) for row in connection.execute(statement)}
+        fresh = [{**row, "group_id": group.id} for row in rows if (row["sample"], row["part"]) not in present]
+        if group.state != OPEN:
+            self._count_drops(connection, {LATE: len(fresh)})
+            return 0
+        if fresh:
+            connection.execute(_INSERT_ROWS, fresh)
+        samples = {sample for sample, _ in present} | {row["sample"] for row in rows}
+        if group_size is None or len(samples) >= group_size:
+            self._complete(connection, group.id)
+        else:
+            connection.execute(update(groups).where(groups.c.id == group.id).values(rows=len(present) + len(fresh)))
+        return len(fresh)
+
+    def _complete(self, connection: Connection, group_id: int) -> None:
+        """Makes an open group ready for training, with the rows that it has."""
+        summary = select(
+            func.count().label("rows"),
+            func.coalesce(func.min(experiences.c.version), -1).label("version"),
+            func.avg(experiences.c.reward).label("reward"),
+        ).where(experiences.c.group_id == group_id)
+        values = {**connection.execute(summary).one()._mapping, "sequence": self.add_to(connection, "sequence")}
+        connection.execute(update(groups).where(groups.c.id == group_id).values(state=READY, **values))
+
+    def _count_drops(self, connection: Connection, counts: Mapping[str, int]) -> None:
+        for reason, rows in counts.items():
+            if rows:
+                statement = self.upsert(drops).values(reason=reason, rows=rows)
+                summed = {"rows": drops.c.rows + statement.excluded.rows}
+                connection.execute(statement.on_conflict_do_update(index_elements=["reason"], set_=summed))
+
+    def _load(self, connection: Connection, ids: Sequence[int]) -> list[StoredGroup]:
+        """Groups with their rows, in the order of ``ids``.
+
+        Raises:
+            StoreError: a row's bytes are damaged.
+        """
+        loaded: dict[int, StoredGroup] = {}
+        for start in range(0, len(ids), _IDS_A_QUERY):
+            some = list(ids[start : start + _IDS_A_QUERY])
+            for row in connection.execute(select(groups).where(groups.c.id.in_(some))):
+                complete = row.state != OPEN
+                loaded[row.id] = StoredGroup(row.id, row.name, row.ordinal, row.attempt, row.version, row.uses, complete, [])
+            statement = select(experiences.c.group_id, experiences.c.data).where(experiences.c.group_id.in_(some))
+            for row in connection.execute(statement.order_by(experiences.c.group_id, experiences.c.sample, experiences.c.part)):
+                group = loaded[row.group_id]
+                try:
+                    group.experiences.append(Experience.deserialize(row.data))
+                except TrajectoryError as error:
+                    raise StoreError(
+                        f"{self.name}: row {len(group.experiences)} of group {group.name!r} cannot be read ({error}): "
+                        "restore the store from a copy, or delete that group."
+                    ) from error
+        return [loaded[group_id] for group_id in ids]
+
+
+_INSERT_ROWS = insert(experiences)
+
+
+def rows_of(group: Group, version: int | None, first_sample: int = 0) -> list[dict[str, Any]]:
+    """The rows of a group; ``sample`` and ``part`` are their places in the nested lists.
+
+    Args:
+        group: the samples, each one experience or a list of them.
+        version: of experiences that do not say it themselves.
+        first_sample: number of the first sample.
+    """
+    return [
+        {
+            "sample": sample,
+            "part": part,
+            "eid": str(experience.eid),
+            "version": oldest_version(experience) if version is None else version,
+            "reward": experience.reward,
+            "data": experience.serialize(),
+        }
+        for sample, item in enumerate(group, first_sample)
+        for part, experience in enumerate([item] if isinstance(item, Experience) else item)
+    ]
+
+
+def _named_rows(
+    group: Group, ordinal: int | None, name: str | None, version: int | None, first_sample: int = 0
+) -> tuple[str, int | None, list[dict[str, Any]]]:
+    """Name, ordinal and rows of a group; the name is its task's, the one it was given, or one made of its first experience."""
+    rows = rows_of(group, version, first_sample)
+    if not rows:
+        raise StoreError("append was given a group without experiences: leave it out, or finish its task with an empty group.")
+    return (task_group(ordinal) if ordinal is not None else name or own_name(group)), ordinal, rows
