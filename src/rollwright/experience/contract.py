@@ -64,27 +64,6 @@ COLUMNS: dict[str, Column] = {
 NEUTRAL = ("other_context", "logprobs_shifted", "token_rewards", "branch_ids", "position_ids", MULTI_MODAL, "details")
 
 
-def neutral(key: str, trajectory: Mapping[str, Any]) -> Any:
-    """What a column of ``NEUTRAL`` says of the rows of a trajectory that is without it."""
-    ids_BL = trajectory["input_ids"]
-    rows, width = ids_BL.shape
-    if key == MULTI_MODAL:
-        return [None] * rows
-    if key == "details":
-        return [{} for _ in range(rows)]
-    if key == "position_ids":
-        counted_BL = torch.arange(width, device=ids_BL.device).expand(rows, width)
-        attention_BL = trajectory.get("attention_mask")
-        return counted_BL.clone() if attention_BL is None else counted_BL * attention_BL.bool()
-    column = COLUMNS[key]
-    return torch.zeros(ids_BL.shape[: len(column.shape)], dtype=column.dtype, device=ids_BL.device)
-
-
-def row_count(trajectory: Mapping[str, Any]) -> int:
-    """Number of rows ``B``."""
-    return int(trajectory["input_ids"].shape[0])
-
-
 def is_token_column(name: str, value: Any, rows: int, width: int) -> bool:
     """True where a column goes with the tokens (``[B, L, ...]``), false where it goes with the rows."""
     if name in COLUMNS:
@@ -116,12 +95,8 @@ class Place:
         return ", ".join(where)
 
 
-# ----------------------------------------------------------------------
-# The checker of the data contract: on by default, between every workflow and the trainer.
-
-
 def check_trajectory(trajectory: Any, *, workflow: str = "", task: str = "") -> None:
-    """Refuse a trajectory that breaks the data contract.
+    """Refuse a trajectory that breaks the data contract. On by default, between every workflow and the trainer.
 
     Args:
         trajectory: a dict of ``[B, L]`` and ``[B]`` tensors, complete as the normaliser makes it.
@@ -136,113 +111,77 @@ def check_trajectory(trajectory: Any, *, workflow: str = "", task: str = "") -> 
     if not isinstance(trajectory, Mapping):
         raise place.error("trajectory", f"it is {type(trajectory).__name__}", "it is a dict of tensors")
     _check_shapes(trajectory, place)
-    _check_types(trajectory, place)
-    _check_masks(trajectory, place)
     _check_values(trajectory, place)
 
 
 def _check_shapes(trajectory: Mapping[str, Any], place: Place) -> None:
+    """Keys, shapes and types."""
     for key, column in COLUMNS.items():
-        if key not in trajectory:
-            if column.required:
-                remedy = (
-                    "every masked token needs one; the normaliser fills it from the record"
-                    if column.shape == "BL"
-                    else "add it"
-                )
-                raise place.error(key, "it is missing", remedy)
-        elif not isinstance(trajectory[key], torch.Tensor):
-            raise place.error(key, f"it is {type(trajectory[key]).__name__}", "it is a tensor")
-    ids = trajectory["input_ids"]
-    if ids.dim() != 2 or 0 in ids.shape:
-        raise place.error("input_ids", f"its shape is {list(ids.shape)}", "it is [B, L] with at least one row and one token")
-    rows = ids.shape[0]
-    token_keys = [key for key, column in COLUMNS.items() if key in trajectory and column.shape == "BL"]
-    for key in token_keys:
-        if trajectory[key].shape != ids.shape:
-            named = ", ".join(f"{name} {list(trajectory[name].shape)}" for name in token_keys)
-            raise place.error(key, f"lengths disagree: {named}", "every token needs one entry in each key")
-    for key, column in COLUMNS.items():
-        if key in trajectory and column.shape == "B" and trajectory[key].shape != (rows,):
-            raise place.error(key, f"its shape is {list(trajectory[key].shape)} for {rows} rows", "it is [B]")
+        if key in trajectory:
+            if not isinstance(trajectory[key], torch.Tensor):
+                raise place.error(key, f"it is {type(trajectory[key]).__name__}", "it is a tensor")
+        elif column.required:
+            filled = "every masked token needs one; the normaliser fills it from the record"
+            raise place.error(key, "it is missing", filled if column.shape == "BL" else "add it")
+    shape = trajectory["input_ids"].shape
+    if len(shape) != 2 or 0 in shape:
+        raise place.error("input_ids", f"its shape is {list(shape)}", "it is [B, L] with at least one row and one token")
+    columns = {key: column for key, column in COLUMNS.items() if key in trajectory}
+    for key, column in columns.items():
+        if column.shape == "BL" and trajectory[key].shape != shape:
+            named = [f"{name} {list(trajectory[name].shape)}" for name, other in columns.items() if other.shape == "BL"]
+            raise place.error(key, f"lengths disagree: {', '.join(named)}", "every token needs one entry in each key")
+    for key, column in columns.items():
+        if column.shape == "B" and trajectory[key].shape != shape[:1]:
+            raise place.error(key, f"its shape is {list(trajectory[key].shape)} for {shape[0]} rows", "it is [B]")
     for key, value in trajectory.items():
         if key in COLUMNS:
             continue
         size = len(value) if isinstance(value, list | tuple) else value.shape[0] if getattr(value, "ndim", 0) else None
-        if size != rows:
-            raise place.error(
-                key,
-                f"it has {size} entries for {rows} rows",
-                f"further keys have one entry a row; images go into {MULTI_MODAL!r}",
-            )
-
-
-def _check_types(trajectory: Mapping[str, Any], place: Place) -> None:
-    for key, column in COLUMNS.items():
-        if key in trajectory and column.dtype is not None and trajectory[key].dtype != column.dtype:
+        if size != shape[0]:
+            remedy = f"further keys have one entry a row; images go into {MULTI_MODAL!r}"
+            raise place.error(key, f"it has {size} entries for {shape[0]} rows", remedy)
+    for key, column in columns.items():
+        if column.dtype is not None and trajectory[key].dtype != column.dtype:
             raise place.error(key, f"its type is {trajectory[key].dtype}", f"it is {column.dtype}")
 
 
-def _first(where: torch.Tensor) -> str:
-    index = where.nonzero()[0].tolist()
-    return f"row {index[0]}" + (f", position {index[1]}" if len(index) > 1 else "")
-
-
-def _check_masks(trajectory: Mapping[str, Any], place: Place) -> None:
-    attention, loss = trajectory["attention_mask"], trajectory["loss_mask"]
-    if not attention[:, 0].all():
-        raise place.error(
-            "attention_mask", f"{_first(~attention[:, 0])} does not begin with a token", "rows are padded on the right"
-        )
-    holes = attention[:, 1:] & ~attention[:, :-1]
-    if holes.any():
-        raise place.error("attention_mask", f"a token after padding, first at {_first(holes)}", "rows are padded on the right")
-    if loss.dtype != torch.bool and ((loss != 0) & (loss != 1)).any():
-        raise place.error(
-            "loss_mask", f"neither 0 nor 1, first at {_first((loss != 0) & (loss != 1))}", "1 where sampled, else 0"
-        )
-    masked = loss.bool()
-    if (masked & ~attention).any():
-        raise place.error("loss_mask", f"it covers padding, first at {_first(masked & ~attention)}", "mask only tokens")
-    if masked[:, 0].any():
-        raise place.error(
-            "loss_mask", f"{_first(masked[:, 0])} trains its first token, which has no context", "a row begins with its prompt"
-        )
-    if (trajectory["input_ids"] < 0).any():
-        raise place.error("input_ids", f"a negative id, first at {_first(trajectory['input_ids'] < 0)}", "ids are 0 or more")
-
-
 def _check_values(trajectory: Mapping[str, Any], place: Place) -> None:
-    masked = trajectory["loss_mask"].bool()
+    """Masks first: the values' checks rely on them."""
+    attention, loss = trajectory["attention_mask"], trajectory["loss_mask"]
     logprobs, versions = trajectory["logprobs"], trajectory["versions"]
+    masked = loss.bool()
+    checks: list[tuple[str, torch.Tensor, str, str]] = [
+        ("attention_mask", ~attention[:, 0], "{first} does not begin with a token", "rows are padded on the right"),
+        (
+            "attention_mask",
+            attention[:, 1:] & ~attention[:, :-1],
+            "a token after padding, first at {first}",
+            "rows are padded on the right",
+        ),
+        ("loss_mask", (loss != 0) & (loss != 1), "neither 0 nor 1, first at {first}", "1 where sampled, else 0"),
+        ("loss_mask", masked & ~attention, "it covers padding, first at {first}", "mask only tokens"),
+        ("loss_mask", masked[:, 0], "{first} trains its first token, which has no context", "a row begins with its prompt"),
+        ("input_ids", trajectory["input_ids"] < 0, "a negative id, first at {first}", "ids are 0 or more"),
+    ]
     for key, value in trajectory.items():
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and key in COLUMNS:
-            bad = ~torch.isfinite(value)
-            if bad.any():
-                kind = "NaN" if torch.isnan(value).any() else "infinite"
-                raise place.error(key, f"{kind}, first at {_first(bad)}", "it is a finite number")
-    if (masked & (logprobs > LARGEST_LOGPROB)).any():
-        where = masked & (logprobs > LARGEST_LOGPROB)
-        raise place.error(
+        if key in COLUMNS and value.is_floating_point():
+            kind = "NaN" if torch.isnan(value).any() else "infinite"
+            checks.append((key, ~torch.isfinite(value), f"{kind}, first at {{first}}", "it is a finite number"))
+    checks += [
+        (
             "logprobs",
-            f"{float(logprobs[where][0]):g} at {_first(where)}",
+            masked & (logprobs > LARGEST_LOGPROB),
+            "{value:g} at {first}",
             "natural log-probabilities are at most 0 (not probabilities)",
-        )
-    if (~masked & (logprobs != 0)).any():
-        raise place.error(
-            "logprobs", f"not 0.0 outside loss_mask, first at {_first(~masked & (logprobs != 0))}", "set it to 0.0 there"
-        )
-    if (masked & (versions < 0)).any():
-        raise place.error(
-            "versions",
-            f"negative under loss_mask, first at {_first(masked & (versions < 0))}",
-            "a sampled token has its version",
-        )
-    if (~masked & (versions != -1)).any():
-        raise place.error(
-            "versions", f"not -1 outside loss_mask, first at {_first(~masked & (versions != -1))}", "set it to -1 there"
-        )
-    if (trajectory["temperature"] <= 0).any():
-        raise place.error(
-            "temperature", f"not positive, first at {_first(trajectory['temperature'] <= 0)}", "greedy sampling counts as 1"
-        )
+        ),
+        ("logprobs", ~masked & (logprobs != 0), "not 0.0 outside loss_mask, first at {first}", "set it to 0.0 there"),
+        ("versions", masked & (versions < 0), "negative under loss_mask, first at {first}", "a sampled token has its version"),
+        ("versions", ~masked & (versions != -1), "not -1 outside loss_mask, first at {first}", "set it to -1 there"),
+        ("temperature", trajectory["temperature"] <= 0, "not positive, first at {first}", "greedy sampling counts as 1"),
+    ]
+    for key, where, wrong, remedy in checks:
+        if where.any():
+            index = where.nonzero()[0].tolist()
+            first = f"row {index[0]}" + (f", position {index[1]}" if len(index) > 1 else "")
+            raise place.error(key, wrong.format(first=first, value=float(trajectory[key][tuple(index)].flatten()[0])), remedy)

@@ -1,4 +1,4 @@
-"""Trajectories: the tensor form of experiences. Check them, pad and join them, cut them into rows.
+"""Trajectories: the tensor form of experiences. Bring what a workflow returned to tensors, pad and join them, cut them into rows.
 
 What the columns mean is said in ``contract``. The functions here return new trajectories and change none.
 """
@@ -6,37 +6,28 @@ What the columns mean is said in ``contract``. The functions here return new tra
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from rollwright.errors import TrajectoryError
-from rollwright.experience.contract import (
-    COLUMNS,
-    MULTI_MODAL,
-    NEUTRAL,
-    Place,
-    Trajectory,
-    check_trajectory,
-    is_token_column,
-    neutral,
-    row_count,
-)
+from rollwright.experience.contract import COLUMNS, MULTI_MODAL, NEUTRAL, Place, Trajectory, is_token_column
 
-__all__ = [
-    "COLUMNS",
-    "Trajectory",
-    "check_trajectory",
-    "concat_padded_tensors",
-    "row_count",
-    "row_lengths",
-    "select_rows",
-    "sequence_texts",
-    "tensor_container_to",
-    "trajectory_rows",
-    "trim_padding",
-]
+#: Other names that workflows use for a column.
+ALIASES = {"reward": "rewards", "multi_modal_input": MULTI_MODAL, "temperatures": "temperature"}
+
+#: Outputs of Hugging Face processors that describe images rather than tokens.
+PROCESSOR_KEYS = (
+    "pixel_values",
+    "image_grid_thw",
+    "pixel_values_videos",
+    "video_grid_thw",
+    "image_sizes",
+    "second_per_grid_ts",
+)
 
 
 def row_lengths(trajectory: Mapping[str, Any]) -> torch.Tensor:
@@ -51,9 +42,12 @@ def row_lengths(trajectory: Mapping[str, Any]) -> torch.Tensor:
 def concat_padded_tensors(trajectories: Sequence[Mapping[str, Any]], pad_value: float = 0) -> Trajectory:
     """Join trajectories into one, right-padding what goes with the tokens to the longest.
 
+    Each value is copied once, so join all samples of a batch in one call rather than group by group.
+
     Args:
-        trajectories: dicts with the same keys; the optional ones of ``contract.NEUTRAL`` may be missing in some. ``[B]`` tensors and lists are joined as they are; tensors that go with the
-            images of a row rather than with its tokens (``pixel_values``) are joined along their first dimension.
+        trajectories: dicts with the same keys; the optional ones of ``contract.NEUTRAL`` may be missing in some. ``[B]``
+            tensors and lists are joined as they are; tensors that go with the images of a row rather than with its tokens
+            (``pixel_values``) are joined along their first dimension.
         pad_value: filling of token columns that the data contract does not name.
 
     Returns:
@@ -64,88 +58,91 @@ def concat_padded_tensors(trajectories: Sequence[Mapping[str, Any]], pad_value: 
     """
     items = list(trajectories)
     if not items:
-        raise TrajectoryError(
-            "concat_padded_tensors got an empty list: there is nothing to join; return None to reject a sample."
-        )
+        raise _cannot_join("got an empty list: there is nothing to join; return None to reject a sample.")
     for index, item in enumerate(items):
         if not isinstance(item, Mapping):
-            raise TrajectoryError(
-                f"concat_padded_tensors: item {index} is {type(item).__name__}, not a dict of tensors; leave a rejected member "
-                "out, or reject the whole sample by returning None."
+            raise _cannot_join(
+                f"item {index} is {type(item).__name__}, not a dict of tensors; leave a rejected member out, or reject the whole "
+                "sample by returning None."
             )
     keys = list(dict.fromkeys(key for item in items for key in item))
     for key in keys:
         if key not in NEUTRAL and (missing := [index for index, item in enumerate(items) if key not in item]):
-            have = len(items) - len(missing)
-            raise TrajectoryError(
-                f"concat_padded_tensors: key {key!r} is in {have} of {len(items)} items and missing in item "
+            raise _cannot_join(
+                f"key {key!r} is in {len(items) - len(missing)} of {len(items)} items and missing in item "
                 f"{', '.join(map(str, missing[:8]))}; give it in all of them or in none."
             )
     if "input_ids" not in keys:
-        raise TrajectoryError(
-            f"concat_padded_tensors: no input_ids among the keys {', '.join(keys)}; every trajectory has them."
-        )
+        raise _cannot_join(f"no input_ids among the keys {', '.join(keys)}; every trajectory has them.")
     sizes = []
     for index, item in enumerate(items):
         ids = item["input_ids"]
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
             shape = list(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
-            raise TrajectoryError(f"concat_padded_tensors: input_ids of item {index} is {shape}, not [B, L]; use unsqueeze(0).")
+            raise _cannot_join(f"input_ids of item {index} is {shape}, not [B, L]; use unsqueeze(0).")
         sizes.append((int(ids.shape[0]), int(ids.shape[1])))
-    for key in (key for key in NEUTRAL if key in keys):
-        items = [item if key in item else {**item, key: neutral(key, item)} for item in items]
     width = max(size[1] for size in sizes)
     if "attention_mask" not in keys and any(size[1] != width for size in sizes):
         items = [{**item, "attention_mask": torch.ones_like(item["input_ids"], dtype=torch.bool)} for item in items]
         keys.append("attention_mask")
-    return {key: _join(key, [item[key] for item in items], sizes, width, pad_value) for key in keys}
+    joined: Trajectory = {}
+    for key in keys:
+        values = [item[key] if key in item else _neutral(key, item) for item in items]
+        joined[key] = _join(key, values, sizes, width, COLUMNS[key].pad if key in COLUMNS else pad_value)
+    return joined
 
 
-def _join(key: str, values: list[Any], sizes: list[tuple[int, int]], width: int, pad_value: float) -> Any:
+def _cannot_join(why: str) -> TrajectoryError:
+    return TrajectoryError(f"concat_padded_tensors{' ' if why.startswith('got') else ': '}{why}")
+
+
+def _neutral(key: str, trajectory: Mapping[str, Any]) -> Any:
+    """What a column of ``NEUTRAL`` says of the rows of a trajectory that is without it."""
+    ids_BL = trajectory["input_ids"]
+    rows, width = ids_BL.shape
+    if key == MULTI_MODAL:
+        return [None] * rows
+    if key == "details":
+        return [{} for _ in range(rows)]
+    if key == "position_ids":
+        counted_BL = torch.arange(width, device=ids_BL.device).expand(rows, width)
+        attention_BL = trajectory.get("attention_mask")
+        return counted_BL if attention_BL is None else counted_BL * attention_BL.bool()
+    column = COLUMNS[key]
+    return torch.zeros(ids_BL.shape[: len(column.shape)], dtype=column.dtype, device=ids_BL.device)
+
+
+def _join(key: str, values: list[Any], sizes: list[tuple[int, int]], width: int, fill: float) -> Any:
+    """One column of all items; token columns are padded to ``width`` in the same copy."""
     if all(isinstance(value, list | tuple) for value in values):
         for index, (value, (rows, _)) in enumerate(zip(values, sizes, strict=True)):
             if len(value) != rows:
-                raise TrajectoryError(
-                    f"concat_padded_tensors: list {key!r} of item {index} has {len(value)} entries for {rows} rows; give one a row."
-                )
+                raise _cannot_join(f"list {key!r} of item {index} has {len(value)} entries for {rows} rows; give one a row.")
         return [entry for value in values for entry in value]
     for index, value in enumerate(values):
         if not isinstance(value, torch.Tensor):
-            raise TrajectoryError(
-                f"concat_padded_tensors: key {key!r} of item {index} is {type(value).__name__} while others are tensors or "
-                "unknown; give tensors everywhere, or one list entry a row everywhere."
+            raise _cannot_join(
+                f"key {key!r} of item {index} is {type(value).__name__} while others are tensors or unknown; give tensors "
+                "everywhere, or one list entry a row everywhere."
             )
-    if all(is_token_column(key, value, *size) for value, size in zip(values, sizes, strict=True)):
-        for index, (value, size) in enumerate(zip(values, sizes, strict=True)):
-            if tuple(value.shape[:2]) != size:
-                raise TrajectoryError(
-                    f"concat_padded_tensors: {key!r} of item {index} is {list(value.shape)}, but input_ids is {list(size)}; every "
-                    "token needs one entry in each key. Where input_ids is the longer one, look for resp.output_tokens appended "
-                    "to it twice."
-                )
-        fill = COLUMNS[key].pad if key in COLUMNS else pad_value
-        values = [_pad(value, width, fill) for value in values]
-    elif key in COLUMNS:
-        for index, (value, (rows, _)) in enumerate(zip(values, sizes, strict=True)):
-            if tuple(value.shape) != (rows,):
-                raise TrajectoryError(
-                    f"concat_padded_tensors: {key!r} of item {index} is {list(value.shape)} for {rows} rows; it is [B]."
-                )
-    elif any(value.dim() == 0 for value in values):
-        raise TrajectoryError(f"concat_padded_tensors: {key!r} has no dimension for the rows; use unsqueeze(0).")
-    if len({tuple(value.shape[1:]) for value in values}) > 1:
+    goes_with_tokens = all(is_token_column(key, value, *size) for value, size in zip(values, sizes, strict=True))
+    for index, (value, size) in enumerate(zip(values, sizes, strict=True)):
+        if goes_with_tokens and tuple(value.shape[:2]) != size:
+            raise _cannot_join(
+                f"{key!r} of item {index} is {list(value.shape)}, but input_ids is {list(size)}; every token needs one entry in "
+                "each key. Where input_ids is the longer one, look for resp.output_tokens appended to it twice."
+            )
+        if key in COLUMNS and not goes_with_tokens and tuple(value.shape) != size[:1]:
+            raise _cannot_join(f"{key!r} of item {index} is {list(value.shape)} for {size[0]} rows; it is [B].")
+        if value.dim() == 0:
+            raise _cannot_join(f"{key!r} has no dimension for the rows; use unsqueeze(0).")
+    if len({value.shape[2 if goes_with_tokens else 1 :] for value in values}) > 1:
         shapes = ", ".join(str(list(value.shape)) for value in values[:4])
-        raise TrajectoryError(
-            f"concat_padded_tensors: {key!r} has shapes {shapes}, which cannot be joined; put it in a per-row list ({MULTI_MODAL})."
-        )
-    return torch.cat(values, dim=0)
-
-
-def _pad(value: torch.Tensor, width: int, fill: float) -> torch.Tensor:
-    missing = width - value.shape[1]
-    if missing == 0:
-        return value
-    return torch.cat([value, value.new_full((value.shape[0], missing, *value.shape[2:]), fill)], dim=1)
+        raise _cannot_join(f"{key!r} has shapes {shapes}, which cannot be joined; put it in a per-row list ({MULTI_MODAL}).")
+    if not goes_with_tokens or all(size[1] == width for size in sizes):
+        return torch.cat(values)
+    dtype = reduce(torch.promote_types, {value.dtype for value in values})
+    return pad_sequence([row for value in values for row in value.to(dtype)], batch_first=True, padding_value=fill)
 
 
 def tensor_container_to(container: Any, *args: Any, **kwargs: Any) -> Any:
@@ -167,14 +164,10 @@ def tensor_container_to(container: Any, *args: Any, **kwargs: Any) -> Any:
 def select_rows(trajectory: Mapping[str, Any], rows: Sequence[int] | torch.Tensor) -> Trajectory:
     """The given rows, in the given order, at the trajectory's width."""
     index = torch.as_tensor(rows, dtype=torch.int64)
-    picks = index.tolist()
-    out: Trajectory = {}
-    for key, value in trajectory.items():
-        if isinstance(value, torch.Tensor):
-            out[key] = value[index.to(value.device)]
-        else:
-            out[key] = [value[row] for row in picks]
-    return out
+    return {
+        key: value[index.to(value.device)] if isinstance(value, torch.Tensor) else [value[row] for row in index.tolist()]
+        for key, value in trajectory.items()
+    }
 
 
 def trim_padding(trajectory: Mapping[str, Any]) -> Trajectory:
@@ -188,138 +181,116 @@ def trim_padding(trajectory: Mapping[str, Any]) -> Trajectory:
 
 def trajectory_rows(trajectory: Mapping[str, Any]) -> list[Trajectory]:
     """One trajectory ``[1, length]`` for each row, without padding."""
-    return [trim_padding(select_rows(trajectory, [row])) for row in range(row_count(trajectory))]
+    return [trim_padding(select_rows(trajectory, [row])) for row in range(len(trajectory["input_ids"]))]
 
 
 def sequence_texts(trajectory: Mapping[str, Any], tokenizer: Any) -> list[str]:
     """Each row decoded, special tokens and all, without padding."""
-    lengths = row_lengths(trajectory).tolist()
-    return [
-        tokenizer.decode(ids[:length], skip_special_tokens=False)
-        for ids, length in zip(trajectory["input_ids"].tolist(), lengths, strict=True)
-    ]
+    return [tokenizer.decode(row["input_ids"][0].tolist(), skip_special_tokens=False) for row in trajectory_rows(trajectory)]
 
 
-# ----------------------------------------------------------------------
-# The forms in which workflows return rows, brought to tensors ``[B, L]`` of the data contract's types.
-
-#: Other names that workflows use for a column.
-ALIASES = {"reward": "rewards", "multi_modal_input": MULTI_MODAL, "temperatures": "temperature"}
-
-#: Outputs of Hugging Face processors that describe images rather than tokens.
-PROCESSOR_KEYS = (
-    "pixel_values",
-    "image_grid_thw",
-    "pixel_values_videos",
-    "video_grid_thw",
-    "image_sizes",
-    "second_per_grid_ts",
-)
+# -- the forms in which workflows return rows --------------------------------------------------------------------------
 
 
 def tensor_form(result: Mapping[str, Any], place: Place, recorder: Any = None) -> Trajectory:
     """A dict in any accepted form as tensors on the CPU, in the contract's types, keys not yet complete.
 
+    Args:
+        result: a trajectory; one row of it in one dimension; or the short form with ``output_ids``.
+        place: where it comes from, for messages.
+        recorder: the sample's recorder, for messages.
+
     Raises:
         TrajectoryError: lengths disagree, a key is missing, or a value is no number where one belongs.
     """
-    renamed: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     for key, value in result.items():
         name = ALIASES.get(key, key)
-        if name in renamed:
+        if name in given:
             raise place.error(key, f"it is another name for {name!r}, which is there too", "give one of the two")
         if value is not None:
-            renamed[name] = value
-    if "input_ids" not in renamed:
-        raise place.error(
-            "input_ids", f"it is missing; there are {', '.join(map(str, result)) or 'no keys'}", "return the token ids"
-        )
-    if "rewards" not in renamed:
+            given[name] = value
+    if "input_ids" not in given:
+        named = ", ".join(map(str, result)) or "no keys"
+        raise place.error("input_ids", f"it is missing; there are {named}", "return the token ids")
+    if "rewards" not in given:
         raise place.error("rewards", "there is no reward", "return 'rewards' (or 'reward'), one number a row")
-    if "output_ids" in renamed:
-        renamed = _from_short_form(renamed, place)
-    elif "loss_mask" not in renamed:
-        raise place.error(
-            "loss_mask", "it is missing, so nobody knows which tokens the policy sampled", "return 1 for sampled tokens, else 0"
-        )
-    one_row = np.ndim(_plain(renamed["input_ids"])) == 1 if not _is_ragged(renamed["input_ids"]) else False
-    ids = _token_tensor("input_ids", renamed["input_ids"], one_row, place)
+    if "output_ids" in given:
+        given = _from_short_form(given, place)
+    elif "loss_mask" not in given:
+        remedy = "return 1 for sampled tokens, else 0"
+        raise place.error("loss_mask", "it is missing, so nobody knows which tokens the policy sampled", remedy)
+    one_row = _depth(given["input_ids"]) == 1
+    ids, lengths = _token_column("input_ids", given.pop("input_ids"), one_row, place)
     rows, width = ids.shape
-    lengths = _ragged_lengths(renamed["input_ids"])
     out: Trajectory = {"input_ids": ids}
-    sizes: dict[str, list[int]] = {"input_ids": lengths or [width]}
-    for key, value in renamed.items():
-        column = COLUMNS.get(key)
-        if key == "input_ids":
-            continue
-        if column is not None and column.shape == "BL":
-            out[key] = _token_tensor(key, value, one_row, place)
-            sizes[key] = _ragged_lengths(value) or [int(out[key].shape[1])]
-        elif column is not None:
-            out[key] = _row_tensor(key, value, rows, place)
+    sizes = {"input_ids": lengths}
+    for key, value in given.items():
+        if key not in COLUMNS:
+            out[key] = _further_column(key, value, rows, width, one_row, place)
+        elif COLUMNS[key].shape == "B":
+            out[key] = _row_column(key, value, rows, place)
         else:
-            out[key] = _extra(key, value, rows, width, one_row, place)
-    _refuse_disagreement(out, sizes, place, recorder)
+            out[key], sizes[key] = _token_column(key, value, one_row, place)
+    for key, size in sizes.items():
+        if out[key].shape != ids.shape or (size and lengths and size != lengths):
+            raise _lengths_disagree(key, out, sizes, place, recorder)
     if "attention_mask" not in out:
-        mask = torch.ones(rows, width, dtype=torch.bool)
-        if lengths:
-            mask = torch.arange(width) < torch.tensor(lengths)[:, None]
-        out["attention_mask"] = mask
-    _gather_multi_modal(out, rows, place)
+        out["attention_mask"] = torch.arange(width) < torch.tensor(lengths or [width] * rows)[:, None]
+    images = {key: out.pop(key) for key in PROCESSOR_KEYS if isinstance(out.get(key), torch.Tensor)}
+    if images and rows != 1:
+        wrong = f"{rows} rows share one tensor, so nobody knows which images are whose"
+        raise place.error(next(iter(images)), wrong, f"return {MULTI_MODAL!r}: a list with one dict of tensors a row")
+    if images:
+        out[MULTI_MODAL] = [{**(out.get(MULTI_MODAL, [None])[0] or {}), **images}]
     return out
 
 
-def _from_short_form(values: dict[str, Any], place: Place) -> dict[str, Any]:
-    prompt, output = (_plain(values[key]) for key in ("input_ids", "output_ids"))
-    flat = []
-    for key, ids in (("input_ids", prompt), ("output_ids", output)):
-        ids = torch.as_tensor(np.asarray(ids)) if not isinstance(ids, torch.Tensor) else ids
+def _from_short_form(given: dict[str, Any], place: Place) -> dict[str, Any]:
+    """One row of a prompt and what was sampled; log-probabilities and versions may cover the latter only."""
+    parts = {}
+    for key in ("input_ids", "output_ids"):
+        ids = torch.as_tensor(given[key]).detach().cpu()
         if ids.dim() == 2 and ids.shape[0] == 1:
             ids = ids[0]
         if ids.dim() != 1 or (ids.numel() and ids.is_floating_point()):
-            raise place.error(
-                key, f"it is {list(ids.shape)} {ids.dtype}", "the short form has ids in one dimension, [P] and [N], as integers"
-            )
-        flat.append(ids.to(torch.int64))
-    prompt, output = flat
+            remedy = "the short form has ids in one dimension, [P] and [N], as integers"
+            raise place.error(key, f"it is {list(ids.shape)} {ids.dtype}", remedy)
+        parts[key] = ids.to(torch.int64)
+    prompt, output = parts.values()
     if not len(prompt) or not len(output):
         raise place.error("output_ids", f"{len(prompt)} prompt and {len(output)} sampled tokens", "neither may be empty")
-    rest = {key: value for key, value in values.items() if key not in ("input_ids", "output_ids", "loss_mask")}
-    for key, fill in (("logprobs", 0.0), ("versions", -1)):
-        if key in rest:  # of the response only, as the response object has them
-            given = torch.as_tensor(_plain(rest[key])).flatten()
-            if len(given) == len(output):
-                rest[key] = torch.cat([given.new_full((len(prompt),), fill), given])
-    return {
-        "input_ids": torch.cat([prompt, output]),
-        "loss_mask": torch.cat([torch.zeros_like(prompt), torch.ones_like(output)]),
-        **rest,
-    }
+    row = {key: value for key, value in given.items() if key not in ("output_ids", "loss_mask")}
+    row["input_ids"] = torch.cat([prompt, output])
+    row["loss_mask"] = torch.cat([torch.zeros_like(prompt), torch.ones_like(output)])
+    for key in row.keys() & {"logprobs", "versions"}:
+        values = torch.as_tensor(row[key]).detach().cpu().flatten()
+        if len(values) == len(output):
+            row[key] = torch.cat([values.new_full((len(prompt),), COLUMNS[key].pad), values])
+    return row
 
 
-def _plain(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+def _depth(value: Any) -> int:
+    """How many dimensions a value has; rows of a list may differ in length."""
+    return 1 + np.ndim(value[0]) if isinstance(value, list | tuple) and len(value) else np.ndim(value)
 
 
-def _is_ragged(value: Any) -> bool:
-    """True for a list of rows: lists, arrays or 1-D tensors."""
-    return isinstance(value, list | tuple) and bool(value) and np.ndim(value[0]) >= 1
+def _as_tensor(value: Any) -> torch.Tensor:
+    return torch.as_tensor(np.asarray(value) if isinstance(value, list | tuple) else value).detach().cpu()
 
 
-def _ragged_lengths(value: Any) -> list[int] | None:
-    return [len(row) for row in value] if _is_ragged(value) else None
-
-
-def _token_tensor(key: str, value: Any, one_row: bool, place: Place) -> torch.Tensor:
-    """A token column as ``[B, L]`` in its type; lists of rows are right-padded."""
+def _token_column(key: str, value: Any, one_row: bool, place: Place) -> tuple[torch.Tensor, list[int] | None]:
+    """A token column as ``[B, L]`` in its type; a list of rows is right-padded, and comes with the length of each."""
     column = COLUMNS[key]
     dtype = column.dtype or torch.int32
+    lengths = None
     try:
-        if _is_ragged(value):
-            parts = [torch.as_tensor(_plain(row)) for row in value]
-            tensor = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=column.pad)
+        if isinstance(value, list | tuple) and _depth(value) > 1:
+            parts = [_as_tensor(row) for row in value]
+            lengths = [len(part) for part in parts]
+            tensor = pad_sequence(parts, batch_first=True, padding_value=column.pad)
         else:
-            tensor = torch.as_tensor(np.asarray(value) if isinstance(value, list | tuple) else _plain(value))
+            tensor = _as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise place.error(key, f"it is no tensor ({error})", f"return {key} as [B, L] or, for one row, as [L]") from error
     if one_row and tensor.dim() == 1:
@@ -330,87 +301,64 @@ def _token_tensor(key: str, value: Any, one_row: bool, place: Place) -> torch.Te
         raise place.error(key, f"its shape is {list(tensor.shape)}: no tokens", "return at least one token, or None to reject")
     if key == "loss_mask":
         if tensor.dtype != torch.bool and bool(((tensor != 0) & (tensor != 1)).any()):
-            raise place.error(
-                key, "it holds values other than 0 and 1", "1 where the policy sampled the token; weights go elsewhere"
-            )
+            remedy = "1 where the policy sampled the token; weights go elsewhere"
+            raise place.error(key, "it holds values other than 0 and 1", remedy)
     elif not dtype.is_floating_point and tensor.is_floating_point():
         raise place.error(key, f"it is {tensor.dtype}", f"return {'true and false' if dtype == torch.bool else 'integers'}")
-    return tensor.to(dtype)
+    return tensor.to(dtype), lengths
 
 
-def _row_tensor(key: str, value: Any, rows: int, place: Place) -> torch.Tensor:
+def _row_column(key: str, value: Any, rows: int, place: Place) -> torch.Tensor:
     """A row column as ``[B]``; one number goes to all rows of the sample."""
     try:
-        tensor = torch.as_tensor(np.asarray(value) if isinstance(value, list | tuple) else _plain(value)).to(COLUMNS[key].dtype)
+        tensor = _as_tensor(value).to(COLUMNS[key].dtype)
     except (TypeError, ValueError, RuntimeError) as error:
         raise place.error(key, f"{value!r} is no number", f"return {key} as a number or as [B]") from error
     if tensor.numel() == 1:
         return tensor.reshape(1).expand(rows).clone()
     if tensor.numel() != rows:
-        remedy = "one number a row; per-token rewards are the key 'token_rewards'" if key == "rewards" else "one number a row"
-        raise place.error(key, f"its shape is {list(tensor.shape)} for {rows} rows", f"return {remedy}")
+        per_token = "; per-token rewards are the key 'token_rewards'" if key == "rewards" else ""
+        raise place.error(key, f"its shape is {list(tensor.shape)} for {rows} rows", f"return one number a row{per_token}")
     return tensor.reshape(rows)
 
 
-def _extra(key: str, value: Any, rows: int, width: int, one_row: bool, place: Place) -> Any:
+def _further_column(key: str, value: Any, rows: int, width: int, one_row: bool, place: Place) -> Any:
     """A column of the workflow's own: with the tokens, with the rows, or one value for a single row."""
     if key == MULTI_MODAL and isinstance(value, Mapping):
         value = [dict(value)]
-    if isinstance(value, np.ndarray):
-        value = torch.as_tensor(value)
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        if key in PROCESSOR_KEYS:
-            return value
-        if value.dim() == 0:
-            return value.reshape(1).expand(rows).clone()
-        if one_row and value.shape[0] == width and not (value.dim() > 1 and value.shape[0] == 1):
-            return value.unsqueeze(0)
-        if value.shape[0] != rows:
-            raise place.error(
-                key,
-                f"its shape is {list(value.shape)} for {rows} rows of {width} tokens",
-                f"its first dimension is the row; images go into {MULTI_MODAL!r}, one dict a row",
-            )
-        return value
-    if isinstance(value, list | tuple) and len(value) == rows and not (one_row and len(value) == width):
-        return list(value)
-    if isinstance(value, list | tuple) and one_row and len(value) == width and all(isinstance(v, int | float) for v in value):
+    is_list = isinstance(value, list | tuple)
+    if is_list and one_row and len(value) == width and all(isinstance(entry, int | float) for entry in value):
         return torch.as_tensor(value).unsqueeze(0)
-    return [value] * rows
-
-
-def _gather_multi_modal(trajectory: Trajectory, rows: int, place: Place) -> None:
-    """Loose processor outputs of a single row move into its entry of the multi-modal list."""
-    loose = {key: trajectory.pop(key) for key in PROCESSOR_KEYS if isinstance(trajectory.get(key), torch.Tensor)}
-    if not loose:
-        return
-    if rows != 1:
+    if not isinstance(value, torch.Tensor | np.ndarray):
+        return list(value) if is_list and len(value) == rows and not (one_row and len(value) == width) else [value] * rows
+    tensor = _as_tensor(value)
+    if key in PROCESSOR_KEYS:
+        return tensor
+    if tensor.dim() == 0:
+        return tensor.reshape(1).expand(rows).clone()
+    if one_row and tensor.shape[0] == width and not (tensor.dim() > 1 and tensor.shape[0] == 1):
+        return tensor.unsqueeze(0)
+    if tensor.shape[0] != rows:
         raise place.error(
-            next(iter(loose)),
-            f"{rows} rows share one tensor, so nobody knows which images are whose",
-            f"return {MULTI_MODAL!r}: a list with one dict of tensors a row",
+            key,
+            f"its shape is {list(tensor.shape)} for {rows} rows of {width} tokens",
+            f"its first dimension is the row; images go into {MULTI_MODAL!r}, one dict a row",
         )
-    present = trajectory.get(MULTI_MODAL, [None])[0] or {}
-    trajectory[MULTI_MODAL] = [{**present, **loose}]
+    return tensor
 
 
-def _refuse_disagreement(trajectory: Trajectory, sizes: dict[str, list[int]], place: Place, recorder: Any) -> None:
-    """Every token column has as many entries as there are tokens, row by row; the message names all lengths."""
+def _lengths_disagree(
+    key: str, trajectory: Trajectory, sizes: dict[str, list[int] | None], place: Place, recorder: Any
+) -> TrajectoryError:
+    """The message names all lengths, and where input_ids holds a response twice, it says so."""
     rows, width = trajectory["input_ids"].shape
-    tokens = [name for name in sizes if trajectory[name].shape != (rows, width)]
-    ragged = sizes["input_ids"]
-    tokens += [name for name in sizes if name not in tokens and len(sizes[name]) == len(ragged) and sizes[name] != ragged]
-    if not tokens:
-        return
-    named = ", ".join(f"{name} {list(trajectory[name].shape) if len(sizes[name]) == 1 else sizes[name]}" for name in sizes)
+    named = ", ".join(f"{name} {size or list(trajectory[name].shape)}" for name, size in sizes.items())
     remedy = "every token needs one entry in each key"
-    excess = width - int(trajectory[tokens[0]].shape[1])
-    records = recorder.records if recorder is not None else []
-    sampled = sum(len(record.output_ids) for record in records)
-    if rows == 1 and excess > 0 and excess in (sampled, *(len(record.output_ids) for record in records)):
+    excess = width - int(trajectory[key].shape[1])
+    responses = [len(record.output_ids) for record in recorder.records] if recorder is not None else []
+    if rows == 1 and excess > 0 and excess in (sum(responses), *responses):
         remedy += (
             f"; the {excess} tokens too many are as many as the engine sampled: is resp.output_tokens appended to input_ids twice "
-            "(the line `input_ids += resp.output_tokens` stands there two times)?"
-        ).rstrip("?") + "? Append it once"
-    raise place.error(tokens[0], f"lengths disagree: {named}", remedy)
+            "(the line `input_ids += resp.output_tokens` stands there two times)? Append it once"
+        )
+    return place.error(key, f"lengths disagree: {named}", remedy)

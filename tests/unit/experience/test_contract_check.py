@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollwright.errors import TrajectoryError
-from rollwright.experience.trajectory import check_trajectory
+from rollwright.experience.contract import check_trajectory
 
 
 def whole() -> dict:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from rollwright import Experience
 from rollwright.errors import TrajectoryError
+from rollwright.experience.contract import check_trajectory
 from rollwright.experience.experience import ExperienceId, pack_bytes
-from rollwright.experience.trajectory import check_trajectory, concat_padded_tensors
+from rollwright.experience.trajectory import concat_padded_tensors
 
 
 @st.composite

@@ -13,9 +13,10 @@ from pretended_engine import PretendedEngine, logprob_of
 
 from rollwright import Experience
 from rollwright.errors import TrajectoryError
+from rollwright.experience.contract import check_trajectory
 from rollwright.experience.normaliser import RowMatcher, normalise
 from rollwright.experience.recorder import Recorder
-from rollwright.experience.trajectory import check_trajectory, concat_padded_tensors, trajectory_rows
+from rollwright.experience.trajectory import concat_padded_tensors, trajectory_rows
 
 TOOL = 100  # ids from here on are never sampled
 

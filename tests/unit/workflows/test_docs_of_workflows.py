@@ -13,9 +13,9 @@ import pytest
 
 from rollwright import BuiltinEngine, GenerationHyperparameters, load_tokenizer
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
+from rollwright.experience.contract import check_trajectory
 from rollwright.experience.normaliser import normalise
 from rollwright.experience.recorder import Recorder
-from rollwright.experience.trajectory import check_trajectory
 from rollwright.workflows.registry import BUILT_IN
 from rollwright.workflows.task_runner import TaskRunner
 

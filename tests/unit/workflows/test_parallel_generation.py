@@ -9,9 +9,10 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import OptimizerConfig, PPOActorConfig, RolloutConfig
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import ConfigError, EngineError, PromptTooLongError
+from rollwright.experience.contract import check_trajectory
 from rollwright.experience.normaliser import normalise
 from rollwright.experience.recorder import Recorder
-from rollwright.experience.trajectory import check_trajectory, concat_padded_tensors
+from rollwright.experience.trajectory import concat_padded_tensors
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.backends.sglang import SGLangClient, _Facts
 from rollwright.inference.backends.vllm import VLLMClient

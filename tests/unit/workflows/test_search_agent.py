@@ -8,7 +8,8 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.environments.retrieval import ToolError
 from rollwright.errors import ConfigError, WorkflowError
-from rollwright.experience.trajectory import check_trajectory, row_lengths
+from rollwright.experience.contract import check_trajectory
+from rollwright.experience.trajectory import row_lengths
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelResponse
 from rollwright.rewards.text import f1_score

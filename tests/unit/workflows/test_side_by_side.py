@@ -6,7 +6,7 @@ import pytest
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer
-from rollwright.experience.trajectory import check_trajectory
+from rollwright.experience.contract import check_trajectory
 from rollwright.inference.request import ModelResponse
 from rollwright.workflows.multi_turn import MultiTurnWorkflow
 from rollwright.workflows.parallel_generation import ParallelGenerationWorkflow

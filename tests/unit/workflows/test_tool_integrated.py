@@ -5,7 +5,7 @@ import pytest
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import ConfigError
-from rollwright.experience.trajectory import check_trajectory
+from rollwright.experience.contract import check_trajectory
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelResponse
 from rollwright.workflows.tool_integrated import SYSTEM_PROMPT, ToolIntegratedWorkflow, parse_script

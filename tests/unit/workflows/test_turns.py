@@ -6,7 +6,7 @@ import pytest
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import PromptTooLongError
-from rollwright.experience.trajectory import check_trajectory
+from rollwright.experience.contract import check_trajectory
 from rollwright.inference.request import ModelResponse
 from rollwright.workflows.turns import Turns
 

@@ -13,9 +13,10 @@ from rollwright.data.counting import counting_squares
 from rollwright.data.tokenizer import build_character_tokenizer, load_tokenizer
 from rollwright.data.vision import VISION_PIECES, VisionProcessor, new_image_processor
 from rollwright.errors import ConfigError, EngineError
+from rollwright.experience.contract import check_trajectory
 from rollwright.experience.normaliser import normalise
 from rollwright.experience.recorder import Recorder
-from rollwright.experience.trajectory import check_trajectory, concat_padded_tensors
+from rollwright.experience.trajectory import concat_padded_tensors
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.backends.sglang import SGLangClient, _Facts
 from rollwright.inference.request import ModelResponse
