@@ -1,7 +1,8 @@
 """The recorder: what a sample asked of the engine and what it was answered, token for token.
 
 One recorder belongs to one sample. The engine bound to the sample records every request that it serves, from whatever
-thread or event loop; the normaliser reads the records, which hold all that a replay needs.
+thread or event loop; the normaliser reads the records, which hold all that a replay needs. ``experiences_of`` makes
+experiences of them without a workflow's help.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,8 @@ import torch
 from rollwright.errors import EngineError
 from rollwright.experience.experience import Experience
 
-#: Token ids as bytes, for comparing long sequences at memory speed.
+#: Type of token ids as bytes, for comparing long sequences at memory speed.
 TOKEN_TYPE = np.dtype("<i4")
-
-
-def token_bytes(ids: Any) -> bytes:
-    """Token ids as 4-byte integers."""
-    return np.asarray(ids, dtype=TOKEN_TYPE).tobytes()
 
 
 @dataclass
@@ -55,27 +50,24 @@ class RequestRecord:
     logprobs_shifted: bool = False  # taken after top-p, top-k or penalties
     metadata: dict[str, Any] = field(default_factory=dict)
     tokenizer: Any = field(default=None, repr=False, compare=False)  # of the request, to make messages readable
+    prompt_bytes: bytes = field(init=False, repr=False, compare=False)
+    output_bytes: bytes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Made with the record, spread over the requests, so that normalising a finished sample is only comparing.
+        self.prompt_bytes = np.asarray(self.prompt_ids, dtype=TOKEN_TYPE).tobytes()
+        self.output_bytes = np.asarray(self.output_ids, dtype=TOKEN_TYPE).tobytes()
 
     @property
     def truncated(self) -> bool:
         """True where a length limit ended the response."""
         return self.stop_reason == "length"
 
-    @cached_property
-    def prompt_bytes(self) -> bytes:
-        """``prompt_ids`` as bytes."""
-        return token_bytes(self.prompt_ids)
-
-    @cached_property
-    def output_bytes(self) -> bytes:
-        """``output_ids`` as bytes."""
-        return token_bytes(self.output_ids)
-
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the tokenizer, in JSON's types."""
-        out = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("tokenizer", "gconfig")}
-        out["gconfig"] = asdict(self.gconfig) if is_dataclass(self.gconfig) else self.gconfig  # type: ignore[arg-type]
-        return out
+        """Everything but the tokenizer and the bytes, in JSON's types."""
+        left_out = ("tokenizer", "gconfig", "prompt_bytes", "output_bytes")
+        out = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out}
+        return {**out, "gconfig": None if self.gconfig is None else asdict(self.gconfig)}
 
 
 class Recorder:
@@ -104,13 +96,9 @@ class Recorder:
             ``record`` with the response.
         """
         with self._lock:
-            return self._open_turn(rid)
-
-    def _open_turn(self, rid: str) -> tuple[int, int]:
-        conversation = self._conversations.setdefault(rid, len(self._conversations))
-        turn = self._turns[rid]
-        self._turns[rid] += 1
-        return conversation, turn
+            conversation = self._conversations.setdefault(rid, len(self._conversations))
+            self._turns[rid] += 1
+            return conversation, self._turns[rid] - 1
 
     def record(
         self,
@@ -140,12 +128,12 @@ class Recorder:
                 f"versions for conversation {request.rid}; an engine gives one of each for every token that it sampled."
             )
         finished = time.time() if finished is None else finished
-        gconfig = request.gconfig
+        conversation, turn = self.open_turn(request.rid) if place is None else place
         record = RequestRecord(
             index=-1,
             rid=request.rid,
-            conversation=-1,
-            turn=-1,
+            conversation=conversation,
+            turn=turn,
             prompt_ids=list(response.input_tokens or request.input_ids),
             output_ids=output_ids,
             logprobs=logprobs,
@@ -154,7 +142,7 @@ class Recorder:
             stop_reason=response.stop_reason,
             stop_match=response.stop_match,
             seed=response.seed if response.seed is not None else request.seed,
-            gconfig=gconfig.new() if hasattr(gconfig, "new") else gconfig,
+            gconfig=request.gconfig.new(),
             started=finished - response.latency if started is None else started,
             finished=finished,
             latency=response.latency,
@@ -165,59 +153,20 @@ class Recorder:
             metadata=dict(request.metadata),
             tokenizer=request.tokenizer,
         )
-        # Made here, spread over the requests, so that normalising a finished sample is only comparing.
-        _ = record.prompt_bytes, record.output_bytes
         with self._lock:
-            record.conversation, record.turn = self._open_turn(request.rid) if place is None else place
             record.index = len(self._records)
             self._records.append(record)
         return record
-
-
-# ----------------------------------------------------------------------
-# From the requests that a sample made to experiences: calls that extend one another are one sequence.
-#
-# A call whose prompt begins with all tokens of an earlier sequence goes on with it. A call that begins otherwise, that goes on
-# from a sequence somebody else already continued, or that is sampled at another temperature (a row has one), is a branch of its
-# own: it carries what it shares as context, without loss, so that every sampled token is trained exactly once.
-
-
-@dataclass
-class _Sequence:
-    tokens: list[int]
-    mask: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    calls: list[RequestRecord] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)  # place of each call's last token
-
-    def append(self, record: RequestRecord) -> None:
-        context = list(record.prompt_ids[len(self.tokens) :])
-        self.tokens += [*context, *record.output_ids]
-        self.mask += [0] * len(context) + [1] * len(record.output_ids)
-        self.logprobs += [0.0] * len(context) + list(record.logprobs)
-        self.versions += [-1] * len(context) + list(record.versions)
-        self.calls.append(record)
-        self.ends.append(len(self.tokens) - 1)
-
-    def continues(self, record: RequestRecord) -> bool:
-        prompt = record.prompt_ids
-        return (
-            len(self.tokens) <= len(prompt)
-            and prompt[: len(self.tokens)] == self.tokens
-            and self.calls[-1].temperature == record.temperature
-        )
-
-
-def sequences_of(records: Iterable[RequestRecord]) -> list[list[RequestRecord]]:
-    """The calls of each sequence, in order; a call stands in exactly one."""
-    return [sequence.calls for sequence in _merge(records)]
 
 
 def experiences_of(
     records: Iterable[RequestRecord], reward: float | None = None, call_rewards: Mapping[int, float] | None = None
 ) -> list[Experience]:
     """The experiences of a sample's calls; each sampled token is in the action mask of exactly one.
+
+    Calls that extend one another are one sequence: a call whose prompt begins with all tokens of an earlier sequence goes on
+    with it. A call that begins otherwise, that goes on from a sequence that another call already continued, or that is sampled
+    at another temperature (a row has one), is a branch of its own: it carries what it shares as context, without loss.
 
     ``response_text`` is all that follows the prompt of a sequence's first call, without special tokens.
 
@@ -228,44 +177,51 @@ def experiences_of(
             token, so that the calls before it in the sequence are credited with it, and those after it are not. None: the
             experiences have no ``token_rewards``.
     """
-    return [_experience(sequence, reward, call_rewards) for sequence in _merge(records)]
-
-
-def _merge(records: Iterable[RequestRecord]) -> list[_Sequence]:
-    sequences: list[_Sequence] = []
+    sequences: list[list[RequestRecord]] = []
     for record in records:
         if not record.output_ids:
             continue
-        extended = [sequence for sequence in sequences if sequence.continues(record)]
-        sequence = max(extended, key=lambda s: len(s.tokens), default=None)
-        if sequence is None:
-            sequence = _Sequence([], [], [], [])
-            sequences.append(sequence)
-        sequence.append(record)
-    return sequences
+        extended = [
+            calls
+            for calls in sequences
+            if calls[-1].temperature == record.temperature
+            and record.prompt_bytes.startswith(calls[-1].prompt_bytes + calls[-1].output_bytes)
+        ]
+        if extended:
+            max(extended, key=lambda calls: len(calls[-1].prompt_bytes) + len(calls[-1].output_bytes)).append(record)
+        else:
+            sequences.append([record])
+    return [_experience(calls, reward, call_rewards) for calls in sequences]
 
 
-def _experience(sequence: _Sequence, reward: float | None, call_rewards: Mapping[int, float] | None) -> Experience:
-    prompt_length = sequence.mask.index(1)
-    last = sequence.calls[-1]
-    token_rewards = None
-    if call_rewards is not None:
-        token_rewards = torch.zeros(len(sequence.tokens) - prompt_length)
-        for record, end in zip(sequence.calls, sequence.ends, strict=True):
-            token_rewards[end - prompt_length] = call_rewards.get(record.index, 0.0)
-    prompt_text = response_text = None
-    if last.tokenizer is not None:
-        prompt_text = last.tokenizer.decode(sequence.tokens[:prompt_length], skip_special_tokens=False)
-        response_text = last.tokenizer.decode(sequence.tokens[prompt_length:], skip_special_tokens=True)
+def _experience(calls: list[RequestRecord], reward: float | None, call_rewards: Mapping[int, float] | None) -> Experience:
+    """The experience of calls each of which goes on from the one before."""
+    prompt_length, last = len(calls[0].prompt_ids), calls[-1]
+    tokens = torch.tensor([*last.prompt_ids, *last.output_ids], dtype=torch.int64)
+    length = len(tokens) - prompt_length
+    logprobs, versions = torch.zeros(length), torch.full((length,), -1, dtype=torch.int32)
+    mask, token_rewards = torch.zeros(length, dtype=torch.bool), torch.zeros(length)
+    for record in calls:
+        begin = len(record.prompt_ids) - prompt_length
+        end = begin + len(record.output_ids)
+        mask[begin:end] = True
+        logprobs[begin:end] = torch.tensor(record.logprobs)
+        versions[begin:end] = torch.tensor(record.versions, dtype=torch.int32)
+        token_rewards[end - 1] = (call_rewards or {}).get(record.index, 0.0)
+    tokenizer = last.tokenizer
     return Experience(
-        prompt_text=prompt_text,
-        response_text=response_text,
-        tokens=torch.tensor(sequence.tokens, dtype=torch.long),
+        prompt_text=tokenizer.decode(tokens[:prompt_length].tolist(), skip_special_tokens=False)
+        if tokenizer is not None
+        else None,
+        response_text=tokenizer.decode(tokens[prompt_length:].tolist(), skip_special_tokens=True)
+        if tokenizer is not None
+        else None,
+        tokens=tokens,
         prompt_length=prompt_length,
-        logprobs=torch.tensor(sequence.logprobs[prompt_length:], dtype=torch.float32),
-        versions=torch.tensor(sequence.versions[prompt_length:], dtype=torch.int32),
-        action_mask=torch.tensor(sequence.mask[prompt_length:], dtype=torch.bool),
-        token_rewards=token_rewards,
+        logprobs=logprobs,
+        versions=versions,
+        action_mask=mask,
+        token_rewards=None if call_rewards is None else token_rewards,
         reward=reward,
         temperature=last.temperature,
         truncated=last.truncated,

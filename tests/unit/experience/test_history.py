@@ -1,10 +1,12 @@
 """Calls that extend one another are one sequence; every sampled token is trained exactly once."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.experience.recorder import Recorder, experiences_of, sequences_of
+from rollwright.experience.recorder import Recorder, experiences_of
 from rollwright.inference.request import ModelRequest, ModelResponse
 
 
@@ -48,5 +50,11 @@ def test_every_sampled_token_is_trained_exactly_once(steps):
         texts.append(prompt + output)
     experiences = experiences_of(recorder.records)
     assert sum(int(e.action_mask.sum()) for e in experiences) == sum(len(output) for _, output in steps)
-    calls = [record.index for sequence in sequences_of(recorder.records) for record in sequence]
-    assert sorted(calls) == list(range(len(steps)))
+    sampled = sorted(tuple(output) for _, output in steps)
+    trained = []
+    for experience in experiences:
+        spans = "".join("1" if is_action else " " for is_action in experience.action_mask).split()
+        assert sum(map(len, spans)) == int(experience.action_mask.sum())
+        ids = iter(experience.response_tokens[experience.action_mask].tolist())
+        trained += [tuple(itertools.islice(ids, len(span))) for span in spans]
+    assert sorted(trained) == sampled
