@@ -26,7 +26,7 @@ from statistics import NormalDist
 from typing import Any
 
 from rollwright import RLVRWorkflow
-from rollwright.config.stages import load_stages
+from rollwright.config.loading import load_stages
 from rollwright.data.examples import get_dataset
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.tracking.sinks import read_metrics

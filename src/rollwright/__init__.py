@@ -29,7 +29,7 @@ _EXPORTS: dict[str, str] = {
     "DatasetConfig": "rollwright.config.sections",
     "FormatConfig": "rollwright.config.tasksets",
     "AllocationMode": "rollwright.config.allocation",
-    "load_stages": "rollwright.config.stages",
+    "load_stages": "rollwright.config.loading",
     "to_yaml": "rollwright.config.loading",
     # tracking
     "MetricsTracker": "rollwright.tracking.metrics",
@@ -96,8 +96,8 @@ _EXPORTS: dict[str, str] = {
     "new_model": "rollwright.training.model",
     # trainers
     "PPOTrainer": "rollwright.trainers.rl",
-    "DPOTrainer": "rollwright.trainers.dpo",
-    "SFTTrainer": "rollwright.trainers.sft",
+    "DPOTrainer": "rollwright.trainers.supervised",
+    "SFTTrainer": "rollwright.trainers.supervised",
     # sequence processing
     "SequenceProcessor": "rollwright.sequence_processing",
     "GenerationConfig": "rollwright.sequence_processing",

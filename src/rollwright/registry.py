@@ -23,7 +23,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -283,6 +283,16 @@ class Plugins:
 
 #: The plugins of this process.
 PLUGINS = Plugins()
+
+
+def nearest(word: object, known: Iterable[str]) -> str:
+    """A hint: the known name that ``word`` most likely means, or the list of known names."""
+    known = sorted({str(name) for name in known})
+    if close := get_close_matches(str(word), known, n=1, cutoff=0.6):
+        return f"did you mean {close[0]!r}?"
+    if not known:
+        return "no keys are known here."
+    return f"known: {', '.join(known)}."
 
 
 def import_path(path: str, what: str, error: type[RollwrightError] = ConfigError) -> Any:

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from rollwright import GRPOConfig
+from rollwright.config.modes import OperatorConfig, StoreConfig
 from rollwright.config.sections import DatasetConfig, OptimizerConfig, PPOActorConfig
-from rollwright.config.store import OperatorConfig, StoreConfig
 from rollwright.experience.operators import OPERATORS, ExperienceOperator
 from rollwright.trainers.rl import PPOTrainer
 

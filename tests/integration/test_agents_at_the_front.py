@@ -15,8 +15,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "workflows"))
 from tool_scripts import Script, sampled, tool_tokenizer
 
-from rollwright.config.auxiliary import AuxiliaryModelConfig
 from rollwright.config.experiment import PPOConfig
+from rollwright.config.modes import AuxiliaryModelConfig
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
 
 pytestmark = pytest.mark.slow

@@ -17,8 +17,8 @@ pytest.importorskip("sqlalchemy")
 import openai
 
 from rollwright import GRPOConfig
+from rollwright.config.modes import StoreConfig
 from rollwright.config.sections import PPOActorConfig
-from rollwright.config.store import StoreConfig
 from rollwright.inference.weights.files import write_weights
 from rollwright.store import ExperienceStore
 from rollwright.trainers.serve import serve

@@ -20,8 +20,7 @@ Arguments = Annotated[
 def show(arguments: Arguments) -> None:
     """Print a config with every key and the value it has after overrides and interpolation."""
     from rollwright.cli.plan import resolved_yaml
-    from rollwright.config.loading import split_arguments
-    from rollwright.config.stages import load_stages
+    from rollwright.config.loading import load_stages, split_arguments
 
     typer.echo(resolved_yaml(load_stages(*split_arguments(arguments))))
 
@@ -34,8 +33,7 @@ def check(arguments: Arguments, plugin_dir: PluginDirectories = None) -> None:
     """
     from rollwright.cli.plan import describe
     from rollwright.cli.plugins import announce_plugins, look_up_names
-    from rollwright.config.loading import split_arguments
-    from rollwright.config.stages import load_stages
+    from rollwright.config.loading import load_stages, split_arguments
 
     announce_plugins(plugin_dir)
     file, overrides = split_arguments(arguments)

@@ -34,8 +34,7 @@ def evaluate(
 
     from rollwright.cli.failures import keep_tracebacks_in
     from rollwright.cli.plan import run_directory_of
-    from rollwright.config.loading import split_arguments
-    from rollwright.config.stages import load_eval_stages
+    from rollwright.config.loading import load_eval_stages, split_arguments
 
     options = {
         "path": model,

@@ -35,14 +35,14 @@ def new(
 ) -> None:
     """Write a model with random weights and its tokenizer, in Hugging Face form.
 
-    The same keys make a model stage of a config; `rollwright config schema --class rollwright.config.stages.NewModelConfig`
+    The same keys make a model stage of a config; `rollwright config schema --class rollwright.config.experiment.NewModelConfig`
     lists them all.
     """
     from pathlib import Path
 
+    from rollwright.config.experiment import NewModelConfig
     from rollwright.config.loading import build_config, dump_yaml
     from rollwright.config.source import parse_yaml
-    from rollwright.config.stages import NewModelConfig
     from rollwright.errors import ConfigError
 
     options: dict[str, Any] = {

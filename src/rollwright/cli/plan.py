@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollwright.config.experiment import DPOConfig, PPOConfig, SFTConfig
+from rollwright.config.experiment import DPOConfig, EvalConfig, NewModelConfig, PPOConfig, SFTConfig
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.config.loading import dump_yaml
+from rollwright.config.loading import Stage, dump_yaml
 from rollwright.config.sections import DatasetConfig
-from rollwright.config.stages import EvalConfig, NewModelConfig, Stage
 
 
 def resolved_yaml(stages: Sequence[Stage]) -> str:

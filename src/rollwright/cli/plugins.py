@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from rollwright.config.stages import Stage
+    from rollwright.config.loading import Stage
 
 PluginDirectories = Annotated[
     list[Path] | None,

@@ -31,8 +31,7 @@ def run(
     """
     from rollwright.cli.failures import keep_tracebacks_in
     from rollwright.cli.plan import describe, resolved_yaml, run_directory_of
-    from rollwright.config.loading import split_arguments
-    from rollwright.config.stages import load_stages
+    from rollwright.config.loading import load_stages, split_arguments
 
     announce_plugins(plugin_dir)
     file, overrides = split_arguments([*(["--config", config] if config else []), *(arguments or [])])

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollwright.config.auxiliary import AuxiliaryModelConfig
-from rollwright.config.bench import BenchConfig
 from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.modes import AuxiliaryModelConfig, BenchConfig, ServiceConfig, StoreConfig
 from rollwright.config.sections import (
     ClusterConfig,
     DatasetConfig,
@@ -20,8 +19,6 @@ from rollwright.config.sections import (
     TrainEngineConfig,
 )
 from rollwright.config.servers import SGLangConfig, VLLMConfig
-from rollwright.config.service import ServiceConfig
-from rollwright.config.store import StoreConfig
 from rollwright.config.tasksets import TasksetConfig
 
 
@@ -153,3 +150,72 @@ class DPOConfig(SFTConfig):
         default=0.0,
         metadata={"help": "Share of pairs taken to be the wrong way round (conservative DPO).", "ge": 0.0, "lt": 0.5},
     )
+
+
+@dataclass
+class EvalConfig:
+    """Scores of a model on a split: greedy, and the mean of several samples beside it."""
+
+    experiment_name: str = field(default="experiment", metadata={"help": "Name of the experiment; paths derive from it."})
+    trial_name: str = field(default="trial", metadata={"help": "Name of this trial of the experiment."})
+    seed: int = field(default=1, metadata={"help": "Seed of everything that is random."})
+    deterministic: bool = field(default=False, metadata={"help": "The evaluation repeats bit for bit on one machine."})
+    path: str = field(default="", metadata={"help": "Model directory or Hugging Face name."})
+    label: str = field(default="", metadata={"help": "Name of the result in tables and summary.json; empty: the stage's."})
+    tokenizer_path: str = field(default="", metadata={"help": "Tokenizer directory or name; empty: the model's path."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with a model. Off unless asked for."})
+    dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(split="test", shuffle=False, drop_last=False))
+    workflow: str | None = field(default=None, metadata={"help": "Import path or registered name of the workflow."})
+    workflow_kwargs: dict[str, Any] = field(default_factory=dict, metadata={"help": "Arguments of the workflow's constructor."})
+    reward_fn: str | None = field(default=None, metadata={"help": "Import path or registered name of the reward function."})
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    greedy: bool = field(default=True, metadata={"help": "One greedy completion of each task."})
+    samples: int = field(
+        default=0, metadata={"help": "Completions of each task at gconfig.temperature, whose mean is reported.", "ge": 0}
+    )
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+@dataclass
+class NewVisionConfig:
+    """The part of a new model that sees."""
+
+    patch_size: int = field(default=14, metadata={"help": "Side of an image patch, in pixels.", "ge": 2})
+    merge_size: int = field(default=2, metadata={"help": "Patches a side that become one token.", "ge": 1})
+    layers: int = field(default=2, metadata={"help": "Transformer blocks over patches.", "ge": 1})
+    hidden_size: int = field(default=64, metadata={"help": "Width of these blocks.", "ge": 8})
+    heads: int = field(default=4, metadata={"help": "Attention heads of these blocks.", "ge": 1})
+    max_tokens: int = field(default=64, metadata={"help": "Most tokens of an image; larger images are scaled down.", "ge": 1})
+
+
+@dataclass
+class NewModelConfig:
+    """A model with random weights and a tokenizer, written in Hugging Face form."""
+
+    path: str = field(default="", metadata={"help": "Directory to write it to."})
+    architecture: str = field(
+        default="qwen3", metadata={"help": "Transformer family.", "choices": ["qwen3", "qwen2", "llama", "qwen2_vl"]}
+    )
+    hidden_size: int = field(default=128, metadata={"help": "Width of the residual stream.", "ge": 8})
+    layers: int = field(default=4, metadata={"help": "Transformer blocks.", "ge": 1})
+    heads: int = field(default=4, metadata={"help": "Attention heads.", "ge": 1})
+    kv_heads: int | None = field(default=None, metadata={"help": "Key-value heads; null: as many as heads.", "ge": 1})
+    head_dim: int | None = field(default=None, metadata={"help": "Size of a head; null: hidden_size / heads.", "ge": 2})
+    intermediate_size: int | None = field(
+        default=None, metadata={"help": "Width of the feed-forward; null: three times hidden_size.", "ge": 8}
+    )
+    tie_embeddings: bool = field(default=True, metadata={"help": "Input and output embeddings are one matrix."})
+    max_position_embeddings: int = field(default=512, metadata={"help": "Longest sequence, in tokens.", "ge": 8})
+    vocabulary_from: str = field(
+        default="", metadata={"help": "Tokenizer directory or name that is taken over; empty: a character tokenizer is made."}
+    )
+    characters: str = field(default="", metadata={"help": "Characters of the tokenizer; empty: printable ASCII and newline."})
+    pieces: list[str] = field(
+        default_factory=list, metadata={"help": "Strings that are one token each, such as '<answer>' or syllables."}
+    )
+    vision: NewVisionConfig | None = field(
+        default=None, metadata={"help": "The part that sees, of architecture qwen2_vl; null: its defaults."}
+    )
+    seed: int = field(default=1, metadata={"help": "Seed of the weights."})

@@ -9,9 +9,9 @@ import types
 import typing
 from typing import Any
 
-from rollwright.config.building import annotations_of
-from rollwright.config.resolving import plain
-from rollwright.config.stages import STAGE_CLASSES
+from rollwright.config.loading import STAGE_CLASSES
+from rollwright.config.source import plain
+from rollwright.config.validation import annotations_of
 from rollwright.errors import ConfigError
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollwright.config.building import nearest
 from rollwright.config.sections import DatasetConfig
 from rollwright.data.counting import counting_squares
 from rollwright.data.formats import to_tasks
@@ -25,6 +24,7 @@ from rollwright.data.procedural import arithmetic
 from rollwright.data.rows import Rows, read_rows
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import DataError
+from rollwright.registry import nearest
 
 Row = dict[str, Any]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from rollwright.config.building import nearest
 from rollwright.data.procedural import SPLIT_SHARES, split_of
 from rollwright.errors import DataError
+from rollwright.registry import nearest
 
 #: Entries drawn for each task wanted before giving up: a small space runs out of questions of its own.
 DRAWS_PER_TASK = 50

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rollwright.config.building import nearest
 from rollwright.errors import DataError
+from rollwright.registry import nearest
 
 Row = dict[str, Any]
 

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from rollwright.config.store import OperatorConfig
+from rollwright.config.modes import OperatorConfig
 from rollwright.errors import ConfigError, TrajectoryError
 from rollwright.experience.contract import Trajectory
 from rollwright.experience.experience import Experience

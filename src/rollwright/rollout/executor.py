@@ -9,22 +9,18 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, DatasetEnded, RolloutError
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.inference.engine import InferenceEngine
+from rollwright.rollout.delivery import AcceptFunction, Batch, Group, GroupState
+from rollwright.rollout.event_loop import LoopThread
 from rollwright.rollout.failures import Failure
-from rollwright.rollout.group import AcceptFunction, Group
-from rollwright.rollout.loop import LoopThread
-from rollwright.rollout.runner import Runner
-from rollwright.rollout.source import Draws
-from rollwright.rollout.state import read_state
-from rollwright.rollout.tasks import GroupFactory
-from rollwright.rollout.waiter import Waiter
-from rollwright.rollout.waiting import BatchWaiter, PrepareWaiter, StreamWaiter, TaskWaiter, describe, wanted
+from rollwright.rollout.runner import Runner, Waiter
+from rollwright.rollout.source import GroupFactory, TaskSource
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("rollout")
@@ -32,6 +28,9 @@ logger = getLogger("rollout")
 MAX_UNDELIVERED_TASKS = 65_536
 PAUSED_WARNING_SECONDS = 30.0
 EPOCHS_WITHOUT_ACCEPTANCE = 2
+
+_SAMPLE_ENDS = ("accepted", "rejected", "failed", "retried", "cut")
+_GROUP_ENDS = ("accepted", "rejected", "failed")
 
 
 class RolloutExecutor:
@@ -75,7 +74,8 @@ class RolloutExecutor:
         self._delivery.staleness.batch = batch_size
         self._delivery.staleness.version = engine.get_version()
         self._factory = GroupFactory()
-        self._draws = Draws()
+        self._sources: list[TaskSource] = []
+        self._restored: deque[dict[str, Any]] = deque()  # tasks that a checkpoint had drawn and not trained
         self._prepare_lock = threading.Lock()
 
     # -- one task at a time --------------------------------------------------------------------------------------------
@@ -133,8 +133,27 @@ class RolloutExecutor:
         """
         if count < 1:
             raise RolloutError(f"wait({count}): wait for at least one group.")
-        waiter = StreamWaiter(self._runner, count, threading.get_ident(), may_give_up=timeout is None, is_eval=is_eval)
-        return _joined(self._await(waiter, timeout, f"wait({count})"))
+        runner, caller = self._runner, threading.get_ident()
+
+        def take() -> list[Group] | None:
+            groups = self._delivery.take_evaluation(count) if is_eval else self._delivery.take(count)
+            if groups is not None:
+                return groups
+            if not is_eval:
+                runner.refuse_if_stuck(caller, f"{count} groups are asked for, but")
+                may_come = bool(runner.stream) or self._delivery.staleness.running > 0
+            else:
+                may_come = any(group.is_eval for group in list(runner.tasks.values()) if not group.is_over)
+            if timeout is None and not runner.is_paused and not may_come:
+                ready = sum(group.is_eval == is_eval for group in self._delivery.ready)
+                raise RolloutError(
+                    f"wait({count}): only {ready} groups are ready, and no task is queued or running that could bring more "
+                    f"({runner.describe()}). Submit more tasks, or wait with a timeout for those of another thread. "
+                    + runner.failures.describe_first()
+                )
+            return None
+
+        return _joined(self._await(Waiter(take, caller), timeout, f"wait({count})"))
 
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> Trajectory:
         """Take the group of one submitted task.
@@ -143,17 +162,29 @@ class RolloutExecutor:
             TimeoutError: not complete in time.
             RolloutError: the task was rejected, dropped, failed, delivered already or never submitted.
         """
-        group = self._call(lambda: self._runner.tasks.get(task_id))
+        runner, caller = self._runner, threading.get_ident()
+        group = self._call(lambda: runner.tasks.get(task_id))
         if group is None:
-            reason = self._call(lambda: self._runner.end_of(task_id))
+            reason = self._call(lambda: runner.ends.get(task_id))
             raise RolloutError(
                 f"task {task_id} gives no trajectory: {reason}."
                 if reason
                 else f"task {task_id} was delivered already, or never submitted: a group is delivered once."
             )
-        return _joined(
-            self._await(TaskWaiter(self._runner, group, threading.get_ident()), timeout, f"wait_for_task({task_id})")
-        )
+
+        def take() -> list[Group] | None:
+            if group in self._delivery.ready:
+                self._delivery.deliver([group])
+                return [group]
+            if group.state in (GroupState.DROPPED, GroupState.FAILED):
+                raise RolloutError(f"{group} gives no trajectory: {group.reason}.")
+            if group.state is GroupState.DELIVERED:
+                raise RolloutError(f"{group} was delivered already; a group is delivered once.")
+            if group.state is GroupState.QUEUED and not group.is_eval:
+                runner.refuse_if_stuck(caller, f"{group} cannot start:")
+            return None
+
+        return _joined(self._await(Waiter(take, caller), timeout, f"wait_for_task({task_id})"))
 
     # -- many tasks ----------------------------------------------------------------------------------------------------
 
@@ -186,10 +217,19 @@ class RolloutExecutor:
             self._factory.make(data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval, place=place)
             for place, data in enumerate(tasks)
         ]
-        waiter = BatchWaiter(self._runner, groups)
-        for group in groups:
-            group.batch = waiter
-        accepted = self._await(waiter, None, "rollout_batch", before=lambda: self._runner.enqueue(groups))
+        batch = Batch(groups)
+
+        def take() -> list[Group] | None:
+            if batch.missing:
+                return None
+            accepted = [group for group in groups if group.state is GroupState.READY]
+            for group in accepted:
+                group.state = GroupState.DELIVERED
+                if not group.is_eval:
+                    self._delivery.in_training.append(group)
+            return accepted
+
+        accepted = self._await(Waiter(take, own_groups=groups), None, "rollout_batch", groups)
         if not accepted:
             reasons = "; ".join(sorted({group.reason for group in groups})[:4])
             first = next((group.failure.describe() for group in groups if group.failure is not None), "")
@@ -226,48 +266,62 @@ class RolloutExecutor:
             DataError: the dataset is empty or gives what is no task.
         """
         self._start()
+        runner, delivery, caller = self._runner, self._delivery, threading.get_ident()
         with self._prepare_lock:
-            source = self._draws.source(dataloader)
+            source = next((known for known in self._sources if known.loader is dataloader), None)
+            if source is None:
+                source = TaskSource(dataloader, self._restored)
+                self._sources.append(source)
             count = batch_size or source.batch_size
             if count < 1:
                 raise DatasetEnded("prepare_batch: the dataloader has ended and no group is left.")
-            self._call(self._set_batch, count)
-            epochs, accepted = source.epochs, self._runner.groups["accepted"]
+            is_over = False
+
+            def take() -> list[Group] | None:
+                """A batch; no group at all where more tasks should be drawn, or where the dataset ended."""
+                if is_over and not runner.stream and not delivery.staleness.running:
+                    return delivery.take(count, final=True) or []
+                groups = delivery.take(count)
+                if groups is None and not is_over and runner.wanted() > 0:
+                    return []
+                if groups is None:
+                    runner.refuse_if_stuck(caller, f"{count} groups are asked for, but")
+                return groups
+
+            self._call(setattr, delivery.staleness, "batch", count)
+            epochs, accepted = source.epochs, runner.groups["accepted"]
             while True:
-                missing = self._call(lambda: wanted(self._runner))
                 groups = [
-                    self._factory.make(row, workflow, workflow_kwargs, should_accept_fn, group_size, False)
-                    for row in self._draws.take(source, missing)
+                    self._factory.make(row, workflow, workflow_kwargs, should_accept_fn, group_size)
+                    for row in source.draw(self._call(runner.wanted))
                 ]
-                waiter = PrepareWaiter(self._runner, count, threading.get_ident(), source_is_over=self._draws.is_over(source))
-                taken = self._await(waiter, None, "prepare_batch", before=lambda groups=groups: self._runner.enqueue(groups))
+                is_over = source.is_over
+                taken = self._await(Waiter(take, caller), None, "prepare_batch", groups)
                 if taken:
                     return _joined(taken)
-                if waiter.source_is_over:
-                    raise DatasetEnded(
-                        f"prepare_batch: the dataloader has ended and no group is left ({describe(self._runner)})."
-                    )
-                if self._runner.groups["accepted"] != accepted:
-                    epochs, accepted = source.epochs, self._runner.groups["accepted"]
+                if is_over:
+                    raise DatasetEnded(f"prepare_batch: the dataloader has ended and no group is left ({runner.describe()}).")
+                if runner.groups["accepted"] != accepted:
+                    epochs, accepted = source.epochs, runner.groups["accepted"]
                 elif source.epochs - epochs > EPOCHS_WITHOUT_ACCEPTANCE:
                     raise RolloutError(
                         f"prepare_batch: no group was accepted in {EPOCHS_WITHOUT_ACCEPTANCE} whole epochs "
-                        f"({describe(self._runner)}). Look at the workflow, should_accept_fn and dynamic_filter. "
-                        + self._runner.failures.describe_first()
+                        f"({runner.describe()}). Look at the workflow, should_accept_fn and dynamic_filter. "
+                        + runner.failures.describe_first()
                     )
 
     # -- between batches -----------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
         """Start no more samples; those that run go on."""
-        self._call(self._set_paused, True)
+        self._call(setattr, self._runner, "is_paused", True)
 
     def resume(self) -> None:
         """Start samples again."""
-        self._call(self._set_paused, False)
+        self._call(lambda: (setattr(self._runner, "is_paused", False), self._runner.pump()))
 
     def set_version(self, version: int) -> None:
-        """Weights were published: groups in training give their places back. The current version again is a no-op."""
+        """Weights were published: groups in training release their places. The current version again is a no-op."""
         self._call(self._delivery.publish, version)
 
     @property
@@ -288,11 +342,11 @@ class RolloutExecutor:
         return counts | {
             "running_samples": runner.running_samples,
             "abandoned_samples": runner.abandoned_samples,
-            "queued": runner.queued,
+            "queued": len(runner.stream),
             "running": staleness.running,
             "ready": staleness.ready,
             "in_training": staleness.in_training,
-            "slow_loop_reports": self._thread.watch.reports,
+            "slow_loop_reports": self._thread.monitor.reports,
         }
 
     @property
@@ -315,21 +369,39 @@ class RolloutExecutor:
             drawn from the dataloader and are not done, in order, with their ordinals); ``finished`` (complete groups that no
             batch has taken: task, trajectory, version of admission). The dataloader's own state is ahead by exactly these.
         """
-        return self._call(read_state, self._runner, self._factory.next_ordinal, self._draws.left)
+        return self._call(self._read_state)
+
+    def _read_state(self) -> dict[str, Any]:
+        delivery, unfinished = self._delivery, self._runner.unfinished_groups()
+        drawn = [*self._restored, *(row for source in self._sources for row in source.rows)]
+        return {
+            "version": delivery.staleness.version,
+            "next_ordinal": self._factory.next_ordinal,
+            "frontier": delivery.frontier.frontier,
+            "beyond": delivery.frontier.beyond,
+            "pending": [*(_task(group) for group in unfinished), *map(dict, drawn)],
+            "finished": [
+                {"task": _task(group), "trajectory": group.trajectory, "admitted": group.admitted, "size": group.size}
+                for group in delivery.ready
+                if not group.is_eval
+            ],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another executor stood: its pending tasks run before the dataloader's next ones."""
-        if self._call(lambda: self._runner.unfinished + len(self._delivery.ready)):
+        runner, delivery = self._runner, self._delivery
+        if self._call(lambda: bool(runner.stream or delivery.staleness.running or delivery.ready)):
             raise RolloutError("load_state_dict: tasks are in flight already; load the state before the first one.")
-        self._draws.restored = deque(dict(row) for row in state["pending"])
+        self._restored.clear()
+        self._restored.extend(dict(row) for row in state["pending"])
         self._factory.next_ordinal = state["next_ordinal"]
         finished = [self._factory.restored(entry) for entry in state["finished"]]
-        self._call(self._delivery.restore, state["version"], state["frontier"], state["beyond"], finished)
+        self._call(delivery.restore, state["version"], state["frontier"], state["beyond"], finished)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Cancel what runs and stop the thread; callers that wait get a ``RolloutError``. Twice is the same as once."""
+        """Cancel what runs and stop the thread; callers that wait get a ``RolloutError``. Idempotent."""
         self._thread.stop(lambda: self._runner.stop(RolloutError("the rollout executor was destroyed while this call waited.")))
 
     def __enter__(self) -> RolloutExecutor:
@@ -348,47 +420,34 @@ class RolloutExecutor:
         if version != self._delivery.staleness.version:  # published by whoever holds the engine itself
             self._call(self._delivery.publish, version)
 
-    def _await(self, waiter: Waiter, timeout: float | None, what: str, before: Callable[[], None] | None = None) -> list[Group]:
+    def _await(self, waiter: Waiter, timeout: float | None, what: str, groups: Sequence[Group] = ()) -> list[Group]:
+        """Queue ``groups`` and wait until ``waiter`` is answered."""
         self._start()
-
-        def add() -> None:
-            if before is not None:
-                before()
-            self._runner.add_waiter(waiter)
-
-        self._call(add)
-        deadline_left = timeout
+        self._call(self._runner.add_waiter, waiter, groups)
+        left = timeout
         try:
             while True:
-                step = PAUSED_WARNING_SECONDS if deadline_left is None else min(deadline_left, PAUSED_WARNING_SECONDS)
+                step = PAUSED_WARNING_SECONDS if left is None else min(left, PAUSED_WARNING_SECONDS)
                 concurrent.futures.wait([waiter.future], step)
                 if waiter.future.done():
                     return waiter.future.result()
-                if deadline_left is not None:
-                    deadline_left -= step
-                    if deadline_left <= 0:
+                if left is not None:
+                    left -= step
+                    if left <= 0:
                         self._call(self._runner.forget, waiter)
                         if waiter.future.done():
                             return waiter.future.result()
-                        raise TimeoutError(f"{what}: not complete after {timeout:g} s ({describe(self._runner)}).")
+                        raise TimeoutError(f"{what}: not complete after {timeout:g} s ({self._runner.describe()}).")
                 if self._runner.is_paused:
-                    logger.warning("%s waits while rollout is paused (%s): call resume().", what, describe(self._runner))
+                    logger.warning("%s waits while rollout is paused (%s): call resume().", what, self._runner.describe())
         except BaseException:
             if not waiter.future.done() and not self._thread.is_stopped:
                 self._call(self._runner.forget, waiter)
             raise
 
-    def _set_batch(self, count: int) -> None:
-        self._delivery.staleness.batch = count
 
-    def _set_paused(self, is_paused: bool) -> None:
-        self._runner.is_paused = is_paused
-        if not is_paused:
-            self._runner.pump()
-
-
-_SAMPLE_ENDS = ("accepted", "rejected", "failed", "retried", "cut")
-_GROUP_ENDS = ("accepted", "rejected", "failed")
+def _task(group: Group) -> dict[str, Any]:
+    return {**group.data, "ordinal": group.ordinal}
 
 
 def _joined(groups: list[Group]) -> Trajectory:

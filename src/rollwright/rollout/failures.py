@@ -46,7 +46,7 @@ class FailureLog:
         self.max_share = max_share
         self.recent: deque[Failure] = deque(maxlen=KEPT)
         self.first: Failure | None = None
-        self._outcomes: deque[bool] = deque(maxlen=WINDOW)
+        self.outcomes: deque[bool] = deque(maxlen=WINDOW)  # of samples, after their retries: True where it failed
         self._logged: Counter[tuple[str, str]] = Counter()
 
     def record(self, error: BaseException, *, sample: str, task: str, workflow: str, is_final: bool) -> Failure:
@@ -55,7 +55,7 @@ class FailureLog:
             sample=sample,
             task=task,
             workflow=workflow,
-            cause=_last_line(error),
+            cause=traceback.format_exception_only(error)[-1].strip(),
             traceback="".join(traceback.format_exception(error)),
             is_final=is_final,
         )
@@ -71,27 +71,19 @@ class FailureLog:
             report("%s failed in %s and is %s: %s: %s", sample, workflow, then, task, failure.cause)
         return failure
 
-    def count(self, failed: bool) -> None:
-        """Note how a sample ended, after its retries."""
-        self._outcomes.append(failed)
-
     @property
     def too_many(self) -> bool:
         """True where more of the last 64 samples failed than may."""
-        return sum(self._outcomes) > self.max_share * WINDOW
+        return sum(self.outcomes) > self.max_share * WINDOW
 
     def error(self) -> RolloutError:
         """The error that stops the run; it names the first cause."""
-        failed = sum(self._outcomes)
+        failed = sum(self.outcomes)
         return RolloutError(
-            f"{failed} of the last {len(self._outcomes)} samples failed after their retries; "
+            f"{failed} of the last {len(self.outcomes)} samples failed after their retries; "
             f"rollout.max_failed_share={self.max_share} allows {int(self.max_share * WINDOW)} of {WINDOW}. {self.describe_first()}"
         )
 
     def describe_first(self) -> str:
         """The first failure in words, with its traceback; empty where nothing failed."""
         return "" if self.first is None else self.first.describe()
-
-
-def _last_line(error: BaseException) -> str:
-    return traceback.format_exception_only(error)[-1].strip()

@@ -1,9 +1,9 @@
-"""The loop's side of rollout: starts samples, retries them, completes groups and hands batches over.
+"""The loop's side of rollout: starts samples, retries them, completes groups and answers callers that wait.
 
 Everything here runs on the executor's event loop, so nothing is locked. Invariants:
 
-* a group reaches exactly one end (delivered, dropped, failed), and what it counted for is given back at that moment;
-* a sample gives its place back when it ends, or a grace after it was cancelled, whatever its workflow does about that;
+* a group reaches exactly one end (delivered, dropped, failed), and what it counted for is released at that moment;
+* a sample releases its place when it ends, or a grace after it was cancelled, whatever its workflow does about that;
 * a fault in here stops rollout: nobody waits for what will not come;
 * a batch is taken, and the demand for waves withdrawn, in the same step of the loop in which it became complete.
 """
@@ -11,11 +11,11 @@ Everything here runs on the executor's event loop, so nothing is locked. Invaria
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import concurrent.futures
 import contextvars
 import functools
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollwright.config.sections import RolloutConfig
@@ -24,12 +24,10 @@ from rollwright.experience.contract import check_trajectory
 from rollwright.experience.normaliser import normalise
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
-from rollwright.rollout.delivery import Delivery
-from rollwright.rollout.failures import FailureLog
-from rollwright.rollout.group import Group, GroupState, policy_against
+from rollwright.rollout.delivery import Delivery, Group, GroupState
+from rollwright.rollout.deterministic import WaveGate, place_of
+from rollwright.rollout.failures import Failure, FailureLog
 from rollwright.rollout.sample import CURRENT_SAMPLE, SampleEngine, SampleName
-from rollwright.rollout.waiter import Waiter
-from rollwright.rollout.waves import WaveGate, place_of
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.metrics import get_tracker
 
@@ -37,6 +35,30 @@ logger = getLogger("rollout")
 
 RESULTS_KEPT = 65_536  # outcomes of dropped tasks that wait_for_task can still tell
 GRACE_SECONDS = 10.0  # that a cancelled sample gets to end
+
+
+class Waiter:
+    """A caller whose thread waits for ``future``.
+
+    Args:
+        take: called on the loop whenever something changed: the groups, or None where they are not there yet; raises
+            ``RolloutError`` where they never will be.
+        caller: identity of the thread, where it takes groups for training that it is to release.
+        own_groups: that nobody else waits for: they are dropped when the caller gives up.
+    """
+
+    def __init__(
+        self, take: Callable[[], list[Group] | None], caller: int | None = None, own_groups: Sequence[Group] = ()
+    ) -> None:
+        self.take = take
+        self.caller = caller
+        self.own_groups = own_groups
+        self.future: concurrent.futures.Future[list[Group]] = concurrent.futures.Future()
+
+    def fail(self, error: BaseException) -> None:
+        """Answer with an error."""
+        if not self.future.done():
+            self.future.set_exception(error)
 
 
 class Runner:
@@ -66,62 +88,47 @@ class Runner:
         self.fatal: BaseException | None = None
         self.running_samples = 0
         self.abandoned_samples = 0  # that did not end when they were cancelled
+        self.stream: deque[Group] = deque()  # groups of submit and prepare_batch that are not admitted yet
+        self.tasks: dict[int, Group] = {}  # that wait and wait_for_task can ask for; submit adds to it from its own thread
+        self.ends: dict[int, str] = {}  # task id -> why it never became ready
         self._direct: deque[Group] = deque()  # groups of rollout_batch and evaluation: not subject to admission
-        self._stream: deque[Group] = deque()  # groups of submit and prepare_batch
         self._members: deque[tuple[Group, int, int]] = deque()  # samples of admitted groups that wait for a place
         self._active: set[Group] = set()  # admitted and not at an end, of every kind
-        self.tasks: dict[int, Group] = {}  # that wait and wait_for_task can ask for; submit adds to it from its own thread
-        self._settling = False
         self._waiters: list[Waiter] = []
-        self._ends: dict[int, str] = {}  # task id -> why it never became ready
+        self._is_settling = False
         self._pump_asked = False
-        self._gate = WaveGate(engine, loop, self._wants_wave) if deterministic else None
+        self._gate = WaveGate(engine, loop, lambda: bool(self._waiters) and not self._pump_asked) if deterministic else None
 
     # -- groups in -----------------------------------------------------------------------------------------------------
 
-    def enqueue(self, groups: list[Group]) -> None:
+    def enqueue(self, groups: Sequence[Group]) -> None:
         """Take groups in; they start as soon as there is room."""
         for group in groups:
             if group.batch is None:
                 self.tasks[group.task_id] = group
-            (self._stream if group.in_stream else self._direct).append(group)
+            (self.stream if group.in_stream else self._direct).append(group)
         self.pump()
-
-    @property
-    def queued(self) -> int:
-        """Groups of the stream that are not admitted yet."""
-        return len(self._stream)
-
-    @property
-    def unfinished(self) -> int:
-        """Groups of the stream that may still become ready."""
-        return len(self._stream) + self.delivery.staleness.running
-
-    def may_bring_more(self, is_eval: bool) -> bool:
-        """True where a queued or running task may still become ready for ``wait``."""
-        return (
-            any(group.is_eval for group in list(self.tasks.values()) if not group.is_over) if is_eval else self.unfinished > 0
-        )
-
-    def count_ready(self, is_eval: bool) -> int:
-        """Complete groups that ``wait`` could take."""
-        return sum(group.is_eval for group in self.delivery.ready) if is_eval else self.delivery.staleness.ready
 
     def pump(self) -> None:
         """Start as many samples as there is room for; groups are admitted in the order in which they came."""
+        state = self.delivery.staleness
         while not self.is_paused and self.fatal is None and self.running_samples < self.config.max_concurrent_samples:
             if self._members:
                 group, index, attempt = self._members.popleft()
                 if not group.is_over:
                     self._start(group, index, attempt)
-            elif self._direct:
-                self._admit(self._direct.popleft())
-            elif self._stream and self.delivery.staleness.capacity >= 1:
-                group = self._stream.popleft()
-                if not group.is_over:
-                    self._admit(group)
+                continue
+            if self._direct:
+                group = self._direct.popleft()
+            elif self.stream and state.capacity >= 1:
+                group = self.stream.popleft()
             else:
                 break
+            if not group.is_over:
+                group.state = GroupState.RUNNING
+                self._active.add(group)
+                self.delivery.admit(group)
+                self._members.extend((group, index, 0) for index in range(group.size))
         self._settle()
 
     def _pump_soon(self) -> None:
@@ -131,30 +138,12 @@ class Runner:
 
     def _pump_now(self) -> None:
         self._pump_asked = False
-        with self._stopping_at_faults():
+        try:
             self.pump()
             if self._gate is not None:
                 self._gate.look()
-
-    @contextlib.contextmanager
-    def _stopping_at_faults(self) -> Iterator[None]:
-        """A fault of ours in a callback of the loop would only be logged there, and callers would wait for ever."""
-        try:
-            yield
         except Exception as error:  # unforeseen by definition
-            logger.exception("rollout stops for a fault of its own")
-            self.stop(error)
-
-    def _wants_wave(self) -> bool:
-        return bool(self._waiters) and not self._pump_asked
-
-    def _admit(self, group: Group) -> None:
-        if group.is_over:
-            return
-        group.state = GroupState.RUNNING
-        self._active.add(group)
-        self.delivery.admit(group)
-        self._members.extend((group, index, 0) for index in range(group.size))
+            self._stop_at_fault(error)
 
     # -- samples -------------------------------------------------------------------------------------------------------
 
@@ -171,38 +160,69 @@ class Runner:
         task = context.run(self.loop.create_task, self._run(group, sample))
         group.running[task] = sample
         # Not at the end of the coroutine: a task that is cancelled before its first step never runs any of it.
-        task.add_done_callback(functools.partial(self._ended, group), context=contextvars.Context())
+        task.add_done_callback(functools.partial(self._leave, group), context=contextvars.Context())
         if self._gate is not None:
             self._gate.enter(sample, task)
 
     async def _run(self, group: Group, sample: SampleEngine) -> Trajectory | BaseException | None:
+        """One episode, its rows normalised and checked; an exception of the workflow is returned, not raised."""
+        limit = None if self.deterministic else self.config.sample_timeout
+        # The timer that refuses model calls fires before the one that cancels: a workflow that catches its cancellation
+        # finds them refused already.
+        closing = None
+        if limit is not None:
+            closing = self.loop.call_later(limit, self._out_of_time, group, sample, asyncio.current_task(), limit)
+        scope = asyncio.timeout(limit)
         try:
-            return await self._episode(group, sample)
+            async with scope:
+                result = await group.workflow.arun_episode(sample, dict(group.data))
+            name = str(sample.name)
+            trajectory = normalise(result, sample.recorder, workflow=group.workflow_name, task=name)
+            if trajectory is not None and self.config.check_trajectories:
+                check_trajectory(trajectory, workflow=group.workflow_name, task=name)
+            return trajectory
         except asyncio.CancelledError:
             return RolloutError("the workflow ended by a CancelledError of its own; a cancelled part must be caught there.")
         except (Exception, SystemExit) as error:  # a workflow that fails is data: it is retried, counted and reported
-            return error
+            if not (isinstance(error, TimeoutError) and scope.expired()):
+                return error
+            late = RolloutError(
+                f"{sample.name} took longer than rollout.sample_timeout={limit:g} s (it had made {len(sample.recorder)} "
+                "model calls); raise the limit, or look for a tool that hangs."
+            )
+            late.__cause__ = error
+            return late
+        finally:
+            if closing is not None:
+                closing.cancel()
 
-    def _ended(self, group: Group, task: asyncio.Task[Trajectory | BaseException | None]) -> None:
-        if task not in group.running:
+    def _out_of_time(self, group: Group, sample: SampleEngine, task: asyncio.Task[Any] | None, limit: float) -> None:
+        sample.close(f"ran out of its {limit:g} s")
+        if task is not None:
+            self._abandon_later(group, [task])
+
+    def _leave(self, group: Group, task: asyncio.Task[Any], abandoned: RolloutError | None = None) -> None:
+        """A sample ended, or is abandoned: it releases its place, and its group hears how it ended."""
+        sample = group.running.pop(task, None)
+        if sample is None:
             return  # it was abandoned before
-        cancelled = "somebody else cancelled the sample's task."
-        self._leave(group, task, RolloutError(cancelled) if task.cancelled() else task.result())
-
-    def _leave(self, group: Group, task: asyncio.Task[Any], outcome: Trajectory | BaseException | None) -> None:
-        """A sample gives its place back, and its group hears how it ended."""
-        sample = group.running.pop(task)
         sample.close("has ended")
         self.running_samples -= 1
-        with self._stopping_at_faults():
+        try:
             if group.is_over or self.fatal is not None:
                 self.samples["cut"] += 1
+            elif abandoned is not None or task.cancelled():
+                self._sample_ended(group, sample, abandoned or RolloutError("somebody else cancelled the sample's task."))
             else:
-                self._sample_ended(group, sample, outcome)
+                self._sample_ended(group, sample, task.exception() or task.result())
+        except Exception as error:  # unforeseen by definition
+            self._stop_at_fault(error)
         self._pump_soon()  # before the gate looks: a wave must not go out without the samples that start now
         if self._gate is not None:
-            with self._stopping_at_faults():
+            try:
                 self._gate.leave(sample)
+            except Exception as error:  # unforeseen by definition
+                self._stop_at_fault(error)
 
     def _abandon_later(self, group: Group, tasks: list[asyncio.Task[Any]]) -> None:
         """These were cancelled: those that have not ended after a grace are waited for no longer."""
@@ -233,61 +253,23 @@ class Runner:
                     )
                 )
 
-    async def _episode(self, group: Group, sample: SampleEngine) -> Trajectory | None:
-        limit = None if self.deterministic else self.config.sample_timeout
-        # The timer that refuses model calls fires before the one that cancels: a workflow that catches its cancellation
-        # finds them refused already.
-        closing = None
-        if limit is not None:
-            closing = self.loop.call_later(limit, self._out_of_time, group, sample, asyncio.current_task(), limit)
-        try:
-            async with asyncio.timeout(limit) as scope:
-                result = await group.workflow.arun_episode(sample, dict(group.data))
-        except TimeoutError as error:
-            if scope.expired():
-                raise RolloutError(
-                    f"{sample.name} took longer than rollout.sample_timeout={limit:g} s (it had made {len(sample.recorder)} "
-                    "model calls); raise the limit, or look for a tool that hangs."
-                ) from error
-            raise
-        finally:
-            if closing is not None:
-                closing.cancel()
-        name = str(sample.name)
-        trajectory = normalise(result, sample.recorder, workflow=group.workflow_name, task=name)
-        if trajectory is not None and self.config.check_trajectories:
-            check_trajectory(trajectory, workflow=group.workflow_name, task=name)
-        return trajectory
-
-    def _out_of_time(self, group: Group, sample: SampleEngine, task: asyncio.Task[Any] | None, limit: float) -> None:
-        sample.close(f"ran out of its {limit:g} s")
-        if task is not None:
-            self._abandon_later(group, [task])
-
     def _sample_ended(self, group: Group, sample: SampleEngine, outcome: Trajectory | BaseException | None) -> None:
         name = sample.name
         if isinstance(outcome, BaseException):
             is_final = name.attempt >= self.config.max_sample_retries
-            failure = self.failures.record(
-                outcome, sample=str(name), task=str(group), workflow=group.workflow_name, is_final=is_final
-            )
-            if not is_final:
+            failure = self._failed(group, outcome, str(name), is_final)
+            if is_final:
+                self.samples["failed"] += 1
+                self._give_up(group, failure, f"sample {name.index} failed: {failure.cause}")
+            else:
                 self.samples["retried"] += 1
                 self._members.appendleft((group, name.index, name.attempt + 1))
-                return
-            self.samples["failed"] += 1
-            self.failures.count(True)
-            group.failure = group.failure or failure
-            self._end(group, GroupState.FAILED, "failed", f"sample {name.index} failed: {failure.cause}")
-            if self.failures.too_many:
-                self.stop(self.failures.error())
             return
-        self.failures.count(False)
+        self.failures.outcomes.append(False)
         if outcome is None:
             self.samples["rejected"] += 1
-            self._end(
-                group, GroupState.DROPPED, "rejected", f"sample {name.index} was rejected by its workflow (it returned None)"
-            )
+            reason = f"sample {name.index} was rejected by its workflow (it returned None)"
+            self._end(group, GroupState.DROPPED, "rejected", reason)
             return
         self.samples["accepted"] += 1
         group.rows[name.index] = outcome
@@ -298,15 +280,10 @@ class Runner:
     def _complete(self, group: Group) -> None:
         try:
             group.trajectory = group.assemble()
-            policy = policy_against(group, self.config.dynamic_filter)
+            policy = group.refused_by(self.config.dynamic_filter)
         except Exception as error:  # of a should_accept_fn, or rows of a workflow that cannot be joined
-            group.failure = self.failures.record(
-                error, sample=str(group), task=str(group), workflow=group.workflow_name, is_final=True
-            )
-            self.failures.count(True)
-            self._end(group, GroupState.FAILED, "failed", f"its group could not be completed: {error}")
-            if self.failures.too_many:
-                self.stop(self.failures.error())
+            failure = self._failed(group, error, str(group), is_final=True)
+            self._give_up(group, failure, f"its group could not be completed: {error}")
             return
         if policy is not None:
             self._drop(group, policy, f"refused by {policy}")
@@ -315,16 +292,28 @@ class Runner:
         self._active.discard(group)
         self.groups["accepted"] += 1
         if group.batch is not None:
-            group.batch.group_ended(group)
+            group.batch.missing -= 1
         else:
             self.delivery.complete(group)
         self._settle()
+
+    # -- groups out ----------------------------------------------------------------------------------------------------
+
+    def _failed(self, group: Group, error: BaseException, sample: str, is_final: bool) -> Failure:
+        return self.failures.record(error, sample=sample, task=str(group), workflow=group.workflow_name, is_final=is_final)
+
+    def _give_up(self, group: Group, failure: Failure, reason: str) -> None:
+        self.failures.outcomes.append(True)
+        group.failure = group.failure or failure
+        self._end(group, GroupState.FAILED, "failed", reason)
+        if self.failures.too_many:
+            self.stop(self.failures.error())
 
     def _drop(self, group: Group, policy: str, reason: str) -> None:
         self._end(group, GroupState.DROPPED, f"dropped/{policy}", reason)
 
     def _end(self, group: Group, state: GroupState, count: str, reason: str) -> None:
-        """A group that will not be used: give back what it counted for, and stop its samples."""
+        """A group that will not be used: release what it counted for, and stop its samples."""
         self.delivery.remove(group)
         group.state, group.reason = state, reason
         group.trajectory, group.rows = None, []
@@ -332,24 +321,24 @@ class Runner:
         self._abandon_later(group, group.cancel(f"belongs to a group that has come to its end ({reason})"))
         self._active.discard(group)
         if group.batch is not None:
-            group.batch.group_ended(group)
+            group.batch.missing -= 1
         else:
             self.tasks.pop(group.task_id, None)
-            self._ends[group.task_id] = reason
-            if len(self._ends) > RESULTS_KEPT:
-                del self._ends[next(iter(self._ends))]
+            self.ends[group.task_id] = reason
+            if len(self.ends) > RESULTS_KEPT:
+                del self.ends[next(iter(self.ends))]
         self._settle()
         self._pump_soon()
 
     # -- callers that wait ---------------------------------------------------------------------------------------------
 
-    def add_waiter(self, waiter: Waiter) -> None:
-        """Somebody waits; the waiter is resolved on this loop."""
-        if self.fatal is not None:
+    def add_waiter(self, waiter: Waiter, groups: Sequence[Group] = ()) -> None:
+        """Somebody waits, and brings groups; the waiter is answered on this loop."""
+        if self.fatal is None:
+            self._waiters.append(waiter)
+        else:
             waiter.fail(self.fatal)
-            return
-        self._waiters.append(waiter)
-        self.pump()
+        self.enqueue(groups)
         if self._gate is not None:
             self._gate.look()
 
@@ -357,23 +346,67 @@ class Runner:
         """A caller gave up waiting."""
         if waiter in self._waiters:
             self._waiters.remove(waiter)
-        for group in waiter.groups:
+        for group in waiter.own_groups:
             if not group.is_over or group.state is GroupState.READY:
                 self._drop(group, "abandoned", "its caller stopped waiting")
 
-    def end_of(self, task_id: int) -> str | None:
-        """Why a task never became ready; None where it did, or still may."""
-        return self._ends.get(task_id)
-
     def _settle(self) -> None:
-        """Resolve the waiters that can be; each is withdrawn before anything else happens."""
-        if not self._waiters or self._settling:
+        """Answer the waiters that can be."""
+        if self._is_settling or not self._waiters:
             return
-        self._settling = True
+        self._is_settling = True
         try:
-            self._waiters = [waiter for waiter in self._waiters if not waiter.is_settled()]
+            waiting = []
+            for waiter in self._waiters:
+                try:
+                    groups = waiter.take()
+                except RolloutError as error:
+                    waiter.fail(error)
+                    continue
+                if groups is None:
+                    waiting.append(waiter)
+                    continue
+                for group in groups:
+                    self.tasks.pop(group.task_id, None)
+                if waiter.caller is not None and not all(group.is_eval for group in groups):
+                    self.delivery.taken_by = waiter.caller
+                if not waiter.future.done():
+                    waiter.future.set_result(groups)
+            self._waiters = waiting
         finally:
-            self._settling = False
+            self._is_settling = False
+
+    def wanted(self) -> int:
+        """Tasks to draw now, so that every place is taken and, where sampling runs ahead, the next batch is at hand."""
+        state = self.delivery.staleness
+        if state.batch is None or self.is_paused:
+            return 0
+        ahead = state.batch if state.limit > 0 else 0
+        return max(0, int(state.capacity) + ahead - len(self.stream))
+
+    def refuse_if_stuck(self, caller: int, what: str) -> None:
+        """Raise where no place is free and only this caller, who is about to wait, could free one."""
+        state = self.delivery.staleness
+        if self.is_paused or state.running > 0 or state.capacity >= 1:
+            return
+        if state.in_training and self.delivery.taken_by != caller:
+            return
+        rule = f"max_head_offpolicyness={state.limit} and batches of {state.batch} groups let {state.places:.0f} groups live at once"
+        if state.in_training:
+            raise RolloutError(
+                f"{what} {state.in_training} are still in training: {rule}, and places are released when the next version is "
+                "published. Call update_weights (or set_version) first, or release_batch() for a batch that is not trained."
+            )
+        raise RolloutError(
+            f"{what} {state.ready} complete groups hold all places: {rule}. Take them with wait or prepare_batch, in batches of "
+            "that size."
+        )
+
+    def describe(self) -> str:
+        """How the tasks so far ended, in words."""
+        state = self.delivery.staleness
+        ends = ", ".join(f"{count} {name}" for name, count in sorted(self.groups.items())) or "no task has ended"
+        return f"{ends}; {state.running} running, {len(self.stream)} queued, {state.in_training} in training"
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -387,7 +420,12 @@ class Runner:
         for waiter in waiters:
             waiter.fail(error)
 
+    def _stop_at_fault(self, error: Exception) -> None:
+        """A fault of ours in a callback of the loop would only be logged there, and callers would wait for ever."""
+        logger.exception("rollout stops for a fault of its own")
+        self.stop(error)
+
     def unfinished_groups(self) -> list[Group]:
         """Groups of the stream that were drawn and not trained, in order of their ordinals, without the ready ones."""
-        members = {*self.delivery.running, *self._stream, *self.delivery.in_training}
+        members = {*self.delivery.running, *self.stream, *self.delivery.in_training}
         return sorted((group for group in members if not group.is_eval), key=lambda group: group.ordinal)

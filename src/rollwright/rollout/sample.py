@@ -2,7 +2,7 @@
 
 Invariants:
 
-* every request that the engine serves stands in the sample's record, once;
+* every request that the engine serves is in the sample's record, once;
 * a request's seed depends on the run's seed, the task, the sample and the request's place in it, and on nothing else: not
   on the attempt, the other samples or the clock;
 * after ``close`` no model call of the sample succeeds, from whatever thread it comes.
@@ -148,18 +148,13 @@ class SampleEngine(InferenceEngine):
             )
         self._conversations.add(request.rid)
         place = self.recorder.open_turn(request.rid)
-        return self._seeded(request, *place), place
-
-    def _seeded(self, request: ModelRequest, conversation: int, turn: int) -> ModelRequest:
-        seed = request.seed
+        seed = request.seed if request.seed is not None else request.gconfig.seed
         if seed is None:
-            seed = request.gconfig.seed
-        if seed is None:
-            seed = request_seed(self._run_seed, self.name, conversation, turn, request.metadata.get("index", 0))
+            seed = request_seed(self._run_seed, self.name, *place, request.metadata.get("index", 0))
         sent = ModelRequest.__new__(ModelRequest)  # the ids were checked when the request was made
         sent.__dict__.update(request.__dict__)
         sent.seed = seed
-        return sent
+        return sent, place
 
     def _refuse_if_closed(self) -> None:
         if self.closed_because is not None:

@@ -4,7 +4,7 @@ A group is admitted while
 
     running + ready + in_training < (max_head_offpolicyness + 1) * batch        (and the extra groups of over-sampling)
 
-and a group in training gives its place back when the next version is published. Nothing here counts over the life of the
+and a group in training releases its place when the next version is published. Nothing here counts over the life of the
 run, so a rejection, a drop or a resume can neither starve nor flood it.
 
 Each batch in training counts as a version to come, so that several batches may be trained between two publications.
@@ -18,9 +18,8 @@ possible. The admission rule makes it possible, so under "wait" nothing ever has
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 
 class Staleness:
@@ -85,27 +84,28 @@ class Staleness:
     def drop_running(self, admitted: int) -> None:
         """A running group was rejected, failed, filtered or cut."""
         self.running -= 1
-        self._leave(admitted)
+        self._living[admitted] -= 1
 
     def drop_ready(self, admitted: int) -> None:
         """A complete group was found stale or cut."""
         self.ready -= 1
-        self._leave(admitted)
+        self._living[admitted] -= 1
 
     def train(self, admitted: Iterable[int]) -> None:
         """Complete groups, named by the versions they were admitted at, leave for training."""
         for version in admitted:
             self.ready -= 1
             self.in_training += 1
-            self._leave(version)
+            self._living[version] -= 1
 
     def release(self) -> None:
-        """The groups in training give their places back, without a new version."""
+        """The groups in training release their places, without a new version."""
         self.in_training = 0
 
     def publish(self, version: int) -> None:
         """A version was published: what was in training is trained."""
         self.version = version
+        self._living = +self._living  # without the versions of which no group lives
         self.release()
 
     def is_stale(self, head_version: int) -> bool:
@@ -131,41 +131,3 @@ class Staleness:
             if behind > batch * rounds:
                 return True
         return False
-
-    def _leave(self, admitted: int) -> None:
-        self._living[admitted] -= 1
-        if not self._living[admitted]:
-            del self._living[admitted]
-
-
-class Frontier:
-    """Which ordinals are done, as a frontier and the few that lie beyond it: what a checkpoint needs to train each task once.
-
-    An ordinal is done when its group was trained, rejected, dropped or given up.
-    """
-
-    def __init__(self, frontier: int = 0, beyond: Sequence[int] = ()) -> None:
-        self.frontier = frontier  # every ordinal below it is done
-        self._beyond: list[int] = sorted(beyond)
-
-    @property
-    def beyond(self) -> list[int]:
-        """Ordinals at or above the frontier that are done, ascending."""
-        return list(self._beyond)
-
-    def done(self, ordinal: int) -> None:
-        """Mark an ordinal as done; once more is the same as once."""
-        if ordinal < self.frontier or ordinal in self:
-            return
-        insort(self._beyond, ordinal)
-        passed = 0
-        while passed < len(self._beyond) and self._beyond[passed] == self.frontier:
-            self.frontier += 1
-            passed += 1
-        del self._beyond[:passed]
-
-    def __contains__(self, ordinal: int) -> bool:
-        if ordinal < self.frontier:
-            return True
-        position = bisect_left(self._beyond, ordinal)
-        return position < len(self._beyond) and self._beyond[position] == ordinal

@@ -15,7 +15,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, bindparam, delete, func, insert, or_, select, update
 
-from rollwright.config.store import StoreConfig
+from rollwright.config.modes import StoreConfig
 from rollwright.errors import ConfigError, StoreError
 from rollwright.store.database import (
     DROPPED,

@@ -17,7 +17,7 @@ from typing import Any
 
 from sqlalchemy import Connection, func, insert, select, update
 
-from rollwright.config.store import StoreConfig
+from rollwright.config.modes import StoreConfig
 from rollwright.errors import ConfigError, StoreError
 from rollwright.store.database import (
     CLAIMED,

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from rich.table import Column, Table
 
-from rollwright.config.checks import validate
 from rollwright.config.experiment import PPOConfig
+from rollwright.config.rules import validate
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError
 from rollwright.inference.network import find_server_addresses
@@ -24,7 +24,8 @@ from rollwright.tracking.logging import getLogger
 from rollwright.tracking.plots import plot_curves
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers import tasks
-from rollwright.trainers.evaluation import evaluate, sample_means
+from rollwright.trainers.evaluation import evaluate
+from rollwright.trainers.reporting import sample_means
 from rollwright.trainers.rollout_backend import make_explorer_engine
 from rollwright.trainers.shared_run import trial_path
 from rollwright.trainers.workflow_arguments import with_defaults

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from rollwright.config.experiment import EvalConfig
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.config.stages import EvalConfig
 from rollwright.errors import RolloutError
 from rollwright.experience.trajectory import Trajectory
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.rollout_dumps import RolloutDumper
+from rollwright.trainers.reporting import sample_means
 from rollwright.workflows.task_runner import TaskRunner
 
 
@@ -83,15 +82,6 @@ def _with_stops_of(own: Any, gconfig: GenerationHyperparameters) -> GenerationHy
     stops = list(dict.fromkeys([*(getattr(own, "stop", None) or []), *(gconfig.stop or [])]))
     stop_token_ids = dict.fromkeys([*(getattr(own, "stop_token_ids", None) or []), *gconfig.stop_token_ids])
     return gconfig.new(stop=stops or None, stop_token_ids=list(stop_token_ids))
-
-
-def sample_means(trajectory: Trajectory, values_B: torch.Tensor) -> torch.Tensor:
-    """Mean of a row value over the rows of each sample, ``[samples]``: a sample of four rows does not count four times."""
-    keys = torch.stack([trajectory["group_ids"], trajectory["sample_ids"]], dim=1)
-    _, index_B = keys.unique(dim=0, return_inverse=True)
-    count = int(index_B.max()) + 1
-    totals = torch.zeros(count, dtype=torch.float64).index_add_(0, index_B, values_B.double())
-    return totals / torch.bincount(index_B, minlength=count)
 
 
 def evaluate_model(config: EvalConfig, rollouts: Path | None = None) -> dict[str, Any]:

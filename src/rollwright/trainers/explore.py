@@ -30,13 +30,13 @@ from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers import tasks
 from rollwright.trainers.drawn_tasks import count_tasks, training_tasks
-from rollwright.trainers.evaluation import evaluate, sample_means
+from rollwright.trainers.evaluation import evaluate
 from rollwright.trainers.evaluation_turns import EvaluationTurns
+from rollwright.trainers.loop import StopSignal
 from rollwright.trainers.published_weights import give_weights, newest_weights
+from rollwright.trainers.reporting import StageRun, sample_means
 from rollwright.trainers.rollout_backend import make_explorer_engine
 from rollwright.trainers.shared_run import open_run_store, run_length, trial_path
-from rollwright.trainers.stage_run import StageRun
-from rollwright.trainers.stop_signal import StopSignal
 from rollwright.trainers.workflow_arguments import with_defaults
 from rollwright.workflows.registry import resolve_workflow
 

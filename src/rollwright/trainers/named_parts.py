@@ -10,9 +10,9 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rollwright.config.experiment import PPOConfig, SFTConfig
+from rollwright.config.experiment import EvalConfig, PPOConfig, SFTConfig
+from rollwright.config.loading import Stage
 from rollwright.config.source import KeyPath
-from rollwright.config.stages import EvalConfig, Stage
 from rollwright.config.tasksets import TasksetConfig
 from rollwright.data.selectors import make_selector
 from rollwright.errors import ConfigError, RollwrightError

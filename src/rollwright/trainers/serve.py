@@ -44,10 +44,10 @@ from rollwright.store import Announcement, ExperienceStore
 from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
+from rollwright.trainers.loop import StopSignal
 from rollwright.trainers.published_weights import give_weights, newest_weights
 from rollwright.trainers.rollout_backend import make_explorer_engine
 from rollwright.trainers.shared_run import open_run_store
-from rollwright.trainers.stop_signal import StopSignal
 
 logger = getLogger("service")
 

@@ -13,8 +13,8 @@ import torch
 from rich.table import Table
 
 from rollwright.atomic import write_json
-from rollwright.config.experiment import PPOConfig
-from rollwright.config.stages import EvalConfig, NewModelConfig, Stage
+from rollwright.config.experiment import EvalConfig, NewModelConfig, PPOConfig
+from rollwright.config.loading import Stage
 from rollwright.errors import ConfigError
 from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
@@ -32,7 +32,7 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
     A stage that an earlier, interrupted attempt finished is not repeated.
 
     Args:
-        stages: from ``rollwright.config.stages.load_stages``.
+        stages: from ``rollwright.load_stages``.
         source_path: the file they came from; a copy of it is kept in the run directory.
 
     Returns:
@@ -152,8 +152,7 @@ def _make_model(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
 
 def _train_supervised(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
     from rollwright.data.examples import get_dataset
-    from rollwright.trainers.dpo import DPOTrainer
-    from rollwright.trainers.sft import SFTTrainer
+    from rollwright.trainers.supervised import DPOTrainer, SFTTrainer
 
     trainer_class = DPOTrainer if stage.kind == "dpo" else SFTTrainer
     config = stage.config

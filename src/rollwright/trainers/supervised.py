@@ -1,37 +1,34 @@
-"""Training on rows that are there already, without sampling: the loop that completions and preferences share."""
+"""Training on rows that are there already, without sampling: worked completions (SFT) and pairs of replies (DPO)."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from rollwright.config.experiment import FinetuneSpec, SFTConfig
+from rollwright.config.experiment import DPOConfig, FinetuneSpec, SFTConfig
 from rollwright.data.loader import TaskLoader
-from rollwright.data.tokenizer import load_tokenizer
-from rollwright.errors import ConfigError
-from rollwright.experience.trajectory import Trajectory, tensor_container_to
-from rollwright.tracking.logging import getLogger
+from rollwright.data.vision import as_images, image_placeholder, load_processor, multi_modal_outputs, place_images
+from rollwright.errors import ConfigError, DataError
+from rollwright.experience.contract import MULTI_MODAL
+from rollwright.experience.trajectory import Trajectory, concat_padded_tensors, tensor_container_to
+from rollwright.rollout.engines import LocalRolloutEngine
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.trainers.checkpoints import save_step
-from rollwright.trainers.evaluation import evaluate
+from rollwright.trainers.evaluation import EvaluationResult, evaluate
+from rollwright.trainers.loop import Part, StopSignal, Trainer
+from rollwright.trainers.reporting import StageRun
 from rollwright.trainers.rollout_backend import make_local_engine
-from rollwright.trainers.schedule import Schedule
-from rollwright.trainers.stage_run import StageRun
-from rollwright.trainers.stop_signal import StopSignal
 from rollwright.trainers.workflow_arguments import with_defaults
-from rollwright.training.checkpoint import RecoverCheckpoints
 from rollwright.training.engine import TrainEngine
+from rollwright.training.preferences import PreferenceEngine
 from rollwright.training.publish import SharedWeights
+from rollwright.workflows.branched_sequence import BranchedSequence
 
-logger = getLogger("trainer")
 
-
-class SupervisedTrainer(ABC):
+class SupervisedTrainer(Trainer):
     """Trains a model on rows, to the end or until a workflow's mean reward on ``valid_dataset`` is high enough.
 
     A subclass says what a batch is and what an update of it does.
@@ -43,6 +40,7 @@ class SupervisedTrainer(ABC):
         directory: where the run writes; claimed by the caller.
     """
 
+    curve = "loss"
     model: TrainEngine
 
     def __init__(
@@ -55,16 +53,14 @@ class SupervisedTrainer(ABC):
     ) -> None:
         if config.stop_accuracy is not None and not (valid_dataset and config.workflow and config.evaluator.every_steps):
             raise ConfigError("stop_accuracy needs valid_dataset, workflow and evaluator.every_steps to be set as well.")
-        self.config = config
+        super().__init__(config, config.model, directory)
         self.valid_dataset = list(valid_dataset or [])[: config.evaluator.limit]
-        self.directory = directory
-        self.tokenizer = load_tokenizer(config.tokenizer_path or config.model.path, config.model.trust_remote_code)
+        self.evaluates = bool(config.workflow and self.valid_dataset)
         dataset = config.train_dataset
         self.loader = TaskLoader(
             train_dataset, dataset.batch_size, shuffle=dataset.shuffle, drop_last=dataset.drop_last, seed=config.seed
         )
         self.spec = FinetuneSpec(config.total_train_epochs, len(train_dataset), dataset.batch_size, config.total_train_steps)
-        self.step = 0
 
     @abstractmethod
     def make_engine(self) -> TrainEngine:
@@ -78,104 +74,197 @@ class SupervisedTrainer(ABC):
     def update(self, batch: Trajectory) -> dict[str, float]:
         """One optimizer step; returns metrics, ``loss`` among them."""
 
-    # -- life ----------------------------------------------------------------------------------------------------------
+    def open(self, opened: ExitStack) -> TrainEngine:
+        """Load the model, and the engine that evaluates it where there are tasks for it."""
+        self.model = self.make_engine()
+        self.model.initialize(None, self.spec)
+        opened.callback(self.model.destroy)
+        self.rollout: LocalRolloutEngine | None = None
+        if self.evaluates:
+            self.rollout = make_local_engine(self.config, self.model, self.tokenizer)
+            opened.callback(self.rollout.destroy)
+            self.rollout.initialize()
+            self.weights = SharedWeights(self.rollout)
+        return self.model
 
-    def __enter__(self) -> Any:
-        torch.manual_seed(self.config.seed)
-        with ExitStack() as opened:  # closes what it has where something fails here
-            self.model = self.make_engine()
-            self.model.initialize(None, self.spec)
-            opened.callback(self.model.destroy)
-            self.rollout = None
-            if self.config.workflow and self.valid_dataset:  # nothing is sampled where nothing is evaluated
-                self.rollout = make_local_engine(self.config, self.model, self.tokenizer)
-                opened.callback(self.rollout.destroy)
-                self.rollout.initialize()
-                self.weights = SharedWeights(self.rollout)
-            self.recover = RecoverCheckpoints(self.directory.recover, keep=self.config.recover.keep)
-            if self.directory.resumed and self.recover.steps():
-                self.step, state = self.recover.load()
-                self.model.load_state_dict(state["model"])
-                self.loader.load_state_dict(state["loader"])
-                logger.info("resumed %s after step %d", self.directory.path, self.step)
-            self._opened = opened.pop_all()
-        return self
+    def parts(self) -> dict[str, Part]:
+        """The model and the order of the rows."""
+        return {"model": self.model, "loader": self.loader}
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._opened.close()
+    def make_step(self, run: StageRun, stop: StopSignal) -> float:
+        """Train on the next rows."""
+        with run.timer.phase("train"):
+            batch = self.make_batch(self.loader.draw())
+            if self.rollout is not None:
+                self.weights.before_first_step()
+            stats = self.update(tensor_container_to(batch, self.model.device))
+            self.model.step_lr_scheduler()
+        self.step += 1
+        seconds = run.timer.export()
+        speed = float(batch["attention_mask"].sum()) / seconds["train"]
+        metrics = {"loss": stats["loss"], "tokens_per_second/train": speed, **{f"model/{k}": v for k, v in stats.items()}}
+        run.log(self.step, metrics)
+        run.display.step(self.step, stats["loss"], train_tokens_per_second=speed, seconds=seconds)
+        return stats["loss"]
 
-    # -- the loop ------------------------------------------------------------------------------------------------------
-
-    def train(self) -> dict[str, Any]:
-        """Run to the end, or to ``stop_accuracy``.
-
-        Returns:
-            ``{"steps", "loss", "eval": {step: accuracy}, "seconds": {...}, "checkpoint": path}``.
-        """
-        config = self.config
-        total = self.spec.total_steps
-        saving, recovering, evaluating = (
-            Schedule(section, self.spec.steps_per_epoch) for section in (config.saver, config.recover, config.evaluator)
-        )
-        evaluations: dict[int, float] = {}
-        loss = float("nan")
-        with (
-            StopSignal() as stop,
-            StageRun(
-                config,
-                self.directory,
-                total_steps=total,
-                resume_step=self.step or None,
-                tokenizer=self.tokenizer,
-                value_name="loss",
-            ) as run,
-        ):
-            while self.step < total and stop.received is None:
-                with run.timer.phase("train"):
-                    batch = self.make_batch(self.loader.draw())
-                    if self.rollout is not None:
-                        self.weights.before_first_step()
-                    stats = self.update(tensor_container_to(batch, self.model.device))
-                    self.model.step_lr_scheduler()
-                self.step += 1
-                loss = stats["loss"]
-                seconds = run.timer.export()
-                speed = float(batch["attention_mask"].sum()) / seconds["train"]
-                metrics = {"loss": loss, "tokens_per_second/train": speed, **{f"model/{k}": v for k, v in stats.items()}}
-                run.log(self.step, metrics)
-                run.display.step(self.step, loss, train_tokens_per_second=speed, seconds=seconds)
-                with run.timer.phase("checkpoint"):
-                    if saving.due(self.step):
-                        save_step(self.model, self.directory, self.step, self.tokenizer, config.saver.keep)
-                    if config.recover.mode != "off" and (recovering.due(self.step) or stop.received is not None):
-                        self._save_recover()
-                if self.rollout is not None and (evaluating.due(self.step) or self.step == total):
-                    with run.timer.phase("eval"):
-                        evaluations[self.step] = self._accuracy()
-                    run.log(self.step, {"eval/reward": evaluations[self.step]})
-                    run.display.evaluation(self.step, evaluations[self.step])
-                    if config.stop_accuracy is not None and evaluations[self.step] >= config.stop_accuracy:
-                        break
-            if stop.received is not None:
-                raise SystemExit(stop.exit_code)
-            checkpoint = self.directory.checkpoints / "final"
-            self.model.save(checkpoint, self.tokenizer)
-            return {
-                "steps": self.step,
-                "loss": loss,
-                "eval": evaluations,
-                "seconds": run.timer.totals,
-                "checkpoint": str(checkpoint),
-            }
-
-    def _save_recover(self) -> None:
-        self.recover.save(self.step, {"model": self.model.state_dict(), "loader": self.loader.state_dict()})
-
-    def _accuracy(self) -> float:
+    def evaluate(self) -> EvaluationResult:
+        """Publish the present weights to the engine and run the held-out tasks."""
         assert self.rollout is not None
         self.model.version += 1
         self.weights.publish(self.model, self.model.version)
         gconfig = self.config.evaluator.gconfig
         defaults = {"reward_fn": self.config.reward_fn, "gconfig": gconfig, "tokenizer": self.tokenizer}
         kwargs = with_defaults(self.config.workflow, self.config.workflow_kwargs, defaults)
-        return evaluate(self.rollout, self.valid_dataset, self.config.workflow, kwargs, gconfig).reward
+        return evaluate(self.rollout, self.valid_dataset, self.config.workflow, kwargs, gconfig)
+
+    def is_done(self, evaluation: float | None) -> bool:
+        """True where ``stop_accuracy`` is reached."""
+        wanted = self.config.stop_accuracy
+        return evaluation is not None and wanted is not None and evaluation >= wanted
+
+
+class SFTTrainer(SupervisedTrainer):
+    """Trains a model on rows with ``messages`` and ``completion``; the loss is on the completion and the end token.
+
+    Args:
+        config: the experiment.
+        train_dataset: rows as :func:`supervised_batch` takes them.
+        valid_dataset: tasks that stop the training; a split of their own.
+        directory: where the run writes; claimed by the caller.
+    """
+
+    def __init__(
+        self,
+        config: SFTConfig,
+        train_dataset: Sequence[dict[str, Any]],
+        valid_dataset: Sequence[dict[str, Any]] | None = None,
+        *,
+        directory: RunDirectory,
+    ) -> None:
+        super().__init__(config, train_dataset, valid_dataset, directory=directory)
+        self.processor = None
+        if any(row.get("images") for row in train_dataset[:1]):
+            self.processor = load_processor(config.tokenizer_path or config.model.path, self.tokenizer)
+
+    def make_engine(self) -> TrainEngine:
+        """The model."""
+        return TrainEngine(self.config.model)
+
+    def make_batch(self, rows: Sequence[dict[str, Any]]) -> Trajectory:
+        """See :func:`supervised_batch`."""
+        return supervised_batch(rows, self.tokenizer, self.processor)
+
+    def update(self, batch: Trajectory) -> dict[str, float]:
+        """The mean negative log-likelihood of the completions' tokens."""
+        return self.model.sft_update(batch)
+
+
+class DPOTrainer(SupervisedTrainer):
+    """Trains a model on rows with ``messages``, ``chosen`` and ``rejected``.
+
+    The reference that it is pulled towards is ``config.ref``, or the model as it was before the first step, also after a resume.
+    """
+
+    config: DPOConfig
+    model: PreferenceEngine
+
+    def make_engine(self) -> TrainEngine:
+        """The model and its reference."""
+        engine = PreferenceEngine(self.config.model)
+        if self.config.ref is not None:
+            engine.load_reference(self.config.ref)
+        return engine
+
+    def make_batch(self, rows: Sequence[dict[str, Any]]) -> Trajectory:
+        """See :func:`preference_batch`."""
+        return preference_batch(rows, self.tokenizer)
+
+    def update(self, batch: Trajectory) -> dict[str, float]:
+        """One step of DPO."""
+        return self.model.dpo_update(batch, beta=self.config.beta, label_smoothing=self.config.label_smoothing)
+
+
+def supervised_batch(rows: Sequence[dict[str, Any]], tokenizer: Any, processor: Any = None) -> Trajectory:
+    """Rows with ``messages`` and ``completion`` as a batch: ``input_ids``, ``attention_mask``, ``loss_mask`` ``[B, L]``.
+
+    Rows with ``images`` need the model's ``processor``; then the batch has ``multi_modal_inputs``, too.
+
+    A row may instead carry ``input_ids`` and ``loss_mask``, or ``segments``: a worked episode of several turns as
+    ``[{"text": str, "train": bool}]``, in which ``"branch": n`` (1, 2, …) puts a segment on an isolated branch that begins
+    where the segments before the first branch ended. The end token follows the completion and is learned.
+
+    Raises:
+        DataError: a row lacks the columns.
+    """
+    return concat_padded_tensors([_encode(row, tokenizer, processor) for row in rows])
+
+
+def _encode(row: dict[str, Any], tokenizer: Any, processor: Any = None) -> Trajectory:
+    seen: dict[str, Any] = {}
+    layout: dict[str, torch.Tensor] = {}
+    if "input_ids" in row and "loss_mask" in row:
+        ids, mask = list(row["input_ids"]), list(row["loss_mask"])
+    elif "segments" in row:
+        ids, mask, layout = _joined(row["segments"], tokenizer)
+    elif "messages" in row and "completion" in row:
+        if processor is None:
+            prompt = tokenizer.apply_chat_template(row["messages"], tokenize=True, add_generation_prompt=True)
+        else:
+            prompt, seen = _seen_prompt(row, tokenizer, processor)
+        completion = [*tokenizer.encode(row["completion"], add_special_tokens=False), tokenizer.eos_token_id]
+        ids, mask = [*prompt, *completion], [0] * len(prompt) + [1] * len(completion)
+    else:
+        raise DataError(
+            f"a row for supervised training has the columns {', '.join(sorted(row))}; it needs messages and completion, "
+            "segments, or input_ids and loss_mask."
+        )
+    encoded = {
+        "input_ids": torch.tensor([ids], dtype=torch.long),
+        "attention_mask": torch.ones(1, len(ids), dtype=torch.bool),
+        "loss_mask": torch.tensor([mask], dtype=torch.long),
+        **layout,
+    }
+    return encoded if processor is None else {**encoded, MULTI_MODAL: [seen or None]}
+
+
+def _joined(segments: Sequence[dict[str, Any]], tokenizer: Any) -> tuple[list[int], list[int], dict[str, torch.Tensor]]:
+    """Ids, loss mask and, where segments name branches, the layout of a worked episode: ``[{"text", "train", "branch"}]``."""
+    sequence = BranchedSequence([], isolated=any("branch" in part for part in segments))
+    mask: list[int] = []
+    current = 0
+    for part in segments:
+        if (branch := part.get("branch", 0)) != current:
+            current = branch
+            sequence.open_branch() if branch else sequence.close_branches()
+        ids = tokenizer.encode(part["text"], add_special_tokens=False)
+        sequence.append_context(ids)
+        mask += [int(part["train"])] * len(ids)
+    return sequence.input_ids, mask, {name: torch.tensor([ids]) for name, ids in sequence.layout().items()}
+
+
+def _seen_prompt(row: dict[str, Any], tokenizer: Any, processor: Any) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """Prompt ids with every image token, and what the model takes of the images; as ``VisionRLVRWorkflow`` makes them."""
+    images = as_images(row.get("images") or [])
+    messages = place_images(row["messages"], len(images), image_placeholder(processor))
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    processed = processor(images=images or None, text=text, padding=False, return_tensors="pt")
+    return processed["input_ids"][0].tolist(), multi_modal_outputs(processed) if images else {}
+
+
+def preference_batch(rows: Sequence[dict[str, Any]], tokenizer: Any) -> Trajectory:
+    """Rows as pairs: ``input_ids``, ``attention_mask`` and ``loss_mask`` ``[2P, L]``, each preferred reply before the other one.
+
+    Raises:
+        DataError: a row is no pair, or has images.
+    """
+    replies = []
+    for row in rows:
+        if missing := [key for key in ("messages", "chosen", "rejected") if key not in row]:
+            raise DataError(
+                f"a preference row has the columns {', '.join(sorted(row))} and lacks {', '.join(missing)}; give the dataset the type "
+                "preference."
+            )
+        if row.get("images"):
+            raise DataError("a preference row has images, which this trainer does not give to the model; train on text.")
+        replies += [{"messages": row["messages"], "completion": row[key]} for key in ("chosen", "rejected")]
+    return supervised_batch(replies, tokenizer)

@@ -12,8 +12,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from rollwright.config.auxiliary import AuxiliaryModelConfig
 from rollwright.config.experiment import PPOConfig
+from rollwright.config.modes import AuxiliaryModelConfig
 from rollwright.config.servers import LocalServerConfig
 from rollwright.errors import ConfigError, EngineError
 from rollwright.inference.launcher import Launcher

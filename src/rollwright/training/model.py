@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rollwright.atomic import replaced_directory
-from rollwright.config.new_model import NewVisionConfig
+from rollwright.config.experiment import NewVisionConfig
 from rollwright.config.sections import TrainEngineConfig
 from rollwright.data.vision import IMAGE, VIDEO, VISION_END, VISION_PIECES, VISION_START, new_image_processor
 from rollwright.errors import ConfigError

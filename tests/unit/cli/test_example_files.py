@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollwright import REWARD_FUNCTIONS, WORKFLOWS
-from rollwright.config.stages import load_stages
+from rollwright.config.loading import load_stages
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 #: The notebook's config names no workflow: its cells build one.

@@ -3,8 +3,8 @@
 import pytest
 
 from rollwright import GRPOConfig, SFTConfig
-from rollwright.config.checks import validate
 from rollwright.config.loading import build_config
+from rollwright.config.rules import validate
 from rollwright.config.source import parse_yaml
 from rollwright.errors import ConfigError
 

@@ -3,12 +3,12 @@
 import pytest
 
 from rollwright import GRPOConfig
-from rollwright.config.checks import faults_of
 from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.loading import build_stages
+from rollwright.config.modes import StoreConfig
+from rollwright.config.rules import faults_of
 from rollwright.config.sections import DatasetConfig, RolloutConfig
 from rollwright.config.source import parse_yaml
-from rollwright.config.stages import build_stages
-from rollwright.config.store import StoreConfig
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
 from rollwright.errors import ConfigError
 

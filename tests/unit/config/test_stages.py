@@ -4,8 +4,7 @@ import pytest
 import yaml
 
 from rollwright.config.experiment import GRPOConfig, SFTConfig
-from rollwright.config.loading import dump_yaml
-from rollwright.config.stages import EvalConfig, NewModelConfig, load_eval_stages, load_stages
+from rollwright.config.loading import EvalConfig, NewModelConfig, dump_yaml, load_eval_stages, load_stages
 from rollwright.errors import ConfigError
 
 TEXT = """\

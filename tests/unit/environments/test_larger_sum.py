@@ -10,7 +10,7 @@ from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.environments.larger_sum import conclusion_reward, episode, tasks
 from rollwright.errors import DataError
 from rollwright.inference.request import ModelResponse
-from rollwright.trainers.sft import supervised_batch
+from rollwright.trainers.supervised import supervised_batch
 from rollwright.workflows.parallel_generation import ParallelGenerationWorkflow
 
 TOKENIZER = build_character_tokenizer(pieces=["<Goal>", "</Goal>", "<Path>", "</Path>", "<Conclusion>", "</Conclusion>"])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollwright.config.store import OperatorConfig
+from rollwright.config.modes import OperatorConfig
 from rollwright.errors import ConfigError, TrajectoryError
 from rollwright.experience.experience import Experience, ExperienceId
 from rollwright.experience.operators import OPERATORS, ExperienceOperator, ExperiencePipeline

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("sqlalchemy")
 
-from rollwright.config.store import OperatorConfig, StoreConfig
+from rollwright.config.modes import OperatorConfig, StoreConfig
 from rollwright.experience.experience import Experience
 from rollwright.experience.operators import OPERATORS
 from rollwright.store import ExperienceStore

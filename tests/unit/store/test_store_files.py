@@ -12,7 +12,7 @@ pytest.importorskip("sqlalchemy")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollwright.config.store import StoreConfig
+from rollwright.config.modes import StoreConfig
 from rollwright.errors import ConfigError, StoreError
 from rollwright.experience.experience import Experience, ExperienceId
 from rollwright.store import ExperienceStore, FileStore, Sampling, open_store

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rollwright import GRPOConfig
-from rollwright.config.checks import faults_of
 from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.rules import faults_of
 from rollwright.config.sections import DatasetConfig, PPOActorConfig
 from rollwright.config.tasksets import TasksetConfig
 from rollwright.errors import ConfigError

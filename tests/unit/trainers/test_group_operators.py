@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from rollwright.config.store import OperatorConfig
+from rollwright.config.modes import OperatorConfig
 from rollwright.experience.contract import check_trajectory
 from rollwright.experience.experience import Experience, ExperienceId
 from rollwright.experience.operators import OPERATORS, ExperienceOperator, GroupOperators, joined_samples, samples_of
 from rollwright.store import Batch, StoredGroup
 from rollwright.tracking.metrics import MetricsTracker
-from rollwright.trainers.step_report import workflow_metrics
+from rollwright.trainers.reporting import workflow_metrics
 from rollwright.trainers.train_from_store import trajectory_of
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from rollwright import Workflow
-from rollwright.config.stages import load_stages
+from rollwright.config.loading import load_stages
 from rollwright.errors import ConfigError
 from rollwright.trainers.named_parts import refuse_unknown_names
 

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 from rollwright import load_stages
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError
-from rollwright.trainers.dpo import preference_batch
 from rollwright.trainers.stages import run_config
+from rollwright.trainers.supervised import preference_batch
 
 CONFIG = """\
 experiment_name: preferences

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("sqlalchemy")
 
 from rollwright import GRPOConfig
-from rollwright.config.store import OperatorConfig, StoreConfig
+from rollwright.config.modes import OperatorConfig, StoreConfig
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import StoreError
 from rollwright.inference.engine import InferenceEngine

@@ -6,8 +6,8 @@ import pytest
 import torch
 from PIL import Image
 
+from rollwright.config.experiment import NewVisionConfig
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.config.new_model import NewVisionConfig
 from rollwright.config.sections import MicroBatchSpec, OptimizerConfig, PPOActorConfig, RolloutConfig
 from rollwright.data.counting import counting_squares
 from rollwright.data.tokenizer import build_character_tokenizer, load_tokenizer
@@ -21,7 +21,7 @@ from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.backends.sglang import SGLangClient, _Facts
 from rollwright.inference.request import ModelResponse
 from rollwright.inference.router import Server
-from rollwright.trainers.sft import supervised_batch
+from rollwright.trainers.supervised import supervised_batch
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.model import load_model, new_vision_model
 from rollwright.workflows.vision_rlvr import VisionRLVRWorkflow

@@ -10,8 +10,8 @@ import pytest
 from echo import EchoEngine
 
 from rollwright.inference.request import ModelRequest
+from rollwright.rollout.event_loop import BlockedLoopMonitor, ThreadTimes, own_time
 from rollwright.rollout.executor import RolloutExecutor
-from rollwright.rollout.watch import LoopWatch, _Scheduling, own_time
 
 
 class Blocks:
@@ -28,7 +28,7 @@ def roll_out_until_reported(executor, workflow) -> str:
         if executor.counters()["slow_loop_reports"]:
             break
     assert executor.counters()["slow_loop_reports"] == 1
-    return executor._thread.watch.latest
+    return executor._thread.monitor.latest
 
 
 def test_a_blocking_call_is_reported_with_workflow_and_line(caplog):
@@ -41,7 +41,7 @@ def test_a_blocking_call_is_reported_with_workflow_and_line(caplog):
         roll_out_until_reported(executor, Blocks())
         report = next(record.getMessage() for record in caplog.records if "stood still" in record.getMessage())
         assert "Blocks at " in report
-        assert re.search(r"test_watch.py:\d+ in arun_episode: time.sleep\(0.9\)", report)
+        assert re.search(r"test_blocked_loop.py:\d+ in arun_episode: time.sleep\(0.9\)", report)
     finally:
         root.propagate = before
         executor.destroy()
@@ -62,7 +62,7 @@ def test_an_idle_or_busy_loop_is_not_reported():
 
 def test_short_steps_are_not_taken_for_one_long_step():
     loop = asyncio.new_event_loop()
-    watch, seen = LoopWatch(loop), []
+    watch, seen = BlockedLoopMonitor(loop), []
 
     def step():
         seen.append((watch._step(), watch._step()))
@@ -94,7 +94,7 @@ def test_a_part_of_an_episode_is_known_by_its_sample():
     executor = RolloutExecutor(EchoEngine())
     try:
         place = roll_out_until_reported(executor, BlocksInAPart())
-        assert re.match(r"BlocksInAPart at .*test_watch.py:\d+ in part: time.sleep\(0.9\)", place)
+        assert re.match(r"BlocksInAPart at .*test_blocked_loop.py:\d+ in part: time.sleep\(0.9\)", place)
     finally:
         executor.destroy()
 
@@ -139,20 +139,20 @@ def test_the_line_that_took_most_of_the_time_is_named():
 @pytest.mark.parametrize(
     ("now", "own"),
     [
-        (_Scheduling(5.0, 2.0, False), 0.1),  # blocked
-        (_Scheduling(5.03, 2.07, False), 0.03),  # computed at last, after a wait
-        (_Scheduling(5.09, 2.01, True), 0.09),  # computes
-        (_Scheduling(5.0, 2.0, True), 0.0),  # waits: counted by the system when it ends
+        (ThreadTimes(5.0, 2.0, False), 0.1),  # blocked
+        (ThreadTimes(5.03, 2.07, False), 0.03),  # computed at last, after a wait
+        (ThreadTimes(5.09, 2.01, True), 0.09),  # computes
+        (ThreadTimes(5.0, 2.0, True), 0.0),  # waits: counted by the system when it ends
         (None, 0.1),
     ],
 )
 def test_waiting_for_a_processor_is_nobodys_time(now, own):
-    assert own_time(0.1, _Scheduling(5.0, 2.0, True), now) == pytest.approx(own)
+    assert own_time(0.1, ThreadTimes(5.0, 2.0, True), now) == pytest.approx(own)
 
 
 CROWDED = """
 import os, sys, time, threading
-from rollwright.rollout.watch import LoopWatch
+from rollwright.rollout.event_loop import BlockedLoopMonitor
 import asyncio
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 parent, crowd = os.getpid(), []
@@ -170,7 +170,7 @@ async def episode():
     {"computes": lambda: compute(0.2), "sleeps": lambda: time.sleep(3)}[sys.argv[1]]()
     print(time.monotonic() - began)
 loop = asyncio.new_event_loop()
-watch = LoopWatch(loop)
+watch = BlockedLoopMonitor(loop)
 loop.call_soon(watch.start)
 loop.run_until_complete(episode())
 watch.stop()

@@ -2,9 +2,9 @@
 
 import pytest
 
+from rollwright.compat.trinity import Trinity
+from rollwright.config.loading import build_stages
 from rollwright.config.source import parse_yaml
-from rollwright.config.stages import build_stages
-from rollwright.config.trinity import translate
 from rollwright.errors import ConfigError
 
 FILE = """
@@ -22,7 +22,7 @@ buffer:
 
 def translated(more="", mode="both", file=FILE):
     document = parse_yaml(file.format(mode=mode) + more, "trinity.yaml")
-    return translate(document.data, document)
+    return Trinity().translate(document.data, document)
 
 
 def built(more="", mode="both", file=FILE):

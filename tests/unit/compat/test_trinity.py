@@ -2,8 +2,8 @@
 
 import pytest
 
+from rollwright.compat.trinity import Trinity
 from rollwright.config.source import parse_yaml
-from rollwright.config.trinity import is_trinity_shaped, translate
 from rollwright.errors import ConfigError
 
 FILE = """
@@ -29,7 +29,7 @@ explorer: {eval_interval: 5}
 
 def translated(text):
     document = parse_yaml(text, "trinity.yaml")
-    return translate(document.data, document)
+    return Trinity().translate(document.data, document)
 
 
 def test_the_keys_of_a_file_are_translated():
@@ -70,5 +70,5 @@ def test_another_name_for_the_workflow_is_read_and_told():
 
 
 def test_our_own_files_are_not_taken_for_trinitys():
-    assert is_trinity_shaped(parse_yaml(FILE).data)
-    assert not is_trinity_shaped({"actor": {"path": "x"}, "stages": []})
+    assert Trinity().recognises(parse_yaml(FILE).data)
+    assert not Trinity().recognises({"actor": {"path": "x"}, "stages": []})

@@ -202,7 +202,7 @@ def test_a_refused_request_does_not_take_its_wave_with_it(says_its_room):
 def test_a_sample_that_holds_everybody_up_is_named(monkeypatch, caplog):
     import logging
 
-    monkeypatch.setattr("rollwright.rollout.waves.HELD_UP_WARNING_SECONDS", 0.1)
+    monkeypatch.setattr("rollwright.rollout.deterministic.HELD_UP_WARNING_SECONDS", 0.1)
     monkeypatch.setattr(logging.getLogger("rollwright"), "propagate", True)
 
     class Slow:
@@ -216,4 +216,4 @@ def test_a_sample_that_holds_everybody_up_is_named(monkeypatch, caplog):
     assert "task 1, sample 0 has held up 1 model requests" in report
     assert "Slow" in report
     first = Slow.arun_episode.__code__.co_firstlineno
-    assert f"test_waves.py:{first + 2}" in report  # the line that is marked
+    assert f"test_deterministic.py:{first + 2}" in report  # the line that is marked

@@ -135,7 +135,7 @@ ALREADY_SO: dict[str, tuple[Any, ...]] = {
     "log.level": ("INFO",),
 }
 
-#: Keys whose meaning here depends on others of the file (``trinity_together``).
+#: Keys whose meaning here depends on others of the file.
 TOGETHER = (
     "name",
     "group",

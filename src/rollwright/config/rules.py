@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from rollwright.config.experiment import BaseExperimentConfig, DPOConfig, PPOConfig, SFTConfig
+from rollwright.config.experiment import BaseExperimentConfig, DPOConfig, NewModelConfig, PPOConfig, SFTConfig
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.config.new_model import NewModelConfig
 from rollwright.config.sections import DatasetConfig, IntervalConfig, NormConfig
 from rollwright.config.source import KeyPath, dotted
 from rollwright.config.tasksets import FormatConfig

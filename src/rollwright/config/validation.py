@@ -7,20 +7,18 @@ leaves the evaluator's ``greedy`` as it was.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
 import logging
 import math
 import types
 import typing
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from rollwright.config.generation import ALIASES, GenerationHyperparameters
-from rollwright.config.legacy import LEGACY_KEYS
-from rollwright.config.source import KeyPath, Origins, dotted
+from rollwright.config.source import DIALECTS, KeyPath, Origins, dotted
 from rollwright.errors import ConfigError
+from rollwright.registry import nearest
 
 logger = logging.getLogger("rollwright.config")
 
@@ -43,16 +41,6 @@ def annotations_of(cls: type) -> dict[str, Any]:
             f"{cls.__name__}: a field's type cannot be resolved ({error}). Define the types that it names at module level, "
             "or leave out 'from __future__ import annotations' in that file."
         ) from error
-
-
-def nearest(word: object, known: Iterable[str]) -> str:
-    """A hint: the known name that ``word`` most likely means, or the list of known names."""
-    known = sorted({str(name) for name in known})
-    if close := difflib.get_close_matches(str(word), known, n=1, cutoff=0.6):
-        return f"did you mean {close[0]!r}?"
-    if not known:
-        return "no keys are known here."
-    return f"known: {', '.join(known)}."
 
 
 @dataclasses.dataclass
@@ -119,7 +107,7 @@ class Builder:
     def _known_names(self, cls: type, data: dict[Any, Any], path: KeyPath, fields: dict[str, Any]) -> dict[str, Any]:
         """``data`` under the fields' own names: second names translated, legacy names with a warning, others refused."""
         second_names = _table_of(cls, SECOND_NAMES)
-        legacy = _table_of(cls, LEGACY_KEYS)
+        legacy = _legacy_names(cls)
         given: dict[str, Any] = {}
         for key, value in data.items():
             name = second_names.get(key, key)
@@ -302,7 +290,7 @@ _LIMITS = {
 
 def names_besides(cls: type) -> dict[str, str]:
     """Second and legacy names of a dataclass's keys, and the field each means."""
-    return {**_table_of(cls, LEGACY_KEYS), **_table_of(cls, SECOND_NAMES)}
+    return {**_legacy_names(cls), **_table_of(cls, SECOND_NAMES)}
 
 
 def _default_of(field: dataclasses.Field) -> Any:
@@ -315,6 +303,12 @@ def _default_of(field: dataclasses.Field) -> Any:
 
 def _table_of(cls: type, table: dict[type, dict[str, str]]) -> dict[str, str]:
     return {old: new for base in reversed(cls.__mro__) for old, new in table.get(base, {}).items()}
+
+
+def _legacy_names(cls: type) -> dict[str, str]:
+    """Keys that users bring from other systems' files, and the field of ``cls`` that each means."""
+    tables = [DIALECTS.get(name).renamed for name in DIALECTS.built_in]
+    return {old: new for base in cls.__mro__ for table in tables for old, new in table.get(base.__name__, {}).items()}
 
 
 def _help_of(field: dataclasses.Field) -> str:

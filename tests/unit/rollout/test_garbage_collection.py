@@ -5,8 +5,8 @@ import gc
 import pytest
 from echo import EchoEngine
 
+from rollwright.rollout.event_loop import GC_THRESHOLDS
 from rollwright.rollout.executor import RolloutExecutor
-from rollwright.rollout.garbage import THRESHOLDS
 
 
 @pytest.fixture
@@ -26,9 +26,9 @@ def running() -> RolloutExecutor:
 def test_thresholds_are_set_while_any_executor_runs(thresholds):
     thresholds(700, 10, 10)
     first, second = running(), running()
-    assert gc.get_threshold() == THRESHOLDS
+    assert gc.get_threshold() == GC_THRESHOLDS
     first.destroy()
-    assert gc.get_threshold() == THRESHOLDS
+    assert gc.get_threshold() == GC_THRESHOLDS
     second.destroy()
     assert gc.get_threshold() == (700, 10, 10)
 

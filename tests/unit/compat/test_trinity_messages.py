@@ -2,9 +2,9 @@
 
 import pytest
 
+from rollwright.compat.trinity import Trinity
+from rollwright.config.loading import build_stages, load_stages
 from rollwright.config.source import parse_yaml
-from rollwright.config.stages import build_stages, load_stages
-from rollwright.config.trinity import translate
 from rollwright.errors import ConfigError
 
 FILE = """
@@ -22,7 +22,7 @@ buffer:
 
 def translated(more=""):
     document = parse_yaml(FILE + more, "trinity.yaml")
-    return translate(document.data, document)
+    return Trinity().translate(document.data, document)
 
 
 def refusal(more):
@@ -38,7 +38,7 @@ def of_taskset(keys):
 def test_a_fault_of_what_became_of_a_key_names_the_key_as_it_was_written():
     document = parse_yaml(FILE.replace("batch_size: 4", "batch_size: 0"), "trinity.yaml")
     with pytest.raises(ConfigError) as error:
-        build_stages(translate(document.data, document).document, [])
+        build_stages(Trinity().translate(document.data, document).document, [])
     assert str(error.value) == "trinity.yaml:6: buffer.batch_size (here train_dataset.batch_size): must be at least 1, got 0"
 
 
@@ -84,20 +84,20 @@ def test_what_has_the_wrong_shape_is_told(more, message):
 def test_what_a_taskset_cannot_have_is_told(keys, message):
     document = parse_yaml(of_taskset(keys), "trinity.yaml")
     with pytest.raises(ConfigError) as error:
-        translate(document.data, document)
+        Trinity().translate(document.data, document)
     assert message in str(error.value)
 
 
 def test_a_list_of_tasksets_has_a_place_of_its_own():
     document = parse_yaml(FILE.replace("taskset: {path: tasks.jsonl, format: {prompt_key: question}}", "taskset: [{path: x}]"))
     with pytest.raises(ConfigError, match=r"taskset is one taskset; a list stands under buffer\.explorer_input\.tasksets"):
-        translate(document.data, document)
+        Trinity().translate(document.data, document)
 
 
 def test_an_aggregation_that_is_none_of_ours_is_refused_with_the_list():
     document = parse_yaml(FILE.replace("repeat_times: 8", "loss_agg_mode: seq-mean-token-sum"))
     with pytest.raises(ConfigError, match="loss_agg_mode is 'seq-mean-token-sum'; here there are token-mean"):
-        translate(document.data, document)
+        Trinity().translate(document.data, document)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_an_interval_of_evaluations_where_there_is_nothing_to_evaluate_is_told_a
 def test_a_taskset_s_own_length_wins_over_the_model_s():
     file = of_taskset("rollout_args: {max_tokens: 32}").replace("/models/tiny", "/models/tiny, max_response_tokens: 64")
     document = parse_yaml(file, "trinity.yaml")
-    translation = translate(document.data, document)
+    translation = Trinity().translate(document.data, document)
     (stage,) = build_stages(translation.document, [])
     assert stage.config.tasksets[0].rollout_args.max_new_tokens == 32
     assert any("max_response_tokens: 64 is of no taskset that is trained on" in note for note in translation.notes)
@@ -153,7 +153,7 @@ def test_a_key_that_is_called_the_same_here_is_named_once():
     assert refusal("name: 3\n").startswith("trinity.yaml:11: name (here trial_name): ")
     document = parse_yaml(FILE.replace("mode: both", "mode: explorer"), "trinity.yaml")
     with pytest.raises(ConfigError, match=r"trinity\.yaml:2: mode: must be one of"):
-        build_stages(translate(document.data, document).document, [])
+        build_stages(Trinity().translate(document.data, document).document, [])
 
 
 def test_a_group_is_part_of_the_run_s_name():

@@ -1,0 +1,19 @@
+"""Names and files of other systems, as tables of translation. Nothing else knows them; ``config`` finds them in ``DIALECTS``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from rollwright.config.source import Dialect
+
+
+class AReaL(Dialect):
+    """AReaL's keys. Its files have this project's shape, so only names differ."""
+
+    system: ClassVar[str] = "AReaL"
+    #: Only names whose meaning is the same.
+    renamed: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "IntervalConfig": {"freq_steps": "every_steps", "freq_epochs": "every_epochs", "freq_secs": "every_seconds"},
+        "RolloutConfig": {"max_concurrent_rollouts": "max_concurrent_samples"},
+    }

@@ -1,0 +1,353 @@
+"""The event loop that all samples share: its thread, calls into it, the report of a blocked loop, and garbage collection.
+
+Invariant: a call from outside ends, whatever happens to the loop meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import gc
+import linecache
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, TypeVar
+
+from rollwright.errors import RolloutError
+from rollwright.rollout.sample import CURRENT_SAMPLE
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("rollout")
+
+Result = TypeVar("Result")
+
+STOP_SECONDS = 10.0  # that tasks get to end after their cancellation
+BEAT_SECONDS = 0.1  # between two signs of life of the loop
+BLOCKED_SECONDS = 0.5  # without a sign of life that are reported
+REPORTS_PER_LINE = 3
+
+#: For ``gc.set_threshold``: a full collection runs when a million more containers were made than freed (Python 3.11: 70,000).
+GC_THRESHOLDS = (2_000, 10, 50)
+
+_OWN_CODE = ("rollwright/rollout/", "rollwright/experience/", "/asyncio/", "/threading.py")
+
+
+class LoopThread:
+    """Owns an event loop and its thread, from the first call to ``stop``. The thread does not keep the process alive.
+
+    Args:
+        at_exit: called when the process ends while the thread runs; it has to call ``stop``. A thread that computes in
+            torch while Python ends would abort the process.
+    """
+
+    def __init__(self, at_exit: Callable[[], None]) -> None:
+        self.loop = asyncio.SelectorEventLoop()
+        self.monitor = BlockedLoopMonitor(self.loop)
+        self._thread = threading.Thread(target=self._run, name="rollwright-rollout", daemon=True)
+        self._at_exit = at_exit
+        self._lock = threading.RLock()
+        self._calls: set[concurrent.futures.Future[Any]] = set()  # that callers wait for
+        self.is_started = False
+        self.is_stopped = False
+
+    def start(self) -> None:
+        """Start the thread. Idempotent.
+
+        Raises:
+            RolloutError: it was stopped.
+        """
+        with self._lock:
+            if self.is_stopped:
+                raise RolloutError("this rollout executor was destroyed; make a new one.")
+            if not self.is_started:
+                self._thread.start()
+                self.is_started = True
+                atexit.register(self._at_exit)
+
+    def call(self, function: Callable[..., Result], *args: Any) -> Result:
+        """Run a function on the loop and return what it returns.
+
+        Raises:
+            RolloutError: called in the loop's own thread, which would wait for itself; or stopped, also while it waits.
+        """
+        self.refuse_inside()
+        outcome: concurrent.futures.Future[Result] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                outcome.set_result(function(*args))
+            except BaseException as error:  # it is the caller's
+                outcome.set_exception(error)
+
+        with self._lock:
+            self.start()
+            self._calls.add(outcome)
+            self.loop.call_soon_threadsafe(run)
+        try:
+            return outcome.result()
+        finally:
+            self._calls.discard(outcome)
+
+    def refuse_inside(self) -> None:
+        """Raise in the loop's own thread."""
+        if threading.current_thread() is self._thread:
+            raise RolloutError(
+                "a synchronous rollout call was made from inside a workflow: it would wait for the loop that it blocks. "
+                "In a workflow use the engine that arun_episode was given."
+            )
+
+    def stop(self, first: Callable[[], None]) -> None:
+        """Call ``first`` on the loop, cancel its tasks, and end the thread. Idempotent."""
+        self.refuse_inside()
+        with self._lock:
+            if self.is_stopped:
+                return
+            self.is_stopped = True
+        atexit.unregister(self._at_exit)
+        try:
+            self._end(first)
+        finally:
+            for call in list(self._calls):
+                with contextlib.suppress(concurrent.futures.InvalidStateError):  # answered at this moment
+                    call.set_exception(RolloutError("the rollout executor was destroyed while this call waited."))
+
+    def _end(self, first: Callable[[], None]) -> None:
+        if self.is_started:
+            ended = asyncio.run_coroutine_threadsafe(self._cancel_all(first), self.loop)
+            try:
+                ended.result(STOP_SECONDS + 5.0)
+            except concurrent.futures.TimeoutError:
+                where = self.monitor.where() or "place unknown"
+                logger.error("rollout's event loop is blocked and could not be stopped: %s", where)
+                return
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(STOP_SECONDS)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.monitor.start()
+        try:
+            with rare_full_collections():
+                while True:
+                    try:
+                        self.loop.run_forever()
+                        return
+                    except (SystemExit, KeyboardInterrupt) as error:  # whoever awaits the task gets it
+                        name = type(error).__name__
+                        logger.error("a task of a workflow raised %s in rollout's event loop, which goes on.", name)
+        finally:
+            self.monitor.stop()
+
+    async def _cancel_all(self, first: Callable[[], None]) -> None:
+        first()
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            _, left = await asyncio.wait(tasks, timeout=STOP_SECONDS)
+            if left:
+                logger.warning("%d samples did not end within %.0f s of their cancellation.", len(left), STOP_SECONDS)
+        await self.loop.shutdown_asyncgens()
+
+
+# -- a blocked loop ----------------------------------------------------------------------------------------------------
+
+
+class BlockedLoopMonitor:
+    """Logs which workflow blocks an event loop, and on which line. Runs in a thread of its own.
+
+    A workflow that computes, sleeps or reads a file without awaiting stops all other samples. The monitor sees that the loop
+    gives no sign of life, and looks where the loop's thread is. A loop that is busy with very many samples is not reported:
+    the same step has to be seen again and again. Nor is time reported in which the thread waits for a processor, as Linux
+    counts it.
+
+    Args:
+        loop: the loop; ``start`` and ``stop`` are called in its thread.
+        blocked_seconds: seconds without a sign of life that are reported.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, blocked_seconds: float = BLOCKED_SECONDS) -> None:
+        self._loop = loop
+        self._blocked_seconds = blocked_seconds
+        self._beat = time.monotonic()
+        self._thread_id = 0
+        self._native_id = 0
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._reported: Counter[str] = Counter()
+        self.reports = 0
+        self.latest = ""
+
+    def start(self) -> None:
+        """Begin to watch the calling thread."""
+        self._thread_id, self._native_id = threading.get_ident(), threading.get_native_id()
+        self._beat = time.monotonic()
+        self._loop.call_soon(self._pulse)
+        self._thread = threading.Thread(target=self._watch, name="rollwright-loop-monitor", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the monitor, and wait until its thread has ended."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def where(self) -> str | None:
+        """File, line and source of what the loop's thread is doing, with the workflow where it is known."""
+        frame = sys._current_frames().get(self._thread_id)
+        return None if frame is None else _describe(frame)
+
+    def _pulse(self) -> None:
+        self._beat = time.monotonic()
+        if not self._ended.is_set():
+            self._loop.call_later(BEAT_SECONDS, self._pulse)
+
+    def _watch(self) -> None:
+        step: weakref.ref[asyncio.Handle] | None = None  # that lasts; not held, so that a sample's memory can be freed
+        held, is_reported = 0.0, False
+        places: Counter[str] = Counter()  # where the loop's thread was, look by look
+        woke, before = time.monotonic(), ThreadTimes.of(self._native_id)
+        while not self._ended.wait(BEAT_SECONDS):
+            now, times = time.monotonic(), ThreadTimes.of(self._native_id)
+            # Where this thread was kept waiting too, the machine is busy or another thread holds the interpreter.
+            own = own_time(min(now - woke, 2 * BEAT_SECONDS), before, times)
+            woke, before = now, times
+            current = self._step() if now - self._beat > 2 * BEAT_SECONDS else None
+            if current is not step:  # one reference for each handle that lives
+                held, is_reported, places = BEAT_SECONDS, False, Counter()  # it began before it was first seen
+            else:
+                held += own
+            step = current
+            if step is None:
+                continue
+            place = self.where()
+            if place is not None:
+                places[place] += 1
+            if held >= self._blocked_seconds and places and not is_reported:
+                is_reported = True
+                self._report(places.most_common(1)[0][0], held)
+
+    def _report(self, place: str, held: float) -> None:
+        self.reports += 1
+        self.latest = place
+        self._reported[place] += 1
+        if self._reported[place] <= REPORTS_PER_LINE:
+            logger.warning(
+                "the event loop of all samples has stood still for %.1f s: %s. Await instead of blocking: asyncio.sleep for "
+                "time.sleep, an async client for requests, asyncio.to_thread for work.",
+                held,
+                place,
+            )
+
+    def _step(self) -> weakref.ref[asyncio.Handle] | None:
+        """Which step of a task, or which callback, the loop is in; None where it is in none."""
+        frame = sys._current_frames().get(self._thread_id)
+        while frame is not None:
+            if frame.f_code is asyncio.Handle._run.__code__:
+                return weakref.ref(frame.f_locals["self"])
+            frame = frame.f_back
+        return None
+
+
+class ThreadTimes(NamedTuple):
+    """What the system counted of a thread: seconds on a processor, and seconds in which it could run and had none."""
+
+    computed: float
+    waited: float
+    is_runnable: bool  # it computes or waits now, and is not blocked
+
+    @classmethod
+    def of(cls, native_id: int) -> ThreadTimes | None:
+        """Read it; None where the system does not say."""
+        directory = Path(f"/proc/self/task/{native_id}")
+        try:
+            computed, waited, _ = (directory / "schedstat").read_text().split()
+            state = (directory / "stat").read_text().rpartition(") ")[2][:1]
+        except (OSError, ValueError):
+            return None
+        return cls(int(computed) / 1e9, int(waited) / 1e9, state == "R")
+
+
+def own_time(elapsed: float, before: ThreadTimes | None, now: ThreadTimes | None) -> float:
+    """Seconds of ``elapsed`` in which a thread computed or was blocked, without those in which it waited for a processor.
+
+    The system counts a wait when it ends; so of a thread that is runnable only what it computed is known.
+    """
+    if before is None or now is None:
+        return elapsed
+    if now.is_runnable:
+        return min(elapsed, now.computed - before.computed)
+    return max(0.0, elapsed - (now.waited - before.waited))
+
+
+def _describe(innermost: FrameType) -> str | None:
+    """The innermost line of user code on the stack, and its workflow; None where it is the executor's own work.
+
+    The workflow is that of an ``arun_episode`` on the stack, or of the sample whose task or callback the loop runs: tasks that
+    an episode starts inherit its context. A workflow of an installed package looks like the libraries that it calls: the line
+    is then the outermost of them.
+    """
+    workflow, users, installed = None, None, None
+    frame: FrameType | None = innermost
+    while frame is not None:
+        code, file = frame.f_code, frame.f_code.co_filename.replace("\\", "/")
+        if workflow is None and code.co_name == "arun_episode" and "self" in frame.f_locals:
+            workflow = type(frame.f_locals["self"]).__qualname__
+        elif workflow is None and code is asyncio.Handle._run.__code__:
+            sample = frame.f_locals["self"]._context.get(CURRENT_SAMPLE)
+            workflow = None if sample is None else sample.workflow
+        is_own = any(part in file for part in _OWN_CODE) or file.startswith((sys.base_prefix, "<string>", "<frozen"))
+        if "site-packages" in file:
+            installed = installed if is_own else frame
+        elif users is None and not is_own:
+            users = frame
+        frame = frame.f_back
+    users = users or installed
+    if users is None:
+        return None
+    file, line = users.f_code.co_filename, users.f_lineno
+    source = linecache.getline(file, line).strip()
+    return f"{workflow or 'a task of a workflow'} at {file}:{line} in {users.f_code.co_name}: {source}"
+
+
+# -- garbage collection ------------------------------------------------------------------------------------------------
+
+_gc_lock = threading.Lock()
+_gc_users = 0
+_gc_before: tuple[int, int, int] | None = None
+
+
+@contextlib.contextmanager
+def rare_full_collections() -> Iterator[None]:
+    """Make full garbage collections rarer (``GC_THRESHOLDS``) while any user of this is inside.
+
+    A full collection looks at every object of the process and stops all threads: up to 0.3 s with ten thousand samples in
+    flight, a sixth of a run in all. Samples need none: their reference counts free them. A process that collects more rarely
+    already, or never, keeps its thresholds; so does one that sets its own meanwhile.
+    """
+    global _gc_users, _gc_before
+    with _gc_lock:
+        _gc_users += 1
+        current = gc.get_threshold()
+        if _gc_users == 1 and all(0 < now <= ours for now, ours in zip(current, GC_THRESHOLDS, strict=True)):
+            _gc_before = current
+            gc.set_threshold(*GC_THRESHOLDS)
+    try:
+        yield
+    finally:
+        with _gc_lock:
+            _gc_users -= 1
+            if _gc_users == 0 and _gc_before is not None:
+                if gc.get_threshold() == GC_THRESHOLDS:
+                    gc.set_threshold(*_gc_before)
+                _gc_before = None

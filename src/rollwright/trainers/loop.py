@@ -1,0 +1,260 @@
+"""The training loop that every trainer shares: steps, evaluation, checkpoints, recovery, and an orderly end.
+
+A trainer opens what it trains and samples with, and says what a step is. When a step is due for evaluation or a
+checkpoint, how a run resumes, and how it ends on a signal are decided here.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import ExitStack
+from types import FrameType, TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+
+from rollwright.config.experiment import BaseExperimentConfig, FinetuneSpec
+from rollwright.config.sections import IntervalConfig, TrainEngineConfig
+from rollwright.data.tokenizer import load_tokenizer
+from rollwright.inference.weights.files import keep_newest
+from rollwright.tracking.logging import getLogger
+from rollwright.tracking.run_directory import RunDirectory
+from rollwright.trainers.evaluation import EvaluationResult
+from rollwright.trainers.reporting import StageRun
+from rollwright.training.checkpoint import RecoverCheckpoints
+from rollwright.training.engine import TrainEngine
+
+logger = getLogger("trainer")
+
+
+class Part(Protocol):
+    """What a recover checkpoint holds the state of."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Trainer(ABC):
+    """One training run: opened with ``with``, resumed where it was interrupted, trained to its end, saved.
+
+    Args:
+        config: the experiment.
+        model: the section of the model that is trained; its path names the tokenizer where ``tokenizer_path`` is empty.
+        directory: where the run writes.
+    """
+
+    spec: FinetuneSpec  #: length of the run; set by the subclass
+    curve = "reward"  #: the metric that ``make_step`` returns
+    evaluates = False  #: there are held-out tasks and an engine to run them with
+
+    def __init__(self, config: BaseExperimentConfig, model: TrainEngineConfig, directory: RunDirectory) -> None:
+        self.config: Any = config
+        self.directory = directory
+        self.tokenizer = load_tokenizer(config.tokenizer_path or model.path, model.trust_remote_code)
+        self.step = 0
+        #: The engines hold the weights of the last step. Only then can a step be evaluated or resumed from.
+        self.is_published = True
+
+    # -- what a trainer says -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def open(self, opened: ExitStack) -> TrainEngine:
+        """Load what is trained and what samples; whatever has to be closed goes on ``opened``. Returns the trained engine."""
+
+    @abstractmethod
+    def parts(self) -> Mapping[str, Part]:
+        """What a recover checkpoint holds, by name."""
+
+    def begin(self, resumed: bool) -> None:  # noqa: B027 - a trainer may have nothing to do
+        """Called when everything is open, after the newest checkpoint was loaded where there was one."""
+
+    @abstractmethod
+    def make_step(self, run: StageRun, stop: StopSignal) -> float | None:
+        """Make step ``self.step + 1``, count it and report it.
+
+        Returns:
+            The value of ``curve``; None where nothing is left to train on, or the signal came first.
+        """
+
+    def evaluate(self) -> EvaluationResult:
+        """Run the held-out tasks with the present weights."""
+        raise NotImplementedError
+
+    def is_done(self, evaluation: float | None) -> bool:
+        """True where the evaluation of the last step ends the run."""
+        return False
+
+    def before_recover_visible(self) -> None:  # noqa: B027
+        """Commit what has to be in step with a recover checkpoint, just before it can be found."""
+
+    # -- from start to end ---------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        torch.manual_seed(self.config.seed)
+        with ExitStack() as opened:  # closes what is open where something fails here
+            self.trained = self.open(opened)
+            self.recover = RecoverCheckpoints(self.directory.recover, keep=self.config.recover.keep)
+            resumed = bool(self.directory.resumed and self.recover.steps())
+            if resumed:
+                self.step, state = self.recover.load()
+                for name, part in self.parts().items():
+                    part.load_state_dict(state[name])
+                logger.info("resumed %s after step %d", self.directory.path, self.step)
+            self.begin(resumed)
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._opened.__exit__(kind, error, trace)
+
+    def train(self) -> dict[str, Any]:
+        """Train to the last step, until ``is_done``, until nothing is left to train on, or until a signal asks to stop.
+
+        Returns:
+            ``{"steps", "reward" (or "loss"), "eval": {step: reward}, "seconds": {...}, "checkpoint": path}``.
+        """
+        config, total = self.config, self.spec.total_steps
+        saving, recovering, evaluating = (
+            Schedule(section, self.spec.steps_per_epoch) for section in (config.saver, config.recover, config.evaluator)
+        )
+        evaluations: dict[int, float] = {}
+        value = float("nan")
+        with (
+            StopSignal() as stop,
+            StageRun(
+                config,
+                self.directory,
+                total_steps=total,
+                resume_step=self.step or None,
+                tokenizer=self.tokenizer,
+                value_name=self.curve,
+            ) as run,
+        ):
+            if self.evaluates and config.evaluator.at_start and self.step == 0:
+                evaluations[0] = self._evaluate(run)
+            while self.step < total and (stop.received is None or not self.is_published):
+                made = self.make_step(run, stop)
+                if made is None:
+                    break
+                value = made
+                if self.evaluates and (evaluating.due_by_now(self.step, self.is_published) or self.step == total):
+                    evaluations[self.step] = self._evaluate(run)
+                with run.timer.phase("checkpoint"):
+                    if saving.due(self.step):
+                        self._save_step()
+                    if recovering.due_by_now(self.step, self.is_published):
+                        self._save_recover()
+                if self.is_done(evaluations.get(self.step)):
+                    break
+            if self.step and self.step not in self.recover.steps():
+                self._save_recover()  # to continue from after a signal, or when the run is made longer
+            if stop.received is not None and self.step < total:
+                raise SystemExit(stop.exit_code)
+            checkpoint = self.save(self.directory.checkpoints / "final")
+            if self.curve == "reward":
+                held_out = f" and held-out {run.display.evaluation_label}" if self.evaluates else ""
+                run.plot(f"{config.experiment_name}: reward{held_out}")
+            return {
+                "steps": self.step,
+                self.curve: value,
+                "eval": evaluations,
+                "seconds": run.timer.totals,
+                "checkpoint": str(checkpoint),
+            }
+
+    def save(self, path: Any) -> Any:
+        """Write weights and tokenizer in Hugging Face form; returns the path."""
+        self.trained.save(path, self.tokenizer)
+        return path
+
+    def _save_step(self) -> None:
+        self.save(self.directory.checkpoints / f"step-{self.step:06d}")
+        if self.config.saver.keep is not None:
+            keep_newest(self.directory.checkpoints, "step-", self.config.saver.keep)
+
+    def _save_recover(self) -> None:
+        if self.config.recover.mode != "off":
+            state = {name: part.state_dict() for name, part in self.parts().items()}
+            self.recover.save(self.step, state, before_visible=self.before_recover_visible)
+
+    def _evaluate(self, run: StageRun) -> float:
+        with run.timer.phase("eval"):
+            result = self.evaluate()
+        reported = run.tracker.get("eval").export(reset=True)
+        run.log(self.step, {**reported, **{f"eval/{name}": value for name, value in result.as_metrics().items()}})
+        run.display.evaluation(self.step, result.reward, result.measure)
+        run.dumper.dump(self.step, result.trajectory, name="eval")
+        return result.reward
+
+
+class Schedule:
+    """Says after which steps an ``IntervalConfig`` is due.
+
+    Args:
+        interval: steps, epochs or seconds between two; all None: never due.
+        steps_per_epoch: steps of one pass over the dataset.
+    """
+
+    def __init__(self, interval: IntervalConfig, steps_per_epoch: int) -> None:
+        self._interval = interval
+        self._steps_per_epoch = max(1, steps_per_epoch)
+        self._last = time.monotonic()
+        self._postponed = False
+
+    def due(self, step: int) -> bool:
+        """True where it is due after ``step`` steps, counted from 1."""
+        interval = self._interval
+        by_steps = interval.every_steps is not None and step % interval.every_steps == 0
+        by_epochs = interval.every_epochs is not None and step % (interval.every_epochs * self._steps_per_epoch) == 0
+        by_clock = interval.every_seconds is not None and time.monotonic() - self._last >= interval.every_seconds
+        if by_clock:
+            self._last = time.monotonic()
+        return by_steps or by_epochs or by_clock
+
+    def due_by_now(self, step: int, possible: bool) -> bool:
+        """True where it is due after ``step`` steps, or was due after an earlier step where it was not possible."""
+        self._postponed = self.due(step) or self._postponed
+        if not (self._postponed and possible):
+            return False
+        self._postponed = False
+        return True
+
+
+class StopSignal:
+    """Notices SIGTERM and SIGINT while it is entered: the current step is finished and saved, then the run exits.
+
+    A second signal acts as it would have without this.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._previous: dict[int, object] = {}
+
+    @property
+    def exit_code(self) -> int:
+        """Exit status of a process that a signal ended, by the shell's convention."""
+        return 128 + (self.received or 0)
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._restore()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        self._restore()
+        logger.warning("%s: this step is finished and saved, then the run exits", signal.Signals(number).name)
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._previous.clear()

@@ -1,0 +1,197 @@
+"""What a training loop reports: its metrics, times, dumps and display, and what it says of each step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollwright.config.experiment import BaseExperimentConfig, PPOConfig
+from rollwright.config.loading import config_to_dict, save_config
+from rollwright.errors import WeightUpdateError
+from rollwright.experience.trajectory import Trajectory
+from rollwright.tracking import logging
+from rollwright.tracking.metrics import get_tracker
+from rollwright.tracking.plots import plot_reward_curve
+from rollwright.tracking.progress import ProgressDisplay
+from rollwright.tracking.rollout_dumps import RolloutDumper
+from rollwright.tracking.run_directory import RunDirectory
+from rollwright.tracking.sinks import MetricsLogger, read_metrics
+from rollwright.tracking.timers import PhaseTimer
+from rollwright.training.actor import FSDPPPOActor
+
+
+class StageRun:
+    """The records of one stage of a run.
+
+    Args:
+        config: the stage's config.
+        directory: where it writes; None: ``<fileroot>/<experiment>/<trial>``, claimed here and released at the end.
+        total_steps: steps of the stage, for the display.
+        resume_step: steps that were done before, where the stage is resumed; None: it begins.
+        tokenizer: decodes the rollout dumps.
+        value_name: what the main curve is: ``reward`` or ``loss``.
+    """
+
+    def __init__(
+        self,
+        config: BaseExperimentConfig,
+        directory: RunDirectory,
+        *,
+        total_steps: int,
+        resume_step: int | None,
+        tokenizer: Any,
+        value_name: str = "reward",
+    ) -> None:
+        self.config = config
+        self.directory = directory
+        self.timer = PhaseTimer()
+        self.tracker = get_tracker()
+        self.tracker.export(reset=True)  # what an earlier stage of this process reported and nobody took
+        self.value_name = value_name
+        self._exit = ExitStack()
+        logger_config = config.stats_logger
+        name = f"{config.experiment_name}/{config.trial_name}"
+        self._exit.callback(logging.detach_file, logging.attach_file(directory.logs / "run.log"))
+        self.metrics = self._exit.enter_context(
+            MetricsLogger(
+                directory.metrics_file,
+                logger_config.sinks,
+                project=logger_config.project or config.experiment_name,
+                run_name=name,
+                config=config_to_dict(config),
+                resume_step=resume_step,
+            )
+        )
+        self.display = ProgressDisplay(
+            total_steps,
+            title=name,
+            mode=logger_config.display,
+            value_name=value_name,
+            start_step=resume_step or 0,
+            timer=self.timer,
+        )
+        self.dumper = RolloutDumper(directory.rollouts, tokenizer, logger_config.dump_rollouts)
+        save_config(config, directory.path / "config.yaml")
+
+    def __enter__(self) -> StageRun:
+        self._exit.enter_context(self.display)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.timer.write_chrome_trace(self.directory.trace_file)
+        self._exit.close()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write numbers of a step to ``metrics.jsonl`` and the sinks."""
+        self.metrics.log(step, metrics)
+
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """``(step, value)`` of one metric, as written so far."""
+        records = read_metrics(self.directory.metrics_file)
+        return [(record["step"], record[name]) for record in records if record.get(name) is not None]
+
+    def plot(self, title: str) -> Path:
+        """Draw reward and held-out evaluations into ``reward.png``."""
+        return plot_reward_curve(
+            self.directory.path / "reward.png",
+            self.curve(self.value_name),
+            self.curve("eval/reward"),
+            title=title,
+            evaluation_label=self.display.evaluation_label,
+        )
+
+
+def report_step(
+    run: StageRun, step: int, batch: Trajectory, stats: Mapping[str, float], version: int, waiting: str = "generate"
+) -> float:
+    """Log a step that was made, and show it.
+
+    Args:
+        run: the stage's records.
+        step: its number, from 1.
+        batch: what was trained on.
+        stats: of ``ppo_update``.
+        version: published after the step.
+        waiting: the phase in which the batch came, by which sampled tokens are counted.
+
+    Returns:
+        The mean reward of the batch's samples.
+    """
+    rewards = sample_means(batch, batch["rewards"])
+    sampled = float(batch["loss_mask"].sum())
+    lengths = batch["attention_mask"].sum(1).float()
+    seconds = run.timer.export()
+    versions = batch["versions"][batch["loss_mask"].bool()]
+    staleness = float((version - 1 - versions).float().mean()) if len(versions) else 0.0
+    reward = float(rewards.mean())
+    generation = sampled / seconds[waiting] if seconds.get(waiting) else 0.0
+    training = float(lengths.sum()) / seconds["train"] if seconds.get("train") else 0.0
+    run.log(
+        step,
+        {
+            "reward": reward,
+            "reward/std": float(rewards.std(unbiased=False)),
+            "samples": float(len(rewards)),
+            "response_tokens": sampled / len(rewards),
+            "sequence_tokens": float(lengths.mean()),
+            "truncated": float(sample_means(batch, batch["truncated"].float()).mean()),
+            "staleness": staleness,
+            "version": float(version),
+            "tokens_per_second/generate": generation,
+            "tokens_per_second/train": training,
+            **{f"seconds/{name}": value for name, value in seconds.items()},
+            **{f"actor/{name}": value for name, value in stats.items()},
+            **{f"workflow/{name}": value for name, value in workflow_metrics(batch).items()},
+            **run.tracker.export(reset=True),
+        },
+    )
+    run.dumper.dump(step, batch)
+    run.display.step(
+        step,
+        reward,
+        generate_tokens_per_second=generation,
+        train_tokens_per_second=training,
+        staleness=staleness,
+        seconds=seconds,
+    )
+    return reward
+
+
+def workflow_metrics(batch: Trajectory) -> dict[str, float]:
+    """Means of the numbers that experiences carry as ``metrics``, each over the rows that have it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for row in batch.get("details", ()):
+        for name, value in row.get("metrics", {}).items():
+            values[name].append(float(value))
+    return {name: sum(each) / len(each) for name, each in sorted(values.items())}
+
+
+def check_agreement(config: PPOConfig, actor: FSDPPPOActor, step: int, stats: Mapping[str, float]) -> None:
+    """Refuse to go on with an engine that does not compute with the published weights.
+
+    Raises:
+        WeightUpdateError: its log-probabilities of tokens of the current version differ by more than the limit.
+    """
+    difference = stats.get("logprob_difference/mean")
+    limit = config.rollout.logprob_tolerance or (1e-3 if actor.compute_dtype == torch.float32 else 5e-2)
+    if difference is not None and difference > limit:
+        raise WeightUpdateError(
+            f"step {step}: the {config.rollout.backend} engine's log-probabilities differ from the trainer's by "
+            f"{difference:.2e} on average for tokens of the current version (limit {limit:.0e}): it does not compute with "
+            "the published weights. Check the engine's dtype and weight update; rollout.logprob_tolerance sets the limit."
+        )
+
+
+def sample_means(trajectory: Trajectory, values_B: Tensor) -> Tensor:
+    """Mean of a row value over the rows of each sample, ``[samples]``: a sample of four rows does not count four times."""
+    keys = torch.stack([trajectory["group_ids"], trajectory["sample_ids"]], dim=1)
+    _, index_B = keys.unique(dim=0, return_inverse=True)
+    count = int(index_B.max()) + 1
+    totals = torch.zeros(count, dtype=torch.float64).index_add_(0, index_B, values_B.double())
+    return totals / torch.bincount(index_B, minlength=count)
