@@ -20,6 +20,8 @@ from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.inference import health
 from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.weights.ways import WeightUpdateMeta
+from rollwright.training.publish import SentWeights
 
 health.CHECK_SECONDS = 60.0  # a server that a busy machine keeps waiting is not one that is gone
 
@@ -58,6 +60,18 @@ class Trainer:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         self.version = 0
         self.history = {0: self._copy()}
+
+    device = torch.device("cpu")
+    compute_dtype = torch.float32
+
+    def full_weights(self) -> dict[str, Tensor]:
+        return self.model.state_dict()
+
+    def publish(self, client: SGLangClient, meta: WeightUpdateMeta | None = None) -> SentWeights:
+        """Publish the present weights and audit the servers, as an actor does; returns what holds the agreements."""
+        publisher = SentWeights(client, meta)
+        publisher.publish(self, self.version)
+        return publisher
 
     def _copy(self) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}

@@ -68,13 +68,13 @@ def wait_gone(processes: list[psutil.Process]) -> None:
 def test_a_run_trains_with_generation_in_a_process_of_its_own(tmp_path, init_from_scratch):
     with PPOTrainer(config_of(tmp_path, init_from_scratch), ROWS) as trainer:
         client = trainer.rollout.client
-        assert client.agreements[0].mean < 1e-4  # compared before the first token
+        assert trainer.actor._publisher.agreements[0].mean < 1e-4  # compared before the first token
         children = servers_of_this_process()
         assert len(children) == 2  # the server and its supervisor
         summary = trainer.train("rollwright.workflows.rlvr.RLVRWorkflow", {"reward_fn": reward})
         assert summary["steps"] == 3
         assert client.get_version() == 3
-        assert client.agreements[0].mean < 1e-3
+        assert trainer.actor._publisher.agreements[0].mean < 1e-3
         log = trainer.directory.logs / "builtin_process-0.log"
         assert log.exists()
     wait_gone(children)
@@ -87,7 +87,7 @@ def test_a_run_starts_several_servers_and_publishes_to_them_by_files_where_it_is
         client = trainer.rollout.client
         assert len(servers_of_this_process()) == 4
         assert trainer.train("rollwright.workflows.rlvr.RLVRWorkflow", {"reward_fn": reward})["steps"] == 3
-        assert len(client.agreements) == 2
+        assert len(trainer.actor._publisher.agreements) == 2
         assert all(server.served for server in client.router.servers)
         assert sorted(path.name for path in weights.iterdir()) == ["v2", "v3"]
 
@@ -125,7 +125,7 @@ def test_a_run_goes_on_when_one_of_its_servers_is_killed(tmp_path):
         assert summary["steps"] == 8
         assert client.get_version() == 8
         assert [server.address for server in client.router.out_of_service()] == [first]
-        assert len(client.agreements) == 1
+        assert len(trainer.actor._publisher.agreements) == 1
         counters = trainer.rollout.counters()
         assert counters["samples/failed"] == 0
         assert not [name for name in counters if name.startswith("groups/dropped")]

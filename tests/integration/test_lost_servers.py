@@ -61,8 +61,9 @@ def test_a_server_killed_in_the_middle_of_a_batch_comes_back_with_the_published_
         }[way]
         trainer = Trainer(model_path)
 
-        def publish() -> None:
-            client.update_weights(meta, version=trainer.step(), weights=trainer.model.state_dict(), trainer=trainer)
+        def publish() -> list:
+            trainer.step()
+            return trainer.publish(client, meta).agreements
 
         publish()
         responses = asyncio.run(gather_while(client, ask(100, tokens=60), lambda: kill(servers, 0)))
@@ -81,8 +82,7 @@ def test_a_server_killed_in_the_middle_of_a_batch_comes_back_with_the_published_
             responses = asyncio.run(gather_while(client, ask(60, tokens=20, seed=500), lambda: None))
             assert trainer.check_versions(responses) == {trainer.version}
             assert all(server.served > served[server.address] for server in client.router.servers)
-            publish()  # and it takes part in what follows
-            assert len(client.agreements) == 2
+            assert len(publish()) == 2  # it takes part in what follows
 
 
 def test_a_server_killed_in_the_middle_of_a_broadcast_does_not_end_the_publication(model_path, tmp_path, monkeypatch):
@@ -91,8 +91,9 @@ def test_a_server_killed_in_the_middle_of_a_broadcast_does_not_end_the_publicati
         meta = dataclasses.replace(WeightUpdateMeta.from_fsdp_xccl("sglang:d3p1t1"), bucket_bytes=40_000)
         trainer = Trainer(model_path)
 
-        def publish() -> None:
-            client.update_weights(meta, version=trainer.step(), weights=trainer.model.state_dict(), trainer=trainer)
+        def publish() -> list:
+            trainer.step()
+            return trainer.publish(client, meta).agreements
 
         publish()
         sent, send = [], WeightGroup.send
@@ -105,16 +106,16 @@ def test_a_server_killed_in_the_middle_of_a_broadcast_does_not_end_the_publicati
             send(self, bucket)
 
         monkeypatch.setattr(WeightGroup, "send", send_and_kill)
-        took = []
+        took, agreements = [], []
 
         def publish_timed() -> None:
             started = time.monotonic()
-            publish()
+            agreements.extend(publish())
             took.append(time.monotonic() - started)
 
         responses = asyncio.run(gather_while(client, ask(60, tokens=100), publish_timed))
         assert took[0] < 100  # a second or two; the group's own limit is 120 s
-        assert len(client.agreements) == 2
+        assert len(agreements) == 2
         assert [server.address for server in client.router.out_of_service()] == [servers.addresses[1]]
         assert all(len(response.output_tokens) == 100 for response in responses)
         assert trainer.check_versions(responses) <= {1, 2}
@@ -128,14 +129,15 @@ def test_a_server_that_hangs_loses_what_it_was_asked_and_comes_back(model_path, 
         client._monitor._check_interval, client._monitor._strikes = 0.5, 2
         monkeypatch.setattr("rollwright.inference.health.CHECK_SECONDS", 5.0)
         trainer = Trainer(model_path)
-        client.update_weights(version=trainer.step(), weights=trainer.model.state_dict(), trainer=trainer)
+        trainer.step()
+        trainer.publish(client)
         (process,) = psutil.Process(servers._launcher.servers[0].pid).children()
         try:
             responses = asyncio.run(gather_while(client, ask(100, tokens=60), process.suspend))
             assert all(len(response.output_tokens) == 60 for response in responses)
             assert [server.address for server in client.router.out_of_service()] == [servers.addresses[0]]
-            client.update_weights(version=trainer.step(), weights=trainer.model.state_dict(), trainer=trainer)
-            assert len(client.agreements) == 1
+            trainer.step()
+            assert len(trainer.publish(client).agreements) == 1
         finally:
             process.resume()
         wait_in_service(client, 2)

@@ -136,8 +136,7 @@ def test_a_published_weight_changes_what_is_sampled_and_agrees_with_the_trainer(
     for _ in range(3):
         before = generate(client, ask(4, tokens=12))
         version = trainer.step()
-        client.update_weights(meta, version=version, weights=trainer.model.state_dict(), trainer=trainer)
-        assert client.agreements[0].mean < 1e-4
+        assert trainer.publish(client, meta).agreements[0].mean < 1e-4
         after = generate(client, ask(4, tokens=12))
         assert [r.output_tokens for r in before] != [r.output_tokens for r in after]
         assert trainer.check_versions(after) == {version}
@@ -169,9 +168,8 @@ def test_versions_are_right_when_weights_change_under_running_requests(server, t
     before = trainer.version
 
     def update():
-        version = trainer.step()
-        meta = WeightUpdateMeta.from_disk(tmp_path)
-        client.update_weights(meta, version=version, weights=trainer.model.state_dict(), trainer=trainer)
+        trainer.step()
+        trainer.publish(client, WeightUpdateMeta.from_disk(tmp_path))
 
     async def scenario():
         answered, is_over = [[] for _ in range(8)], False
@@ -241,10 +239,10 @@ def test_a_tied_head_that_keeps_its_old_copy_is_caught_and_told(tmp_path):
     path = write_model(tmp_path / "model", tied=True)
     with vllm_server(path, tmp_path / "logs") as client:
         trainer = Trainer(path)
-        client.update_weights(version=0, weights=trainer.model.state_dict(), trainer=trainer)  # unchanged weights agree
+        trainer.publish(client)  # unchanged weights agree
         version = trainer.step()
         with pytest.raises(WeightUpdateError, match="tied embeddings"):
-            client.update_weights(version=version, weights=trainer.model.state_dict(), trainer=trainer)
+            trainer.publish(client)
         assert client._read_version(client.router.servers[0]) == str(version)  # the label alone would have passed
 
 
@@ -293,7 +291,7 @@ def test_training_for_several_steps_against_the_server(server, model_path, tmp_p
             rollout.resume()
             actor.set_version(start + step + 1)
             rollout.set_version(start + step + 1)
-            assert rollout.client.agreements[0].mean < 1e-3
+            assert actor._publisher.agreements[0].mean < 1e-3
         assert not torch.equal(
             actor.model.get_input_embeddings().weight, Trainer(model_path).model.get_input_embeddings().weight
         )

@@ -37,11 +37,11 @@ def test_every_way_reaches_every_server_and_is_audited(two_servers):
     ]
     for meta in ways:
         version = trainer.step()
-        publication = client.update_weights(meta, version=version, weights=trainer.model.state_dict(), trainer=trainer)
-        assert sorted(publication.engines) == sorted(client.addresses)
+        agreements = trainer.publish(client, meta).agreements
+        assert len(client.router.in_service()) == 2
         assert client.get_version() == version
-        assert len(client.agreements) == 2
-        assert max(agreement.mean for agreement in client.agreements) < 1e-4
+        assert len(agreements) == 2
+        assert max(agreement.mean for agreement in agreements) < 1e-4
         responses = asyncio.run(gather_while(client, ask(8, tokens=6, seed=version), lambda: None))
         assert trainer.check_versions(responses) == {version}
         client.set_version(version)
@@ -64,8 +64,8 @@ def test_versions_are_right_when_weights_change_under_hundreds_of_requests(two_s
 
     def update_twice() -> None:
         for _ in range(2):
-            version = trainer.step()
-            client.update_weights(meta, version=version, weights=trainer.model.state_dict(), trainer=trainer)
+            trainer.step()
+            trainer.publish(client, meta)
             time.sleep(0.2)
 
     responses = asyncio.run(
@@ -81,22 +81,23 @@ def test_versions_are_right_when_weights_change_under_hundreds_of_requests(two_s
 def test_a_paused_client_is_audited_when_it_resumes(two_servers):
     _, client, trainer = two_servers
     client.pause()
-    version = trainer.step()
-    client.agreements = []
-    client.update_weights(version=version, weights=trainer.model.state_dict(), trainer=trainer)
-    assert client.agreements == []
+    trainer.step()
+    publisher = trainer.publish(client)
+    assert publisher.agreements == []
     client.resume()
-    assert len(client.agreements) == 2
+    assert len(publisher.agreements) == 2
 
 
-def test_an_engine_that_does_not_hold_what_was_published_is_named(two_servers):
+def test_an_engine_that_does_not_hold_what_was_published_is_named(two_servers, monkeypatch):
     _, client, trainer = two_servers
     other = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in trainer.model.state_dict().items()}
-    version = trainer.step()
-    with pytest.raises(WeightUpdateError, match=r"server at 127\.0\.0\.1:\d+ says that it holds version"):
-        client.update_weights(version=version, weights=other, trainer=trainer)
-    version = trainer.step()
-    client.update_weights(version=version, weights=trainer.model.state_dict(), trainer=trainer)
+    trainer.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "full_weights", lambda: other)
+        with pytest.raises(WeightUpdateError, match=r"server at 127\.0\.0\.1:\d+ says that it holds version"):
+            trainer.publish(client)
+    trainer.step()
+    trainer.publish(client)
 
 
 def test_damaged_weights_are_refused_and_the_old_ones_serve_on(two_servers, tmp_path):
@@ -126,7 +127,8 @@ def test_other_policies_for_running_requests(model_path, tmp_path, policy):
         trainer = Trainer(model_path)
 
         def update() -> None:
-            client.update_weights(version=trainer.step(), weights=trainer.model.state_dict(), trainer=trainer)
+            trainer.step()
+            trainer.publish(client)
 
         # Requests that are waited for are seen when one was answered before the update and another after it.
         seen = changed_under_way if policy == "keep" else lambda response: response.output_versions[0] > 0

@@ -229,11 +229,11 @@ class RemoteClient(ServerPool, InferenceEngine):
         Raises:
             EngineError: all servers that were started for this client have ended.
         """
-        self._paused = True
+        self.is_paused = True
         try:
             self._each_in_service(self._pause_server, "be paused")
         except BaseException:
-            self._paused = self._holding = False
+            self.is_paused = self._holding = False
             raise
 
     def resume(self) -> None:
@@ -245,7 +245,7 @@ class RemoteClient(ServerPool, InferenceEngine):
         try:
             self._each_in_service(self._resume_server, "go on")
         finally:
-            self._paused = self._holding = False
+            self.is_paused = self._holding = False
 
     def drain(self) -> None:
         """Hold new requests back and wait until those in flight have ended; ``resume`` lets them go on.
@@ -267,9 +267,9 @@ class RemoteClient(ServerPool, InferenceEngine):
             time.sleep(0.01)
 
     @property
-    def is_paused(self) -> bool:
-        """True between ``pause`` and ``resume`` of this client."""
-        return self._paused
+    def logprob_tolerance(self) -> float | None:
+        """``rollout.logprob_tolerance``."""
+        return self.config.logprob_tolerance
 
     def abort(self, rid: str | None = None) -> None:
         """End the requests of one conversation, or all that this client sent; they return what they have.

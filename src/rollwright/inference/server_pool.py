@@ -64,7 +64,7 @@ class ServerPool(ABC):
         self._fan_out: FanOut | None = None
         self._in_flight = InFlight()
         self._owned: list[Any] = []
-        self._paused = False
+        self.is_paused = False  # between ``pause`` and ``resume`` of this client
 
     # -- what a client adds --------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class ServerPool(ABC):
             self.destroy()
             raise
         self._monitor = HealthMonitor(
-            router, self._is_healthy, self._take_out, self._bring_back, skip_in_service=lambda: self._paused
+            router, self._is_healthy, self._take_out, self._bring_back, skip_in_service=lambda: self.is_paused
         )
         self._monitor.start()
         _CONNECTED[next(_connections_made)] = self

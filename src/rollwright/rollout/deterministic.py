@@ -68,7 +68,7 @@ class WaveGate:
     """Holds the requests of a loop's samples and lets them go wave by wave.
 
     Args:
-        engine: has ``agenerate_batch`` (requests are taken over atomically); otherwise they are started in order.
+        engine: requests are queued together where it says so (``queues_together``); otherwise they are started in order.
         loop: the executor's loop; its task factory is set so that a sample's tasks are known.
         is_open: a wave may begin only while this says so (somebody waits for a batch that is not complete).
     """
@@ -169,11 +169,10 @@ class WaveGate:
 
     async def _generate(self, requests: list[ModelRequest]) -> list[ModelResponse | BaseException]:
         """Answers in the order of the requests. One that is refused must not take the others of its wave with it."""
-        batch = getattr(self._engine, "agenerate_batch", None)
-        if batch is None:
+        if not self._engine.queues_together:
             return await asyncio.gather(*(self._engine.agenerate(r) for r in requests), return_exceptions=True)
         try:
-            return list(await batch(requests))
+            return list(await self._engine.agenerate_batch(requests))
         except RequestAborted:
             raise
         except EngineError as error:
@@ -187,7 +186,7 @@ class WaveGate:
 
     def _parts(self, requests: list[ModelRequest]) -> list[list[int]]:
         """Places of the requests in smaller batches, the refused ones apart; the same parts for the same requests."""
-        room = getattr(self._engine, "context_length", None) or math.inf
+        room = self._engine.context_length or math.inf
         too_long = [place for place, request in enumerate(requests) if len(request.input_ids) >= room]
         if 0 < len(too_long) < len(requests):
             return [[place for place in range(len(requests)) if place not in set(too_long)], *([place] for place in too_long)]

@@ -8,13 +8,18 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, RolloutError
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.rollout.executor import RolloutExecutor
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rollwright.inference.weights.ways import Publication, WeightUpdateMeta
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -77,6 +82,7 @@ class RolloutEngine(InferenceEngine):
         if self._client is None:
             self._client = self.make_client()
         self._client.initialize(*args, **kwargs)
+        self.context_length = self._client.context_length
         try:
             self._executor = RolloutExecutor(self._client, self.config, seed=self.seed, deterministic=self.deterministic)
         except BaseException:  # settings that it refuses; servers that were started for the client must not outlive that
@@ -175,6 +181,47 @@ class RolloutEngine(InferenceEngine):
         self.client.set_version(version)
         self.executor.set_version(version)
 
+    def publish(self, version: int) -> None:
+        """The shared weights were changed in place and are ``version`` now; the engine was paused before the first change."""
+        self.client.publish(version)
+        self.executor.set_version(version)
+
+    def update_weights(self, meta: WeightUpdateMeta | None = None, **arguments: Any) -> Publication | None:
+        """Give the engine new weights; the batches that were taken release their slots.
+
+        Args:
+            meta, arguments: as ``WeightReceiver.update_weights`` takes them.
+        """
+        publication = self.client.update_weights(meta, **arguments)
+        self.executor.set_version(self.client.get_version())
+        return publication
+
+    @property
+    def logprob_tolerance(self) -> float | None:
+        """``rollout.logprob_tolerance``."""
+        return self.config.logprob_tolerance
+
+    @property
+    def local_model(self) -> nn.Module | None:
+        """The inference engine's model, where that is in this process."""
+        return None if self._client is None else self._client.local_model
+
+    def probe(self, request: ModelRequest) -> dict[str, ModelResponse] | None:
+        """What the inference engine samples for the audit's request."""
+        return self.client.probe(request)
+
+    def when_resumed(self, action: Callable[[], object]) -> None:
+        """Call ``action`` as soon as the inference engine can be asked for the probe."""
+        self.client.when_resumed(action)
+
+    def go_back(self, version: int, *, finish: bool = False) -> None:
+        """Get ready for weights of an earlier version; see ``InferenceEngine.go_back``."""
+        self.client.go_back(version, finish=finish)
+
+    def stats(self) -> dict[str, float]:
+        """Counts of the inference engine and, under ``rollout/``, of the executor."""
+        return {**self.client.stats(), **{f"rollout/{name}": value for name, value in self.counters().items()}}
+
 
 class LocalRolloutEngine(RolloutEngine):
     """The built-in engine in this process.
@@ -225,33 +272,13 @@ class LocalRolloutEngine(RolloutEngine):
             trust_remote_code=self._trust_remote_code,
         )
 
-    def publish(self, version: int) -> None:
-        """The shared weights were changed in place and are ``version`` now; the engine was paused before the first change."""
-        self.client.publish(version)  # type: ignore[attr-defined]
-        self.executor.set_version(version)
-
     def load_weights(self, named: Any, version: int) -> None:
         """Copy weights into the engine's model and publish them as ``version``."""
-        self.client.load_weights(named, version)  # type: ignore[attr-defined]
-        self.executor.set_version(version)
-
-    def stats(self) -> dict[str, float]:
-        """Counts of the engine and, under ``rollout/``, of the executor."""
-        return {**self.client.stats(), **{f"rollout/{name}": value for name, value in self.counters().items()}}  # type: ignore[attr-defined]
+        self.update_weights(version=version, weights=named)
 
 
 class _ServerRolloutEngine(RolloutEngine):
     """Servers, found by ``config.addresses`` or by the addresses in the environment."""
-
-    def update_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """Give the servers new weights; the batches that were taken give their places back.
-
-        Args:
-            args, kwargs: as the client takes them.
-        """
-        result = self.client.update_weights(*args, **kwargs)  # type: ignore[attr-defined]
-        self.executor.set_version(self.client.get_version())
-        return result
 
     @property
     def addresses(self) -> list[str]:

@@ -10,7 +10,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from rollwright.inference.server.chat_messages import template_messages
 from rollwright.inference.server.errors import RequestError
 from rollwright.inference.server.openai import OpenAIProtocol
 from rollwright.inference.server.openai_call import OpenAICall
+from rollwright.rollout.sample import SampleEngine
 
 #: Sampling parameters that a request may leave out, and the generation argument that then holds.
 _DEFAULTS = ("stop", "stop_token_ids", "frequency_penalty", "ignore_eos", "skip_special_tokens")
@@ -67,13 +67,12 @@ class OpenAIEpisode(OpenAIProtocol):
         template_kwargs: passed to the chat template.
         on_close: told the key when the episode ends.
         """
-        context_length = _context_length(engine)
-        super().__init__(engine, tokenizer, model_name, on_call=self._keep, defaults=gconfig, context_length=context_length)
+        super().__init__(engine, tokenizer, model_name, on_call=self._keep, defaults=gconfig)
         self.base_url = base_url
         self.api_key = api_key
         self.engine = engine
-        self._records_itself = not hasattr(engine, "recorder")
-        self.recorder: Recorder = Recorder() if self._records_itself else engine.recorder  # type: ignore[attr-defined]
+        self._records_itself = engine.recorder is None
+        self.recorder = Recorder() if engine.recorder is None else engine.recorder
         self._template_kwargs = dict(template_kwargs or {})
         self._conversations: dict[str, ConversationTokens] = {}
         self._open_ends: list[tuple[list[int], str]] = []  # tokens of a conversation so far, and its id
@@ -82,7 +81,13 @@ class OpenAIEpisode(OpenAIProtocol):
         self._turn_rewards: dict[int, float] = {}
         self._call_rewards: dict[str, float] = {}
         self._on_close = on_close
-        self.is_open = True
+        self._sample = engine if isinstance(engine, SampleEngine) else None
+        self._was_closed = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the key is accepted: until ``close``, or the end of the sample that the engine is bound to."""
+        return not self._was_closed and (self._sample is None or self._sample.closed_because is None)
 
     def __iter__(self) -> Iterator[str]:
         return iter((self.base_url, self.api_key))
@@ -95,8 +100,8 @@ class OpenAIEpisode(OpenAIProtocol):
 
     def close(self) -> None:
         """Refuse the key from now on; what was recorded stays."""
-        if self.is_open:
-            self.is_open = False
+        if not self._was_closed:
+            self._was_closed = True
             if self._on_close is not None:
                 self._on_close(self.api_key)
 
@@ -106,7 +111,7 @@ class OpenAIEpisode(OpenAIProtocol):
         """An ``openai.OpenAI`` for this run; it carries ``model_path``. To be used in threads, not on the rollout's loop."""
         from rollwright.workflows.openai_clients import RunClient
 
-        return RunClient(self.base_url, self.api_key, self.model_name, forbidden_loop=_running_loop(self.engine))
+        return RunClient(self.base_url, self.api_key, self.model_name, forbidden_loop=self._sample and self._sample.loop)
 
     def async_client(self) -> Any:
         """An ``openai.AsyncOpenAI`` for this run; it carries ``model_path``. Works on any event loop."""
@@ -269,12 +274,3 @@ class OpenAIEpisode(OpenAIProtocol):
 
 def _answer_id(call: OpenAICall) -> str:
     return ("chatcmpl-" if call.is_chat else "cmpl-") + call.id
-
-
-def _context_length(engine: Any) -> int | None:
-    """Of an engine, or of the engine that a sample's stands for."""
-    return getattr(engine, "context_length", None) or getattr(getattr(engine, "engine", None), "context_length", None)
-
-
-def _running_loop(engine: Any) -> asyncio.AbstractEventLoop | None:
-    return getattr(engine, "loop", None)

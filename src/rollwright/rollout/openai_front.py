@@ -109,7 +109,7 @@ class OpenAIFront:
             on_close=self._forget,
         )
         with self._lock:
-            for key in [key for key, other in self._episodes.items() if _has_ended(other)]:
+            for key in [key for key, other in self._episodes.items() if not other.is_open]:
                 del self._episodes[key]  # of samples that have ended without closing their episode
             self._episodes[episode.api_key] = episode
         return episode
@@ -156,7 +156,7 @@ class OpenAIFront:
             RequestError: nobody was given the key, or its run has ended (401).
         """
         episode = self._episodes.get(api_key or "")
-        if episode is None or _has_ended(episode):
+        if episode is None or not episode.is_open:
             said = (
                 "The request has no API key" if api_key is None else "No run has this API key (it is unknown, or its run ended)"
             )
@@ -166,10 +166,6 @@ class OpenAIFront:
                 kind="authentication_error",
             )
         return episode
-
-
-def _has_ended(episode: OpenAIEpisode) -> bool:
-    return not episode.is_open or getattr(episode.engine, "closed_because", None) is not None
 
 
 def _application(front: OpenAIFront) -> FastAPI:

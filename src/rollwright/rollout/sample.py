@@ -16,7 +16,7 @@ import contextvars
 import hashlib
 import time
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, NamedTuple, Protocol
 
 from rollwright.errors import EngineError, RequestAborted
@@ -75,6 +75,8 @@ class SampleEngine(InferenceEngine):
         gate: holds requests back so that they go out in waves (deterministic mode); None: they go out at once.
     """
 
+    recorder: Recorder
+
     def __init__(
         self,
         engine: InferenceEngine,
@@ -86,6 +88,7 @@ class SampleEngine(InferenceEngine):
         workflow: str = "",
     ) -> None:
         self.engine = engine
+        self.context_length = engine.context_length
         self.name = name
         self.workflow = workflow
         self.loop = loop
@@ -110,18 +113,17 @@ class SampleEngine(InferenceEngine):
         self.recorder.record(sent, response, place=place, started=started)
         return response
 
-    async def astream(self, request: ModelRequest) -> AsyncIterator[ModelResponse]:
+    async def astream(self, request: ModelRequest) -> AsyncGenerator[ModelResponse, None]:
         """The response as it grows, where the engine can tell; it is recorded when it is complete. On any event loop.
 
-        A wave (deterministic mode) and an engine without ``astream`` give it in one piece. A response whose reader leaves early
-        is cancelled and not recorded.
+        A wave (deterministic mode) gives it in one piece. A response whose reader leaves early is cancelled and not recorded.
         """
-        if self._gate is not None or not hasattr(self.engine, "astream"):
+        if self._gate is not None:
             yield await self.agenerate(request)
             return
         sent, place = self._taken(request)
         started, response = time.time(), None
-        async with contextlib.aclosing(self.engine.astream(sent)) as parts:  # type: ignore[attr-defined]
+        async with contextlib.aclosing(self.engine.astream(sent)) as parts:
             async for response in parts:
                 self._refuse_if_closed()
                 yield response

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rollwright.errors import WeightUpdateError
+from rollwright.inference.engine import InferenceEngine, WeightReceiver
 from rollwright.inference.weights.audit import NEW_TOKENS_IN_PROCESS, audit, probe_request
 from rollwright.inference.weights.files import (
     MANIFEST,
@@ -22,7 +23,6 @@ from rollwright.inference.weights.files import (
     write_weights,
 )
 from rollwright.inference.weights.ways import distinct_weights
-from rollwright.rollout.engines import LocalRolloutEngine
 from rollwright.store import Announcement, ExperienceStore
 from rollwright.tracking.logging import getLogger
 from rollwright.training.logprobs import TokenScorer
@@ -33,7 +33,7 @@ ATTEMPTS = 5
 FIRST_PAUSE = 0.1  # seconds before weights are looked for again; doubled each time
 
 
-class PublishedWeights:
+class PublishedWeights(WeightReceiver):
     """Stands where an actor's inference engine stands: what is published is written to ``directory/v…`` and announced.
 
     Args:
@@ -47,7 +47,14 @@ class PublishedWeights:
         self.store = store
         self.keep = keep
 
-    def update_weights(self, meta: Any, *, version: int, weights: Mapping[str, Tensor], trainer: Any) -> None:
+    def update_weights(
+        self,
+        meta: Any = None,
+        *,
+        version: int,
+        weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        config: Any = None,
+    ) -> None:
         """Write and announce weights; on return every explorer that looks finds them.
 
         Later versions are what a trainer left behind that is gone: they are removed, lest they be kept in the place of these.
@@ -56,7 +63,7 @@ class PublishedWeights:
             return
         remove_later(self.directory, "v", version)
         path = self.directory / f"v{version:06d}"
-        write_weights(path, distinct_weights(weights), version, config=trainer.model.config)
+        write_weights(path, distinct_weights(weights), version, config=config)
         self.store.publish_version(str(path), version)
         keep_newest(self.directory, "v", self.keep)
 
@@ -103,7 +110,7 @@ def newest_weights(store: ExperienceStore, loaded: Announcement | None) -> tuple
     raise AssertionError("unreachable")
 
 
-def give_weights(rollout: Any, weights: Mapping[str, Tensor], version: int, tolerance: float | None) -> None:
+def give_weights(rollout: InferenceEngine, weights: Mapping[str, Tensor], version: int, tolerance: float | None) -> None:
     """Have an engine sample with published weights from the next token on, and see that it does.
 
     An engine in this process samples a probe, whose log-probabilities are compared with those of its model's plain forward pass.
@@ -119,16 +126,12 @@ def give_weights(rollout: Any, weights: Mapping[str, Tensor], version: int, tole
         WeightUpdateError: the engine does not compute with them; it stays paused.
     """
     rollout.pause()
-    if isinstance(rollout, LocalRolloutEngine):
-        rollout.load_weights(weights, version)
-        model = rollout.client.model  # type: ignore[attr-defined]
-        single = next(model.parameters()).dtype == torch.float32
-        request = probe_request(int(model.config.get_text_config().vocab_size), NEW_TOKENS_IN_PROCESS)
-        answers = rollout.client.probe(request)  # type: ignore[attr-defined]
-        limit = tolerance if tolerance is not None else 1e-3 if single else 5e-2
-        audit(answers, lambda ids_BL, temperature: _plain_logprobs(model, ids_BL, temperature), version, limit)
-    else:
-        rollout.update_weights(version=version, weights=weights)
+    rollout.update_weights(version=version, weights=weights)
+    model = rollout.local_model
+    if model is not None:
+        answers = rollout.probe(probe_request(model, NEW_TOKENS_IN_PROCESS)) or {}
+        dtype = next(model.parameters()).dtype
+        audit(answers, lambda ids_BL, temperature: _plain_logprobs(model, ids_BL, temperature), version, tolerance, dtype)
     rollout.resume()
 
 

@@ -37,7 +37,7 @@ from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.server.errors import RequestError, error_response
 from rollwright.inference.server.exchange import read_object
 from rollwright.inference.server.openai import bearer_token
-from rollwright.rollout.engines import LocalRolloutEngine, RolloutEngine
+from rollwright.rollout.engines import RolloutEngine
 from rollwright.rollout.openai_episode import OpenAIEpisode
 from rollwright.rollout.openai_front import OpenAIFront, ServerThread
 from rollwright.store import Announcement, ExperienceStore
@@ -284,8 +284,8 @@ def follow_trainer(
     if newest.takes_back(loaded):
         assert loaded is not None
         logger.warning("the trainer went back behind version %d, and is at %d", loaded.version, newest.version)
-    if newest.version < rollout.get_version() and isinstance(rollout, LocalRolloutEngine):
-        rollout.client.go_back(newest.version, finish=True)  # type: ignore[attr-defined]
+    if newest.version < rollout.get_version():
+        rollout.go_back(newest.version, finish=True)
     give_weights(rollout, weights, newest.version, tolerance)
     logger.info("version %d samples now", newest.version)
     return newest

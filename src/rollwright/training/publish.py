@@ -1,19 +1,25 @@
-"""Handing new weights to the engines that sample with them.
+"""Handing new weights to the engines that sample with them, and comparing what they compute then.
 
 Between the first optimizer step of an update and publication an engine that shares the trainer's weights does not step:
 ``before_first_step`` pauses it, ``publish`` gives it the next version and lets it go on. After each publication the engines'
-log-probabilities of a probe are compared with the trainer's, over all its ranks.
+log-probabilities of a probe are compared with the trainer's: the first rank asks the engines, all ranks score what they
+answered, and the first compares.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from rollwright.errors import WeightUpdateError
-from rollwright.inference.weights.audit import NEW_TOKENS_IN_PROCESS, Agreement
+from rollwright.inference.engine import InferenceEngine, WeightReceiver, takes_no_weights
+from rollwright.inference.request import ModelResponse
+from rollwright.inference.weights.audit import NEW_TOKENS, NEW_TOKENS_IN_PROCESS, Agreement, audit, probe_request
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
-from rollwright.training.audit import audit_engines, can_answer
 
 if TYPE_CHECKING:
     from rollwright.inference.remote import RemoteClient
@@ -23,27 +29,33 @@ if TYPE_CHECKING:
 logger = getLogger("publish")
 
 
-class Publisher(Protocol):
-    """A way for weights to reach engines."""
+class Publisher:
+    """A way for a trainer's weights to reach an engine.
 
-    @property
-    def agreements(self) -> list[Agreement]:
-        """How far each engine was from the trainer in the last audit; empty where there was none yet."""
-        ...
+    Attributes:
+        engine: takes the weights.
+        agreements: how far each engine was from the trainer in the last audit; empty where there was none yet.
+    """
+
+    def __init__(self, engine: WeightReceiver) -> None:
+        self.engine = engine
+        self.agreements: list[Agreement] = []
 
     def before_first_step(self) -> None:
         """The weights are about to change."""
+        raise NotImplementedError
 
     def publish(self, trainer: TrainEngine, version: int) -> None:
         """Give the engines the trainer's present weights as ``version``; they have confirmed it on return."""
+        raise NotImplementedError
 
 
-class SharedWeights:
+class SharedWeights(Publisher):
     """The engine in this process computes with the trainer's own tensors: nothing is copied."""
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-        self.agreements: list[Agreement] = []
+    def __init__(self, engine: InferenceEngine) -> None:
+        super().__init__(engine)
+        self.engine: InferenceEngine = engine
         self._paused = False
 
     def before_first_step(self) -> None:
@@ -59,13 +71,13 @@ class SharedWeights:
             WeightUpdateError: it does not compute what the trainer computes; it stays paused.
         """
         self.engine.publish(version)
-        self.agreements = audit_engines(self.engine, trainer, version, NEW_TOKENS_IN_PROCESS)
+        self.agreements = audit_engine(self.engine, trainer, version, NEW_TOKENS_IN_PROCESS) or []
         if self._paused:
             self._paused = False
             self.engine.resume()
 
     def succeeded_by(self, other: Publisher) -> Publisher:
-        """Hand over to another way in the middle of an update: an engine that was paused stays so until it publishes."""
+        """Switch to another way in the middle of an update: an engine that was paused stays so until it publishes."""
         if isinstance(other, SharedWeights):
             return self
         if self._paused:
@@ -74,80 +86,114 @@ class SharedWeights:
         return other
 
 
-class CopiedWeights:
-    """The engine in this process has weights of its own, and copies the trainer's."""
+class SentWeights(Publisher):
+    """The engine has weights of its own: it copies the trainer's, or they are sent to servers by the way that ``meta`` names.
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-        self.agreements: list[Agreement] = []
-
-    def before_first_step(self) -> None:
-        """Nothing: the engine has weights of its own."""
-
-    def publish(self, trainer: TrainEngine, version: int) -> None:
-        """Have the engine copy the present weights as ``version``, and see that it computes with them.
-
-        Raises:
-            WeightUpdateError: it does not.
-        """
-        self.engine.load_weights(trainer.full_weights(), version)
-        self.agreements = audit_engines(self.engine, trainer, version, NEW_TOKENS_IN_PROCESS)
-
-
-class SentWeights:
-    """Servers are sent the weights by the way that a ``WeightUpdateMeta`` names, and asked what they compute with them.
-
-    Paused servers answer no probe. Where one process trains, the client asks them when it resumes. The ranks of a sharded
-    trainer have to score the probe together, so there they do it when they next come together: before the next first step,
-    which is before anything that those servers sampled is trained on.
+    Paused servers answer no probe. Where one process trains, they are asked when they resume. The ranks of a sharded trainer
+    have to score the probe together, so they do it when they next come together: before the next first step, which is
+    before anything that those servers sampled is trained on.
     """
 
-    def __init__(self, engine: Any, meta: WeightUpdateMeta | None) -> None:
-        self.engine = engine
+    def __init__(self, engine: WeightReceiver, meta: WeightUpdateMeta | None) -> None:
+        super().__init__(engine)
         self.meta = meta
-        self._agreements: list[Agreement] = []
-        self._due: tuple[TrainEngine, int] | None = None  # a version that the ranks have not audited yet
-
-    @property
-    def agreements(self) -> list[Agreement]:
-        """Of the last audit, whoever made it."""
-        return self._agreements or getattr(getattr(self.engine, "client", self.engine), "agreements", [])
+        self._due: tuple[TrainEngine, int] | None = None  # a version that was not audited yet
 
     def before_first_step(self) -> None:
-        """The servers have weights of their own, but their audit may still be due.
+        """The engine has weights of its own, but its audit may still be due.
 
         Raises:
-            WeightUpdateError: a server does not compute with the weights that were published.
+            WeightUpdateError: it does not compute with the weights that were published.
         """
-        self._audit_if_due()
+        if self._due is not None:
+            self._audit()
 
     def publish(self, trainer: TrainEngine, version: int) -> None:
-        """Send the whole weights (from the first rank); the servers have confirmed the version on return.
+        """Send the whole weights (from the first rank), and see that the engines compute with them.
 
         Raises:
-            WeightUpdateError: on every rank, where the servers refused or do not compute with the weights.
+            WeightUpdateError: on every rank, where an engine refused the weights or does not compute with them.
         """
         weights = trainer.full_weights()
-        is_alone = parallel.world_size() == 1
 
         def send() -> None:
-            self.engine.update_weights(self.meta, version=version, weights=weights, trainer=trainer if is_alone else None)
+            self.engine.update_weights(self.meta, version=version, weights=weights, config=trainer.model.config)
 
         parallel.from_first_rank(send, trainer.device)
-        if not is_alone:
+        self._due = trainer, version
+        if parallel.world_size() == 1:
+            self.engine.when_resumed(self.before_first_step)
+        else:
+            self._audit()
+
+    def _audit(self) -> None:
+        assert self._due is not None
+        (trainer, version), self._due = self._due, None
+        new_tokens = NEW_TOKENS if self.engine.local_model is None else NEW_TOKENS_IN_PROCESS
+        agreements = audit_engine(self.engine, trainer, version, new_tokens)
+        if agreements is None:
             self._due = trainer, version
-            self._audit_if_due()
-
-    def _audit_if_due(self) -> None:
-        if self._due is None:
-            return
-        trainer, version = self._due
-        if parallel.from_first_rank(lambda: can_answer(self.engine), trainer.device):
-            self._due = None
-            self._agreements = audit_engines(self.engine, trainer, version)
+        else:
+            self.agreements = agreements
 
 
-def publisher_for(trainer: TrainEngine, engine: Any, meta: WeightUpdateMeta | None) -> Publisher:
+def audit_engine(engine: WeightReceiver, trainer: TrainEngine, version: int, new_tokens: int) -> list[Agreement] | None:
+    """Have the engines sample the probe, and compare their log-probabilities with the trainer's.
+
+    Args:
+        engine: in this process, or a client of servers; only the first rank's is asked.
+        trainer: whose present weights were published.
+        version: that they were published as.
+        new_tokens: tokens of the probe.
+
+    Returns:
+        One entry for each engine that can be asked; None where they are paused and cannot be asked now.
+
+    Raises:
+        WeightUpdateError: on every rank, where an engine is over the tolerance, or answered with another version.
+    """
+    answers: dict[str, ModelResponse] = {}
+
+    def ask() -> list[tuple[list[int], float]] | None:
+        got = engine.probe(probe_request(trainer.model, new_tokens))
+        if got is None:
+            return None
+        answers.update(got)
+        # Servers with the same weights sample the same tokens, which are then scored once.
+        distinct = {tuple(answer.input_tokens + answer.output_tokens): answer.temperature for answer in answers.values()}
+        return [(list(ids), temperature) for ids, temperature in distinct.items()]
+
+    asked = parallel.from_first_rank(ask, trainer.device)
+    if asked is None:
+        return None
+    scored = {tuple(ids): _score(trainer, torch.tensor([ids]), temperature) for ids, temperature in asked}
+
+    def judge() -> list[dict[str, Any]]:
+        def score(ids_BL: Tensor, _: float) -> Tensor:
+            return scored[tuple(ids_BL[0].tolist())]
+
+        return [asdict(one) for one in audit(answers, score, version, engine.logprob_tolerance, trainer.compute_dtype)]
+
+    agreements = [Agreement(**agreement) for agreement in parallel.from_first_rank(judge, trainer.device)]
+    if agreements:
+        logger.debug("audit of version %d: largest mean difference %.1e", version, max(one.mean for one in agreements))
+    return agreements
+
+
+def _score(trainer: TrainEngine, ids_BL: Tensor, temperature: float) -> Tensor:
+    """The trainer's log-probabilities ``[B, L]`` of tokens."""
+    mask_BL = torch.ones_like(ids_BL)
+    return trainer.compute_logp(
+        {
+            "input_ids": ids_BL,
+            "attention_mask": mask_BL.bool(),
+            "loss_mask": mask_BL,
+            "temperature": torch.full((len(ids_BL),), temperature),
+        }
+    )
+
+
+def publisher_for(trainer: TrainEngine, engine: WeightReceiver | None, meta: WeightUpdateMeta | None) -> Publisher:
     """The way from a trainer to an engine.
 
     Args:
@@ -161,26 +207,21 @@ def publisher_for(trainer: TrainEngine, engine: Any, meta: WeightUpdateMeta | No
         WeightUpdateError: there is no engine to publish to, or the way does not fit it.
     """
     engine = engine if engine is not None else _find_servers(meta)
-    if hasattr(engine, "update_weights"):
+    if not isinstance(engine, WeightReceiver):
+        raise takes_no_weights(engine)
+    model = engine.local_model
+    if model is None:
         return SentWeights(engine, meta)
-    if not hasattr(engine, "publish"):
-        raise WeightUpdateError(
-            f"{type(engine).__name__} can be given no weights: it has neither update_weights (servers) nor publish (an engine "
-            "in this process)."
-        )
     if parallel.world_size() > 1:
         raise WeightUpdateError(
             "An engine in the trainer's process cannot share weights that are sharded over several processes: use servers "
             "(rollout.backend sglang or vllm)."
         )
+    shares = next(trainer.model.parameters()).data_ptr() == next(model.parameters()).data_ptr()
     copied = meta is not None and meta.type == "memory"
-    return CopiedWeights(engine) if copied or not _shares_weights(engine, trainer) else SharedWeights(engine)
-
-
-def _shares_weights(engine: Any, trainer: TrainEngine) -> bool:
-    model = getattr(getattr(engine, "client", engine), "model", trainer.model)
-    mine, theirs = next(trainer.model.parameters()), next(model.parameters())
-    return mine.data_ptr() == theirs.data_ptr()
+    if shares and not copied and isinstance(engine, InferenceEngine):
+        return SharedWeights(engine)
+    return SentWeights(engine, meta)
 
 
 def _find_servers(meta: WeightUpdateMeta | None) -> Any:

@@ -118,7 +118,7 @@ class TaskRunner(RolloutWorkflow):
             engine,
             self.tokenizer,
             gconfig=task.rollout_args,
-            recorder=getattr(engine, "recorder", None),
+            recorder=engine.recorder,
             loop=asyncio.get_running_loop(),
             open_episode=None if self.openai_front is None else open_episode,
             model_path=self.model_path,

@@ -21,7 +21,7 @@ from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.router import Server
 from rollwright.inference.weights import group as weight_group
-from rollwright.inference.weights.ways import WeightUpdateMeta, publish_weights
+from rollwright.inference.weights.ways import WeightUpdateMeta
 
 
 @contextlib.contextmanager
@@ -251,7 +251,7 @@ def test_versions_on_disk_of_a_run_that_went_back_do_not_take_the_place_of_the_n
     meta = WeightUpdateMeta.from_disk(tmp_path)
     with connected(fake) as client:
         for version in (7, 8, 9, 3):  # killed after 9, and resumed from the checkpoint of 2
-            publish_weights(client, {"a": torch.zeros(1)}, version, meta)
+            client.update_weights(meta, version=version, weights={"a": torch.zeros(1)})
         assert [path.name for path in tmp_path.iterdir()] == ["v3"]
 
 

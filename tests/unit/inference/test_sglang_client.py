@@ -18,7 +18,7 @@ from rollwright.errors import EngineError, PromptTooLongError, RequestAborted, W
 from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.version_spans import version_spans, versions_of_spans
-from rollwright.inference.weights.ways import WeightUpdateMeta, publish_weights
+from rollwright.inference.weights.ways import WeightUpdateMeta
 
 #: What SGLang 0.5.23 accepts, from its definitions of a generation request and of sampling parameters.
 SGLANG_REQUEST_FIELDS = set(
@@ -450,12 +450,12 @@ def test_servers_say_how_many_ranks_of_the_group_are_theirs(monkeypatch):
     for fake, ranks in zip(fakes, (4, 2), strict=True):
         fake.info = {"tp_size": ranks}
     with connected(*fakes, weight_update="xccl") as client:
-        publish_weights(client, {"a": torch.zeros(1)}, 1, client.default_meta())
+        client.update_weights(client.default_meta(), version=1, weights={"a": torch.zeros(1)})
         joined = [fake.bodies["init_weights_update_group"][0] for fake in fakes]
         assert [(body["rank_offset"], body["world_size"]) for body in joined] == [(1, 7), (5, 7)]
         client._leave_group()
         with pytest.raises(WeightUpdateError, match=r"sglang:d2p1t2 gives a server 2 GPUs.*tp_size=4"):
-            publish_weights(client, {"a": torch.zeros(1)}, 2, WeightUpdateMeta.from_fsdp_xccl("sglang:d2p1t2"))
+            client.update_weights(WeightUpdateMeta.from_fsdp_xccl("sglang:d2p1t2"), version=2, weights={"a": torch.zeros(1)})
 
 
 def test_bodies_of_a_distributed_update_have_sglangs_shape(monkeypatch):
@@ -466,7 +466,7 @@ def test_bodies_of_a_distributed_update_have_sglangs_shape(monkeypatch):
     meta = dataclasses.replace(WeightUpdateMeta.from_fsdp_xccl("sglang:d2p1t2+d1p1t1"), bucket_bytes=32)
     with connected(*fakes) as client:
         for version in (1, 2):
-            assert publish_weights(client, weights, version, meta).engines == tuple(client.addresses)
+            assert client.update_weights(meta, version=version, weights=weights).engines == tuple(client.addresses)
         for index, fake in enumerate(fakes):
             (joined,) = fake.bodies["init_weights_update_group"]  # once for both publications
             assert set(joined) == SGLANG_GROUP_FIELDS

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from server_parts import served, tiny_engine
 
 from rollwright.data.tokenizer import build_character_tokenizer
+from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelResponse
 from rollwright.inference.server.application import create_application
 from rollwright.inference.server.errors import RequestError
@@ -57,8 +58,10 @@ def test_offsets_of_pieces_go_on(server):
     ]
 
 
-class Script:
+class Script(InferenceEngine):
     """Gives a text token by token."""
+
+    get_version = set_version = pause = resume = abort = None  # type: ignore[assignment]
 
     def __init__(self, tokenizer, text: str) -> None:
         self.tokens = tokenizer.encode(text, add_special_tokens=False)

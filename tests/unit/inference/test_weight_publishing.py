@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from rollwright.config.allocation import AllocationMode
 from rollwright.errors import WeightUpdateError
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
+from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.request import ModelResponse
 from rollwright.inference.weights import audit as auditing
 from rollwright.inference.weights.files import MANIFEST, content_digest, keep_newest, read_weights, write_weights
@@ -21,7 +22,6 @@ from rollwright.inference.weights.ways import (
     MappedWeights,
     WeightUpdateMeta,
     distinct_weights,
-    publish_weights,
     shared_directory,
 )
 
@@ -179,12 +179,12 @@ def test_memory_copies_into_an_engine_of_this_process():
     engine = BuiltinEngine(tiny_model("qwen3"), kv_cache_bytes=4 << 20)
     with contextlib.closing(_Closing(engine)):
         other = tiny_model("qwen3", seed=5)
-        publication = publish_weights(engine, other.state_dict(), 1, WeightUpdateMeta.memory())
+        publication = engine.update_weights(WeightUpdateMeta.memory(), version=1, weights=other.state_dict())
         assert publication.version == 1
         assert publication.engines == ("BuiltinEngine",)
         assert all(torch.equal(engine.model.state_dict()[name], tensor) for name, tensor in other.state_dict().items())
     with pytest.raises(WeightUpdateError, match="not in this process"):
-        publish_weights(object(), {}, 1, WeightUpdateMeta.memory())
+        SGLangClient().update_weights(WeightUpdateMeta.memory(), version=1, weights={})
 
 
 class _Closing:
@@ -195,27 +195,25 @@ class _Closing:
 # -- the audit ---------------------------------------------------------------------------------------------------------
 
 
-class Trainer:
-    """An actor as the audit sees it, computed by Transformers in float64."""
-
-    def __init__(self, model):
-        self.model = model
+def score_of(model):
+    """The trainer's log-probabilities as the audit asks for them, by Transformers in float64."""
 
     @torch.no_grad()
-    def compute_logp(self, batch):
-        ids, temperature = batch["input_ids"], batch["temperature"]
-        logprobs = torch.log_softmax(self.model(ids).logits.double() / temperature[:, None, None], -1)
+    def score(ids, temperature):
+        logprobs = torch.log_softmax(model(ids).logits.double() / temperature, -1)
         result = torch.zeros(ids.shape, dtype=torch.float64)
         result[:, 1:] = logprobs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
         return result
+
+    return score
 
 
 @pytest.fixture(scope="module")
 def answered():
     model = tiny_model("qwen3")
     engine = BuiltinEngine(model, kv_cache_bytes=4 << 20, version=2)
-    score = auditing.score_of(Trainer(model))
-    response = engine.generate([auditing.probe_request(score.vocabulary)])[0]
+    score = score_of(model)
+    response = engine.generate([auditing.probe_request(model)])[0]
     yield response, score, model
     engine.destroy()
 
@@ -234,7 +232,7 @@ def test_an_engine_with_other_weights_is_named(answered):
     with torch.no_grad():
         stale.get_input_embeddings().weight.add_(0.05 * torch.randn_like(stale.get_input_embeddings().weight))
     with pytest.raises(WeightUpdateError, match=r"engine 7.*tied"):
-        auditing.audit({"engine 7": response}, auditing.score_of(Trainer(stale)), version=2, tolerance=1e-3)
+        auditing.audit({"engine 7": response}, score_of(stale), version=2, tolerance=1e-3)
 
 
 def test_logprobs_at_another_temperature_do_not_pass(answered):

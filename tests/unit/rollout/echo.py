@@ -63,6 +63,8 @@ class EchoEngine(InferenceEngine):
 class EchoBatchEngine(EchoEngine):
     """Takes batches, and keeps them for the test to look at."""
 
+    queues_together = True
+
     def __init__(self, **kwargs: object) -> None:
         super().__init__(**kwargs)  # type: ignore[arg-type]
         self.batches: list[list[ModelRequest]] = []

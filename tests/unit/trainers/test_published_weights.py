@@ -32,12 +32,12 @@ def test_later_versions_of_a_trainer_that_is_gone_give_way(tmp_path, engine):
         published = PublishedWeights(tmp_path, store, keep=2)
         store.commit("step-1", version=1)
         for version in range(1, 6):
-            published.update_weights(None, version=version, weights=weights, trainer=engine)
+            published.update_weights(None, version=version, weights=weights, config=engine.model.config)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["v000004", "v000005"]
         store.recover("step-1")
         again = PublishedWeights(tmp_path, store, keep=2)
-        again.update_weights(None, version=1, weights=weights, trainer=engine)
-        again.update_weights(None, version=2, weights=weights, trainer=engine)
+        again.update_weights(None, version=1, weights=weights, config=engine.model.config)
+        again.update_weights(None, version=2, weights=weights, config=engine.model.config)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["v000001", "v000002"]
         read = dict(read_weights(store.latest_version().path))
     name = next(iter(read))
@@ -50,7 +50,7 @@ def announced(tmp_path, engine):
     weights = {name: value * 1.25 for name, value in engine.full_weights().items()}
     with ExperienceStore("sqlite://") as store:
         store.recover(None)
-        PublishedWeights(tmp_path, store).update_weights(None, version=3, weights=weights, trainer=engine)
+        PublishedWeights(tmp_path, store).update_weights(None, version=3, weights=weights, config=engine.model.config)
         yield store.latest_version()
 
 

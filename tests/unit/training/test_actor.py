@@ -8,6 +8,7 @@ from tiny_policy import gradients, tiny_actor, tiny_batch, tiny_model
 
 from rollwright.config.sections import MicroBatchSpec, NormConfig, OptimizerConfig, PPOActorConfig
 from rollwright.errors import ConfigError, TrainingError, WeightUpdateError
+from rollwright.inference.engine import InferenceEngine
 from rollwright.training.actor import FSDPPPOActor
 
 
@@ -299,11 +300,23 @@ def test_steps_that_are_not_finite_are_skipped_and_stop_the_run():
         actor.ppo_update(batch)
 
 
-class RecordingEngine:
-    """Notes what the actor asks of it."""
+class RecordingEngine(InferenceEngine):
+    """Notes what the actor asks of it; it computes with the actor's own model."""
 
-    def __init__(self):
-        self.calls = []
+    def __init__(self, model):
+        self.calls, self.model = [], model
+
+    @property
+    def local_model(self):
+        return self.model
+
+    async def agenerate(self, request): ...
+
+    def abort(self, rid=None): ...
+
+    def get_version(self): ...
+
+    def set_version(self, version): ...
 
     def pause(self):
         self.calls.append("pause")
@@ -316,7 +329,8 @@ class RecordingEngine:
 
 
 def test_an_engine_that_shares_weights_does_not_step_while_they_change():
-    actor, batch, engine = tiny_actor(ppo_n_minibatches=3), tiny_batch(), RecordingEngine()
+    actor, batch = tiny_actor(ppo_n_minibatches=3), tiny_batch()
+    engine = RecordingEngine(actor.model)
     actor.connect_engine(engine)
     actor.compute_advantages(batch)
     actor.compute_logp(batch)
@@ -333,7 +347,8 @@ def test_an_engine_that_shares_weights_does_not_step_while_they_change():
 def test_naming_the_way_only_at_publication_still_lets_the_engine_go_on():
     from rollwright.inference.weights.ways import WeightUpdateMeta
 
-    actor, engine = tiny_actor(), RecordingEngine()
+    actor = tiny_actor()
+    engine = RecordingEngine(actor.model)
     actor.connect_engine(engine)
     actor.ppo_update(actor.compute_advantages(tiny_batch()))
     actor.update_weights(WeightUpdateMeta.shared())

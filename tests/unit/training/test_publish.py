@@ -12,12 +12,13 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import OptimizerConfig, PPOActorConfig, RolloutConfig
 from rollwright.errors import WeightUpdateError
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
+from rollwright.inference.engine import WeightReceiver
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.weights.audit import NEW_TOKENS_IN_PROCESS, probe_request
 from rollwright.inference.weights.ways import WeightUpdateMeta
 from rollwright.rollout.engines import LocalRolloutEngine
 from rollwright.training.actor import FSDPPPOActor
-from rollwright.training.publish import CopiedWeights, SentWeights, SharedWeights, publisher_for
+from rollwright.training.publish import SentWeights, SharedWeights, publisher_for
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def test_an_engine_over_another_copy_is_given_the_weights():
     rollout = LocalRolloutEngine(RolloutConfig(max_running_requests=4, device="cpu"), model=tiny_model(dtype=torch.float32))
     with rollout:
         actor.connect_engine(rollout)
-        assert isinstance(actor._publisher, CopiedWeights)
+        assert isinstance(actor._publisher, SentWeights)
         actor.ppo_update(actor.compute_advantages(tiny_batch()))
         actor.update_weights(WeightUpdateMeta.memory())
         actor.set_version(1)
@@ -83,15 +84,15 @@ def test_an_engine_over_another_copy_is_given_the_weights():
 
 
 def test_servers_are_sent_whole_weights():
-    class Servers:
-        def update_weights(self, meta, *, version, weights, trainer):
-            self.got = (meta, version, sorted(weights), trainer)
+    class Servers(WeightReceiver):
+        def update_weights(self, meta=None, *, version, weights, config=None):
+            self.got = (meta, version, sorted(weights), config)
 
     actor, servers, meta = tiny_actor(), Servers(), WeightUpdateMeta.from_disk("/nowhere")
     actor.connect_engine(servers, meta)
     assert isinstance(actor._publisher, SentWeights)
     actor.update_weights(meta)
-    assert servers.got == (meta, 1, sorted(actor.model.state_dict()), actor)
+    assert servers.got == (meta, 1, sorted(actor.model.state_dict()), actor.model.config)
 
 
 def test_what_is_no_engine_is_refused():
@@ -152,13 +153,13 @@ def test_the_probe_does_not_wait_for_those_in_the_queue(shared):
     gconfig = GenerationHyperparameters(max_new_tokens=50, ignore_eos=True, seed=1)
     for _ in range(10):  # this thread could be kept from asking until all are done
         futures = engine.submit([ModelRequest(input_ids=[3 + index % 9, 4], gconfig=gconfig) for index in range(40)])
-        (alone,) = engine.probe(probe_request(31)).values()
+        (alone,) = engine.probe(probe_request(engine.model)).values()
         was_first = not all(future.done() for future in futures)
         assert all(future.result(timeout=60).output_len == 50 for future in futures)
         if was_first:
             break
     assert was_first
-    (again,) = engine.generate([probe_request(31)])
+    (again,) = engine.generate([probe_request(engine.model)])
     assert again.output_tokens == alone.output_tokens
     assert again.output_logprobs == pytest.approx(alone.output_logprobs, abs=1e-5)
 

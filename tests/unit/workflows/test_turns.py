@@ -7,6 +7,7 @@ import pytest
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import PromptTooLongError
 from rollwright.experience.contract import check_trajectory
+from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelResponse
 from rollwright.workflows.turns import Turns
 
@@ -14,11 +15,13 @@ PROMPT = [1, 2, 3]
 GCONFIG = GenerationHyperparameters(max_new_tokens=4, n_samples=8, temperature=0.7)
 
 
-class Engine:
+class Engine(InferenceEngine):
     """Answers with the tokens, or raises the error, of each turn."""
 
     def __init__(self, *turns, reason="stop"):
         self.turns, self.reason, self.requests = list(turns), reason, []
+
+    get_version = set_version = pause = resume = abort = None
 
     async def agenerate(self, request):
         self.requests.append(request)

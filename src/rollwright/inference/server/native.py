@@ -17,7 +17,6 @@ from rollwright.inference.server.errors import RequestError, as_request_error, e
 from rollwright.inference.server.exchange import ClientGoneError, beside_the_loop, event_line, read_object, while_connected
 from rollwright.inference.server.native_fields import check_request, generation_arguments
 from rollwright.inference.server.text_stream import completion_text
-from rollwright.inference.stream import generate_all, stream_response
 from rollwright.inference.version_spans import version_spans
 
 
@@ -76,7 +75,7 @@ class NativeProtocol:
             generation = await beside_the_loop(len(await request.body()), self._parse, body)
             if generation.stream:
                 return await self._stream(request, generation.completions[0])
-            responses = await while_connected(request, generate_all(self.engine, generation.requests))
+            responses = await while_connected(request, self.engine.agenerate_batch(generation.requests))
             answers = [
                 self.answer(completion, response)
                 for completion, response in zip(generation.completions, responses, strict=True)
@@ -201,7 +200,7 @@ class NativeProtocol:
         return {"text": text, "output_ids": response.output_tokens, "meta_info": meta}
 
     async def _stream(self, asked: Request, completion: _Completion) -> StreamingResponse:
-        partials = stream_response(self.engine, completion.request)
+        partials = self.engine.astream(completion.request)
         first = await while_connected(asked, anext(partials))
 
         async def events() -> AsyncIterator[str]:

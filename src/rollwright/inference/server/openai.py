@@ -35,7 +35,6 @@ from rollwright.inference.server.openai_answer import (
 from rollwright.inference.server.openai_call import OpenAICall
 from rollwright.inference.server.openai_fields import CHAT, COMPLETION, check_fields
 from rollwright.inference.server.tool_calls import tool_convention
-from rollwright.inference.stream import generate_all
 
 
 class OpenAIProtocol:
@@ -76,7 +75,7 @@ class OpenAIProtocol:
         self.model_name = model_name
         self._on_call = on_call
         self._defaults = defaults or GenerationHyperparameters()
-        self._context_length = context_length or getattr(engine, "context_length", None)
+        self._context_length = context_length or (engine.context_length if engine is not None else None)
         self._max_prompt_tokens = max_prompt_tokens
         self._max_samples = max_samples
         self.convention = tool_convention(getattr(tokenizer, "chat_template", None) or "")
@@ -289,7 +288,7 @@ class OpenAIProtocol:
 
     async def _run(self, engine: InferenceEngine, call: OpenAICall) -> None:
         """Answer every request of ``call`` and show it to ``on_call``."""
-        await self.finish(call, await generate_all(engine, call.requests))
+        await self.finish(call, await engine.agenerate_batch(call.requests))
 
     async def finish(self, call: OpenAICall, responses: list[ModelResponse]) -> None:
         """Write the choices of a call whose responses are complete, and show it to ``on_call``."""

@@ -10,7 +10,6 @@ from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.server.openai_call import OpenAICall
 from rollwright.inference.server.text_stream import TextStream, completion_text, held_back
 from rollwright.inference.server.tool_calls import ToolCall, ToolConvention
-from rollwright.inference.stream import stream_response
 from rollwright.inference.version_spans import version_spans
 
 
@@ -197,7 +196,7 @@ async def partial_responses(engine: Any, requests: list[ModelRequest]) -> AsyncG
 
     async def follow(index: int, request: ModelRequest) -> None:
         try:
-            async for partial in stream_response(engine, request):
+            async for partial in engine.astream(request):
                 await queue.put((index, partial))
         except Exception as error:  # whatever it is, the reader of the queue raises it
             await queue.put((index, error))

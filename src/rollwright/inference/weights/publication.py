@@ -1,9 +1,8 @@
-"""A client that gives its servers new weights: publication, audit, and servers that come back.
+"""A client that gives its servers new weights, also those that come back.
 
 Invariants:
 
 * no server samples while its weights change, and every server in service holds the current version;
-* a publication is audited by log-probabilities, also where every call was answered with success;
 * a publication and the return of a server never overlap.
 """
 
@@ -24,8 +23,8 @@ from rollwright.inference.network import is_loopback
 from rollwright.inference.remote import RemoteClient
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.router import Server
-from rollwright.inference.weights.audit import Agreement, Score, audit, probe_request, score_of, tolerance_of
-from rollwright.inference.weights.ways import MappedWeights, Publication, WeightUpdateMeta, publish_weights, shared_directory
+from rollwright.inference.weights.files import keep_newest, remove_later, write_weights
+from rollwright.inference.weights.ways import MappedWeights, Publication, WeightUpdateMeta, distinct_weights, shared_directory
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("RemoteWeights")
@@ -36,9 +35,8 @@ class PublishingClient(RemoteClient):
 
     def __init__(self, config: RolloutConfig | None = None, *, addresses: Iterable[str] | None = None) -> None:
         super().__init__(config, addresses=addresses)
-        self.agreements: list[Agreement] = []  # of the last audit
         self._restore: Callable[[Server], None] | None = None
-        self._pending_audit: Callable[[], object] | None = None
+        self._when_resumed: Callable[[], object] | None = None
         self._mapped: MappedWeights | None = None
         # Held by a publication, by pause and resume, and while a server is brought back: none of them sees half of another.
         self._update_lock = threading.RLock()
@@ -56,10 +54,10 @@ class PublishingClient(RemoteClient):
             super().pause()
 
     def resume(self) -> None:
-        """Go on after ``pause``; the audit of a publication that was made meanwhile is done now."""
+        """Go on after ``pause``; then do what was put off until now (``when_resumed``)."""
         with self._update_lock:
             super().resume()
-        self._run_pending_audit()
+        self._run_action()
 
     def set_version(self, version: int) -> None:
         """See ``RemoteClient.set_version``."""
@@ -68,31 +66,59 @@ class PublishingClient(RemoteClient):
                 super().set_version(version)
                 self._restore = None  # another client published: what this one has is older
 
-    def update_weights(
-        self, meta: WeightUpdateMeta | None = None, *, version: int, weights: Mapping[str, Tensor], trainer: Any = None
-    ) -> Publication:
-        """Publish a trainer's weights, then compare log-probabilities with it.
+    def when_resumed(self, action: Callable[[], object]) -> None:
+        """Call ``action`` now, or at the end of ``resume`` where this client is paused: a paused server answers no probe.
 
-        Where this client is paused, the comparison is made when it resumes: a paused server answers no probe.
+        Of several actions the last is called.
+        """
+        self._when_resumed = action
+        if not self.is_paused:
+            self._run_action()
+
+    def _run_action(self) -> None:
+        action, self._when_resumed = self._when_resumed, None
+        if action is not None:
+            action()
+
+    def update_weights(
+        self,
+        meta: WeightUpdateMeta | None = None,
+        *,
+        version: int,
+        weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        config: Any = None,
+    ) -> Publication:
+        """Publish weights to all servers; when this returns, their next tokens are sampled with them.
 
         Args:
-            meta: the way; None: shared memory where every server is on this host.
+            meta: the way; None: that of the config, see ``default_meta``.
             version: of the weights.
-            weights: whole tensors by parameter name.
-            trainer: an actor that this process can score with, whose ``compute_logp`` the audit asks; None: no audit
-                here (an actor that is sharded over processes audits by itself, with all of them).
+            weights: whole tensors by parameter name; tied ones may stand twice.
+            config: a Hugging Face config, written beside weights on disk.
 
         Raises:
-            WeightUpdateError: no server took the weights, or one does not compute with them.
+            WeightUpdateError: no server took the weights, or the way does not fit them.
         """
-        config = getattr(getattr(trainer, "model", None), "config", None)
+        started, named, digest = time.perf_counter(), distinct_weights(weights), None
         with self._update_lock:  # files that a server may just be brought back with are written, too
-            publication = publish_weights(self, weights, version, meta or self.default_meta(), config=config)
-        if trainer is not None:
-            self._pending_audit = lambda: self.audit(score_of(trainer), tolerance_of(self.config, trainer))
-            if not self._paused:
-                self._run_pending_audit()
-        return publication
+            meta = meta or self.default_meta()
+            if meta.type == "disk":
+                root = Path(str(meta.path)).resolve()
+                remove_later(root, "v", version)  # left by a run that went back to a checkpoint; kept instead of these
+                digest = write_weights(root / f"v{version}", named, version, config)
+                engines = self.update_weights_from_disk(str(root / f"v{version}"), version, digest)
+                keep_newest(root, "v", meta.keep)
+            elif meta.type == "shared":
+                mapped = self.mapped_weights(meta.path)
+                mapped.write(named, version, config)
+                engines = self.update_weights_from_disk(str(mapped.directory), version, None)
+            elif meta.type == "xccl":
+                engines = self.broadcast_weights(named, version, meta)
+            else:
+                raise WeightUpdateError(
+                    f"{type(self).__name__} is not in this process: use shared(), from_disk() or from_fsdp_xccl()."
+                )
+            return Publication.of(named, version, engines, meta.type, started, digest)
 
     def default_meta(self) -> WeightUpdateMeta:
         """The way that ``rollout.weight_update`` names; ``auto`` is shared memory, where every server is on this host.
@@ -127,39 +153,19 @@ class PublishingClient(RemoteClient):
         """Directories that every server may read; empty: any."""
         return [str(servers.weights_root) for servers in self._owned]
 
-    def audit(self, score: Score, tolerance: float) -> list[Agreement]:
-        """Have every server in service sample the probe, and compare its log-probabilities with the trainer's.
-
-        Raises:
-            WeightUpdateError: a server is over the tolerance; it is named.
-        """
-        responses = self.probe(probe_request(self._vocabulary_of(score)))
-        agreements = audit(responses, score, self._version, tolerance)
-        self.agreements = agreements
-        if agreements:
-            logger.info("audit of version %d: largest mean difference %.1e", self._version, max(a.mean for a in agreements))
-        else:
-            logger.warning("No server is in service that could be compared with the trainer after version %d.", self._version)
-        return agreements
-
-    def probe(self, request: ModelRequest) -> dict[str, ModelResponse]:
-        """What every server in service samples for one request, by the server's name in messages."""
+    def probe(self, request: ModelRequest) -> dict[str, ModelResponse] | None:
+        """What every server in service samples for one request, by the server's name in messages; None while paused."""
+        if self.is_paused:
+            return None
         answers = self._each_in_service(lambda server: self._probe(server, request), "answer the audit's probe")
+        if not answers:
+            logger.warning("No server is in service that could be compared with the trainer after version %d.", self._version)
         return {f"The {self.kind} server at {server.address}": answer for server, answer in answers}
-
-    @staticmethod
-    def _vocabulary_of(score: Score) -> int:
-        return int(getattr(score, "vocabulary", 64))
 
     def _probe(self, server: Server, request: ModelRequest) -> ModelResponse:
         payload = self._payload(request, self._in_flight.new_wire_id("audit-probe"), server)
         data = self.connections.request("POST", server.url + self.generate_path, payload)
         return self.read_answer(request, data, self._version)
-
-    def _run_pending_audit(self) -> None:
-        pending, self._pending_audit = self._pending_audit, None
-        if pending is not None:
-            pending()
 
     def apply_update(
         self,
@@ -189,7 +195,7 @@ class PublishingClient(RemoteClient):
         """
         with self._update_lock:
             chosen = self.answering_servers() if servers is None else servers
-            was_paused = self._paused
+            was_paused = self.is_paused
             if not was_paused:
                 self.pause()
 
@@ -269,7 +275,7 @@ class PublishingClient(RemoteClient):
             self._on_connected(server)
             if not self._holds_current_weights(server):
                 self._give_current_weights(server)
-            if self._paused:
+            if self.is_paused:
                 self._pause_server(server)
             else:
                 self._resume_server(server)

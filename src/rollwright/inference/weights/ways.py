@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rollwright.config.allocation import AllocationMode
 from rollwright.errors import WeightUpdateError
-from rollwright.inference.weights.files import keep_newest, remove_later, write_weights
+from rollwright.inference.weights.files import write_weights
 from rollwright.inference.weights.group import BUCKET_BYTES, DEFAULT_GROUP
 from rollwright.tracking.logging import getLogger
 
@@ -104,6 +104,23 @@ class Publication:
     seconds: float
     bytes: int
     digest: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        named: list[tuple[str, Tensor]],
+        version: int,
+        engines: Iterable[str],
+        way: str,
+        started: float,
+        digest: str | None = None,
+    ) -> Publication:
+        """A publication that began at ``time.perf_counter() == started`` and is over now; it is logged."""
+        size, seconds = sum(tensor.nbytes for _, tensor in named), time.perf_counter() - started
+        made = cls(version, tuple(engines), seconds, size, digest)
+        names = ", ".join(made.engines)
+        logger.info("published version %d (%.1f MB) to %s by %s in %.2f s", version, size / 1e6, names, way, seconds)
+        return made
 
 
 def distinct_weights(weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
@@ -219,61 +236,3 @@ def shared_directory(roots: Iterable[str | Path] = ()) -> Path:
     if parent is None:
         parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     return Path(tempfile.mkdtemp(prefix=_SHARED_PREFIX, dir=parent)) / "current"
-
-
-def publish_weights(
-    engine: Any,
-    weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
-    version: int,
-    meta: WeightUpdateMeta,
-    *,
-    config: Any = None,
-) -> Publication:
-    """Give an engine new weights; when this returns, its next token is sampled with them.
-
-    Args:
-        engine: the built-in engine, or a client of servers.
-        weights: whole tensors by parameter name; tied ones may stand twice.
-        version: of these weights.
-        meta: the way.
-        config: a Hugging Face config, written beside weights on disk.
-
-    Returns:
-        What was done.
-
-    Raises:
-        WeightUpdateError: no engine confirmed, or the way does not fit the engine.
-    """
-    started = time.perf_counter()
-    named = distinct_weights(weights)
-    digest: str | None = None
-    if meta.type == "memory":
-        if not hasattr(engine, "load_weights"):
-            raise WeightUpdateError(
-                f"{type(engine).__name__} is not in this process: use shared(), from_disk() or from_fsdp_xccl()."
-            )
-        engine.load_weights(named, version)
-        engines = [type(engine).__name__]
-    elif meta.type == "disk":
-        root = Path(str(meta.path)).resolve()
-        remove_later(root, "v", version)  # of a run that went back to a checkpoint: they would be kept in the place of these
-        digest = write_weights(root / f"v{version}", named, version, config)
-        engines = engine.update_weights_from_disk(str(root / f"v{version}"), version, digest)
-        keep_newest(root, "v", meta.keep)
-    elif meta.type == "shared":
-        mapped = engine.mapped_weights(meta.path)
-        mapped.write(named, version, config)
-        engines = engine.update_weights_from_disk(str(mapped.directory), version, None)
-    else:
-        engines = engine.broadcast_weights(named, version, meta)
-    size = sum(tensor.nbytes for _, tensor in named)
-    publication = Publication(version, tuple(engines), time.perf_counter() - started, size, digest)
-    logger.info(
-        "published version %d (%.1f MB) to %s by %s in %.2f s",
-        version,
-        size / 1e6,
-        ", ".join(engines),
-        meta.type,
-        publication.seconds,
-    )
-    return publication

@@ -13,8 +13,9 @@ import asyncio
 import atexit
 import contextlib
 import threading
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Literal
 
@@ -42,6 +43,7 @@ from rollwright.inference.backends.builtin.step import Finished, Stepper, sample
 from rollwright.inference.backends.builtin.token_stream import TokenStream
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.weights.ways import Publication, WeightUpdateMeta, distinct_weights
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger(__name__)
@@ -71,6 +73,9 @@ class BuiltinEngine(InferenceEngine):
         trust_remote_code: run code that a model directory brings.
     """
 
+    context_length: int
+    queues_together = True
+
     def __init__(
         self,
         model_or_path: Any,
@@ -98,6 +103,7 @@ class BuiltinEngine(InferenceEngine):
             kv_cache_bytes = cache_bytes_by_default(next(self.model.parameters()).device)
         kept_bytes = kv_cache_bytes // 4 if prefix_cache else 0
         self._runner = ModelRunner(self.model, max_running_requests, context_length, kv_cache_bytes - kept_bytes)
+        self.context_length = self._runner.context_length
         self._stepper = Stepper(self._runner, max_running_requests, kept_bytes, prefill_tokens, version)
         self._max_waiting = max_waiting
         self._max_running = max_running_requests
@@ -118,11 +124,6 @@ class BuiltinEngine(InferenceEngine):
         atexit.register(self.destroy)  # a thread that computes in torch while Python ends would abort the process
 
     # ------------------------------------------------------------------ requests
-
-    @property
-    def context_length(self) -> int:
-        """Most tokens of a prompt and its output together."""
-        return self._runner.context_length
 
     def submit(self, requests: Iterable[ModelRequest]) -> list[Future[ModelResponse]]:
         """Queue requests together, in this order: no step runs between them.
@@ -169,7 +170,7 @@ class BuiltinEngine(InferenceEngine):
             for future in futures:
                 future.cancel()
 
-    async def astream(self, request: ModelRequest) -> AsyncIterator[ModelResponse]:
+    async def astream(self, request: ModelRequest) -> AsyncGenerator[ModelResponse, None]:
         """The response as it grows: each holds all tokens of the one before it, and the last is complete.
 
         Leaving the iteration early frees the request's row.
@@ -365,6 +366,28 @@ class BuiltinEngine(InferenceEngine):
         """
         copies = weight_copies(self.model, dict(named))
         self._update(version, lambda: copy_weights(copies))
+
+    @property
+    def local_model(self) -> torch.nn.Module:
+        """The model, whose weights may be shared with whoever trains it."""
+        return self.model
+
+    def update_weights(
+        self,
+        meta: WeightUpdateMeta | None = None,
+        *,
+        version: int,
+        weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        config: Any = None,
+    ) -> Publication:
+        """Copy weights into the model and publish them as ``version``; see ``WeightReceiver.update_weights``.
+
+        Raises:
+            WeightUpdateError: a name or shape is not the model's; then no weight has changed.
+        """
+        started, named = time.perf_counter(), distinct_weights(weights)
+        self.load_weights(named, version)
+        return Publication.of(named, version, [type(self).__name__], "memory", started)
 
     def go_back(self, version: int, *, finish: bool = False) -> None:
         """End all requests, and give the present weights an earlier version, as whose weights others are loaded next.
