@@ -26,7 +26,7 @@ _EXPORTS: dict[str, str] = {
     "RolloutConfig": "rollwright.config.sections",
     "PPOActorConfig": "rollwright.config.sections",
     "load_expr_config": "rollwright.config.loading",
-    "DatasetConfig": "rollwright.config.sections",
+    "DatasetConfig": "rollwright.config.tasksets",
     "FormatConfig": "rollwright.config.tasksets",
     "AllocationMode": "rollwright.config.allocation",
     "load_stages": "rollwright.config.loading",

@@ -8,7 +8,8 @@ import pytest
 
 from rollwright import GRPOConfig
 from rollwright.config.modes import OperatorConfig, StoreConfig
-from rollwright.config.sections import DatasetConfig, OptimizerConfig, PPOActorConfig
+from rollwright.config.sections import OptimizerConfig, PPOActorConfig
+from rollwright.config.tasksets import DatasetConfig
 from rollwright.experience.operators import OPERATORS, ExperienceOperator
 from rollwright.trainers.rl import PPOTrainer
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from rollwright import GRPOConfig
-from rollwright.config.sections import DatasetConfig, OptimizerConfig, PPOActorConfig
+from rollwright.config.sections import OptimizerConfig, PPOActorConfig
+from rollwright.config.tasksets import DatasetConfig
 from rollwright.trainers.rl import PPOTrainer
 
 pytestmark = pytest.mark.slow

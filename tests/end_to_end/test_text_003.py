@@ -96,10 +96,10 @@ def test_the_yaml_of_the_guide_is_understood(text, tmp_path, monkeypatch, number
     (taskset,) = stage.config.tasksets
     if number == 0:
         assert taskset.path == str(tmp_path / "tasks.jsonl")
-        assert taskset.default_workflow_type == "math_workflow"
+        assert taskset.workflow == "math_workflow"
         assert (taskset.format.prompt_key, taskset.format.response_key) == ("question", "answer")
     else:
-        assert (taskset.path, taskset.default_workflow_type) == ("/path/to/taskset", "example_workflow")
+        assert (taskset.path, taskset.workflow) == ("/path/to/taskset", "example_workflow")
 
 
 def test_the_guide_s_name_for_the_taskset_section_is_read_too():

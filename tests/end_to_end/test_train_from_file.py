@@ -8,7 +8,8 @@ import pytest
 
 from rollwright import GRPOConfig
 from rollwright.config.modes import StoreConfig
-from rollwright.config.sections import DatasetConfig, OptimizerConfig, PPOActorConfig
+from rollwright.config.sections import OptimizerConfig, PPOActorConfig
+from rollwright.config.tasksets import DatasetConfig
 from rollwright.errors import TrajectoryError
 from rollwright.experience.experience import Experience, ExperienceId
 from rollwright.store import FileStore

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from rollwright import GRPOConfig
-from rollwright.config.sections import DatasetConfig, OptimizerConfig, PPOActorConfig
+from rollwright.config.sections import OptimizerConfig, PPOActorConfig
+from rollwright.config.tasksets import DatasetConfig
 from rollwright.errors import RollwrightError
 from rollwright.trainers.rl import PPOTrainer
 

@@ -53,9 +53,9 @@ def agent_dialog(tokenizer, reply: str) -> list[tuple[list[int], list[int]]]:
 
     taskset = TasksetConfig(
         format=FormatConfig(prompt_key="question", response_key="answer"),
-        default_workflow_type="agentscope_react_math_workflow",
+        workflow="agentscope_react_math_workflow",
         workflow_args={"tools": ["tool_scripts.add"], "structured": False, "max_iters": 3, "system_prompt": "Solve."},
-        repeat_times=1,
+        group_size=1,
     )
 
     async def run():

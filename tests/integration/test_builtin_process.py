@@ -13,7 +13,8 @@ from real_servers import write_model
 from rollwright import PPOTrainer
 from rollwright.config.experiment import PPOConfig
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.config.sections import ClusterConfig, DatasetConfig, NormConfig, OptimizerConfig, PPOActorConfig, RolloutConfig
+from rollwright.config.sections import ClusterConfig, NormConfig, OptimizerConfig, PPOActorConfig, RolloutConfig
+from rollwright.config.tasksets import DatasetConfig
 from rollwright.errors import WeightUpdateError
 from rollwright.training.actor import FSDPPPOActor
 

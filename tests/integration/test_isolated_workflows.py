@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
 from rollwright.config.tasksets import TasksetConfig
 from rollwright.errors import RolloutError, WorkflowError
@@ -36,8 +37,8 @@ def tokenizer(tiny_model):
 
 def runner_of(tokenizer, workflow: str, **taskset) -> TaskRunner:
     name = f"isolated_workflows.{workflow}"
-    made = TasksetConfig(default_workflow_type=name, isolation="process", isolated_processes=1, **taskset)
-    made.rollout_args = made.rollout_args.new(max_new_tokens=4)
+    made = TasksetConfig(workflow=name, isolation="process", isolated_processes=1, **taskset)
+    made.gconfig = GenerationHyperparameters(max_new_tokens=4)
     return TaskRunner([made], tokenizer)
 
 
@@ -132,10 +133,8 @@ def test_openai_clients_of_a_process_are_recorded_as_those_of_a_thread(tiny_mode
     with OpenAIFront(tokenizer, "policy") as front:
         services = SimpleNamespace(openai_front=front, auxiliary_models=[judge])
         for isolation in ("process", "thread"):
-            taskset = TasksetConfig(
-                default_workflow_type=f"isolated_workflows.{workflow}", isolation=isolation, isolated_processes=1
-            )
-            taskset.rollout_args = taskset.rollout_args.new(max_new_tokens=4, temperature=0.5)
+            taskset = TasksetConfig(workflow=f"isolated_workflows.{workflow}", isolation=isolation, isolated_processes=1)
+            taskset.gconfig = GenerationHyperparameters(max_new_tokens=4, temperature=0.5)
             runner = TaskRunner([taskset], tokenizer, services=services, model_path="policy")
             tasks = [{"question": f"{number}+1=", "ordinal": number} for number in range(2)]
             with engine_of(tiny_model, tokenizer) as rollout:

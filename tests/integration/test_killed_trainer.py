@@ -21,7 +21,8 @@ import sys
 from rollwright import PPOTrainer
 from rollwright.config.experiment import PPOConfig
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.config.sections import ClusterConfig, DatasetConfig, OptimizerConfig, PPOActorConfig, RecoverConfig, RolloutConfig
+from rollwright.config.tasksets import DatasetConfig
+from rollwright.config.sections import ClusterConfig, OptimizerConfig, PPOActorConfig, RecoverConfig, RolloutConfig
 
 
 def reward(prompt, completion, prompt_ids, completion_ids, **data):

@@ -304,7 +304,8 @@ def test_the_trainer_samples_ahead_on_the_server(server, model_path, tmp_path):
     """The trainer as it is run: samples of the next batches run while weights change on disk, and every step is audited."""
     from rollwright import PPOTrainer
     from rollwright.config.experiment import PPOConfig
-    from rollwright.config.sections import ClusterConfig, DatasetConfig, NormConfig, OptimizerConfig, PPOActorConfig
+    from rollwright.config.sections import ClusterConfig, NormConfig, OptimizerConfig, PPOActorConfig
+    from rollwright.config.tasksets import DatasetConfig
     from rollwright.tracking.sinks import read_metrics
 
     client, _ = server

@@ -9,7 +9,7 @@ from typing import Any
 from rollwright.config.experiment import DPOConfig, EvalConfig, NewModelConfig, PPOConfig, SFTConfig
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.loading import Stage, dump_yaml
-from rollwright.config.sections import DatasetConfig
+from rollwright.config.tasksets import DatasetConfig
 
 
 def resolved_yaml(stages: Sequence[Stage]) -> str:

@@ -214,7 +214,7 @@ def _take_inside(work: Work, path: KeyPath, target: str, inner: KeyPath, value: 
     elif head in TASKSET_RENAMED:
         name = TASKSET_RENAMED[head]
         if head in ("default_workflow", "default_reward_fn"):
-            work.notes.append(f"{dotted(path)}: the name is {name}; it is read all the same")
+            work.notes.append(f"{dotted(path)}: the name is {head}_type; it is read all the same")
         work.put(path, [(f"{target}{name}" + (f".{rest}" if rest else ""), value)])
     elif head == "format":
         if rest in FORMAT_REFUSED and value is not False:
@@ -227,7 +227,7 @@ def _take_inside(work: Work, path: KeyPath, target: str, inner: KeyPath, value: 
         if rest == "logprobs":
             work.notes.append(f"{dotted(path)}: log-probabilities are always recorded")
         else:
-            work.put(path, [(f"{target}rollout_args.{ALIASES.get(rest, rest)}", value)])
+            work.put(path, [(f"{target}gconfig.{ALIASES.get(rest, rest)}", value)])
     elif rest == "selector_type":
         work.put(path, [(f"{target}selector", SELECTORS[choice(value, *SELECTORS)])])
     elif head in ("data_selector", "task_selector"):
@@ -245,19 +245,19 @@ def _finish_tasksets(work: Work) -> None:
         for key, value in {**work.defaults, **(work.eval_defaults if index >= len(training) else {})}.items():
             taskset.setdefault(key, value)
         if response is not None:
-            taskset.setdefault("rollout_args", {}).setdefault("max_new_tokens", response)
-    own_lengths = [taskset.get("rollout_args", {}).get("max_new_tokens") for taskset in training]
+            taskset.setdefault("gconfig", {}).setdefault("max_new_tokens", response)
+    own_lengths = [taskset.get("gconfig", {}).get("max_new_tokens") for taskset in training]
     if response is not None and own_lengths and response not in own_lengths:
         work.data["gconfig"]["max_new_tokens"] = own_lengths[0]
         work.notes.append(
             f"model.max_response_tokens: {response} is of no taskset that is trained on, as all have a rollout_args.max_tokens, which wins"
         )
     for taskset in training:
-        own = taskset.get("rollout_args", {}).get("n_samples")
+        own = taskset.get("gconfig", {}).get("n_samples")
         group = work.data.get("gconfig", {}).get("n_samples")
         if own is not None and group is None:
-            taskset.setdefault("repeat_times", own)
-            work.notes.append(f"tasksets {taskset['name']}: rollout_args.n -> repeat_times: {own}")
+            taskset.setdefault("group_size", own)
+            work.notes.append(f"tasksets {taskset['name']}: rollout_args.n -> group_size: {own}")
         elif own not in (None, group):
             work.notes.append(f"tasksets {taskset['name']}: algorithm.repeat_times ({group}) wins over rollout_args.n ({own})")
     _finish_evaluation(work, response)

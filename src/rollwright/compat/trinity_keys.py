@@ -163,23 +163,23 @@ TASKSET_RENAMED: dict[str, str] = {
     "name": "name",
     "path": "path",
     "split": "split",
-    "subset_name": "subset_name",
+    "subset_name": "subset",
     "workflow_args": "workflow_args",
     "reward_fn_args": "reward_fn_args",
-    "default_workflow_type": "default_workflow_type",
-    "default_workflow": "default_workflow_type",
-    "default_reward_fn_type": "default_reward_fn_type",
-    "default_reward_fn": "default_reward_fn_type",
-    "repeat_times": "repeat_times",
+    "default_workflow_type": "workflow",
+    "default_workflow": "workflow",
+    "default_reward_fn_type": "reward_fn",
+    "default_reward_fn": "reward_fn",
+    "repeat_times": "group_size",
     "ratio": "ratio",
 }
 #: Defaults of every taskset that has none of its own.
 TASKSET_DEFAULTS = {
-    "buffer.explorer_input.default_workflow_type": "default_workflow_type",
-    "buffer.explorer_input.default_reward_fn_type": "default_reward_fn_type",
+    "buffer.explorer_input.default_workflow_type": "workflow",
+    "buffer.explorer_input.default_reward_fn_type": "reward_fn",
 }
 #: The same for evaluation tasksets alone.
-EVAL_TASKSET_DEFAULTS = {"buffer.explorer_input.default_eval_workflow_type": "default_workflow_type"}
+EVAL_TASKSET_DEFAULTS = {"buffer.explorer_input.default_eval_workflow_type": "workflow"}
 #: Sections that are refused as a whole: beginning of their keys, and why.
 REFUSED: dict[str, str] = {
     "trainer.trainer_config": "holds the keys of another trainer (veRL), which does not train here; use algorithm and trainer, or "

@@ -9,7 +9,6 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.modes import AuxiliaryModelConfig, BenchConfig, ServiceConfig, StoreConfig
 from rollwright.config.sections import (
     ClusterConfig,
-    DatasetConfig,
     EvaluatorConfig,
     PPOActorConfig,
     RecoverConfig,
@@ -19,7 +18,7 @@ from rollwright.config.sections import (
     TrainEngineConfig,
 )
 from rollwright.config.servers import SGLangConfig, VLLMConfig
-from rollwright.config.tasksets import TasksetConfig
+from rollwright.config.tasksets import DatasetConfig, TasksetConfig
 
 
 @dataclass

@@ -8,9 +8,9 @@ from typing import Any
 
 from rollwright.config.experiment import BaseExperimentConfig, DPOConfig, NewModelConfig, PPOConfig, SFTConfig
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.config.sections import DatasetConfig, IntervalConfig, NormConfig
+from rollwright.config.sections import IntervalConfig, NormConfig
 from rollwright.config.source import KeyPath, dotted
-from rollwright.config.tasksets import FormatConfig
+from rollwright.config.tasksets import DatasetConfig, FormatConfig, unread_keys
 from rollwright.errors import ConfigError
 
 Fault = tuple[KeyPath, str]
@@ -85,6 +85,8 @@ def _experiment(config: BaseExperimentConfig) -> Iterator[Fault]:
                 yield (name, "every_seconds"), "goes by the clock, which a deterministic run does not; use every_steps"
     for name in ("train_dataset", "valid_dataset"):
         dataset: DatasetConfig | None = getattr(config, name)
+        if dataset:
+            yield from (((name, key), message) for key, message in unread_keys(dataset, "datasets"))
         if (
             dataset
             and dataset.limit is not None
@@ -144,8 +146,9 @@ def _policy(config: PPOConfig) -> Iterator[Fault]:
     yield from _two_ways_to_give_tasks(config)
     for name in ("tasksets", "eval_tasksets"):
         for index, taskset in enumerate(getattr(config, name)):
+            yield from (((name, index, key), message) for key, message in unread_keys(taskset, "tasksets"))
             for key, remedy in _UNREAD_BY_TASKS.items():
-                if getattr(taskset.format, key) != getattr(FormatConfig(), key):
+                if getattr(taskset.columns, key) != getattr(FormatConfig(), key):
                     yield (name, index, "format", key), f"is not read by task-style workflows: {remedy}"
     yield from _generation_of_tasks(config)
     for index, auxiliary in enumerate(config.auxiliary_models):
@@ -213,8 +216,7 @@ def _bench(config: PPOConfig) -> Iterator[Fault]:
         yield ("mode",), "bench has nothing to evaluate on; give valid_dataset, or eval_tasksets"
     if not config.eval_tasksets and not (config.eval_workflow or config.workflow):
         yield ("workflow",), "is not set, and mode bench evaluates with it"
-    plain, evaluation = GenerationHyperparameters(), config.evaluator.gconfig
-    own = [evaluation if each.rollout_args == plain else each.rollout_args for each in config.eval_tasksets] or [evaluation]
+    own = [each.gconfig or config.evaluator.gconfig for each in config.eval_tasksets] or [config.evaluator.gconfig]
     if config.bench.samples > 1 and any(each.is_greedy for each in own):
         yield (
             ("bench", "samples"),
@@ -225,9 +227,9 @@ def _bench(config: PPOConfig) -> Iterator[Fault]:
 
 #: Keys of runs without tasksets, and what a taskset has in their place.
 _IN_A_TASKSET = {
-    "reward_fn": "default_reward_fn_type",
-    "workflow_kwargs": "workflow_args",
-    "eval_workflow": "eval_tasksets with a default_workflow_type",
+    "reward_fn": "its own reward_fn",
+    "workflow_kwargs": "its own workflow_args",
+    "eval_workflow": "eval_tasksets with a workflow",
     "eval_workflow_kwargs": "eval_tasksets with workflow_args",
 }
 
@@ -249,8 +251,9 @@ def _two_ways_to_give_tasks(config: PPOConfig) -> Iterator[Fault]:
 
 def _generation_of_tasks(config: PPOConfig) -> Iterator[Fault]:
     """Generation arguments of the run that no task is sampled with, since all tasksets have their own."""
-    plain, own = GenerationHyperparameters(), [taskset.rollout_args for taskset in config.tasksets]
-    if not own or plain in own:
+    plain = GenerationHyperparameters()
+    own = [taskset.gconfig for taskset in config.tasksets if taskset.gconfig is not None]
+    if not own or len(own) < len(config.tasksets):
         return
     for field in fields(plain):
         value = getattr(config.gconfig, field.name)
@@ -258,7 +261,7 @@ def _generation_of_tasks(config: PPOConfig) -> Iterator[Fault]:
         if unused and field.name != "n_samples":
             yield (
                 ("gconfig", field.name),
-                f"is {value}, but every taskset has rollout_args of its own, which take the place of gconfig; set it there",
+                f"is {value}, but every taskset has a gconfig of its own, which takes its place; set it there",
             )
 
 

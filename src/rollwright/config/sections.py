@@ -6,43 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.config.tasksets import FormatConfig
 
 
 def _help(text: str, **limits: Any) -> dict[str, Any]:
     return {"help": text, **limits}
-
-
-@dataclass
-class DatasetConfig:
-    """Where the rows of a taskset come from and how they are drawn."""
-
-    path: str = field(
-        default="",
-        metadata=_help("File (jsonl, json, parquet), directory, registered taskset name or Hugging Face dataset name."),
-    )
-    split: str = field(default="train", metadata=_help("Split of the dataset."))
-    name: str | None = field(default=None, metadata=_help("Subset (configuration) of a Hugging Face dataset."))
-    type: str = field(
-        default="rl",
-        metadata=_help(
-            "rl: tasks with messages and an answer; sft: rows with a worked completion; preference: with a chosen and a rejected one.",
-            choices=["rl", "sft", "preference"],
-        ),
-    )
-    format: FormatConfig | None = field(
-        default=None, metadata=_help("Which columns hold what; null: known by their names (docs/datasets.md).")
-    )
-    batch_size: int = field(default=8, metadata=_help("Tasks in a batch.", ge=1))
-    shuffle: bool = field(default=True, metadata=_help("Draw in a new seeded order every epoch."))
-    drop_last: bool = field(default=True, metadata=_help("Leave out the last batch of an epoch where it is not full."))
-    limit: int | None = field(default=None, metadata=_help("Use only the first rows.", ge=1))
-    max_length: int | None = field(
-        default=None, metadata=_help("Leave out, and count, tasks whose prompt has more tokens.", ge=1)
-    )
-    kwargs: dict[str, Any] = field(
-        default_factory=dict, metadata=_help("Arguments of a registered or procedural taskset, such as size, seed, digits.")
-    )
 
 
 @dataclass

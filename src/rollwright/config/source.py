@@ -99,13 +99,14 @@ class Origins:
     document: Document
     overrides: list[Override] = field(default_factory=list)
     prefixes: tuple[KeyPath, ...] = ((),)
+    renamed: dict[KeyPath, Written] = field(default_factory=dict)  # keys that were given under a second name
 
     def of(self, path: KeyPath) -> str:
         """``file:line``, or the override's text; of the nearest key above where the path itself was not written."""
         for length in range(len(path), -1, -1):
             if override := self._override(path[:length]):
                 return f"override {override.text!r}"
-            if written := self.document.written.get(path[:length]):
+            if written := self._written(path[:length]):
                 return written.place
             for prefix in self.prefixes:
                 if line := self.document.lines.get((*prefix, *path[:length])):
@@ -116,10 +117,13 @@ class Origins:
 
     def name(self, path: KeyPath) -> str:
         """What messages call a key: as it was written, and what it is here where that is another name."""
-        written = self.document.written.get(path)
+        written = self._written(path)
         if written is None or written.key == dotted(path) or self._override(path):
             return dotted(path)
         return f"{written.key} (here {dotted(path)})"
+
+    def _written(self, path: KeyPath) -> Written | None:
+        return self.renamed.get(path) or self.document.written.get(path)
 
     def raw(self, path: KeyPath) -> str | None:
         """The text behind the ``=`` where the value itself was given as an override."""

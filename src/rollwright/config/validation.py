@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from rollwright.config.generation import ALIASES, GenerationHyperparameters
-from rollwright.config.source import DIALECTS, KeyPath, Origins, dotted
+from rollwright.config.source import DIALECTS, KeyPath, Origins, Written, dotted
+from rollwright.config.tasksets import TASKSET_NAMES, TasksetConfig
 from rollwright.errors import ConfigError
 from rollwright.registry import nearest
 
 logger = logging.getLogger("rollwright.config")
 
 #: Second names of keys that are as good as the first: no warning.
-SECOND_NAMES: dict[type, dict[str, str]] = {GenerationHyperparameters: ALIASES}
+SECOND_NAMES: dict[type, dict[str, str]] = {GenerationHyperparameters: ALIASES, TasksetConfig: TASKSET_NAMES}
 
 _FAULT = object()
 
@@ -116,6 +117,8 @@ class Builder:
                 logger.warning(
                     "%s: %s is called %r here; reading it as such.", self.origins.of((*path, key)), dotted((*path, key)), name
                 )
+            if name != key:
+                self.origins.renamed[*path, name] = Written(dotted((*path, key)), self.origins.of((*path, key)))
             if name not in fields:
                 self.fault((*path, key), f"{cls.__name__} has no key {key!r}; {nearest(key, fields)}")
             elif name in given:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollwright.config.sections import DatasetConfig
+from rollwright.config.tasksets import DatasetConfig
 from rollwright.data.counting import counting_squares
 from rollwright.data.formats import to_tasks
 from rollwright.data.gsm8k import R1_TEMPLATE, final_answer, gsm8k, read_gsm8k
@@ -187,16 +187,19 @@ def get_dataset(config: DatasetConfig, tokenizer: Any = None) -> list[Row]:
     """
     if not config.path:
         raise DataError("the dataset has no path: name a file, a directory, a registered dataset or a Hugging Face name.")
-    source = f"{config.path} ({config.split})"
-    rows = read_taskset_rows(config)
-    if config.limit is not None:
-        rows = rows.first(config.limit) if isinstance(rows, Rows) else rows[: config.limit]
-    tasks = to_tasks(rows, config.format, source, config.type)
-    return tasks if config.max_length is None else _short_enough(tasks, config.max_length, tokenizer, source)
+    tasks = to_tasks(read_taskset_rows(config), config.format, config.source, config.type)
+    return tasks if config.max_length is None else _short_enough(tasks, config.max_length, tokenizer, config.source)
 
 
 def read_taskset_rows(config: DatasetConfig) -> list[Row]:
-    """The rows that ``config`` names, as they are, without making tasks of them."""
+    """The rows that ``config`` names, at most ``limit``, as they are, without making tasks of them."""
+    rows = _read(config)
+    if config.limit is None:
+        return rows
+    return rows.first(config.limit) if isinstance(rows, Rows) else rows[: config.limit]
+
+
+def _read(config: DatasetConfig) -> list[Row]:
     path, kwargs = config.path, config.kwargs
     if path in DATASET_REGISTRY:
         return DATASET_REGISTRY.rows(path, config.split, **kwargs)
@@ -211,7 +214,7 @@ def read_taskset_rows(config: DatasetConfig) -> list[Row]:
         raise DataError(
             f"{path} is read from files, which take no kwargs ({', '.join(kwargs)}); {nearest(path, DATASET_REGISTRY)}"
         )
-    return read_rows(path, config.split, config.name, config.limit)
+    return read_rows(path, config.split, config.subset, config.limit)
 
 
 def _imported(module: str, attribute: str, path: str, config: DatasetConfig) -> list[Row]:

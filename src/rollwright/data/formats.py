@@ -1,18 +1,17 @@
-"""From a row as it stands in a file to a task: ``messages`` that the model is asked, and the ``answer`` it is scored by.
+"""The one way from a row as a file has it to a task: ``messages`` that the model is asked, and the ``answer`` it is scored by.
 
-A row keeps its own columns beside those. With a ``format`` the columns are named; without one, a row that has ``messages``
-is a task already, and the usual pairs of a question and its answer are known by their names.
+A row keeps its own columns beside those. A format names the columns. Without one (or with one that sets nothing) a row that has
+``messages`` is a task already, and the usual pairs of a question and its answer are known by their names. Datasets are read this way
+when they are loaded, tasksets when a task's ``messages()`` are asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from rollwright.config.tasksets import FormatConfig
 from rollwright.data.gsm8k import is_worked_answer, task_of
-from rollwright.data.preferences import preference_task
 from rollwright.errors import DataError
 
 Row = dict[str, Any]
@@ -28,15 +27,14 @@ KNOWN_PAIRS = (
     ("problem", "solution"),
 )
 
-#: What a ``format`` of a dataset cannot say: these belong to tasksets, whose rows choose their workflow.
+_PLAIN = FormatConfig()
+#: Keys of a format that datasets do not read, whose rows do not choose their workflow; and those that only preference pairs have.
 _TASKSET_ONLY = ("workflow_key", "reward_fn_key", "reply_prefix", "enable_thinking", "chat_template")
-
-#: What it can say only where rows are preference pairs.
 _PAIRS_ONLY = ("chosen_key", "rejected_key")
 
 
 def to_tasks(rows: Sequence[Row], layout: FormatConfig | None, source: str, kind: str = "rl") -> list[Row]:
-    """Make tasks of rows.
+    """Make tasks of a dataset's rows.
 
     Args:
         rows: as they were read.
@@ -51,43 +49,38 @@ def to_tasks(rows: Sequence[Row], layout: FormatConfig | None, source: str, kind
     Raises:
         DataError: a column is missing or is not what it should be; the message names the row.
     """
-    if layout is not None:
-        _refuse_what_a_dataset_cannot_do(layout, source, kind)
+    for key in _TASKSET_ONLY + (() if kind == "preference" else _PAIRS_ONLY):
+        if layout is not None and getattr(layout, key) != getattr(_PLAIN, key):
+            use = "datasets of type preference" if key in _PAIRS_ONLY else "tasksets"
+            raise DataError(f"{source}: format.{key} means nothing for a dataset of {kind} rows; it is for {use}.")
     places = getattr(rows, "places", None) or [f"{source}: row {index}" for index in range(len(rows))]
     tasks = []
     for row, where in zip(rows, places, strict=True):
-        prompted = partial(_by_names, where=where) if layout is None else partial(_by_layout, layout=layout, where=where)
-        task = preference_task(row, layout, where, prompted) if kind == "preference" else prompted(row)
-        _check_messages(task["messages"], where)
+        task = _pair(row, layout, where) if kind == "preference" else to_task(row, layout, where)
         if kind == "sft" and "segments" not in task and "input_ids" not in task:  # worked episodes need no completion
             task = {**task, "completion": _completion(task, where)}
         tasks.append(task)
     return tasks
 
 
-def _refuse_what_a_dataset_cannot_do(layout: FormatConfig, source: str, kind: str) -> None:
-    default = FormatConfig()
-    for key in _TASKSET_ONLY + (() if kind == "preference" else _PAIRS_ONLY):
-        if getattr(layout, key, None) != getattr(default, key, None):
-            use = "datasets of type preference" if key in _PAIRS_ONLY else "tasksets"
-            raise DataError(f"{source}: format.{key} means nothing for a dataset of {kind} rows; it is for {use}.")
+def to_task(row: Row, layout: FormatConfig | None, where: str) -> Row:
+    """The row with its ``messages``, and ``answer``, ``tools`` and ``images`` where it has them.
 
+    Args:
+        row: as it was read.
+        layout: which columns hold what; None, or one that sets nothing: known by their names.
+        where: place of the row, for messages.
 
-def _by_layout(row: Row, layout: FormatConfig, where: str) -> Row:
-    if layout.prompt_type == "messages":
-        messages = [dict(message) for message in _column(row, layout.messages_key, "messages_key", where)]
-    else:
-        text = _column(row, layout.prompt_key, "prompt_key", where)
-        if not isinstance(text, str):
-            raise DataError(f"{where}: column {layout.prompt_key!r} is a {type(text).__name__}, not the user's text.")
-        messages = [{"role": "user", "content": text}]
-    system = (row.get(layout.system_prompt_key) if layout.system_prompt_key else None) or layout.system_prompt
-    if system and messages[0].get("role") != "system":
-        messages.insert(0, {"role": "system", "content": system})
+    Raises:
+        DataError: a column is missing or is not what it should be.
+    """
+    messages = messages_of(row, layout, where)
+    if layout is None or layout == _PLAIN:
+        return {**_by_names(row, where), "messages": messages}
     task = {**row, "messages": messages}
     if layout.response_key in row:
         task["answer"] = row[layout.response_key]
-    elif layout.response_key != FormatConfig().response_key:
+    elif layout.response_key != _PLAIN.response_key:
         _column(row, layout.response_key, "response_key", where)
     if layout.tools_key:
         task["tools"] = _column(row, layout.tools_key, "tools_key", where)
@@ -95,6 +88,35 @@ def _by_layout(row: Row, layout: FormatConfig, where: str) -> Row:
         images = _column(row, layout.image_key, "image_key", where)
         task["images"] = images if isinstance(images, list) else [images]
     return task
+
+
+def messages_of(row: Row, layout: FormatConfig | None, where: str) -> list[Row]:
+    """The conversation that a row begins with; arguments and errors as of ``to_task``.
+
+    A system message of the row's own wins over ``system_prompt_key``, and that over ``system_prompt``: there is never a second.
+    """
+    if layout is None or layout == _PLAIN:
+        messages = _by_names(row, where)["messages"]
+    elif layout.prompt_type == "messages":
+        messages = _column(row, layout.messages_key, "messages_key", where)
+    else:
+        text = _column(row, layout.prompt_key, "prompt_key", where)
+        if not isinstance(text, str):
+            raise DataError(f"{where}: column {layout.prompt_key!r} is a {type(text).__name__}, not the user's text.")
+        messages = [{"role": "user", "content": text}]
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{where}: messages must be a list of at least one message, not {messages!r:.80}.")
+    for message in messages:
+        if not isinstance(message, dict) or "role" not in message or "content" not in message:
+            raise DataError(f"{where}: a message needs role and content, this is {message!r:.80}.")
+    return _with_system([dict(message) for message in messages], row, layout or _PLAIN)
+
+
+def _with_system(messages: list[Row], row: Row, layout: FormatConfig) -> list[Row]:
+    system = (row.get(layout.system_prompt_key) if layout.system_prompt_key else None) or layout.system_prompt
+    if system and messages[0].get("role") != "system":
+        return [{"role": "system", "content": system}, *messages]
+    return messages
 
 
 def _by_names(row: Row, where: str) -> Row:
@@ -121,14 +143,6 @@ def _column(row: Row, key: str, name: str, where: str) -> Any:
     return row[key]
 
 
-def _check_messages(messages: Any, where: str) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: messages must be a list of at least one message, not {messages!r:.80}.")
-    for message in messages:
-        if not isinstance(message, dict) or "role" not in message or "content" not in message:
-            raise DataError(f"{where}: a message needs role and content, this is {message!r:.80}.")
-
-
 def _completion(task: Row, where: str) -> str:
     for key in ("completion", "response", "answer"):
         if isinstance(task.get(key), str):
@@ -136,3 +150,39 @@ def _completion(task: Row, where: str) -> str:
     last = task["messages"][-1]
     hint = " Take the last assistant message out of messages and give it as completion." if last["role"] == "assistant" else ""
     raise DataError(f"{where}: supervised training needs the text to train on in a column completion (or response).{hint}")
+
+
+def _pair(row: Row, layout: FormatConfig | None, where: str) -> Row:
+    """A preference pair: ``messages``, and the texts ``chosen`` and ``rejected``.
+
+    Either both columns hold a reply as text, beside a prompt in a column of its own; or both hold a whole conversation, equal up to
+    the last message, which is the reply.
+    """
+    names = layout or _PLAIN
+    chosen, rejected = (
+        _column(row, key, "chosen_key and format.rejected_key", where) for key in (names.chosen_key, names.rejected_key)
+    )
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        task = to_task(row, layout, where)
+    else:
+        prompt, chosen = _split(chosen, names.chosen_key, where)
+        rejected_prompt, rejected = _split(rejected, names.rejected_key, where)
+        if prompt != rejected_prompt:
+            raise DataError(
+                f"{where}: {names.chosen_key} and {names.rejected_key} differ before their last message; a pair is two replies to "
+                "the same conversation."
+            )
+        task = {**row, "messages": _with_system(prompt, row, names)} if prompt else to_task(row, layout, where)
+    if chosen == rejected:
+        raise DataError(f"{where}: {names.chosen_key} and {names.rejected_key} are the same reply, which prefers nothing.")
+    return {**task, "chosen": chosen, "rejected": rejected}
+
+
+def _split(value: Any, key: str, where: str) -> tuple[list[Row], str]:
+    """The messages of a conversation before its last one, and the text of that."""
+    if not isinstance(value, list) or not value or not all(isinstance(each, dict) and "content" in each for each in value):
+        raise DataError(f"{where}: {key} is neither a text nor a list of messages (as the other column is): {value!r:.80}.")
+    *before, last = value
+    if last.get("role") != "assistant" or not isinstance(last["content"], str):
+        raise DataError(f"{where}: the last message of {key} is not the assistant's text, which would be the reply.")
+    return [dict(message) for message in before], last["content"]

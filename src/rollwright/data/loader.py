@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from rollwright.config.sections import DatasetConfig
+from rollwright.config.tasksets import DatasetConfig
 from rollwright.errors import CheckpointError, DataError
 
 Row = dict[str, Any]
@@ -132,8 +132,7 @@ class TaskLoader:
     @classmethod
     def from_config(cls, rows: Any, config: DatasetConfig, seed: int) -> TaskLoader:
         """The loader that a ``train_dataset`` or ``valid_dataset`` section asks for."""
-        name = f"{config.path or 'the dataset'} ({config.split})"
-        return cls(rows, config.batch_size, config.shuffle, seed, config.drop_last, name=name)
+        return cls(rows, config.batch_size, config.shuffle, seed, config.drop_last, name=config.source)
 
     def __len__(self) -> int:
         """Batches in one epoch."""

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rollwright.config.sections import DatasetConfig
 from rollwright.config.tasksets import TasksetConfig
 from rollwright.data.examples import read_taskset_rows
 from rollwright.data.selectors import Selector, make_selector
@@ -108,5 +107,4 @@ class TaskMixture:
 
 def taskset_rows(taskset: TasksetConfig) -> list[Row]:
     """The rows of a taskset as they stand in its file: the workflow reads them by the taskset's format."""
-    dataset = DatasetConfig(path=taskset.path, split=taskset.split, name=taskset.subset_name, kwargs=taskset.kwargs)
-    return list(read_taskset_rows(dataset))
+    return list(read_taskset_rows(taskset))

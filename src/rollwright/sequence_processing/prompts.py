@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollwright.config.sections import DatasetConfig
+from rollwright.config.tasksets import DatasetConfig
 from rollwright.data.examples import DATASET_REGISTRY, Example, get_dataset
 from rollwright.data.rows import ENDINGS
 from rollwright.errors import ConfigError, DataError

@@ -96,7 +96,7 @@ def _workflow(config: Any, key: str, name: Any, kwargs: Mapping[str, Any], *, ev
     if not inspect.isclass(found):
         return
     if not hasattr(found, "arun_episode"):
-        more = "; it has run(): name it in a taskset (default_workflow_type)" if hasattr(found, "run") else ""
+        more = "; it has run(): name it in a taskset (tasksets)" if hasattr(found, "run") else ""
         yield (key,), f"{name!r} is no workflow: it has no method arun_episode(engine, data){more}"
         return
     arguments = with_defaults(name, dict(kwargs), dict.fromkeys(_GIVEN, object()))
@@ -113,18 +113,18 @@ def _workflow(config: Any, key: str, name: Any, kwargs: Mapping[str, Any], *, ev
 
 
 def _taskset(taskset: TasksetConfig) -> Iterator[Fault]:
-    name = taskset.default_workflow_type
-    if name is None and not taskset.format.workflow_key:
-        yield ("default_workflow_type",), "is not set, and format.workflow_key names no column with a row's own workflow"
+    name = taskset.workflow
+    if name is None and not taskset.columns.workflow_key:
+        yield ("workflow",), "is not set, and format.workflow_key names no column with a row's own workflow"
     if name is not None:
-        faults = list(_tried(("default_workflow_type",), lambda: WORKFLOWS.get(name)))
+        faults = list(_tried(("workflow",), lambda: WORKFLOWS.get(name)))
         yield from faults
         found = None if faults else WORKFLOWS.get(name)
         if found is not None and not (hasattr(found, "run") or hasattr(found, "run_async")):
             more = "; it has arun_episode: set it as workflow, with train_dataset" if hasattr(found, "arun_episode") else ""
-            yield ("default_workflow_type",), f"{name!r} is no task-style workflow: it has neither run() nor run_async(){more}"
-    if taskset.default_reward_fn_type is not None:
-        faults = list(_tried(("default_reward_fn_type",), lambda: REWARD_FUNCTIONS.get(taskset.default_reward_fn_type or "")))
+            yield ("workflow",), f"{name!r} is no task-style workflow: it has neither run() nor run_async(){more}"
+    if taskset.reward_fn is not None:
+        faults = list(_tried(("reward_fn",), lambda: REWARD_FUNCTIONS.get(taskset.reward_fn or "")))
         yield from faults
         if not faults:
             yield from _reward_arguments(taskset)
@@ -133,7 +133,7 @@ def _taskset(taskset: TasksetConfig) -> Iterator[Fault]:
 
 def _reward_arguments(taskset: TasksetConfig) -> Iterator[Fault]:
     """Arguments that the reward function would never see: it takes columns by name, and ``**_`` says that others are nothing to it."""
-    function = REWARD_FUNCTIONS.get(taskset.default_reward_fn_type or "")
+    function = REWARD_FUNCTIONS.get(taskset.reward_fn or "")
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -145,7 +145,7 @@ def _reward_arguments(taskset: TasksetConfig) -> Iterator[Fault]:
         if name not in known:
             yield (
                 ("reward_fn_args", name),
-                f"{taskset.default_reward_fn_type} has no parameter {name!r}; it has {', '.join(known)}",
+                f"{taskset.reward_fn} has no parameter {name!r}; it has {', '.join(known)}",
             )
 
 

@@ -27,8 +27,8 @@ def training_runner(
 ) -> TaskRunner:
     """Runs training tasks; every task's reward is told to the mixture's selectors.
 
-    A task is sampled as often as its taskset's ``repeat_times`` says, else ``gconfig.n_samples``, else the taskset's
-    ``rollout_args.n``; with the taskset's ``rollout_args``, or ``gconfig`` where it sets none.
+    A task is sampled as often as its taskset's ``group_size`` says, else the run's ``gconfig.n_samples``, else
+    the taskset's; with the taskset's ``gconfig``, or the run's where it sets none.
 
     Args:
         config: the experiment.
@@ -51,7 +51,7 @@ def training_runner(
 def evaluation_runner(
     config: PPOConfig, tokenizer: Any, services: TaskServices | None = None, *, n_samples: int | None = None
 ) -> TaskRunner:
-    """Runs evaluation tasks: with their taskset's ``rollout_args``, or the evaluator's where the taskset sets none.
+    """Runs evaluation tasks: with their taskset's ``gconfig``, or the evaluator's where the taskset sets none.
 
     Args:
         config: the experiment.
@@ -62,7 +62,7 @@ def evaluation_runner(
     services = services or TaskServices(config, tokenizer)
     tasksets = config.eval_tasksets
     if n_samples is not None:
-        tasksets = [dataclasses.replace(taskset, repeat_times=n_samples) for taskset in tasksets]
+        tasksets = [dataclasses.replace(taskset, group_size=n_samples) for taskset in tasksets]
     return TaskRunner(
         tasksets,
         tokenizer,

@@ -262,7 +262,7 @@ def _no_workflow(kind: type) -> WorkflowError:
     instead = "Define 'async def arun_episode(self, engine, data)'."
     if hasattr(kind, "run"):
         instead = (
-            "It has run(): task-style workflows are run over a taskset that names them (tasksets, default_workflow_type; "
+            "It has run(): task-style workflows are run over a taskset that names them (tasksets, workflow; "
             "docs/task-workflows.md)."
         )
     return WorkflowError(f"{kind.__name__} is no workflow: it has no method arun_episode(engine, data). {instead}")

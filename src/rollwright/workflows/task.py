@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
+from rollwright.data.formats import messages_of
 from rollwright.errors import WorkflowError
 
 if TYPE_CHECKING:
@@ -38,20 +39,20 @@ class Task:
     @classmethod
     def from_row(cls, row: Mapping[str, Any], taskset: TasksetConfig, *, is_eval: bool = False) -> Task:
         """Make the task of one row of ``taskset``; a row's own workflow and reward columns win over the defaults."""
-        layout = taskset.format
+        layout = taskset.columns
         own_workflow = row.get(layout.workflow_key) if layout.workflow_key else None
         own_reward = row.get(layout.reward_fn_key) if layout.reward_fn_key else None
         raw = {key: value for key, value in row.items() if key != "ordinal"}
         return cls(
-            workflow=own_workflow or taskset.default_workflow_type,
-            reward_fn=own_reward or taskset.default_reward_fn_type,
+            workflow=own_workflow or taskset.workflow,
+            reward_fn=own_reward or taskset.reward_fn,
             raw_task=raw,
             format_args=layout,
-            rollout_args=taskset.rollout_args.new(),
+            rollout_args=(taskset.gconfig or GenerationHyperparameters()).new(),
             workflow_args=dict(taskset.workflow_args),
             reward_fn_args=dict(taskset.reward_fn_args),
             is_eval=is_eval,
-            repeat_times=taskset.repeat_times,
+            repeat_times=taskset.group_size,
             task_id=row.get("query_id", row.get("id", row.get("ordinal", ""))),
             index=row.get("ordinal"),
         )
@@ -63,28 +64,16 @@ class Task:
 
     @property
     def truth(self) -> Any:
-        """The reference answer, from the format's ``response_key``."""
-        return self.raw_task.get(self.format_args.response_key)
+        """The reference answer, from the format's ``response_key``, else from the column ``answer``."""
+        return self.raw_task.get(self.format_args.response_key, self.raw_task.get("answer"))
 
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation that the task begins with: system message, then the user's text or the row's messages.
+        """The conversation that the task begins with, read as its format says (``data.formats``).
 
         Raises:
-            WorkflowError: the row lacks the column that the format names.
+            DataError: the row lacks the column that the format names.
         """
-        layout = self.format_args
-        key = layout.messages_key if layout.prompt_type == "messages" else layout.prompt_key
-        if key not in self.raw_task:
-            raise WorkflowError(
-                f"task {self.task_id!r} has no column {key!r} (it has {', '.join(sorted(self.raw_task)) or 'none'}); "
-                f"set format.{'messages_key' if layout.prompt_type == 'messages' else 'prompt_key'} to the right one."
-            )
-        value = self.raw_task[key]
-        messages = (
-            [dict(message) for message in value] if layout.prompt_type == "messages" else [{"role": "user", "content": value}]
-        )
-        system = (self.raw_task.get(layout.system_prompt_key) if layout.system_prompt_key else None) or layout.system_prompt
-        return [{"role": "system", "content": system}, *messages] if system else messages
+        return messages_of(self.raw_task, self.format_args, f"task {self.task_id!r}")
 
     def arguments(self, **defaults: Any) -> dict[str, Any]:
         """``workflow_args`` over the defaults of a workflow, which name all that it takes.
@@ -103,7 +92,7 @@ class Task:
         from rollwright.workflows.registry import WORKFLOWS
 
         if self.workflow is None:
-            raise WorkflowError(f"task {self.task_id!r} names no workflow; set the taskset's default_workflow_type.")
+            raise WorkflowError(f"task {self.task_id!r} names no workflow; set the taskset's workflow.")
         return WORKFLOWS.get(self.workflow) if isinstance(self.workflow, str) else self.workflow
 
     def reward_function(self) -> Any:

@@ -30,7 +30,7 @@ class TaskReward:
         if function is None:
             raise WorkflowError(
                 f"{workflow} scores with the task's reward function, but task {task.task_id!r} names none; set the taskset's "
-                "default_reward_fn_type."
+                "reward_fn."
             )
         self.task = task
         self.function = AsyncRewardWrapper(function)

@@ -35,8 +35,8 @@ class TaskRunner(RolloutWorkflow):
     Args:
         tasksets: the tasksets that rows come from; a row's ``"taskset"`` names its own, the first is the default.
         tokenizer: the policy's tokenizer.
-        gconfig: generation arguments of tasksets that set no ``rollout_args``; None: the defaults.
-        n_samples: samples of a task whose taskset sets no ``repeat_times``; None: the tasksets' ``rollout_args.n``.
+        gconfig: generation arguments of tasksets that have none of their own; None: the defaults.
+        n_samples: samples of a task whose taskset sets no ``group_size``; None: the tasksets' ``gconfig.n_samples``.
         is_eval: tasks are evaluation.
         services: what runs beside the run: its ``openai_front``, at which samples' OpenAI clients are recorded (None: there
             are no such clients), and its ``auxiliary_models``, OpenAI clients of models that are not trained. They are started
@@ -87,9 +87,7 @@ class TaskRunner(RolloutWorkflow):
 
     def generation_of(self, taskset: TasksetConfig) -> GenerationHyperparameters:
         """The generation arguments of a taskset's tasks: its own where it sets any."""
-        if self.gconfig is not None and taskset.rollout_args == GenerationHyperparameters():
-            return self.gconfig.new()
-        return taskset.rollout_args.new()
+        return (taskset.gconfig or self.gconfig or GenerationHyperparameters()).new()
 
     def group_size(self, data: dict[str, Any]) -> int:
         """How often the executor repeats this row: once where its workflow makes the group itself."""

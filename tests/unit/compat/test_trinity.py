@@ -42,7 +42,7 @@ def test_the_keys_of_a_file_are_translated():
     assert data["evaluator"] == {"every_steps": 5}
     (taskset,) = data["tasksets"]
     assert taskset["format"] == {"prompt_key": "question", "response_key": "answer"}
-    assert taskset["rollout_args"] == {"temperature": 0.7, "n_samples": 3, "max_new_tokens": 64}
+    assert taskset["gconfig"] == {"temperature": 0.7, "n_samples": 3, "max_new_tokens": 64}
     assert data["eval_tasksets"][0]["name"] == "held-out"
     assert "algorithm.repeat_times -> gconfig.n_samples: 8" in translation.notes
 
@@ -65,7 +65,7 @@ def test_another_name_for_the_workflow_is_read_and_told():
     translation = translated(
         FILE.replace("      default_workflow_type: example_workflow\n", "      default_workflow: example_workflow\n")
     )
-    assert translation.document.data["tasksets"][0]["default_workflow_type"] == "example_workflow"
+    assert translation.document.data["tasksets"][0]["workflow"] == "example_workflow"
     assert any("the name is default_workflow_type" in note for note in translation.notes)
 
 

@@ -37,7 +37,7 @@ def refusal(more, mode="both", file=FILE):
 
 
 def test_every_taskset_gets_the_defaults_of_its_section():
-    assert built().tasksets[0].default_workflow_type == "math_workflow"
+    assert built().tasksets[0].workflow == "math_workflow"
 
 
 def test_operators_stand_between_explorer_and_trainer():
@@ -79,7 +79,7 @@ def test_the_batch_of_mode_both_is_what_it_explored():
 def test_n_of_a_taskset_is_its_group_where_nothing_else_says_it():
     file = FILE.replace("algorithm_type: grpo, repeat_times: 8", "algorithm_type: grpo")
     file = file.replace("format: {{prompt_key: question}}", "rollout_args: {{n: 5}}")
-    assert built(file=file).tasksets[0].repeat_times == 5
+    assert built(file=file).tasksets[0].group_size == 5
 
 
 def test_prompt_and_response_together_bound_the_context():
@@ -188,8 +188,8 @@ def test_tasks_stand_in_one_place():
 def test_evaluation_has_a_workflow_of_its_own_by_default():
     more = "    default_eval_workflow_type: math_boxed_workflow\n    eval_tasksets: [{path: b.jsonl}]\n"
     config = built(more)
-    assert config.tasksets[0].default_workflow_type == "math_workflow"
-    assert config.eval_tasksets[0].default_workflow_type == "math_boxed_workflow"
+    assert config.tasksets[0].workflow == "math_workflow"
+    assert config.eval_tasksets[0].workflow == "math_boxed_workflow"
 
 
 def test_several_engines_are_several_servers():

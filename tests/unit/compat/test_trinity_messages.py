@@ -145,7 +145,7 @@ def test_a_taskset_s_own_length_wins_over_the_model_s():
     document = parse_yaml(file, "trinity.yaml")
     translation = Trinity().translate(document.data, document)
     (stage,) = build_stages(translation.document, [])
-    assert stage.config.tasksets[0].rollout_args.max_new_tokens == 32
+    assert stage.config.tasksets[0].gconfig.max_new_tokens == 32
     assert any("max_response_tokens: 64 is of no taskset that is trained on" in note for note in translation.notes)
 
 

@@ -194,6 +194,23 @@ def test_second_names_are_read_and_legacy_names_too_with_a_warning(caplog):
     assert "max_tokens" not in caplog.text
 
 
+def test_tasksets_have_second_names_for_their_keys():
+    (taskset,) = build(
+        "tasksets:\n"
+        "  - {path: a, default_workflow_type: w, default_reward_fn_type: r, rollout_args: {n: 2}, repeat_times: 3, subset_name: s}\n"
+    ).tasksets
+    assert (taskset.workflow, taskset.reward_fn, taskset.group_size, taskset.subset) == ("w", "r", 3, "s")
+    assert taskset.gconfig is not None
+    assert taskset.gconfig.n_samples == 2
+
+
+def test_a_fault_under_a_second_name_is_told_by_that_name_and_its_line():
+    with pytest.raises(
+        ConfigError, match=r"f.yaml:3: tasksets.0.repeat_times \(here tasksets.0.group_size\): must be at least 1"
+    ):
+        build("tasksets:\n  - path: a\n    repeat_times: 0\n")
+
+
 def test_a_config_written_as_yaml_loads_to_itself():
     config = build(
         "experiment_name: x\ngconfig: {stop: ['</answer>', 'yes', '0130']}\nactor: {path: m, kl_ctl: 0.1}\n"

@@ -7,9 +7,9 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.loading import build_stages
 from rollwright.config.modes import StoreConfig
 from rollwright.config.rules import faults_of
-from rollwright.config.sections import DatasetConfig, RolloutConfig
+from rollwright.config.sections import RolloutConfig
 from rollwright.config.source import parse_yaml
-from rollwright.config.tasksets import FormatConfig, TasksetConfig
+from rollwright.config.tasksets import DatasetConfig, FormatConfig, TasksetConfig
 from rollwright.errors import ConfigError
 
 
@@ -86,9 +86,9 @@ def test_what_samples_nothing_is_a_stage_and_no_recipe(kind):
 
 def test_generation_arguments_that_no_task_is_sampled_with_are_told():
     gconfig = GenerationHyperparameters(n_samples=8, temperature=0.7, max_new_tokens=64)
-    own = TasksetConfig(name="own", rollout_args=GenerationHyperparameters(max_new_tokens=64))
+    own = TasksetConfig(name="own", gconfig=GenerationHyperparameters(max_new_tokens=64))
     told = faults("both", None, gconfig=gconfig, tasksets=[own])
-    assert "every taskset has rollout_args of its own" in told["gconfig.temperature"]
+    assert "every taskset has a gconfig of its own" in told["gconfig.temperature"]
     assert "gconfig.max_new_tokens" not in told  # said in both places
     assert "gconfig.n_samples" not in told  # the group size is the run's
     assert "gconfig.temperature" not in faults("both", None, gconfig=gconfig, tasksets=[own, TasksetConfig(name="plain")])
@@ -97,7 +97,7 @@ def test_generation_arguments_that_no_task_is_sampled_with_are_told():
 def test_keys_of_the_other_way_to_give_tasks_are_told():
     tasks = [TasksetConfig(name="sums")]
     told = faults("both", None, tasksets=tasks, reward_fn="gsm8k_reward", valid_dataset=DatasetConfig(path="arithmetic"))
-    assert "a taskset has default_reward_fn_type" in told["reward_fn"]
+    assert "a taskset has its own reward_fn" in told["reward_fn"]
     assert "give eval_tasksets" in told["valid_dataset"]
     assert "give valid_dataset" in faults("both", None, workflow="rlvr", eval_tasksets=tasks)["eval_tasksets"]
     assert "eval_tasksets" not in faults("bench", None, workflow="rlvr", eval_tasksets=tasks)  # bench evaluates either
@@ -107,3 +107,21 @@ def test_keys_of_the_other_way_to_give_tasks_are_told():
 def test_a_file_keeps_what_was_used():
     assert "keeps what was read" in faults("train", StoreConfig(type="file", keep_used=False))["store.keep_used"]
     assert "store.keep_used" not in faults("train", StoreConfig(keep_used=False))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        ("name", "main", "is called subset"),
+        ("workflow", "rlvr", "takes it from the run's own keys"),
+        ("selector", "random", "takes it from the run's own keys"),
+    ],
+)
+def test_keys_that_a_dataset_does_not_read_are_told(key, value, remedy):
+    dataset = DatasetConfig(path="arithmetic", **{key: value})
+    assert remedy in faults("both", None, workflow="rlvr", train_dataset=dataset)[f"train_dataset.{key}"]
+
+
+def test_keys_that_a_taskset_does_not_read_are_told():
+    told = faults("both", None, tasksets=[TasksetConfig(path="a.jsonl", batch_size=4)])
+    assert "not in a taskset" in told["tasksets.0.batch_size"]

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from rollwright import DATASET_REGISTRY, Example
-from rollwright.config.sections import DatasetConfig
-from rollwright.config.tasksets import FormatConfig
+from rollwright.config.tasksets import DatasetConfig, FormatConfig
 from rollwright.data.examples import DatasetRegistry, get_dataset
 from rollwright.data.gsm8k import final_answer, gsm8k
 from rollwright.data.tokenizer import build_character_tokenizer

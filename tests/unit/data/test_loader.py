@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollwright.config.sections import DatasetConfig
+from rollwright.config.tasksets import DatasetConfig
 from rollwright.data.loader import TaskLoader
 from rollwright.errors import CheckpointError, DataError
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from rollwright.config.sections import DatasetConfig
-from rollwright.config.tasksets import FormatConfig
+from rollwright.config.tasksets import DatasetConfig, FormatConfig
 from rollwright.data.examples import get_dataset
 from rollwright.data.formats import to_tasks
 from rollwright.errors import DataError

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rollwright.config.sections import DatasetConfig
+from rollwright.config.tasksets import DatasetConfig
 from rollwright.data.counting import counting_squares
 from rollwright.data.examples import get_dataset
 from rollwright.data.tokenizer import build_character_tokenizer

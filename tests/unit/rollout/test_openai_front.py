@@ -332,7 +332,7 @@ async def test_the_code_of_the_docs_runs(front, tokenizer):
     assert experience.reward == 1.0
 
     layout = FormatConfig(prompt_key="question", response_key="answer")
-    taskset = TasksetConfig(default_workflow_type=names["MyAgent"], format=layout, repeat_times=1)
+    taskset = TasksetConfig(workflow=names["MyAgent"], format=layout, group_size=1)
     runner = TaskRunner([taskset], tokenizer, services=SimpleNamespace(openai_front=front, auxiliary_models=[]))
     (experience,) = await runner.arun_episode(sample_engine(Script(tokenizer, "2")), row)
     assert experience.reward == 1.0
@@ -364,7 +364,7 @@ async def test_a_client_that_a_reused_workflow_keeps_belongs_to_its_next_sample(
             self.model.set_reward(float(answer.choices[0].message.content))
             return self.model.extract_experience_from_history()
 
-    taskset = TasksetConfig(default_workflow_type=Keeper, repeat_times=1)
+    taskset = TasksetConfig(workflow=Keeper, group_size=1)
     runner = TaskRunner([taskset], tokenizer, services=SimpleNamespace(openai_front=front, auxiliary_models=[]))
     for question in ("3", "4", "5"):
         sample = sample_engine(Script(tokenizer, question))

@@ -13,8 +13,8 @@ from rich.console import Console
 from rollwright import GRPOConfig
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.rules import faults_of
-from rollwright.config.sections import DatasetConfig, PPOActorConfig
-from rollwright.config.tasksets import TasksetConfig
+from rollwright.config.sections import PPOActorConfig
+from rollwright.config.tasksets import DatasetConfig, TasksetConfig
 from rollwright.errors import ConfigError
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.bench import Benchmark, bench, draw, find_checkpoints, pass_at_k, scores_of, step_of, table_of
@@ -83,7 +83,7 @@ def test_samples_that_would_all_be_the_same_are_refused_before_anything_runs(tmp
     assert not list(faults_of(config))
     config.bench.samples, config.evaluator.gconfig = 1, config.evaluator.gconfig.new(greedy=True)
     assert not list(faults_of(config))
-    config.eval_tasksets = [TasksetConfig(rollout_args=GenerationHyperparameters(temperature=0.0))]
+    config.eval_tasksets = [TasksetConfig(gconfig=GenerationHyperparameters(temperature=0.0))]
     config.bench.samples, config.evaluator.gconfig = 2, config.evaluator.gconfig.new(greedy=False)
     assert ("bench", "samples") in [path for path, _ in faults_of(config)]
 

@@ -87,7 +87,10 @@ def test_names_that_nothing_has_are_told_with_their_lines(refusal):
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ("    default_reward_fn_type: math_rewart\n", "tasksets.0.default_reward_fn_type: no reward function"),
+        (
+            "    default_reward_fn_type: math_rewart\n",
+            "tasksets.0.default_reward_fn_type (here tasksets.0.reward_fn): no reward function",
+        ),
         ("    selector_args: {sed: 1}\n", "tasksets.0.selector_args: selector shuffle cannot take"),
         (
             "    default_reward_fn_type: math_boxed_reward\n    reward_fn_args: {with_thinking: true}\n",
@@ -101,7 +104,7 @@ def test_of_a_taskset(refusal, more, told):
 
 def test_a_taskset_without_a_workflow_is_told(refusal):
     text = TASKS.replace("    default_workflow_type: math_workflow\n", "")
-    assert "default_workflow_type: is not set" in refusal(text)
+    assert "tasksets.0.workflow: is not set" in refusal(text)
     assert refusal(text + "    format: {workflow_key: kind}\n") == ""
 
 

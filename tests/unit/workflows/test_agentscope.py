@@ -22,9 +22,9 @@ ROW = {"question": "1+2?", "answer": "3"}
 def taskset(**arguments) -> TasksetConfig:
     return TasksetConfig(
         format=FormatConfig(prompt_key="question", response_key="answer"),
-        default_workflow_type="agentscope_react_math_workflow",
+        workflow="agentscope_react_math_workflow",
         workflow_args={"tools": [add], **arguments},
-        repeat_times=1,
+        group_size=1,
     )
 
 

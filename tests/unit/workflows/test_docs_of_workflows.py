@@ -92,7 +92,7 @@ def test_the_loop_over_turns_runs(names, tiny_model):
 
 def test_the_task_style_class_runs(names, tiny_model):
     taskset = TasksetConfig(format=FormatConfig(prompt_key="question", response_key="answer"))
-    taskset.default_workflow_type = names["Echo"]
+    taskset.workflow = names["Echo"]
     tokenizer = load_tokenizer(tiny_model)
     runner = TaskRunner([taskset], tokenizer, gconfig=GCONFIG, n_samples=3)
     with BuiltinEngine(str(tiny_model)) as engine:

@@ -11,7 +11,7 @@ from rollwright import Experience, ModelWrapper, Task, Workflow
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
 from rollwright.data.tokenizer import build_character_tokenizer
-from rollwright.errors import RolloutError, WorkflowError
+from rollwright.errors import DataError, RolloutError, WorkflowError
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.workflows.registry import WORKFLOWS
@@ -53,7 +53,7 @@ TASKSET = TasksetConfig(format=FormatConfig(prompt_key="question", response_key=
 
 
 def run(workflow, row, engine, tokenizer, taskset=TASKSET, **options):
-    taskset.default_workflow_type = workflow
+    taskset.workflow = workflow
     return asyncio.run(TaskRunner([taskset], tokenizer, **options).arun_episode(engine, row))
 
 
@@ -85,9 +85,9 @@ def test_a_trait_may_have_three_forms(form):
 
 def test_who_repeats(tokenizer):
     row = {"question": "1", "answer": "1"}
-    once = TasksetConfig(default_workflow_type=TwoAnswers)
+    once = TasksetConfig(workflow=TwoAnswers)
     assert TaskRunner([once], tokenizer, n_samples=6).group_size(row) == 1
-    often = TasksetConfig(default_workflow_type="simple_workflow", default_reward_fn_type="exact_match_reward")
+    often = TasksetConfig(workflow="simple_workflow", reward_fn="exact_match_reward")
     assert TaskRunner([often], tokenizer, n_samples=6).group_size(row) == 6
 
 
@@ -111,7 +111,7 @@ def test_a_resettable_workflow_is_reused_with_its_next_task_and_arguments(tokeni
             return [response]
 
     engine = Scripted(tokenizer, "x")
-    runner = TaskRunner([TasksetConfig(default_workflow_type=Heavy)], tokenizer, n_samples=1)
+    runner = TaskRunner([TasksetConfig(workflow=Heavy)], tokenizer, n_samples=1)
     asyncio.run(runner.arun_episode(engine, {"question": "first"}))
     asyncio.run(runner.arun_episode(engine, {"question": "second"}))
     assert len(built) == 1
@@ -119,7 +119,7 @@ def test_a_resettable_workflow_is_reused_with_its_next_task_and_arguments(tokeni
 
 
 def test_the_math_workflow_asks_in_its_format_and_scores_accuracy_and_format(tokenizer):
-    taskset = TasksetConfig(format=FormatConfig(prompt_key="question", response_key="answer"), repeat_times=1)
+    taskset = TasksetConfig(format=FormatConfig(prompt_key="question", response_key="answer"), group_size=1)
     good = "<think>easy</think> <answer>4</answer>"
     row = {"question": "2+2=", "answer": "4"}
     (right,) = run("math_workflow", row, Scripted(tokenizer, good), tokenizer, taskset)
@@ -130,8 +130,8 @@ def test_the_math_workflow_asks_in_its_format_and_scores_accuracy_and_format(tok
 
 
 def test_a_missing_column_is_told(tokenizer):
-    taskset = TasksetConfig(format=FormatConfig(prompt_key="problem"), default_reward_fn_type="exact_match_reward")
-    with pytest.raises(WorkflowError, match="no column 'problem'"):
+    taskset = TasksetConfig(format=FormatConfig(prompt_key="problem"), reward_fn="exact_match_reward")
+    with pytest.raises(DataError, match="no column 'problem'"):
         run("simple_workflow", {"question": "1"}, Scripted(tokenizer, "x"), tokenizer, taskset)
 
 
@@ -266,12 +266,12 @@ def test_evaluation_has_arguments_of_its_own_also_in_a_workflow_that_trains(toke
             response.reward = float(self.task.is_eval)
             return [response]
 
-    trained = TasksetConfig(default_workflow_type=Reused, format=FormatConfig(prompt_key="question"))
-    trained.rollout_args = GenerationHyperparameters(temperature=0.7, max_new_tokens=9)
-    held_out = TasksetConfig(default_workflow_type=Reused, format=FormatConfig(prompt_key="question"))
+    trained = TasksetConfig(workflow=Reused, format=FormatConfig(prompt_key="question"))
+    trained.gconfig = GenerationHyperparameters(temperature=0.7, max_new_tokens=9)
+    held_out = TasksetConfig(workflow=Reused, format=FormatConfig(prompt_key="question"))
     evaluator = GenerationHyperparameters(greedy=True, max_new_tokens=5)
-    own = TasksetConfig(default_workflow_type=Reused, format=FormatConfig(prompt_key="question"))
-    own.rollout_args = GenerationHyperparameters(temperature=0.3, max_new_tokens=4)
+    own = TasksetConfig(workflow=Reused, format=FormatConfig(prompt_key="question"))
+    own.gconfig = GenerationHyperparameters(temperature=0.3, max_new_tokens=4)
     engine = Scripted(tokenizer, "x")
     training = TaskRunner([trained], tokenizer, n_samples=1)
     rewards = []
@@ -308,7 +308,7 @@ class OfItsTaskset(Workflow):
 
 def test_a_workflow_is_reused_within_its_taskset_alone(tokenizer):
     tasksets = [
-        TasksetConfig(name=name, default_workflow_type=OfItsTaskset, workflow_args={"level": level}, format=TASKSET.format)
+        TasksetConfig(name=name, workflow=OfItsTaskset, workflow_args={"level": level}, format=TASKSET.format)
         for name, level in (("easy", 1), ("hard", 2))
     ]
     runner = TaskRunner(tasksets, tokenizer)
@@ -337,7 +337,7 @@ def test_who_makes_a_group_of_one_is_warned_once(tokenizer, caplog):
             response.reward = 0.0
             return [response]
 
-    taskset = TasksetConfig(format=TASKSET.format, default_workflow_type=AsksOnce)
+    taskset = TasksetConfig(format=TASKSET.format, workflow=AsksOnce)
     runner = TaskRunner([taskset], tokenizer, n_samples=4)
     with caplog.at_level("WARNING"):
         for _ in range(2):
@@ -367,7 +367,7 @@ def test_a_taskset_without_generation_arguments_has_the_run_s(tokenizer):
     config = GRPOConfig(gconfig=GenerationHyperparameters(n_samples=2, max_new_tokens=7, temperature=0.6))
     config.tasksets = [
         TasksetConfig(name="plain"),
-        TasksetConfig(name="own", rollout_args=GenerationHyperparameters(max_new_tokens=9)),
+        TasksetConfig(name="own", gconfig=GenerationHyperparameters(max_new_tokens=9)),
     ]
     mixture = TaskMixture(config.tasksets, [[{"prompt": "1"}], [{"prompt": "2"}]], 1)
     runner = training_runner(config, tokenizer, mixture)

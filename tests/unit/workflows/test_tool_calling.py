@@ -32,10 +32,10 @@ def reward(prompt, completion, prompt_ids, completion_ids, *, answer, tool_calls
 def taskset(**arguments) -> TasksetConfig:
     return TasksetConfig(
         format=FormatConfig(prompt_key="question", response_key="answer"),
-        default_workflow_type="tool_calling_workflow",
-        default_reward_fn_type=reward,
+        workflow="tool_calling_workflow",
+        reward_fn=reward,
         workflow_args={"tools": [add, fails], **arguments},
-        repeat_times=1,
+        group_size=1,
     )
 
 

@@ -41,7 +41,7 @@ class ScriptedEngine(InferenceEngine):
 
 
 def visit(engine, session_id=3, **arguments):
-    taskset = TasksetConfig(default_workflow_type="webshop_workflow", workflow_args={"shop": SHOP, **arguments})
+    taskset = TasksetConfig(workflow="webshop_workflow", workflow_args={"shop": SHOP, **arguments})
 
     async def run():
         sample = SampleEngine(engine, SampleName(0, 0), run_seed=1, loop=asyncio.get_running_loop())
