@@ -10,7 +10,6 @@ from rollwright.config.experiment import GRPOConfig
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import (
     ClusterConfig,
-    DatasetConfig,
     EvaluatorConfig,
     OptimizerConfig,
     PPOActorConfig,
@@ -18,6 +17,7 @@ from rollwright.config.sections import (
     RolloutConfig,
     StatsLoggerConfig,
 )
+from rollwright.config.tasksets import DatasetConfig
 from rollwright.data.procedural import arithmetic
 from rollwright.trainers.rl import PPOTrainer
 
