@@ -34,6 +34,7 @@ _EXPORTS: dict[str, str] = {
     # tracking
     "MetricsTracker": "rollwright.tracking.metrics",
     "get_tracker": "rollwright.tracking.metrics",
+    "SINKS": "rollwright.tracking.sinks",
     # data
     "DATASET_REGISTRY": "rollwright.data.examples",
     "Example": "rollwright.data.examples",

@@ -339,7 +339,11 @@ class StatsLoggerConfig:
     """Where metrics go besides metrics.jsonl in the run directory."""
 
     sinks: list[str] = field(
-        default_factory=list, metadata=_help("tensorboard, wandb, trackio.", item_choices=["tensorboard", "wandb", "trackio"])
+        default_factory=list, metadata=_help("tensorboard, wandb, trackio, or a sink that a plugin registers in SINKS.")
+    )
+    show: list[str] = field(
+        default_factory=list,
+        metadata=_help("Further metrics of metrics.jsonl that each step's display shows, such as actor/entropy."),
     )
     project: str | None = field(default=None, metadata=_help("Project name at the sink; None: experiment_name."))
     dump_rollouts: int = field(

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from rollwright.errors import ConfigError
 from rollwright.tracking import logging
-from rollwright.tracking.timers import PhaseTimer
+from rollwright.tracking.metrics import PhaseTimer
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PHASE_COLOURS = {

@@ -1,7 +1,7 @@
 """Sinks: where the metrics of a step are written.
 
 ``metrics.jsonl`` in the run directory is always written and is what plots and resume read. TensorBoard,
-Weights & Biases and Trackio are optional and take the same numbers.
+Weights & Biases, Trackio and sinks that users register in ``SINKS`` take the same numbers.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import importlib
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from rollwright.atomic import write_text
 from rollwright.errors import CheckpointError, ConfigError
+from rollwright.registry import Registry
 
 
 class MetricsSink(Protocol):
@@ -54,7 +56,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             if number == len(lines):  # no newline after it: the write was cut off
                 break
             raise CheckpointError(
-                f"line {number} of {path} is damaged ({error}): mend or delete that line; the rest is not touched."
+                f"line {number} of {path} is damaged ({error}): fix or delete that line; the rest is not touched."
             ) from None
         records.append(record)
     return records
@@ -105,6 +107,85 @@ class JSONLSink:
         self._file.close()
 
 
+@dataclass(frozen=True)
+class SinkRun:
+    """What a sink is told of the run when it is opened."""
+
+    directory: Path  # of the run or stage
+    project: str
+    name: str  # usually ``<experiment>/<trial>``
+    config: Mapping[str, Any]  # resolved, to show
+    resume_step: int | None  # the last step that the resumed checkpoint contains; None: a new run
+
+
+class TensorBoardSink:
+    """Event files below ``<run>/tensorboard``; on resume, later points are purged."""
+
+    def __init__(self, run: SinkRun) -> None:
+        _require("tensorboard", "tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if run.resume_step is None else run.resume_step + 1
+        self._writer = SummaryWriter(log_dir=str(run.directory / "tensorboard"), purge_step=purge)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add one point to each curve."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, global_step=step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+class WandbSink:
+    """A Weights & Biases run, named after the trial; a resumed trial continues the same run.
+
+    W&B keeps the first value it was sent for a step, so steps that a resumed run repeats are not sent twice.
+    """
+
+    def __init__(self, run: SinkRun) -> None:
+        self._run = _require("wandb", "wandb").init(
+            project=run.project,
+            name=run.name,
+            id=run.name.replace("/", "-"),
+            dir=str(run.directory),
+            config=dict(run.config),
+            resume=None if run.resume_step is None else "allow",
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log one step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class TrackioSink:
+    """A Trackio run: Hugging Face's local tracker; look at it with ``trackio show``."""
+
+    def __init__(self, run: SinkRun) -> None:
+        trackio = _require("trackio", "trackio")
+        self._run = trackio.init(
+            project=run.project,
+            name=run.name,
+            config=dict(run.config),
+            resume="never" if run.resume_step is None else "allow",
+        )
+        self._finish = trackio.finish
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log one step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._finish()
+
+
 def _require(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
@@ -115,68 +196,17 @@ def _require(module: str, extra: str) -> Any:
         ) from None
 
 
-class TensorBoardSink:
-    """Event files below ``<run>/tensorboard``; on resume, later points are purged."""
-
-    def __init__(self, directory: str | Path, resume_step: int | None = None) -> None:
-        _require("tensorboard", "tensorboard")
-        from torch.utils.tensorboard import SummaryWriter
-
-        purge = None if resume_step is None else resume_step + 1
-        self._writer = SummaryWriter(log_dir=str(directory), purge_step=purge)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds one point to each curve."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, global_step=step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Closes the event file."""
-        self._writer.close()
-
-
-class WandbSink:
-    """A Weights & Biases run, named after the trial; a resumed trial goes on in the same run.
-
-    W&B keeps the first value it was sent for a step, so steps that a resumed run repeats are not sent twice.
-    """
-
-    def __init__(self, directory: str | Path, project: str, run_name: str, config: Mapping[str, Any], resume: bool) -> None:
-        wandb = _require("wandb", "wandb")
-        self._run = wandb.init(
-            project=project,
-            name=run_name,
-            id=run_name.replace("/", "-"),
-            dir=str(directory),
-            config=dict(config),
-            resume="allow" if resume else None,
-        )
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs one step."""
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Finishes the run."""
-        self._run.finish()
-
-
-class TrackioSink:
-    """A Trackio run: Hugging Face's local tracker, looked at with ``trackio show``."""
-
-    def __init__(self, project: str, run_name: str, config: Mapping[str, Any], resume: bool) -> None:
-        trackio = _require("trackio", "trackio")
-        self._run = trackio.init(project=project, name=run_name, config=dict(config), resume="allow" if resume else "never")
-        self._finish = trackio.finish
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs one step."""
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Finishes the run."""
-        self._finish()
+#: Sinks by name: what is called with a :class:`SinkRun` and returns a :class:`MetricsSink`.
+SINKS: Registry[Callable[[SinkRun], MetricsSink]] = Registry(
+    "metric sink",
+    ConfigError,
+    variable="SINKS",
+    built_in={
+        "tensorboard": "rollwright.tracking.sinks:TensorBoardSink",
+        "wandb": "rollwright.tracking.sinks:WandbSink",
+        "trackio": "rollwright.tracking.sinks:TrackioSink",
+    },
+)
 
 
 class MetricsLogger:
@@ -184,7 +214,7 @@ class MetricsLogger:
 
     Args:
         metrics_file: the run's ``metrics.jsonl``.
-        sinks: names out of tensorboard, wandb, trackio.
+        sinks: names registered in ``SINKS``, or import paths.
         project: project at the sinks.
         run_name: name of the run at the sinks, usually ``<experiment>/<trial>``.
         config: the resolved config, shown by the sinks.
@@ -204,33 +234,24 @@ class MetricsLogger:
         config: Mapping[str, Any] | None = None,
         resume_step: int | None = None,
     ) -> None:
-        directory = Path(metrics_file).parent
-        resume, config = resume_step is not None, config or {}
-        makers = {
-            "tensorboard": lambda: TensorBoardSink(directory / "tensorboard", resume_step),
-            "wandb": lambda: WandbSink(directory, project, run_name, config, resume),
-            "trackio": lambda: TrackioSink(project, run_name, config, resume),
-        }
-        names = list(sinks)
-        unknown = [name for name in names if name not in makers]
-        if unknown:
-            raise ConfigError(f"stats_logger.sinks names {unknown[0]!r}, which is no sink: choose from {', '.join(makers)}.")
+        run = SinkRun(Path(metrics_file).parent, project, run_name, config or {}, resume_step)
+        makers = [SINKS.get(name) for name in sinks]
         self._sinks: list[MetricsSink] = []
         try:
-            for name in names:
-                self._sinks.append(makers[name]())
+            for make in makers:
+                self._sinks.append(make(run))
             self._sinks.insert(0, JSONLSink(metrics_file, resume_step))
         except BaseException:
             self.close()
             raise
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the metrics of a step everywhere."""
+        """Write the metrics of a step everywhere."""
         for sink in self._sinks:
             sink.write(step, metrics)
 
     def close(self) -> None:
-        """Closes every sink."""
+        """Close every sink."""
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close()

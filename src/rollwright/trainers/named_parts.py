@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rollwright.config.experiment import EvalConfig, PPOConfig, SFTConfig
+from rollwright.config.experiment import EvalConfig, NewModelConfig, PPOConfig, SFTConfig
 from rollwright.config.loading import Stage
 from rollwright.config.source import KeyPath
 from rollwright.config.tasksets import TasksetConfig
@@ -18,6 +18,7 @@ from rollwright.data.selectors import make_selector
 from rollwright.errors import ConfigError, RollwrightError
 from rollwright.experience.operators import OPERATORS
 from rollwright.rewards.registry import REWARD_FUNCTIONS
+from rollwright.tracking.sinks import SINKS
 from rollwright.trainers.workflow_arguments import with_defaults
 from rollwright.workflows.registry import WORKFLOWS
 
@@ -46,6 +47,9 @@ def refuse_unknown_names(stages: Sequence[Stage]) -> None:
 
 
 def _faults_of(config: Any) -> Iterator[Fault]:
+    if not isinstance(config, NewModelConfig):
+        for index, sink in enumerate(config.stats_logger.sinks):
+            yield from _tried(("stats_logger", "sinks", index), lambda name=sink: SINKS.get(name))
     if isinstance(config, PPOConfig):
         yield from _policy(config)
     elif isinstance(config, SFTConfig):

@@ -16,13 +16,12 @@ from rollwright.config.loading import config_to_dict, save_config
 from rollwright.errors import WeightUpdateError
 from rollwright.experience.trajectory import Trajectory
 from rollwright.tracking import logging
-from rollwright.tracking.metrics import get_tracker
+from rollwright.tracking.metrics import PhaseTimer, get_tracker
 from rollwright.tracking.plots import plot_reward_curve
 from rollwright.tracking.progress import ProgressDisplay
 from rollwright.tracking.rollout_dumps import RolloutDumper
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.tracking.sinks import MetricsLogger, read_metrics
-from rollwright.tracking.timers import PhaseTimer
 from rollwright.training.actor import FSDPPPOActor
 
 
@@ -132,25 +131,23 @@ def report_step(
     reward = float(rewards.mean())
     generation = sampled / seconds[waiting] if seconds.get(waiting) else 0.0
     training = float(lengths.sum()) / seconds["train"] if seconds.get("train") else 0.0
-    run.log(
-        step,
-        {
-            "reward": reward,
-            "reward/std": float(rewards.std(unbiased=False)),
-            "samples": float(len(rewards)),
-            "response_tokens": sampled / len(rewards),
-            "sequence_tokens": float(lengths.mean()),
-            "truncated": float(sample_means(batch, batch["truncated"].float()).mean()),
-            "staleness": staleness,
-            "version": float(version),
-            "tokens_per_second/generate": generation,
-            "tokens_per_second/train": training,
-            **{f"seconds/{name}": value for name, value in seconds.items()},
-            **{f"actor/{name}": value for name, value in stats.items()},
-            **{f"workflow/{name}": value for name, value in workflow_metrics(batch).items()},
-            **run.tracker.export(reset=True),
-        },
-    )
+    metrics = {
+        "reward": reward,
+        "reward/std": float(rewards.std(unbiased=False)),
+        "samples": float(len(rewards)),
+        "response_tokens": sampled / len(rewards),
+        "sequence_tokens": float(lengths.mean()),
+        "truncated": float(sample_means(batch, batch["truncated"].float()).mean()),
+        "staleness": staleness,
+        "version": float(version),
+        "tokens_per_second/generate": generation,
+        "tokens_per_second/train": training,
+        **{f"seconds/{name}": value for name, value in seconds.items()},
+        **{f"actor/{name}": value for name, value in stats.items()},
+        **{f"workflow/{name}": value for name, value in workflow_metrics(batch).items()},
+        **run.tracker.export(reset=True),
+    }
+    run.log(step, metrics)
     run.dumper.dump(step, batch)
     run.display.step(
         step,
@@ -159,6 +156,7 @@ def report_step(
         train_tokens_per_second=training,
         staleness=staleness,
         seconds=seconds,
+        facts={name: metrics.get(name, "–") for name in run.config.stats_logger.show},
     )
     return reward
 

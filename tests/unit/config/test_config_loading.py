@@ -126,7 +126,7 @@ def test_faults_are_gathered_with_key_file_and_line_or_the_override():
         ("seed: ${nope}", "f.yaml:1: seed: Interpolation key 'nope' not found"),
         ("seed: ${oc.env:ROLLWRIGHT_UNSET}", "f.yaml:1: seed: "),
         ("seed: ${seed}", "seed"),
-        ("stats_logger: {sinks: [tensorbord]}", "f.yaml:1: stats_logger.sinks.0: must be one of tensorboard"),
+        ("stats_logger: {display: fancy}", "f.yaml:1: stats_logger.display: must be one of auto, live"),
         ("gconfig: {n: 4, n_samples: 4}", "says again what 'n_samples' says"),
     ],
 )

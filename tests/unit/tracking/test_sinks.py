@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rollwright.errors import CheckpointError, ConfigError
-from rollwright.tracking.sinks import JSONLSink, MetricsLogger, read_metrics
+from rollwright.tracking.sinks import SINKS, JSONLSink, MetricsLogger, read_metrics
 
 
 def test_a_line_is_readable_before_the_file_is_closed(tmp_path):
@@ -77,7 +77,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, name):
 
 
 def test_an_unknown_sink_lists_the_known(tmp_path):
-    with pytest.raises(ConfigError, match="tensorboard, wandb, trackio"):
+    with pytest.raises(ConfigError, match="tensorboard, trackio, wandb"):
         MetricsLogger(tmp_path / "metrics.jsonl", ["mlflow"])
 
 
@@ -93,3 +93,22 @@ def test_tensorboard_reads_what_was_written(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, round(event.value, 3)) for event in events.Scalars("reward")] == [(1, 0.25), (2, 0.5), (3, 0.9)]
+
+
+def test_a_registered_sink_is_told_of_the_run_and_gets_every_step(tmp_path):
+    seen = []
+
+    @SINKS.register("remembering")
+    class Remembering:
+        def __init__(self, run):
+            seen.append((run.directory, run.name, run.resume_step))
+
+        def write(self, step, metrics):
+            seen.append((step, metrics["reward"]))
+
+        def close(self):
+            seen.append("closed")
+
+    with MetricsLogger(tmp_path / "metrics.jsonl", ["remembering"], run_name="a/b") as logger:
+        logger.log(1, {"reward": 0.5})
+    assert seen == [(tmp_path, "a/b", None), (1, 0.5), "closed"]

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from rollwright.tracking.timers import PhaseTimer
+from rollwright.tracking.metrics import PhaseTimer
 
 
 class Clock:
