@@ -67,7 +67,7 @@ def test_a_run_elsewhere_is_recorded_here_and_its_process_used_again(tiny_model,
     assert first["versions"][sampled].unique().tolist() == [0]
     (process,) = runner._isolated(runner.default_taskset)._all
     runner._isolated(runner.default_taskset).close()
-    process._process.wait(120)
+    process._process._process.wait(120)
 
 
 def test_the_time_limit_kills_what_hangs(tiny_model, tokenizer, tmp_path):

@@ -1,9 +1,18 @@
-"""``AsyncRewardWrapper``: any reward function as an awaitable that cannot hang, crash or block the rollout."""
+"""``AsyncRewardWrapper``: any reward function as an awaitable that cannot hang, crash or block the rollout.
+
+A reward function is called as ``(prompt, completion, prompt_ids, completion_ids, **columns)``. The first four are positional,
+whatever the function calls them. The task's other columns are keywords, except those whose name is one of the function's first
+four parameters; a function without ``**kwargs`` gets only those it has parameters for. A parameter named ``data`` receives the
+whole row as a dict, with the columns that were left out.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import itertools
+import math
 import pickle
 import sys
 from collections.abc import Callable
@@ -11,15 +20,17 @@ from types import ModuleType
 from typing import Any
 
 from rollwright.errors import RewardError
-from rollwright.rewards.calling import CallShape, is_async, runs_inline, task_name
-from rollwright.rewards.pool import FunctionFailedError, WorkerCrashError, WorkerTimeoutError, shared_pool
+from rollwright.processes.pool import FunctionFailedError, WorkerCrashError, WorkerTimeoutError, shared_pool
 from rollwright.rewards.registry import REWARD_FUNCTIONS
-from rollwright.rewards.worker import as_float
 
-_keys = itertools.count(1)
-
+#: What every reward function is given first, by position.
+POSITIONAL = ("prompt", "completion", "prompt_ids", "completion_ids")
+#: Columns that name a task, for messages, best first.
+TASK_COLUMNS = ("ordinal", "task_id", "query_id", "id", "index")
 #: Seconds before an async function is tried again; doubled each time.
 FIRST_PAUSE = 0.1
+
+_keys = itertools.count(1)
 
 
 class AsyncRewardWrapper:
@@ -30,8 +41,6 @@ class AsyncRewardWrapper:
       its worker when its time is up or when it takes its worker down; the next call gets a new worker.
     * A function whose attribute ``runs_inline`` is true promises to be pure, quick and bounded, as the built-in text
       rewards are: it is called directly.
-
-    See ``rollwright.rewards.calling`` for how the columns of a task reach the function.
     """
 
     def __init__(
@@ -66,13 +75,15 @@ class AsyncRewardWrapper:
             reward_fn = reward_fn.reward_fn
         if not callable(reward_fn):
             raise RewardError(f"{reward_fn!r} is no reward function; give a callable, a registered name or an import path.")
+        inner = _without_partials(reward_fn)
         self.reward_fn: Callable[..., Any] = reward_fn
         self.timeout_seconds = float(timeout_seconds)
         self.max_workers = max_workers
         self.max_retries = max_retries
-        self._shape = CallShape(reward_fn)
-        self._is_async = is_async(reward_fn)
-        self._inline = runs_inline(reward_fn) and not self._is_async
+        self._columns = TaskColumns(reward_fn)
+        self._is_async = is_async(inner)
+        self._inline = getattr(inner, "runs_inline", False) is True and not self._is_async
+        self._imports = tuple(getattr(inner, "worker_imports", ()))
         self._key = next(_keys).to_bytes(8, "little")
         self._pickled: bytes | None = None
 
@@ -92,7 +103,7 @@ class AsyncRewardWrapper:
                 message names function and task and ends with the cause.
         """
         arguments = (prompt, completion, prompt_ids, completion_ids)
-        keywords = self._shape.keywords(data)
+        keywords = self._columns.keywords(data)
         if self._inline:
             try:
                 return as_float(self.reward_fn(*arguments, **keywords))
@@ -105,12 +116,13 @@ class AsyncRewardWrapper:
             except WorkerTimeoutError as error:
                 remedy = "make it faster or raise timeout_seconds"
                 raise self._error(prompt, data, f"did not return within {self.timeout_seconds:g} s; {remedy}") from error
+            except _NotSendableError as error:
+                raise self._error(prompt, data, str(error)) from error
             except Exception as error:
-                if tries <= self.max_retries and not isinstance(error, _NotSendableError):
-                    if self._is_async:
-                        await asyncio.sleep(FIRST_PAUSE * 2 ** (tries - 1))
-                    continue
-                raise self._error(prompt, data, self._cause(error, tries)) from error
+                if tries > self.max_retries:
+                    raise self._error(prompt, data, _cause(error, tries)) from error
+                if self._is_async:
+                    await asyncio.sleep(FIRST_PAUSE * 2 ** (tries - 1))
         raise AssertionError("unreachable")
 
     async def _awaited(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> float:
@@ -127,7 +139,7 @@ class AsyncRewardWrapper:
         try:
             body = pickle.dumps((arguments, keywords), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception:
-            body = self._cloudpickle((arguments, keywords), "the task's columns")
+            body = _cloudpickle((arguments, keywords), "the task's columns")
         future = shared_pool(self.max_workers).submit(self._key, function, body, self.timeout_seconds)
         return await asyncio.wrap_future(future)
 
@@ -139,41 +151,145 @@ class AsyncRewardWrapper:
         if by_value:  # a plugin file that a worker could not import by name
             cloudpickle.register_pickle_by_value(module)
         try:
-            self._pickled = self._cloudpickle(self.reward_fn, "the function")
+            self._pickled = _cloudpickle((functools.partial(_score, self.reward_fn), self._imports), "the function")
         finally:
             if by_value:
                 cloudpickle.unregister_pickle_by_value(module)
         return self._pickled
 
-    @staticmethod
-    def _cloudpickle(value: Any, what: str) -> bytes:
-        import cloudpickle
-
-        try:
-            return cloudpickle.dumps(value)
-        except Exception as error:
-            raise _NotSendableError(
-                f"{what} cannot be sent to a worker process ({type(error).__name__}: {error}); keep clients, locks and open "
-                "files out of it, or make the function async"
-            ) from error
-
     def _error(self, prompt: Any, data: dict[str, Any], what: str) -> RewardError:
-        return RewardError(f"reward function {self._shape.name}, task {task_name(prompt, data)}: {what}")
+        return RewardError(f"reward function {self._columns.function_name}, task {task_name(prompt, data)}: {what}")
 
-    @staticmethod
-    def _cause(error: Exception, tries: int) -> str:
-        times = f" in each of {tries} attempts" if tries > 1 else ""
-        if isinstance(error, _NotSendableError):
-            return str(error)
-        if isinstance(error, WorkerCrashError):
-            return f"{error}{times}; the function ended its process: look for native crashes, memory and exit calls"
-        if isinstance(error, FunctionFailedError):
-            return f"failed{times}:\n{error}"
-        return f"failed{times}: {type(error).__name__}: {error}"
+
+class TaskColumns:
+    """Which columns of a task's row a function receives as keywords.
+
+    Raises:
+        RewardError: the function does not take the four positional arguments.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function_name = function_name(function)
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except (TypeError, ValueError):  # builtins without a signature take what they get
+            parameters = list(inspect.signature(lambda *positional, **columns: None).parameters.values())
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if len(positional) < len(POSITIONAL) and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            raise RewardError(
+                f"reward function {self.function_name}{inspect.signature(function)} takes {len(positional)} positional arguments; "
+                f"reward functions are called as ({', '.join(POSITIONAL)}, **columns): give it these four parameters first."
+            )
+        rest = [p for p in positional[len(POSITIONAL) :] if p.kind is p.POSITIONAL_OR_KEYWORD]
+        rest += [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+        self._taken = {p.name for p in positional[: len(POSITIONAL)] if p.kind is p.POSITIONAL_OR_KEYWORD}
+        self._keywords = {p.name for p in rest}
+        self._required = {p.name for p in rest if p.default is p.empty} - {"data"}
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+    def keywords(self, data: dict[str, Any]) -> dict[str, Any]:
+        """The keywords for one row.
+
+        Raises:
+            RewardError: the function requires a column that the row does not have.
+        """
+        if missing := sorted(self._required - data.keys()):
+            raise RewardError(
+                f"reward function {self.function_name} needs {', '.join(missing)}, but the task has the columns "
+                f"{', '.join(sorted(map(str, data))) or 'none'}; rename the column or give the parameter a default."
+            )
+        if self._takes_all:
+            out = {key: value for key, value in data.items() if key not in self._taken}
+        else:
+            out = {key: value for key, value in data.items() if key in self._keywords}
+        if "data" in self._keywords:
+            out["data"] = data
+        return out
+
+
+def as_float(value: Any) -> float:
+    """A finite float out of a bool, a number, or an array or tensor of one element.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is NaN or infinite.
+    """
+    if isinstance(value, str | bytes) or value is None:
+        raise TypeError(f"it returned {value!r}, not a number")
+    try:
+        number = float(value.item() if hasattr(value, "item") else value)
+    except Exception as error:
+        raise TypeError(f"it returned {type(value).__name__}, not one number") from error
+    if not math.isfinite(number):
+        raise ValueError(f"it returned {number}, not a finite number")
+    return number
+
+
+def function_name(function: Any) -> str:
+    """Module and qualified name, as far as the function has them."""
+    inner = _without_partials(function)
+    name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
+    module = getattr(inner, "__module__", None) or type(inner).__module__
+    return f"{module}.{name}"
+
+
+def is_async(function: Any) -> bool:
+    """True for coroutine functions, partials of them and objects whose ``__call__`` is one."""
+    function = _without_partials(function)
+    if isinstance(function, type):
+        return False
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def task_name(prompt: Any, data: dict[str, Any]) -> str:
+    """How messages call the task: its ordinal or id, else the beginning of its prompt."""
+    for column in TASK_COLUMNS:
+        if isinstance(data.get(column), int | str):
+            return f"{column} {data[column]}"
+    return f"with prompt {str(prompt)[:80]!r}"
+
+
+def _without_partials(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _score(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> float:
+    """What a worker runs."""
+    value = function(*arguments, **keywords)
+    if inspect.isawaitable(value):
+
+        async def result() -> Any:
+            return await value
+
+        value = asyncio.run(result())
+    return as_float(value)
 
 
 class _NotSendableError(RewardError):
     """Function or arguments cannot be pickled; trying again cannot help."""
+
+
+def _cloudpickle(value: Any, what: str) -> bytes:
+    import cloudpickle
+
+    try:
+        return cloudpickle.dumps(value)
+    except Exception as error:
+        raise _NotSendableError(
+            f"{what} cannot be sent to a worker process ({type(error).__name__}: {error}); keep clients, locks and open "
+            "files out of it, or make the function async"
+        ) from error
+
+
+def _cause(error: Exception, tries: int) -> str:
+    times = f" in each of {tries} attempts" if tries > 1 else ""
+    if isinstance(error, WorkerCrashError):
+        return f"{error}{times}; the function ended its process: look for native crashes, memory and exit calls"
+    if isinstance(error, FunctionFailedError):
+        return f"failed{times}:\n{error}"
+    return f"failed{times}: {type(error).__name__}: {error}"
 
 
 def _is_importable(module: ModuleType) -> bool:

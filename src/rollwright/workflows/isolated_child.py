@@ -2,6 +2,9 @@
 
 The workflow runs in the main thread, as it would in a program of its own, ``run_async`` on an event loop there; model calls go
 through an event loop in a second thread, which no workflow can block; a third one reads what the parent sends.
+
+The parent sends ``RUN`` (a task) and ``ANSWER``, both pickled. The child sends ``READY``, ``ASK`` (JSON), ``DONE`` (experiences in
+safetensors bytes) and ``FAILED`` (a traceback). Nothing that the child sends is unpickled.
 """
 
 from __future__ import annotations
@@ -12,41 +15,75 @@ import json
 import os
 import pickle
 import queue
-import sys
 import threading
 import traceback
 from collections import defaultdict
-from typing import Any, BinaryIO
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
+from rollwright.errors import EngineError, WorkflowError
 from rollwright.experience.experience import Experience
 from rollwright.experience.recorder import Recorder
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.rewards.worker import die_with_parent, read_frame, write_frame
-from rollwright.workflows import isolated_frames as frames
+from rollwright.processes.child import Channel, connect
 from rollwright.workflows.model_wrapper import ModelWrapper
+from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.task import Task
 from rollwright.workflows.task_workflow import Workflow, renew, returned_experiences, tell_group_size, trait
+
+RUN, ANSWER, READY, ASK, DONE, FAILED = b"U", b"A", b"R", b"Q", b"D", b"F"
+_SENT_FIELDS = ("input_ids", "rid", "metadata", "seed", "position_ids", "branch_ids", "lora_name")
+
+
+def main() -> None:
+    """Serve tasks until the parent is gone."""
+    channel, setup = connect()
+    for directory in setup["plugin_directories"]:
+        WORKFLOWS.add_plugin_directory(directory)
+    WORKFLOWS.load_plugins()  # a task may carry what they define
+    parent = Parent(channel)
+    tasks = TaskProcess(parent, pickle.loads(setup["tokenizer"]))  # noqa: S301 - from our own parent
+    channel.send(READY)
+    while True:
+        job = parent.jobs.get()
+        try:
+            answer = DONE, pack_experiences(tasks.run(pickle.loads(job)))  # noqa: S301 - from our own parent
+        except (Exception, SystemExit):
+            answer = FAILED, traceback.format_exc().encode("utf-8", "backslashreplace")
+        channel.send(*answer)
+
+
+def pack_experiences(experiences: Sequence[Experience] | None) -> bytes:
+    """A line with the lengths of experiences, then their bytes; None is kept apart from an empty list."""
+    parts = [experience.serialize() for experience in experiences or ()]
+    lengths = None if experiences is None else [len(part) for part in parts]
+    return b"".join([json.dumps(lengths).encode(), b"\n", *parts])
+
+
+def unpack_experiences(data: bytes) -> list[Experience] | None:
+    """What ``pack_experiences`` packed."""
+    line, _, content = data.partition(b"\n")
+    lengths = json.loads(line)
+    if lengths is None:
+        return None
+    ends = itertools.accumulate(lengths, initial=0)
+    return [Experience.deserialize(content[start:end]) for start, end in itertools.pairwise(ends)]
 
 
 class Parent:
     """The other side: answers to what is asked, by number."""
 
-    def __init__(self, requests: BinaryIO, answers: BinaryIO) -> None:
+    def __init__(self, channel: Channel) -> None:
         self.loop = asyncio.new_event_loop()
-        self.tasks: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self.version = 0
-        self._requests, self._answers = requests, answers
-        self._writing = threading.Lock()
+        self._channel = channel
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         threading.Thread(target=self.loop.run_forever, name="model calls", daemon=True).start()
         threading.Thread(target=self._read, name="answers", daemon=True).start()
-
-    def say(self, kind: bytes, body: bytes = b"") -> None:
-        """Send one frame."""
-        with self._writing:
-            write_frame(self._answers, kind, body)
 
     async def ask(self, call: str, /, **arguments: Any) -> Any:
         """Have the parent do something; awaited on any loop.
@@ -56,36 +93,37 @@ class Parent:
         """
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._ask(call, arguments), self.loop))
 
-    async def _ask(self, call: str, arguments: dict[str, Any]) -> Any:
-        number = next(self._numbers)
-        future = self._waiting[number] = self.loop.create_future()
-        self.say(frames.ASK, json.dumps({"number": number, "call": call, "arguments": arguments}).encode())
-        return await future
-
     def ask_from_thread(self, call: str, /, **arguments: Any) -> Any:
         """``ask`` from the workflow's own thread, which waits, whether a loop runs in it or not."""
         return asyncio.run_coroutine_threadsafe(self._ask(call, arguments), self.loop).result()
 
-    def _read(self) -> None:
-        while True:
-            try:
-                kind, body = read_frame(self._requests)
-            except EOFError:
-                os._exit(0)  # the parent is gone; a workflow that hangs must not outlive it
-            if kind == frames.RUN:
-                self.tasks.put(pickle.loads(body))  # noqa: S301 - from our own parent
-            elif kind == frames.ANSWER:
-                self.loop.call_soon_threadsafe(self._answered, json.loads(body))
+    async def _ask(self, call: str, arguments: dict[str, Any]) -> Any:
+        number = next(self._numbers)
+        future = self._waiting[number] = self.loop.create_future()
+        self._channel.send(ASK, json.dumps({"number": number, "call": call, "arguments": arguments}).encode())
+        return await future
 
-    def _answered(self, answer: dict[str, Any]) -> None:
-        self.version = answer["version"]
-        future = self._waiting.pop(answer["number"])
+    def _read(self) -> None:
+        try:
+            while True:
+                kind, body = self._channel.receive()
+                if kind == RUN:
+                    self.jobs.put(body)
+                else:
+                    self.loop.call_soon_threadsafe(self._answered, *pickle.loads(body))  # noqa: S301 - from our own parent
+        except EOFError:
+            os._exit(0)  # the parent is gone; a workflow that hangs must not outlive it
+
+    def _answered(self, number: int, version: int, value: Any, failure: tuple[type | None, str] | None) -> None:
+        self.version = version
+        future = self._waiting.pop(number)
         if future.done():
             return
-        if "error" in answer:
-            future.set_exception(frames.document_raised(answer["error"]))
+        if failure is None:
+            future.set_result(value)
         else:
-            future.set_result(answer["value"])
+            kind, text = failure
+            future.set_exception((kind or EngineError)(text))
 
 
 class BridgedEngine(InferenceEngine):
@@ -96,9 +134,17 @@ class BridgedEngine(InferenceEngine):
         self.recorder = Recorder()
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """Ask the parent."""
-        document = await self.parent.ask("generate", request=frames.request_document(request))
-        response = frames.document_response(document)
+        """Ask the parent.
+
+        Raises:
+            WorkflowError: the request carries images.
+        """
+        if request.multi_modal is not None or request.image_data is not None:
+            raise WorkflowError(
+                "a workflow with isolation: process sent images to the model, which only goes with isolation: thread."
+            )
+        fields = {name: getattr(request, name) for name in _SENT_FIELDS}
+        response = await self.parent.ask("generate", request={**fields, "gconfig": asdict(request.gconfig)})
         self.recorder.record(request, response)
         return response
 
@@ -123,8 +169,6 @@ class BridgedEngine(InferenceEngine):
         self._refuse("resume")
 
     def _refuse(self, method: str) -> None:
-        from rollwright.errors import EngineError
-
         raise EngineError(f"a workflow called engine.{method}(): the engine it was given is bound to its sample.")
 
 
@@ -163,20 +207,10 @@ class BridgedModel(ModelWrapper):
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
         """See ``ModelWrapper``."""
-        data = self.parent.ask_from_thread("history", clear_history=clear_history)
-        return frames.unpack_experiences(bytes.fromhex(data)) or []
+        return self.parent.ask_from_thread("history", clear_history=clear_history)
 
 
-def auxiliary_client(model_path: str, **settings: Any) -> Any:
-    """The client of a model that is not trained, as the parent has it."""
-    import openai
-
-    client = openai.OpenAI(**settings)
-    client.model_path = model_path  # type: ignore[attr-defined]
-    return client
-
-
-class Child:
+class TaskProcess:
     """Runs tasks; keeps the tokenizer, and workflows that can be given their next task."""
 
     def __init__(self, parent: Parent, tokenizer: Any) -> None:
@@ -201,7 +235,12 @@ class Child:
             template_kwargs=job["template_kwargs"],
         )
         model.parent = self.parent
-        workflow = self._take(task, model, job["auxiliary_models"])
+        if idle := self.idle[task.workflow_class()]:
+            workflow = idle.pop()
+            renew(workflow, task, model)
+        else:
+            workflow = task.to_workflow(model, [_auxiliary_client(**settings) for settings in job["auxiliary_models"]])
+        tell_group_size(workflow, task)
         if trait(workflow, "asynchronous"):
             result = self.loop.run_until_complete(workflow.run_async())
         else:
@@ -211,47 +250,11 @@ class Child:
             self.idle[type(workflow)].append(workflow)
         return experiences
 
-    def _take(self, task: Task, model: ModelWrapper, auxiliary: list[dict[str, Any]]) -> Workflow:
-        idle = self.idle[task.workflow_class()]
-        if idle:
-            workflow = idle.pop()
-            renew(workflow, task, model)
-        else:
-            workflow = task.to_workflow(model, [auxiliary_client(**settings) for settings in auxiliary])
-        tell_group_size(workflow, task)
-        return workflow
 
+def _auxiliary_client(model_path: str, **settings: Any) -> Any:
+    """The client of a model that is not trained, as the parent has it."""
+    import openai
 
-def main() -> None:
-    """Serve tasks until the parent closes the pipe."""
-    requests = os.fdopen(os.dup(0), "rb")
-    answers = os.fdopen(os.dup(1), "wb")
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(2, 1)  # what a workflow prints goes to the parent's standard error, not into the answers
-    sys.stdout = sys.stderr
-    _, body = read_frame(requests)
-    start = pickle.loads(body)  # noqa: S301 - from our own parent
-    sys.path[:] = start["path"]
-    die_with_parent(start["parent"])
-    from rollwright.workflows.registry import WORKFLOWS
-
-    for directory in start["plugin_directories"]:
-        WORKFLOWS.add_plugin_directory(directory)
-    WORKFLOWS.load_plugins()  # a task may carry what they define
-    parent = Parent(requests, answers)
-    child = Child(parent, pickle.loads(start["tokenizer"]))  # noqa: S301 - from our own parent
-    parent.say(frames.READY)
-    while True:
-        job = parent.tasks.get()
-        assert job is not None
-        try:
-            body = frames.pack_experiences(child.run(job))
-        except (Exception, SystemExit):
-            parent.say(frames.FAILED, traceback.format_exc().encode("utf-8", "backslashreplace"))
-        else:
-            parent.say(frames.DONE, body)
-
-
-if __name__ == "__main__":
-    main()
+    client = openai.OpenAI(**settings)
+    client.model_path = model_path  # type: ignore[attr-defined]
+    return client

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollwright.rewards.sandbox import SandboxResult
+from rollwright.processes.sandbox import SandboxResult
 
 
 def script_output(result: SandboxResult, timeout: float, max_characters: int) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollwright.errors import WorkflowError
-from rollwright.rewards.sandbox import run_python
+from rollwright.processes.sandbox import run_python
 from rollwright.workflows.registry import resolve_function
 from rollwright.workflows.script_output import script_output, shortened
 

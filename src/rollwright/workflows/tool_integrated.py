@@ -12,7 +12,7 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import ConfigError
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
-from rollwright.rewards.sandbox import SandboxLimits, SandboxResult, run_python
+from rollwright.processes.sandbox import SandboxLimits, SandboxResult, run_python
 from rollwright.rewards.wrapper import AsyncRewardWrapper
 from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.base import RolloutWorkflow

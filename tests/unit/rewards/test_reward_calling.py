@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from rollwright.errors import RewardError
-from rollwright.rewards.calling import CallShape, function_name, is_async, runs_inline, task_name
+from rollwright.rewards.wrapper import AsyncRewardWrapper, TaskColumns, function_name, is_async, task_name
 
 
 def plain(prompt, completion, prompt_ids, completion_ids, **data):
@@ -35,30 +35,30 @@ ROW = {"answer": "4", "prompt": "a column", "completion": "another", "input_ids"
 
 
 def test_columns_named_like_the_first_four_parameters_stay_out():
-    assert CallShape(plain).keywords(ROW) == {"answer": "4", "input_ids": [1], "question": "?"}
-    assert CallShape(narrow).keywords(ROW) == {"answer": "4"}
+    assert TaskColumns(plain).keywords(ROW) == {"answer": "4", "input_ids": [1], "question": "?"}
+    assert TaskColumns(narrow).keywords(ROW) == {"answer": "4"}
 
 
 def test_data_is_the_whole_row_where_the_function_asks_for_it():
-    given = CallShape(whole_row).keywords(ROW)
+    given = TaskColumns(whole_row).keywords(ROW)
     assert given["data"] == ROW
     assert "prompt" not in given
 
 
 def test_a_missing_column_is_named_with_those_that_are_there():
     with pytest.raises(RewardError, match=r"needs answer, but the task has the columns question"):
-        CallShape(narrow).keywords({"question": "?"})
+        TaskColumns(narrow).keywords({"question": "?"})
 
 
 def test_bound_arguments_and_builtins_work():
-    assert CallShape(functools.partial(narrow, hint="h")).keywords(ROW) == {"answer": "4"}
-    assert CallShape(lambda *args, **rest: 0).keywords({"prompt": 1}) == {"prompt": 1}
-    assert CallShape(max).keywords({"a": 1}) == {"a": 1}
+    assert TaskColumns(functools.partial(narrow, hint="h")).keywords(ROW) == {"answer": "4"}
+    assert TaskColumns(lambda *args, **rest: 0).keywords({"prompt": 1}) == {"prompt": 1}
+    assert TaskColumns(max).keywords({"a": 1}) == {"a": 1}
 
 
 def test_a_function_of_another_shape_is_refused_with_the_right_one():
     with pytest.raises(RewardError, match=r"takes 2 positional arguments.*prompt, completion, prompt_ids, completion_ids"):
-        CallShape(lambda response, truth: 0.0)
+        TaskColumns(lambda response, truth: 0.0)
 
 
 def test_async_functions_are_known_through_partials_and_objects():
@@ -74,9 +74,9 @@ def test_the_promise_to_run_inline_is_seen_through_partials():
     def quick(prompt, completion, prompt_ids, completion_ids):
         return 0.0
 
-    assert not runs_inline(quick)
+    assert not AsyncRewardWrapper(quick)._inline
     quick.runs_inline = True
-    assert runs_inline(functools.partial(quick, 1))
+    assert AsyncRewardWrapper(functools.partial(functools.partial(quick)))._inline
 
 
 def test_names_for_messages():

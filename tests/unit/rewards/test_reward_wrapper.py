@@ -20,7 +20,7 @@ import torch
 
 from rollwright import AsyncRewardWrapper
 from rollwright.errors import RewardError
-from rollwright.rewards.pool import close_pools, shared_pool
+from rollwright.processes.pool import close_pools, shared_pool
 
 
 async def ask(wrapper, completion="c", **data):

@@ -1,22 +1,37 @@
-"""What runs in the sandboxed process before the user's code: it takes rights away, then runs ``main.py``.
+"""The sandbox's other end: a process in which Python has started already, and which forks itself for each script.
 
-Standard library only; loaded by the fork server (``sandbox_fork_server``). Kernel limits bound memory, file sizes, open files
-and time of the processor; audit hooks refuse what those cannot express: sockets, other processes, signals to processes outside
-of the script's own session and writing outside of the working directory.
+It runs without anything of the environment that scripts must not see. A forked process takes rights away from itself before it
+runs a line of the user's code: kernel limits bound memory, file sizes, open files and time of the processor; audit hooks refuse
+what those cannot express: sockets, other processes, signals to processes outside of the script's own session, and writing
+outside of the working directory. Standard library only.
+
+On the control socket each message is one byte and one descriptor, the script's own socket. On that comes the request, a JSON
+object with the descriptors of standard input, output and error; the answers are the lines ``begun`` and ``exit CODE``, or
+``refused REASON``. Whoever closes the script's socket, or writes to it, ends the script and what is left of its session; whoever
+closes the control socket ends everything.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import gc
+import json
 import os
 import resource
+import selectors
+import signal
+import socket
 import sys
 import traceback
 import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from rollwright.processes.child import die_with_parent, kill_tree
+
+_LONGEST_REQUEST = 65536
 _NEW_USER, _NEW_NET = 0x10000000, 0x40000000  # CLONE_NEWUSER, CLONE_NEWNET
 _PROCESS_EVENTS = (
     "subprocess.Popen",
@@ -53,6 +68,116 @@ _SPECIAL_FILES = ("/dev/null", "/dev/stdout", "/dev/stderr", "/dev/tty")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
+def main() -> None:
+    """Serve on the control socket whose descriptor is the first argument; the second says whether there is a network."""
+    control, network = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
+    if not network:
+        with contextlib.suppress(OSError):
+            _leave_network()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rollwright"]:
+        del sys.modules[name]  # scripts find none of ours
+    gc.freeze()  # what is there now is shared with all scripts, as long as no collection touches it
+    _run(ForkServer(control).next_script())
+
+
+class ForkServer:
+    """The loop that waits for requests and for the ends of scripts.
+
+    Args:
+        control: where requests come from.
+    """
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._sockets: dict[int, socket.socket] = {}  # process id to the script's socket
+        self._ends, self._wake = socket.socketpair()
+        self._ends.setblocking(False)
+        self._wake.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._ends, selectors.EVENT_READ, self._reap)
+
+    def next_script(self) -> dict[str, Any]:
+        """Serve until the control socket is closed. **Returns only in a forked process**, with the script's settings."""
+        while True:
+            for key, _ in self._selector.select():
+                settings = key.data()
+                if settings is not None:
+                    return settings
+
+    def _accept(self) -> dict[str, Any] | None:
+        message, descriptors, _, _ = socket.recv_fds(self._control, 1, 1)
+        if not message:
+            for process in list(self._sockets):
+                _kill(process)
+            sys.exit(0)
+        own = socket.socket(fileno=descriptors[0])
+        request, streams, _, _ = socket.recv_fds(own, _LONGEST_REQUEST, 3)
+        if len(streams) < 3:
+            own.close()  # whoever asked is gone
+            return None
+        try:
+            process = os.fork()
+        except OSError as error:
+            _tell(own, f"refused {error}")
+            own.close()
+            process = -1
+        if process == 0:
+            own.close()
+            self._become_script(streams)
+            return json.loads(request)
+        for stream in streams:
+            os.close(stream)
+        if process > 0:
+            self._sockets[process] = own
+            self._selector.register(own, selectors.EVENT_READ, lambda: _kill(process))
+            _tell(own, "begun")
+        return None
+
+    def _become_script(self, streams: list[int]) -> None:
+        """In the forked process: keep nothing of the server's, and only the script's streams."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for held in (self._selector, self._control, self._ends, self._wake, *self._sockets.values()):
+            held.close()
+        os.setsid()
+        die_with_parent()
+        for standard, stream in enumerate(streams):
+            os.dup2(stream, standard)
+            os.close(stream)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._ends.recv(4096):
+                pass
+        while self._sockets:
+            process, status = os.waitpid(-1, os.WNOHANG)
+            if process == 0:
+                return
+            kill_tree(process)  # what it started and left behind
+            own = self._sockets.pop(process)
+            self._selector.unregister(own)
+            _tell(own, f"exit {os.waitstatus_to_exitcode(status)}")
+            own.close()
+
+
+def _kill(process: int) -> None:
+    """End a script and its session, where they have not ended."""
+    kill_tree(process)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)  # in the moment after the fork, it leads no group yet
+
+
+def _tell(own: socket.socket, line: str) -> None:
+    with contextlib.suppress(OSError):  # nobody listens any more
+        own.send(f"{line}\n".encode())
+
+
+# ------------------------------------------------------------------ in the forked process
+
+
 def _limit(kind: int, value: int) -> None:
     _, hard = resource.getrlimit(kind)
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -67,7 +192,7 @@ def _set_kernel_limits(settings: dict[str, Any]) -> None:
     _limit(resource.RLIMIT_AS, settings["memory_bytes"])
 
 
-def leave_network() -> None:
+def _leave_network() -> None:
     """A network namespace with nothing in it, where the kernel lets us; the audit hook stands either way."""
     if sys.platform != "linux":
         return
@@ -134,7 +259,7 @@ def _install_hooks(settings: dict[str, Any]) -> None:
     sys.addaudithook(hook)
 
 
-def run(settings: dict[str, Any]) -> NoReturn:
+def _run(settings: dict[str, Any]) -> NoReturn:
     """Take rights away, run ``main.py`` of the directory that the settings name, and end the process."""
     directory = settings["directory"]
     os.chdir(directory)

@@ -12,9 +12,8 @@ import psutil
 import pytest
 
 from rollwright.errors import RewardError
-from rollwright.rewards import sandbox
-from rollwright.rewards.sandbox import SandboxLimits, SandboxResult
-from rollwright.rewards.sandbox_processes import ForkServer, ScriptProcess
+from rollwright.processes import sandbox
+from rollwright.processes.sandbox import ForkServer, SandboxLimits, SandboxResult, ScriptProcess
 
 #: Limits in seconds where one has to pass: a machine that is too busy for one is given the next.
 LIMITS = (0.5, 2.0, 8.0, 32.0)
@@ -45,7 +44,7 @@ async def test_tracebacks_are_those_of_the_code(source, message):
     result = await run_python(source)
     assert result.exit_code == 1
     assert message in result.stderr
-    assert "sandbox_child" not in result.stderr
+    assert "sandbox_script" not in result.stderr
 
 
 async def test_ordinary_programs_run():

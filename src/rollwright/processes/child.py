@@ -1,0 +1,196 @@
+"""A child process that runs a module of ours: both ends of it.
+
+It is started with a channel for framed messages, ends when this process ends, also by SIGKILL, and is killed with all that it
+started. Children import this module before anything else, so it needs nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+START = b"S"
+_HEADER = struct.Struct("<cQ")
+_SEND_SECONDS = 120
+_PR_SET_PDEATHSIG = 1
+
+
+class Channel:
+    """Framed messages over a socket. A frame is a kind (one byte), a length (8 bytes, little endian) and that many bytes.
+
+    Any number of threads may send, one may receive.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
+        self._socket = connection
+        self._sending = threading.Lock()
+        self._readable = select.poll()
+        self._readable.register(connection, select.POLLIN)
+
+    def send(self, kind: bytes, body: bytes = b"") -> None:
+        """Send one frame.
+
+        Raises:
+            OSError: the other side is gone, or has read nothing for two minutes (``TimeoutError``).
+        """
+        try:
+            with self._sending:
+                self._socket.sendall(_HEADER.pack(kind, len(body)) + body)
+        except BlockingIOError:
+            raise TimeoutError("the other side reads nothing") from None
+
+    def receive(self, seconds: float | None = None) -> tuple[bytes, bytes]:
+        """The next frame.
+
+        Args:
+            seconds: how long to wait for its beginning; None: for ever.
+
+        Raises:
+            TimeoutError: it did not begin in time.
+            EOFError: the other side is gone.
+        """
+        if not self._readable.poll(None if seconds is None else seconds * 1000):
+            raise TimeoutError("no answer within the limit")
+        kind, size = _HEADER.unpack(self._read(_HEADER.size))
+        return kind, self._read(size)
+
+    def close(self) -> None:
+        """Close this side. Only the thread that receives may call it."""
+        self._socket.close()
+
+    def _read(self, size: int) -> bytes:
+        content = bytearray()
+        while len(content) < size:
+            try:
+                part = self._socket.recv(min(size - len(content), 1 << 20))
+            except ConnectionResetError:
+                part = b""
+            if not part:
+                raise EOFError("the other side is gone")
+            content += part
+        return bytes(content)
+
+
+class ChildProcess:
+    """A process that runs ``main()`` of a module, which begins with ``connect()``.
+
+    It ends with the thread that makes this object, and so with this process. What it prints goes to our standard error.
+
+    Args:
+        module: such as ``rollwright.processes.pool``.
+        setup: plain data, handed to the child by ``connect``.
+    """
+
+    def __init__(self, module: str, setup: Any = None) -> None:
+        ours, theirs = socket.socketpair()
+        self.channel = Channel(ours)
+        with theirs:
+            self._process = subprocess.Popen(
+                program(module, "-P", str(theirs.fileno())),
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=(theirs.fileno(),),
+                env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ},
+                start_new_session=True,  # what it starts is killed with it, and Ctrl-C goes to this process only
+            )
+        self.pid = self._process.pid
+        with contextlib.suppress(OSError):  # it has ended already, as its user will see
+            self.channel.send(START, pickle.dumps((os.getpid(), list(sys.path), setup)))
+
+    def kill(self) -> None:
+        """Kill the process and all that it started. Any thread may call this."""
+        kill_tree(self.pid)
+
+    def close(self) -> None:
+        """Kill the process, wait for its end and release its channel."""
+        self.kill()
+        self._process.wait()
+        self.channel.close()
+
+    def cause_of_death(self) -> str:
+        """How the process ended: "signal SIGSEGV" or "exit code 3"."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0)
+        code = self._process.returncode
+        return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+
+
+def program(module: str, isolation: str, *arguments: str) -> list[str]:
+    """The command that runs ``main()`` of a module of ours in a fresh interpreter.
+
+    Args:
+        module: its name.
+        isolation: the interpreter's option ``-P``, or ``-I``, which also ignores its environment variables.
+        arguments: its ``sys.argv[1:]``.
+    """
+    root = str(Path(__file__).parents[2])
+    code = f"import sys; sys.path.insert(0, {root!r}); from {module} import main; del sys.path[0]; sys.exit(main())"
+    return [sys.executable, isolation, "-c", code, *arguments]
+
+
+def connect() -> tuple[Channel, Any]:
+    """In a child that ``ChildProcess`` started: the channel to the parent, and the setup that it gave.
+
+    The child gets the parent's import path, and ends when the parent ends.
+    """
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    channel = Channel(connection)
+    parent, sys.path[:], setup = pickle.loads(channel.receive()[1])  # noqa: S301 - from our own parent
+    die_with_parent(parent)
+    return channel, setup
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """End this process when its parent ends, in whatever way, also while this process hangs.
+
+    Args:
+        parent: the parent's process id, where it may have ended already; on Linux None takes whoever is the parent now.
+    """
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # of the parent's thread that started this process
+        if parent is not None and os.getppid() != parent:
+            os._exit(1)
+        return
+    parent = parent or os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below a process, in whatever session; empty where the kernel does not list them (other than Linux)."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
+                found += [int(child), *descendants(int(child))]
+    return found
+
+
+def kill_tree(pid: int, number: int = signal.SIGKILL) -> None:
+    """Send a signal to a process that leads a session, to its group, and to processes below it that left the group."""
+    below = descendants(pid)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+    for process in below:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, number)
