@@ -211,19 +211,29 @@ class Registry(Generic[Entry]):
 
 
 class Plugins:
-    """Files, directories of files, and modules of users, which register things when they are imported."""
+    """Files, directories of files, and modules of users, which register things when they are imported.
+
+    The list is kept in the environment, so that processes that are started later import the same.
+    """
 
     def __init__(self) -> None:
-        self._sources: list[str] = []
         self._loaded: set[str] = set()
         self._lock = threading.RLock()
 
-    def add(self, source: str | Path, relative_to: str | Path | None = None) -> None:
+    @property
+    def sources(self) -> list[str]:
+        """Paths and names of modules, in the order in which they are imported."""
+        return [part for part in os.environ.get(PLUGIN_VARIABLE, "").split(os.pathsep) if part]
+
+    def add(self, source: str | Path, relative_to: str | Path | None = None) -> str:
         """Import a Python file, the files of a directory, or a module when a name is first not found.
 
         Args:
             source: a path; or a module's name, where there is no such path.
-            relative_to: the directory that a relative path is taken from.
+            relative_to: the directory that a relative path is taken from; None: the current one.
+
+        Returns:
+            The absolute path, or the module's name.
 
         Raises:
             ConfigError: there is no such path or module.
@@ -231,20 +241,16 @@ class Plugins:
         path = (Path(relative_to or ".") / Path(source).expanduser()).resolve()
         if path.is_dir() or (path.is_file() and path.suffix == ".py"):
             found = str(path)
-        elif isinstance(source, str) and all(part.isidentifier() for part in source.split(".")) and _module_exists(source):
-            found = source
+        elif all(part.isidentifier() for part in str(source).split(".")) and _module_exists(str(source)):
+            found = str(source)
         else:
             raise ConfigError(
                 f"plugin {str(source)!r}: {path} does not exist; give a Python file, a directory that holds Python files, or a module."
             )
         with self._lock:
-            if found not in self._sources:
-                self._sources.append(found)
-
-    @property
-    def sources(self) -> list[str]:
-        """What was added; another process adds the same. Those of the environment are not among them."""
-        return list(self._sources)
+            if found not in self.sources:
+                os.environ[PLUGIN_VARIABLE] = os.pathsep.join([*self.sources, found])
+        return found
 
     def load(self) -> None:
         """Import all that was added and what the environment names, once.
@@ -253,14 +259,13 @@ class Plugins:
             ConfigError: one cannot be imported.
         """
         with self._lock:
-            listed = [part for part in os.environ.get(PLUGIN_VARIABLE, "").split(os.pathsep) if part]
-            for source in [*self._sources, *listed]:
-                path = Path(source)
+            for source in self.sources:
+                path = Path(source).expanduser()
                 if path.is_dir():
                     for file in sorted(path.resolve().glob("*.py")):
                         if not file.name.startswith("_"):
                             self._import(str(file))
-                elif source in self._sources or path.is_file():
+                elif path.is_file() or (os.sep not in source and _module_exists(source)):
                     self._import(source)
                 else:
                     raise ConfigError(f"{PLUGIN_VARIABLE} names {source}, which does not exist: correct or unset it.")

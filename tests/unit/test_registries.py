@@ -1,6 +1,7 @@
 """The registry that every kind of named thing uses, and the plugins that add to it."""
 
 import importlib
+import os
 import subprocess
 import sys
 
@@ -25,6 +26,7 @@ def registry():
 def plugins(monkeypatch):
     fresh = Plugins()
     monkeypatch.setattr("rollwright.registry.PLUGINS", fresh)
+    monkeypatch.setenv(PLUGIN_VARIABLE, "")
     return fresh
 
 
@@ -177,11 +179,12 @@ def test_plugins_are_loaded_when_a_name_is_first_not_found(registry, home, plugi
     (tmp_path / "environment.py").write_text(PLUGIN.format(registry=home, name="from_environment"))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv(PLUGIN_VARIABLE, str(tmp_path / "environment.py"))
-    plugins.add("pack", relative_to=tmp_path)
+    assert plugins.add("pack", relative_to=tmp_path) == str(tmp_path / "pack")
     plugins.add(tmp_path / "single.py")
     plugins.add("a_gadget_module")
     plugins.add("a_gadget_module")
-    assert len(plugins.sources) == 3
+    assert len(plugins.sources) == 4
+    assert os.environ[PLUGIN_VARIABLE].split(os.pathsep) == plugins.sources  # child processes see them
     assert registry.get("dumps")  # a built-in name loads no plugin
     assert not any(name.startswith("rollwright_plugin_pack") for name in sys.modules)
     for name in ("from_directory", "from_file", "from_module", "from_environment"):

@@ -1,8 +1,7 @@
-"""``--plugin-dir``: directories whose Python files register workflows, rewards and operators."""
+"""``--plugin-dir``: files, and directories of files, that register workflows, rewards, losses and so on."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,24 +13,23 @@ if TYPE_CHECKING:
 
 PluginDirectories = Annotated[
     list[Path] | None,
-    typer.Option("--plugin-dir", help="Directory whose Python files register workflows, rewards and operators; repeatable."),
+    typer.Option(
+        "--plugin-dir",
+        help="Python file, or directory of such, that registers workflows, rewards, losses and so on; repeatable.",
+    ),
 ]
 
 
 def announce_plugins(directories: list[Path] | None) -> None:
-    """Put directories into the environment, so that processes that a run starts find them too.
+    """Add plugins for this process and those that it starts.
 
     Raises:
-        ConfigError: one of them is no directory.
+        ConfigError: one of them does not exist.
     """
-    from rollwright.errors import ConfigError
-    from rollwright.workflows.registry import PLUGIN_VARIABLE
+    from rollwright.registry import PLUGINS
 
-    if directories:
-        if missing := [directory for directory in directories if not directory.is_dir()]:
-            raise ConfigError(f"--plugin-dir {missing[0]}: there is no such directory; give one that holds Python files.")
-        given = [str(directory.resolve()) for directory in directories]
-        os.environ[PLUGIN_VARIABLE] = os.pathsep.join([*given, *filter(None, [os.environ.get(PLUGIN_VARIABLE)])])
+    for directory in directories or []:
+        PLUGINS.add(directory)
 
 
 def look_up_names(stages: Sequence[Stage]) -> None:

@@ -15,6 +15,7 @@ Pairs = list[tuple[str, Any]]
 RENAMED: dict[str, str] = {
     "project": "experiment_name",
     "mode": "mode",
+    "plugins": "plugins",
     "checkpoint_root_dir": "cluster.fileroot",
     "model.model_path": "actor.path",
     "model.max_model_len": "rollout.context_length",

@@ -67,6 +67,13 @@ class BaseExperimentConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
+    plugins: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Python files, directories of such, or modules that register workflows, rewards, losses and so on; imported "
+            "before the rest is validated. Paths are relative to the file that names them."
+        },
+    )
 
 
 @dataclass
@@ -175,6 +182,13 @@ class EvalConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    plugins: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Python files, directories of such, or modules that register workflows, rewards, losses and so on; imported "
+            "before the rest is validated. Paths are relative to the file that names them."
+        },
+    )
 
 
 @dataclass

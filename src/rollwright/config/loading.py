@@ -39,7 +39,7 @@ from rollwright.config.source import (
 )
 from rollwright.config.validation import Builder, names_besides
 from rollwright.errors import ConfigError
-from rollwright.registry import nearest
+from rollwright.registry import PLUGINS, nearest
 
 logger = logging.getLogger("rollwright.config")
 
@@ -100,6 +100,7 @@ def build_config(document: Document, overrides: Sequence[str | Override], config
     data = merge_overrides(document.data, parsed)
     builder = Builder(origins)
     resolved = resolve(data, [BaseExperimentConfig, config_class], origins)
+    import_plugins(resolved, builder)
     config = builder.build(config_class, resolved)
     builder.raise_faults()
     if hasattr(config, "actor"):
@@ -111,6 +112,19 @@ def build_config(document: Document, overrides: Sequence[str | Override], config
         builder.fault(path, message)
     builder.raise_faults()
     return config
+
+
+def import_plugins(data: dict[str, Any], builder: Builder) -> None:
+    """Import what ``plugins`` names, and make its paths absolute: they are relative to the file that names them."""
+    listed = data.get("plugins")
+    if not isinstance(listed, list) or not all(isinstance(source, str) for source in listed):
+        return  # not given, or told when it is validated
+    for index, source in enumerate(listed):
+        try:
+            listed[index] = PLUGINS.add(source, builder.origins.directory(("plugins", index)))
+            PLUGINS.load()
+        except ConfigError as error:
+            builder.fault(("plugins", index), str(error))
 
 
 def written_keys(data: Any, prefix: str = "") -> Iterator[str]:
@@ -303,6 +317,7 @@ def _build(
     try:
         around = merge_overrides({**written, **common}, shared)
         resolved = resolve(data, [BaseExperimentConfig, cls], origins, around)
+        import_plugins(resolved, builder)
         config = builder.build(cls, resolved)
     except ConfigError as error:
         faults.append(str(error))

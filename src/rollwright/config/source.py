@@ -125,6 +125,11 @@ class Origins:
     def _written(self, path: KeyPath) -> Written | None:
         return self.renamed.get(path) or self.document.written.get(path)
 
+    def directory(self, path: KeyPath) -> Path:
+        """The directory that a path written at ``path`` is relative to: the file's; of an override, the current one."""
+        overridden = any(self._override(path[:length]) for length in range(1, len(path) + 1))
+        return Path() if overridden else Path(self.document.file).parent
+
     def raw(self, path: KeyPath) -> str | None:
         """The text behind the ``=`` where the value itself was given as an override."""
         override = self._override(path)

@@ -11,7 +11,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-import os
 import re
 import sys
 import threading
@@ -21,9 +20,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollwright.errors import WorkflowError
+from rollwright.registry import PLUGIN_VARIABLE, PLUGINS
 
 ENTRY_POINT_GROUP = "rollwright.workflows"
-PLUGIN_VARIABLE = "ROLLWRIGHT_PLUGIN_PATH"  # directories, separated as in PATH
 
 Registered = TypeVar("Registered")
 
@@ -151,10 +150,8 @@ class WorkflowRegistry:
                 self._loaded_entry_points = True
                 for point in importlib.metadata.entry_points(group=self._group):
                     self._load_entry_point(point)
-            listed = [Path(part) for part in os.environ.get(PLUGIN_VARIABLE, "").split(os.pathsep) if part]
-            for directory in [*self._plugin_directories, *listed]:
-                if not directory.is_dir():
-                    raise WorkflowError(f"{PLUGIN_VARIABLE} names {directory}, which is no directory: correct or unset it.")
+            PLUGINS.load()
+            for directory in self._plugin_directories:
                 for file in sorted(directory.resolve().glob("*.py")):
                     if not file.name.startswith("_") and file not in self._loaded_files:
                         self._load_file(file)

@@ -46,7 +46,8 @@ def test_a_plugin_directory_that_is_none_is_told_as_it_was_given(rollwright, tmp
     missing = rollwright("config", "check", "trinity.yaml", "--plugin-dir", "nowhere")
     assert missing.returncode == 1
     assert (
-        missing.stderr.strip() == "error: --plugin-dir nowhere: there is no such directory; give one that holds Python files."
+        missing.stderr.strip()
+        == f"error: plugin 'nowhere': {tmp_path}/nowhere does not exist; give a Python file, a directory that holds Python files, or a module."
     )
     (tmp_path / "plugins").mkdir()
     unknown = rollwright("config", "check", "trinity.yaml", "--plugin-dir", "plugins")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -273,3 +274,35 @@ def test_a_file_with_stages_says_how_to_load_it(tmp_path):
     file.write_text("seed: 1\nstages: [{kind: rl}]\n")
     with pytest.raises(ConfigError, match=r"c\.yaml:2: this file has stages"):
         load_expr_config([str(file)], GRPOConfig)
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """A directory with a config's plugin; it notes its import in the environment."""
+    monkeypatch.setenv("ROLLWRIGHT_PLUGIN_PATH", "")
+    monkeypatch.setenv("ROLLWRIGHT_TEST_IMPORTS", "")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / f"noted_{tmp_path.name}.py").write_text(
+        "import os\nos.environ['ROLLWRIGHT_TEST_IMPORTS'] += 'imported '\n"
+    )
+    return tmp_path / "mine"
+
+
+def test_plugins_are_imported_relative_to_the_file_that_names_them(plugin, tmp_path, monkeypatch):
+    file = tmp_path / "c.yaml"
+    file.write_text("plugins: [mine, json]\n")
+    config, _ = load_expr_config([str(file)], GRPOConfig)
+    assert config.plugins == [str(plugin), "json"]
+    assert os.environ["ROLLWRIGHT_TEST_IMPORTS"] == "imported "
+    assert os.environ["ROLLWRIGHT_PLUGIN_PATH"] == f"{plugin}:json"  # for processes that are started later
+    assert build(to_yaml(config)) == dataclasses.replace(AgentConfig(), plugins=config.plugins)
+    assert load_expr_config([str(file)], GRPOConfig)[0] == config
+    assert os.environ["ROLLWRIGHT_TEST_IMPORTS"] == "imported "
+    monkeypatch.chdir(plugin)
+    (single,) = plugin.glob("*.py")
+    assert build("", AgentConfig, f"plugins=[{single.name}]").plugins == [str(single)]  # of an override: where the user is
+    assert "f.yaml:1: plugins.1: plugin 'nowhere': " in faults("plugins: [json, nowhere]\n")
+    assert "f.yaml:1: plugins: expected a list" in faults("plugins: mine\n")
+    (plugin / "broken.py").write_text("1 / 0\n")
+    assert "plugins.0: plugin " in (message := faults(f"plugins: ['{plugin}']\n"))
+    assert "broken.py cannot be imported: ZeroDivisionError: division by zero." in message
