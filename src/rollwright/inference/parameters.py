@@ -40,7 +40,7 @@ class Parameter:
     """One field of ``GenerationHyperparameters`` on the three engines.
 
     The built-in engine has no wire: it honours every field but an ``n_samples`` above 1, and refuses values outside their
-    limits (``builtin.request_checks``).
+    limits (``backends.builtin.scheduler``).
     """
 
     name: str

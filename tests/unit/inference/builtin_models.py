@@ -82,7 +82,9 @@ def step(engine, count: int = 1) -> None:
     for _ in range(count):
         with engine._state:
             engine._take_inbox()
-        _resolve(engine._stepper.step())
+        finished = []
+        engine._stepper.step(finished)
+        _resolve(finished)
 
 
 def byte_tokenizer():

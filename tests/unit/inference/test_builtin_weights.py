@@ -58,9 +58,9 @@ def test_fused_parameters_share_one_storage():
         attention = model.model.layers[0].self_attn
         storages = {p.weight.untyped_storage().data_ptr() for p in (attention.q_proj, attention.k_proj, attention.v_proj)}
         assert len(storages) == 1
-        assert engine._runner._forward._layers[0].qkv_weight.untyped_storage().data_ptr() in storages
+        assert engine._runner.forward._layers[0].qkv_weight.untyped_storage().data_ptr() in storages
         second = BuiltinEngine(model)  # fused already: the same storage again
-        assert second._runner._forward._layers[0].qkv_weight.data_ptr() == attention.q_proj.weight.data_ptr()
+        assert second._runner.forward._layers[0].qkv_weight.data_ptr() == attention.q_proj.weight.data_ptr()
         second.destroy()
 
 

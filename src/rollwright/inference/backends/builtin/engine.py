@@ -15,7 +15,8 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Literal
 
@@ -30,17 +31,10 @@ from rollwright.errors import (
     RequestAborted,
     WeightUpdateError,
 )
-from rollwright.inference.backends.builtin.model_loading import (
-    cache_bytes_by_default,
-    copy_weights,
-    load_model_for_inference,
-    weight_copies,
-)
-from rollwright.inference.backends.builtin.model_runner import ModelRunner
-from rollwright.inference.backends.builtin.request_intake import RequestIntake
+from rollwright.inference.backends.builtin.model import ModelRunner, cache_bytes_by_default, load_model_for_inference
+from rollwright.inference.backends.builtin.scheduler import RequestIntake
 from rollwright.inference.backends.builtin.sequence import Sequence
-from rollwright.inference.backends.builtin.step import Finished, Stepper, sample_alone
-from rollwright.inference.backends.builtin.token_stream import TokenStream
+from rollwright.inference.backends.builtin.step import Finished, Stepper
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.weights.ways import Publication, WeightUpdateMeta, distinct_weights
@@ -94,8 +88,7 @@ class BuiltinEngine(InferenceEngine):
         version: int = 0,
         trust_remote_code: bool = False,
     ) -> None:
-        if on_weight_update not in ("recompute", "keep", "wait"):
-            raise ConfigError(f"on_weight_update is {on_weight_update!r}; use 'recompute', 'keep' or 'wait'.")
+        self.on_weight_update = on_weight_update
         if max_running_requests < 1 or prefill_tokens < 1:
             raise ConfigError("max_running_requests and prefill_tokens must be at least 1.")
         self.model, self.tokenizer = load_model_for_inference(model_or_path, tokenizer, device, dtype, trust_remote_code)
@@ -107,7 +100,6 @@ class BuiltinEngine(InferenceEngine):
         self._stepper = Stepper(self._runner, max_running_requests, kept_bytes, prefill_tokens, version)
         self._max_waiting = max_waiting
         self._max_running = max_running_requests
-        self._on_weight_update: OnWeightUpdate = on_weight_update
         self._intake = RequestIntake(self._runner, self.tokenizer, seed)
 
         # ``_state`` guards the fields below. ``_control`` is held by the one caller that changes weights or queues.
@@ -125,19 +117,23 @@ class BuiltinEngine(InferenceEngine):
 
     # ------------------------------------------------------------------ requests
 
-    def submit(self, requests: Iterable[ModelRequest]) -> list[Future[ModelResponse]]:
+    def submit(
+        self, requests: Iterable[ModelRequest], on_token: Callable[[Sequence, int, float, int], None] | None = None
+    ) -> list[Future[ModelResponse]]:
         """Queue requests together, in this order: no step runs between them.
+
+        Args:
+            requests: what is asked.
+            on_token: called in the engine's thread for each token that is sampled, see ``Sequence``.
 
         Raises:
             RequestAborted: the engine is closed.
             EngineError: a request cannot be served as asked, or the queue is full; then none is queued.
         """
-        self._raise_if_closed()
-        return self._enqueue([self._intake.sequence(request) for request in requests])
-
-    def _enqueue(self, sequences: list[Sequence]) -> list[Future[ModelResponse]]:
+        sequences = [self._intake.sequence(request) for request in requests]
         with self._state:
-            self._raise_if_closed()
+            if self._is_closed:
+                raise RequestAborted("The engine is closed; start another.")
             scheduler = self._stepper.scheduler
             unfinished = len(self._inbox) + len(scheduler.waiting) + len(scheduler.active())
             if self._max_waiting is not None and unfinished + len(sequences) > self._max_running + self._max_waiting:
@@ -147,15 +143,13 @@ class BuiltinEngine(InferenceEngine):
                     "once, or raise max_waiting."
                 )
             for sequence in sequences:
-                sequence.future.add_done_callback(lambda future, sequence=sequence: self._note_cancel(future, sequence))
+                sequence.on_token = on_token
+                # The callback does not take ``_state``: it may run in a thread that holds it. A paused engine removes the
+                # sequence when it resumes.
+                sequence.future.add_done_callback(lambda future, s=sequence: future.cancelled() and self._cancelled.append(s))
             self._inbox.extend(sequences)
             self._state.notify_all()
         return [sequence.future for sequence in sequences]
-
-    def _note_cancel(self, future: Future, sequence: Sequence) -> None:
-        if future.cancelled():
-            self._cancelled.append(sequence)
-            # Not under ``_state``: the callback may run in a thread that holds it. A paused engine drops it on resume.
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Sample one completion. Cancelling the awaiting task frees the request's row."""
@@ -175,12 +169,28 @@ class BuiltinEngine(InferenceEngine):
 
         Leaving the iteration early frees the request's row.
         """
-        sequence = self._intake.sequence(request)
-        stream = TokenStream(sequence)
-        (pending,) = self._enqueue([sequence])
-        async with contextlib.aclosing(stream.responses(pending)) as responses:
-            async for response in responses:
-                yield response
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+        sampled: list[tuple[Sequence, int, float, int]] = []
+
+        def note(*token: Any) -> None:
+            sampled.append(token)
+            with contextlib.suppress(RuntimeError):  # the loop was closed; nobody listens any more
+                loop.call_soon_threadsafe(news.set)
+
+        future = asyncio.wrap_future(self.submit([request], note)[0])
+        future.add_done_callback(lambda _: news.set())
+        given = 0
+        try:
+            while not future.done():
+                await news.wait()
+                news.clear()
+                if len(sampled) > given and not future.done():
+                    given = len(sampled)
+                    _, tokens, logprobs, versions = zip(*sampled[:given], strict=True)
+                    yield sampled[0][0].response(sampled=(list(tokens), list(logprobs), list(versions)))
+            yield future.result()
+        finally:
+            future.cancel()
 
     def generate(self, requests: list[ModelRequest]) -> list[ModelResponse]:
         """Like ``agenerate_batch``, for synchronous code; also works while an event loop runs in this thread."""
@@ -196,22 +206,30 @@ class BuiltinEngine(InferenceEngine):
 
         It is computed between two steps, apart from what runs and waits, so that a paused engine answers, too.
         """
-        sequence = self._intake.sequence(request)
+        sequence, finished = self._intake.sequence(request), list[Finished]()
         with self._between_steps():
-            response = sample_alone(self._runner, sequence, self.get_version())
+            runner = self._runner.for_one_sequence(sequence.length_limit)
+            stepper = Stepper(runner, 1, 0, len(sequence.tokens), self.get_version())
+            stepper.scheduler.waiting.append(sequence)
+            while stepper.has_work:
+                stepper.step(finished)
+        response = finished[0][1]
+        assert isinstance(response, ModelResponse)
         return {"The built-in engine": response}
 
     # ------------------------------------------------------------------ the thread
-
-    def _has_work(self) -> bool:
-        return bool(self._inbox or self._cancelled or self._stepper.has_work)
 
     def _run(self) -> None:
         while True:
             with self._state:
                 self._state.wait_for(
-                    lambda: self._is_closed or (not self._is_paused and self._controllers == 0 and self._has_work()),
-                    timeout=None,
+                    lambda: (
+                        self._is_closed
+                        or (
+                            not (self._is_paused or self._controllers)
+                            and bool(self._inbox or self._cancelled or self._stepper.has_work)
+                        )
+                    )
                 )
                 if self._is_closed:
                     return
@@ -222,7 +240,9 @@ class BuiltinEngine(InferenceEngine):
                 self._stepper.step(finished)
             except BaseException as error:  # whatever it is: requests end with it, and the thread goes on
                 logger.exception("A step of the engine failed; its requests fail with it.")
-                finished += self._fail_all(error)
+                failure = EngineStepError(f"The engine's step failed: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                finished += [(sequence, failure) for sequence in self._stepper.scheduler.remove_all()]
             with self._state:
                 self._is_stepping = False
                 self._state.notify_all()
@@ -234,12 +254,6 @@ class BuiltinEngine(InferenceEngine):
             self._stepper.scheduler.waiting.append(self._inbox.popleft())
         while self._cancelled:
             self._stepper.scheduler.remove(self._cancelled.popleft())
-
-    def _fail_all(self, error: BaseException) -> list[Finished]:
-        failed = self._stepper.scheduler.remove_all()
-        failure = EngineStepError(f"The engine's step failed: {type(error).__name__}: {error}")
-        failure.__cause__ = error
-        return [(sequence, failure) for sequence in failed]
 
     @contextlib.contextmanager
     def _between_steps(self) -> Iterator[None]:
@@ -257,10 +271,6 @@ class BuiltinEngine(InferenceEngine):
                 with self._state:
                     self._controllers -= 1
                     self._state.notify_all()
-
-    def _raise_if_closed(self) -> None:
-        if self._is_closed:
-            raise RequestAborted("The engine is closed; start another.")
 
     # ------------------------------------------------------------------ control
 
@@ -308,7 +318,7 @@ class BuiltinEngine(InferenceEngine):
     def flush_cache(self) -> None:
         """Forget the keys and values of finished sequences."""
         with self._between_steps():
-            self._stepper.scheduler.forget_kept()
+            self._stepper.scheduler.kept.clear()
 
     def destroy(self) -> None:
         """End the thread; requests that run or wait raise ``RequestAborted``."""
@@ -353,7 +363,7 @@ class BuiltinEngine(InferenceEngine):
         Raises:
             WeightUpdateError: the version goes back.
         """
-        self._update(version, lambda: None)
+        self._update(version)
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]] | dict[str, Tensor], version: int) -> None:
         """Copy weights into the model and publish them as ``version``.
@@ -364,8 +374,12 @@ class BuiltinEngine(InferenceEngine):
         Raises:
             WeightUpdateError: a name or shape is not the model's; then no weight has changed.
         """
-        copies = weight_copies(self.model, dict(named))
-        self._update(version, lambda: copy_weights(copies))
+        state, named = self.model.state_dict(keep_vars=True), dict(named)
+        for name, tensor in named.items():
+            if name not in state or state[name].shape != tensor.shape:
+                there = f"has shape {tuple(state[name].shape)}" if name in state else "is not in the model"
+                raise WeightUpdateError(f"Weight {name} of shape {tuple(tensor.shape)} {there}: it belongs to another model.")
+        self._update(version, [(state[name], tensor) for name, tensor in named.items()])
 
     @property
     def local_model(self) -> torch.nn.Module:
@@ -405,8 +419,8 @@ class BuiltinEngine(InferenceEngine):
             self._stepper.version = version
         _resolve(finished)
 
-    def _update(self, version: int, change: Any) -> None:
-        scheduler = self._stepper.scheduler
+    def _update(self, version: int, copies: SequenceOf[tuple[Tensor, Tensor]] = ()) -> None:
+        """Copy the second tensor of each pair into the first, and publish ``version``."""
         if version < self.get_version():
             raise WeightUpdateError(f"Version {version} cannot follow {self.get_version()}: versions only grow.")
         was_paused = self._is_paused
@@ -414,12 +428,14 @@ class BuiltinEngine(InferenceEngine):
             self._drain()
         try:
             with self._between_steps():
-                change()
+                with torch.no_grad():
+                    for destination, source in copies:
+                        destination.copy_(source)
                 self._stepper.publish(version, recompute=self._on_weight_update == "recompute")
         finally:
             if not was_paused:
-                scheduler.holding = False
                 with self._state:
+                    self._stepper.scheduler.holding = False
                     self._state.notify_all()
 
     def stats(self) -> dict[str, float]:

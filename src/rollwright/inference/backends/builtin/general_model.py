@@ -17,8 +17,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rollwright.errors import EngineError
-from rollwright.inference.backends.builtin.forward_batch import ForwardBatch, prefill_batch
-from rollwright.inference.backends.builtin.kv_cache import KVCache, LayerShape
+from rollwright.inference.backends.builtin.batch import Chunk, ForwardBatch, prefill_batch
+from rollwright.inference.backends.builtin.cache import KVCache, LayerShape
 from rollwright.inference.backends.builtin.sequence import Sequence
 from rollwright.inference.request import ModelRequest
 
@@ -48,7 +48,7 @@ class _SlotLayer(CacheLayerMixin):
         return self._batch.kv_length, 0
 
     def get_seq_length(self) -> int:
-        return self._batch.kv_length - self._batch.padded_queries
+        return self._batch.kv_length - self._batch.query_length
 
     def get_max_length(self) -> int:
         return -1
@@ -158,17 +158,12 @@ class GeneralModel:
             EngineError: they differ: the model does not honour the mask, the positions or the cache that it is given.
         """
         prompts = list(self._probe_prompts())
-        sequences = [
-            Sequence(ModelRequest(tokens), tokens=tokens, prompt_length=len(tokens), max_new_tokens=1, stop_ids=(), seed=0)
-            for tokens in prompts
-        ]
+        sequences = [Sequence(ModelRequest(p), tokens=p, prompt_length=len(p), length_limit=len(p) + 1) for p in prompts]
         device = self._model.device
         if not cache.make_room(len(prompts), max(map(len, prompts)), []):
             return  # too small for more than one sequence: nothing is ever ragged
-        begin, end = (
-            [(s, 0, len(s.tokens) - 3) for s in sequences],
-            [(s, len(s.tokens) - 3, len(s.tokens)) for s in sequences],
-        )
+        begin = [Chunk(s, 0, s.prompt_length - 3) for s in sequences]
+        end = [Chunk(s, s.prompt_length - 3, s.prompt_length) for s in sequences]
         try:
             self.forward(prefill_batch(begin, 0, device), cache)
             logits = self.forward(prefill_batch(end, 0, device), cache)

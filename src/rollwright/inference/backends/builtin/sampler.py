@@ -14,16 +14,73 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollwright.inference.backends.builtin.row_table import RowTable
+from rollwright.inference.backends.builtin.batch import RowTable, to_tensor
 
 _BELOW_ONE = 1.0 - 2.0**-23  # keeps a target below the total, whatever the rounding
 
 
-def _mix(state: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))
+def sample(
+    logits_BV: Tensor, table: RowTable, first: int, last: int, history: dict[int, Tensor]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw one token for each of rows ``first .. last-1``.
+
+    Args:
+        logits_BV: of these rows; may be overwritten.
+        table: how each row is sampled.
+        history: output tokens so far by row; needed of the rows that have a frequency penalty.
+
+    Returns:
+        Tokens ``[B]`` int64, and their log-probabilities ``[B]`` float32 under the temperature-scaled softmax.
+    """
+    rows, device = table.rows[first:last], logits_BV.device
+    scores_BV = logits_BV.float()
+    if (rows["temperature"] != 1.0).any():
+        scores_BV = scores_BV / to_tensor(rows["temperature"], device)[:, None]
+    greedy = rows["greedy"]
+    is_adjusted = (rows["frequency_penalty"] != 0) | (rows["generated"] < rows["min_new_tokens"])
+    whole = (rows["top_k"] == 0) & (rows["top_p"] >= 1.0)
+    uniforms_B = to_tensor(counter_uniforms(rows["seed"], rows["generated"]), device)
+
+    if whole.all() and not greedy.any():
+        probs_BV = scores_BV.softmax(-1)
+        weights_BV = probs_BV
+        if is_adjusted.any():
+            weights_BV = _adjusted(scores_BV, table, first, is_adjusted, history).softmax(-1)
+        tokens = inverse_cdf(weights_BV, uniforms_B)
+        logprobs = probs_BV.gather(1, tokens[:, None]).squeeze(1).log_()
+        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+
+    logprobs_BV = scores_BV.log_softmax(-1)
+    if is_adjusted.any():
+        scores_BV = _adjusted(scores_BV, table, first, is_adjusted, history)
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
+    for kind, chosen in (("whole", whole & ~greedy), ("greedy", greedy), ("truncated", ~whole & ~greedy)):
+        if not chosen.any():
+            continue
+        index = to_tensor(chosen.nonzero()[0], device)
+        if kind == "whole":
+            tokens[index] = inverse_cdf(scores_BV[index].softmax(-1), uniforms_B[index])
+        elif kind == "greedy":
+            tokens[index] = scores_BV[index].argmax(-1)
+        else:
+            top_k, top_p = to_tensor(rows["top_k"][chosen], device), to_tensor(rows["top_p"][chosen], device)
+            tokens[index] = truncated_inverse_cdf(scores_BV[index], uniforms_B[index], top_k, top_p)
+    logprobs = logprobs_BV.gather(1, tokens[:, None]).squeeze(1)
+    return tokens.cpu().numpy(), logprobs.cpu().numpy()
+
+
+def _adjusted(scores_BV: Tensor, table: RowTable, first: int, is_adjusted: np.ndarray, history: dict[int, Tensor]) -> Tensor:
+    """A copy of the scores, the frequency penalty subtracted and, below ``min_new_tokens``, without stop ids."""
+    scores_BV, vocabulary, device = scores_BV.clone(), scores_BV.shape[1], scores_BV.device
+    for row in (first + is_adjusted.nonzero()[0]).tolist():
+        entry = table.rows[row]
+        if entry["frequency_penalty"] != 0 and row in history:
+            counts = torch.bincount(history[row].to(device), minlength=vocabulary)
+            scores_BV[row - first] -= counts * float(entry["frequency_penalty"] / entry["temperature"])
+        if entry["generated"] < entry["min_new_tokens"]:
+            stop_ids = table.stop_ids[row]
+            scores_BV[row - first, to_tensor(stop_ids[(stop_ids >= 0) & (stop_ids < vocabulary)], device)] = float("-inf")
+    return scores_BV
 
 
 def counter_uniforms(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:
@@ -81,85 +138,8 @@ def truncated_inverse_cdf(scores_BV: Tensor, uniforms_B: Tensor, top_k_B: Tensor
     return order.gather(1, index).squeeze(1)
 
 
-class Sampler:
-    """Samples rows of the row table.
-
-    Args:
-        device: of the logits.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
-
-    def sample(
-        self, logits_BV: Tensor, table: RowTable, first: int, last: int, history: dict[int, Tensor]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Draw one token for each of rows ``first .. last-1``.
-
-        Args:
-            logits_BV: of these rows; may be overwritten.
-            history: output tokens so far of the rows that have a frequency penalty, by row.
-
-        Returns:
-            Tokens ``[B]`` int64, and their log-probabilities ``[B]`` float32 under the temperature-scaled softmax.
-        """
-        scores_BV = logits_BV.float()
-        temperature = table.temperature[first:last]
-        if (temperature != 1.0).any():
-            scores_BV = scores_BV / self._tensor(temperature)[:, None]
-        greedy = table.greedy[first:last]
-        generated = table.generated[first:last]
-        adjusted = (table.frequency_penalty[first:last] != 0) | (generated < table.min_new_tokens[first:last])
-        whole = (table.top_k[first:last] == 0) & (table.top_p[first:last] >= 1.0)
-        uniforms_B = counter_uniforms(table.seed[first:last], generated)
-
-        if whole.all() and not greedy.any():
-            probs_BV = scores_BV.softmax(-1)
-            weights_BV = probs_BV
-            if adjusted.any():
-                weights_BV = self._adjusted(scores_BV, table, first, adjusted, history).softmax(-1)
-            tokens = inverse_cdf(weights_BV, self._tensor(uniforms_B))
-            logprobs = probs_BV.gather(1, tokens[:, None]).squeeze(1).log_()
-            return tokens.cpu().numpy(), logprobs.cpu().numpy()
-
-        logprobs_BV = scores_BV.log_softmax(-1)
-        if adjusted.any():
-            scores_BV = self._adjusted(scores_BV, table, first, adjusted, history)
-        tokens = torch.empty(len(greedy), dtype=torch.int64, device=self._device)
-        drawn = whole & ~greedy
-        if drawn.any():
-            index = self._tensor(drawn.nonzero()[0])
-            tokens[index] = inverse_cdf(scores_BV[index].softmax(-1), self._tensor(uniforms_B[drawn]))
-        if greedy.any():
-            index = self._tensor(greedy.nonzero()[0])
-            tokens[index] = scores_BV[index].argmax(-1)
-        truncated = ~whole & ~greedy
-        if truncated.any():
-            index = self._tensor(truncated.nonzero()[0])
-            tokens[index] = truncated_inverse_cdf(
-                scores_BV[index],
-                self._tensor(uniforms_B[truncated]),
-                self._tensor(table.top_k[first:last][truncated]),
-                self._tensor(table.top_p[first:last][truncated]),
-            )
-        logprobs = logprobs_BV.gather(1, tokens[:, None]).squeeze(1)
-        return tokens.cpu().numpy(), logprobs.cpu().numpy()
-
-    def _adjusted(
-        self, scores_BV: Tensor, table: RowTable, first: int, adjusted: np.ndarray, history: dict[int, Tensor]
-    ) -> Tensor:
-        """A copy of the scores, the frequency penalty taken off and, below ``min_new_tokens``, without stop ids."""
-        scores_BV, vocabulary = scores_BV.clone(), scores_BV.shape[1]
-        rows = first + adjusted.nonzero()[0]
-        for row in rows[table.frequency_penalty[rows] != 0].tolist():
-            if row in history:
-                counts = torch.bincount(history[row].to(self._device), minlength=vocabulary)
-                scores_BV[row - first] -= counts * float(table.frequency_penalty[row] / table.temperature[row])
-        short = rows[table.generated[rows] < table.min_new_tokens[rows]]
-        stop_ids = table.stop_ids[short]
-        place, column = ((stop_ids >= 0) & (stop_ids < vocabulary)).nonzero()
-        scores_BV[self._tensor(short[place] - first), self._tensor(stop_ids[place, column])] = float("-inf")
-        return scores_BV
+def _mix(state: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))

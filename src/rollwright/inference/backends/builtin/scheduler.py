@@ -1,4 +1,4 @@
-"""Who runs: admission of waiting sequences, chunks of prompts to prefill, rows, and preemption when the cache is full.
+"""Who runs: requests checked and queued, admission, chunks of prompts to compute, rows, and preemption when the cache is full.
 
 Rows ``0 .. len(running) - 1`` decode. At most one sequence is in the middle of its prompt, in the row after them. First
 come, first served; a preempted sequence goes back to the head of the queue with the tokens it has.
@@ -6,34 +6,31 @@ come, first served; a preempted sequence goes back to the head of the queue with
 
 from __future__ import annotations
 
+import math
+import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+from typing import Any
 
-from rollwright.inference.backends.builtin.kv_cache import KVCache
-from rollwright.inference.backends.builtin.prefix_cache import KeptPrefix, PrefixCache, PrefixIndex
-from rollwright.inference.backends.builtin.row_table import RowTable
-from rollwright.inference.backends.builtin.sequence import Sequence
+import torch
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.errors import EngineError, PromptTooLongError
+from rollwright.inference.backends.builtin.batch import Chunk, RowTable, branch_visibility
+from rollwright.inference.backends.builtin.cache import KeptPrefix, KVCache, PrefixCache, PrefixIndex
+from rollwright.inference.backends.builtin.model import ModelRunner
+from rollwright.inference.backends.builtin.sequence import Sequence, StopStrings
+from rollwright.inference.request import ModelRequest
 
 _HEADROOM = 64  # columns beyond its tokens that a sequence must find free when not all it may need fits
 
-
-@dataclass
-class Chunk:
-    """Tokens ``start .. end-1`` of a sequence, to be computed now."""
-
-    sequence: Sequence
-    start: int
-    end: int
-
-    @property
-    def length(self) -> int:
-        """Tokens of the chunk."""
-        return self.end - self.start
-
-    @property
-    def completes(self) -> bool:
-        """True where the sequence can be sampled afterwards."""
-        return self.end == len(self.sequence.tokens)
+#: Numbers among the generation arguments: whether only whole ones make sense, and the limits that their config has.
+_NUMBERS: dict[str, tuple[bool, Any]] = {
+    field.name: (str(field.type).startswith("int"), field.metadata)
+    for field in fields(GenerationHyperparameters)
+    if field.type in ("int", "float", "int | None")
+}
 
 
 @dataclass
@@ -57,258 +54,335 @@ class Scheduler:
         table: per-row arrays, moved along with the rows.
         kept: keys and values of finished sequences.
         prefill_tokens: most prompt tokens computed in one step.
+        vocabulary: of the model.
+
+    Attributes:
+        holding: True: nothing new is admitted.
     """
 
     def __init__(self, cache: KVCache, table: RowTable, kept: PrefixCache, prefill_tokens: int, vocabulary: int) -> None:
+        self.kept = kept
         self._cache = cache
         self._table = table
-        self._kept = kept
         self._prefill_tokens = prefill_tokens
         self._vocabulary = vocabulary
         self._active_prefixes = PrefixIndex()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.partial: Sequence | None = None
-        self._admitted: list[Sequence] = []  # taken from the queue in this step, not in a row yet
-        self.holding = False  # True: nothing new is admitted
+        self._admitted: list[Sequence] = []  # taken from the queue in this step; they decode, or are partial, after it
+        self.holding = False
         self.preemptions = 0
         self.reused_tokens = 0
 
     def active(self) -> list[Sequence]:
-        """All sequences that occupy rows, in row order."""
+        """All sequences that are in rows, in row order."""
         return self.running + ([self.partial] if self.partial else [])
 
     def _used(self) -> list[int]:
-        used = self._table.cached[: len(self.running)].tolist()
+        used = self._table.rows["cached"][: len(self.running)].tolist()
         return used + ([self.partial.cached] if self.partial else [])
 
     # ------------------------------------------------------------------ admission
 
     def schedule_prefill(self) -> Prefill:
-        """Admit what fits and say which prompt tokens to compute now."""
-        prefill, budget = Prefill(), self._prefill_tokens
+        """Admit what fits and return which prompt tokens to compute now."""
         chunks: list[Chunk] = []
+        followers: list[tuple[Sequence, Sequence]] = []
+        budget = self._prefill_tokens
         if self.partial is not None:
-            chunk = self._chunk(self.partial, budget)
-            budget -= chunk.length
-            chunks.append(chunk)
-            if not chunk.completes:
-                prefill.groups = [chunks]
-                return prefill
-        if self.waiting and not self.holding:
-            self._reserve_for_all()
+            chunks.append(self._chunk(self.partial, budget))
+            budget -= chunks[0].length
+            if not chunks[0].completes:
+                return Prefill([chunks])
+        if self.waiting and not self.holding:  # lay the cache out for all that these may need, where the memory allows it
+            active = self.active()
+            queued = list(self.waiting)[: self._cache.max_rows - len(active)]
+            longest = max((sequence.length_limit for sequence in active + queued), default=0)
+            if longest:
+                self._cache.make_room(min(self._cache.max_rows, len(active) + len(self.waiting)), longest, self._used())
         leaders: dict[tuple, Sequence] = {}
         while self.waiting and not self.holding and budget > 0:
             sequence = self.waiting[0]
-            key = self._prompt_key(sequence)
-            leader = leaders.get(key) if key else None
-            row = len(self.running) + len(chunks) + len(prefill.followers)
-            if not self._admit(sequence, row):
+            # sequences admitted in this step hold nothing in the cache yet
+            needed = max(min(s.length_limit, len(s.tokens) + _HEADROOM) for s in (*self._admitted, sequence))
+            if not self._cache.make_room(len(self.running) + len(chunks) + len(followers) + 1, needed, self._used()):
                 break
-            self.waiting.popleft()
-            self._admitted.append(sequence)
-            if leader is not None:
-                prefill.followers.append((sequence, leader))
+            self._admitted.append(self.waiting.popleft())
+            request = sequence.request
+            layout = tuple(request.position_ids or ()), tuple(request.branch_ids or ())
+            prompt = (sequence.prompt_length, tuple(sequence.tokens), *layout)
+            if not request.multi_modal and prompt in leaders:
+                followers.append((sequence, leaders[prompt]))
                 continue
-            self._reuse_prefix(sequence)
-            chunk = self._chunk(sequence, budget)
-            budget -= chunk.length
-            chunks.append(chunk)
-            if chunk.completes and key:
-                leaders[key] = sequence
-        self._place(chunks, prefill)
-        return prefill
+            self._find_prefix(sequence)
+            chunks.append(self._chunk(sequence, budget))
+            budget -= chunks[-1].length
+            if chunks[-1].completes and not request.multi_modal:
+                leaders[prompt] = sequence
+        return Prefill(self._place(chunks, followers), followers)
 
-    def _reserve_for_all(self) -> None:
-        """Lay the cache out for all that waiting sequences may need, where the memory allows it."""
-        active = self.active()
-        free = self._cache.max_rows - len(active)
-        longest = max((s.length_limit for s in [*active, *list(self.waiting)[:free]]), default=0)
-        if longest:
-            self._cache.make_room(min(self._cache.max_rows, len(active) + len(self.waiting)), longest, self._used())
-
-    def _admit(self, sequence: Sequence, row: int) -> bool:
-        """Make room for a sequence in ``row``; sequences admitted in this step hold nothing in the cache yet."""
-        lengths = [min(s.length_limit, len(s.tokens) + _HEADROOM) for s in (*self._admitted, sequence)]
-        return self._cache.make_room(row + 1, max(lengths), self._used())
-
-    @staticmethod
-    def _prompt_key(sequence: Sequence) -> tuple | None:
-        request = sequence.request
-        if request.multi_modal:
-            return None
-        layout = tuple(request.position_ids or ()), tuple(request.branch_ids or ())
-        return sequence.prompt_length, tuple(sequence.tokens), *layout
-
-    def _reuse_prefix(self, sequence: Sequence) -> None:
+    def _find_prefix(self, sequence: Sequence) -> None:
         """Note where a prefix of the sequence was computed before; it is copied once the sequence has its row."""
         sequence.cached, sequence.prefix_source = 0, None
         limit = min(sequence.shareable_length, len(sequence.tokens) - 1)  # the last token must be computed: it gives logits
         if limit <= 0:
             return
-        for index in (self._active_prefixes, self._kept):
+        for index in (self._active_prefixes, self.kept):
             source, length = index.find(sequence.tokens)
             if min(length, limit) > sequence.cached:
                 sequence.cached, sequence.prefix_source = min(length, limit), source
 
-    def _chunk(self, sequence: Sequence, budget: int) -> Chunk:
-        end = len(sequence.tokens)
-        if not sequence.request.multi_modal:
-            end = min(end, sequence.cached + budget)
-        return Chunk(sequence, sequence.cached, end)
-
-    def _place(self, chunks: list[Chunk], prefill: Prefill) -> None:
-        """Give rows: completing chunks by length, then followers, then the chunk that does not complete."""
-        if not chunks:
-            return
-        old_partial, self.partial = self.partial, None
-        unfinished = [c for c in chunks if not c.completes]
-        first = [c for c in chunks if c.sequence is old_partial and c.completes]
-        others = sorted((c for c in chunks if c.completes and c.sequence is not old_partial), key=lambda c: c.length)
-        row = len(self.running)
-        for chunk in first + others:
-            chunk.sequence.row = row
-            row += 1
-        for sequence, _ in prefill.followers:
-            sequence.row = row
-            row += 1
-        for chunk in unfinished:
-            chunk.sequence.row = row
-            self.partial = chunk.sequence
-            if chunk.sequence in self._admitted:
-                self._admitted.remove(chunk.sequence)
-        for chunk in others + unfinished:
-            self._copy_prefix(chunk.sequence)
-        prefill.groups = [*self._grouped(first + others), *([unfinished] if unfinished else [])]
-
-    def _copy_prefix(self, sequence: Sequence) -> None:
-        source, sequence.prefix_source = sequence.prefix_source, None
-        if source is None:
-            return
-        self.reused_tokens += sequence.cached
-        if isinstance(source, Sequence):
-            self._cache.copy(source.row, sequence.row, sequence.cached)
-        elif isinstance(source, KeptPrefix):
-            self._cache.insert(sequence.row, source.tensors, sequence.cached)
-
     @staticmethod
-    def _grouped(chunks: list[Chunk]) -> list[list[Chunk]]:
-        """Cut row-ordered chunks where padding them to one length would waste more than half."""
+    def _chunk(sequence: Sequence, budget: int) -> Chunk:
+        end = len(sequence.tokens)
+        return Chunk(sequence, sequence.cached, end if sequence.request.multi_modal else min(end, sequence.cached + budget))
+
+    def _place(self, chunks: list[Chunk], followers: list[tuple[Sequence, Sequence]]) -> list[list[Chunk]]:
+        """Assign rows: completing chunks by length, then followers, then the chunk that does not complete.
+
+        Returns:
+            The chunks in row order, in groups: they are cut where padding to one length would waste more than half.
+        """
+        resumed = [chunk for chunk in chunks if chunk.completes and chunk.sequence is self.partial]
+        begun = [chunk for chunk in chunks if chunk.completes and chunk.sequence is not self.partial]
+        begun.sort(key=lambda chunk: chunk.length)
+        unfinished = [chunk for chunk in chunks if not chunk.completes]
+        in_order = [c.sequence for c in resumed + begun] + [s for s, _ in followers] + [c.sequence for c in unfinished]
+        for row, sequence in enumerate(in_order, len(self.running)):
+            sequence.row = row
+        self._admitted += [chunk.sequence for chunk in resumed]
+        self.partial = unfinished[0].sequence if unfinished else None
+        for chunk in begun + unfinished:
+            sequence, source = chunk.sequence, chunk.sequence.prefix_source
+            sequence.prefix_source = None
+            if isinstance(source, Sequence):
+                self._cache.copy(source.row, sequence.row, sequence.cached)
+            elif isinstance(source, KeptPrefix):
+                self._cache.insert(sequence.row, source.tensors, sequence.cached)
+            self.reused_tokens += sequence.cached
         groups: list[list[Chunk]] = []
-        for chunk in chunks:
+        for chunk in resumed + begun:
             if groups and not chunk.sequence.request.multi_modal and not groups[-1][0].sequence.request.multi_modal:
                 lengths = [c.length for c in groups[-1]] + [chunk.length]
                 if max(lengths) * len(lengths) <= 1.5 * sum(lengths) + 64:
                     groups[-1].append(chunk)
                     continue
             groups.append([chunk])
-        return groups
+        return groups + ([unfinished] if unfinished else [])
 
     # ------------------------------------------------------------------ rows
 
-    def prefilled(self, chunks: list[Chunk]) -> None:
-        """The chunks' keys and values are in the cache; those that are complete begin to decode."""
-        for chunk in chunks:
+    def prefilled(self, prefill: Prefill) -> None:
+        """The keys and values of all chunks are in the cache; sequences whose prompt is complete begin to decode."""
+        begun: list[Sequence] = []
+        for chunk in (chunk for group in prefill.groups for chunk in group):
             chunk.sequence.cached = chunk.end
             if chunk.completes:
-                self._begin(chunk.sequence)
+                begun.append(chunk.sequence)
+        for sequence, leader in prefill.followers:
+            self._cache.copy(leader.row, sequence.row, len(sequence.tokens))
+            sequence.cached = len(sequence.tokens)
+            self.reused_tokens += sequence.cached
+            begun.append(sequence)
+        for sequence in begun:
+            assert sequence.row == len(self.running)
+            self.running.append(sequence)
+            self._table.enter(sequence.row, sequence, self._vocabulary)
+            if shareable := sequence.shareable_length:
+                self._active_prefixes.add(sequence, sequence.tokens[:shareable])
+        self._admitted.clear()
 
-    def follow(self, sequence: Sequence, leader: Sequence) -> None:
-        """Give a follower its leader's keys and values; it begins to decode."""
-        self._cache.copy(leader.row, sequence.row, len(sequence.tokens))
-        self.reused_tokens += len(sequence.tokens)
-        sequence.cached = len(sequence.tokens)
-        self._begin(sequence)
+    def schedule_decode(self) -> list[Sequence]:
+        """The sequences that get a token, each with a free column for it; the youngest are preempted where memory ends."""
+        while self.running:
+            grown = needed = int(self._table.rows["cached"][: len(self.running)].max()) + 1
+            if needed > self._cache.length:
+                grown = max(needed, min(needed + needed // 4, max(s.length_limit for s in self.running)))
+            rows, used = len(self.running) + (self.partial is not None), self._used()
+            if self._cache.make_room(rows, grown, used) or self._cache.make_room(rows, needed, used):
+                break
+            self.preempt(self.active()[-1])
+        return self.running
 
-    def _begin(self, sequence: Sequence) -> None:
-        assert sequence.row == len(self.running)
-        self.running.append(sequence)
-        if sequence in self._admitted:
-            self._admitted.remove(sequence)
-        self._table.enter(sequence.row, sequence, self._vocabulary)
-        if shareable := sequence.shareable_length:
-            self._active_prefixes.add(sequence, sequence.tokens[:shareable])
+    def preempt(self, sequence: Sequence) -> None:
+        """Put a sequence back at the head of the queue; its keys and values are computed again later."""
+        self.remove(sequence)
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1
 
-    def leave(self, sequence: Sequence, keep: bool) -> None:
-        """Take a decoding sequence out of its row; the last row fills the hole.
+    def remove(self, sequence: Sequence, keep: bool = False) -> None:
+        """Take a sequence out wherever it is; one that has ended is nowhere. The last row fills the hole of a row that decodes.
 
         Args:
             keep: its keys and values are kept for a later request.
         """
-        row, last = sequence.row, len(self.running) - 1
-        self._table.flush(row, sequence)
-        self._active_prefixes.discard(sequence)
-        cached = int(self._table.cached[row])
-        plain = not sequence.has_own_layout and not sequence.request.multi_modal
-        if keep and plain and sequence.is_current and self._kept.capacity_bytes:
-            self._kept.keep(sequence.tokens[:cached], self._cache.extract(row, cached))
-        if row != last:
-            mover = self.running[last]
-            self._cache.copy(last, row, int(self._table.cached[last]))
-            self._table.move(last, row)
-            self.running[row], mover.row = mover, row
-        self.running.pop()
-        sequence.row, sequence.cached, sequence.is_current = -1, 0, True
-        if self.partial is not None:
-            self._cache.copy(self.partial.row, last, self.partial.cached)
-            self.partial.row = last
-
-    def room_for_decode(self) -> None:
-        """See that every running row has a column for its next token, preempting the youngest where memory ends."""
-        while self.running:
-            needed = int(self._table.cached[: len(self.running)].max()) + 1
-            rows, used = len(self.running) + (self.partial is not None), self._used()
-            grown = max(needed, min(needed + needed // 4, max(s.length_limit for s in self.running)))
-            if (
-                self._cache.make_room(rows, needed, used)
-                if needed <= self._cache.length
-                else (self._cache.make_room(rows, grown, used) or self._cache.make_room(rows, needed, used))
-            ):
-                return
-            self.preempt(self.active()[-1])
-
-    def preempt(self, sequence: Sequence) -> None:
-        """Put a sequence back at the head of the queue; its keys and values are computed anew later."""
-        if sequence is self.partial:
-            self.partial = None
-            sequence.row, sequence.cached, sequence.is_current = -1, 0, True
-        else:
-            self.leave(sequence, keep=False)
-        self.waiting.appendleft(sequence)
-        self.preemptions += 1
-
-    def preempt_all(self) -> None:
-        """Every sequence goes back to the queue, in order: the weights changed."""
-        for sequence in reversed(self.active()):
-            self.preempt(sequence)
-
-    def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out wherever it is; one that has ended is nowhere."""
         if sequence is self.partial:
             self.partial = None
         elif sequence.row >= 0:
-            self.leave(sequence, keep=False)
+            row, last = sequence.row, len(self.running) - 1
+            cached, new = int(self._table.rows["cached"][row]), self._table.unflushed(row)
+            sequence.tokens += new["token"].tolist()
+            sequence.logprobs += new["logprob"].tolist()
+            sequence.versions += new["version"].tolist()
+            self._active_prefixes.discard(sequence)
+            is_plain = not sequence.has_own_layout and not sequence.request.multi_modal
+            if keep and is_plain and sequence.is_current and self.kept.capacity_bytes:
+                self.kept.keep(sequence.tokens[:cached], self._cache.extract(row, cached))
+            if row != last:
+                mover = self.running[last]
+                self._cache.copy(last, row, int(self._table.rows["cached"][last]))
+                self._table.move(last, row)
+                self.running[row], mover.row = mover, row
+            self.running.pop()
+            if self.partial is not None:
+                self._cache.copy(self.partial.row, last, self.partial.cached)
+                self.partial.row = last
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        sequence.row, sequence.cached, sequence.is_current = -1, 0, True
 
     def remove_all(self) -> list[Sequence]:
-        """Take out everything, in order; the cache holds nothing of worth afterwards."""
-        sequences = [*self.active(), *self._admitted, *self.waiting]
+        """Take out everything, in order; nothing in the cache is valid afterwards."""
+        sequences = list(dict.fromkeys([*self.active(), *self._admitted, *self.waiting]))
+        for sequence in sequences:
+            sequence.row = -1
         self.running.clear()
         self._admitted.clear()
         self.waiting.clear()
         self.partial = None
-        self._active_prefixes = PrefixIndex()
-        self._kept.clear()
+        self._active_prefixes.clear()
+        self.kept.clear()
         return sequences
 
-    def forget_kept(self) -> None:
-        """Give up the keys and values of finished sequences."""
-        self._kept.clear()
+    def weights_changed(self, recompute: bool) -> None:
+        """No later sequence may use keys and values computed so far.
 
-    def forget_prefixes(self) -> None:
-        """No later sequence may use keys and values computed so far: the weights changed."""
-        self._kept.clear()
-        self._active_prefixes = PrefixIndex()
+        Args:
+            recompute: every sequence goes back to the queue, in order, to compute its own again.
+        """
+        if recompute:
+            for sequence in reversed(self.active()):
+                self.preempt(sequence)
+        self.kept.clear()
+        self._active_prefixes.clear()
         for sequence in self.active():
             sequence.is_current = False
+
+
+class RequestIntake:
+    """Turns requests into sequences, and refuses what the engine cannot serve as asked.
+
+    A step computes many requests together, so a request that would break it must not reach it: it would end all of them.
+
+    Args:
+        runner: knows what the model can take.
+        tokenizer: for stop strings and the end token; may be None.
+        seed: of requests that bring none, in order of submission.
+    """
+
+    def __init__(self, runner: ModelRunner, tokenizer: Any, seed: int) -> None:
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._random = random.Random(seed)
+        model = runner.model
+        configs = getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer
+        ends = [getattr(config, "eos_token_id", None) for config in configs]
+        self._end_ids = {i for end in ends for i in (end if isinstance(end, list) else [end]) if i is not None}
+
+    def sequence(self, request: ModelRequest) -> Sequence:
+        """Check a request and make it a sequence.
+
+        Raises:
+            PromptTooLongError: no room for a new token.
+            EngineError: the request cannot be served as asked.
+        """
+        gconfig, runner, length = request.gconfig, self._runner, len(request.input_ids)
+        room = runner.context_length - length
+        if room < 1:
+            raise PromptTooLongError(
+                f"The prompt has {length} tokens and the engine's context is {runner.context_length} (rid {request.rid}): shorten "
+                "the prompt or start the engine with a larger context_length."
+            )
+        check_sampling(gconfig)
+        self._check_inputs(request)
+        tokenizer = request.tokenizer or self._tokenizer
+        if gconfig.stop and tokenizer is None:
+            raise EngineError("Stop strings need a tokenizer: give one to the engine or set request.tokenizer.")
+        possible = {i for i in gconfig.stop_token_ids if 0 <= i < runner.vocabulary}  # what is no token ends nothing
+        seed = gconfig.seed if gconfig.seed is not None else request.seed
+        sequence = Sequence(
+            request=request,
+            tokens=list(request.input_ids),
+            prompt_length=length,
+            length_limit=length + min(gconfig.max_new_tokens, room),
+            stop_ids=tuple(sorted(possible - self._end_ids if gconfig.ignore_eos else possible | self._end_ids)),
+            seed=self._random.getrandbits(63) if seed is None else seed,
+            stop_strings=StopStrings(tokenizer, gconfig.stop) if gconfig.stop else None,
+        )
+        if request.multi_modal:
+            sequence.position_delta = runner.forward.multi_modal_position_delta(sequence)
+        if request.branch_ids is not None:
+            branches = torch.from_numpy(sequence.branch_ids())
+            hidden = ~branch_visibility(branches[-1:], branches)[0]
+            sequence.hidden = hidden.to(runner.device) if bool(hidden.any()) else None
+        sequence.has_own_layout = bool(
+            request.branch_ids is not None or request.position_ids is not None or sequence.position_delta
+        )
+        return sequence
+
+    def _check_inputs(self, request: ModelRequest) -> None:
+        """Refuse tokens, positions, branches, images and adapters that the model or the engine does not take."""
+        runner, length = self._runner, len(request.input_ids)
+        if (largest := max(request.input_ids)) >= runner.vocabulary:
+            raise EngineError(
+                f"input_ids hold {largest}, and the model's vocabulary ends at {runner.vocabulary - 1} (rid {request.rid}): "
+                "the prompt was encoded by another model's tokenizer."
+            )
+        for name, ids in (("position_ids", request.position_ids), ("branch_ids", request.branch_ids)):
+            if ids is not None and len(ids) != length:
+                raise EngineError(f"{name} has {len(ids)} entries for {length} tokens (rid {request.rid}); give one for each.")
+        if request.position_ids is not None and (furthest := max(request.position_ids)) >= runner.context_length:
+            raise EngineError(
+                f"position_ids hold {furthest}, and the engine's context ends at {runner.context_length - 1} (rid {request.rid}): "
+                "count positions from 0, or start the engine with a larger context_length."
+            )
+        if request.lora_name is not None:
+            raise EngineError(
+                "The built-in engine serves one set of weights and no named LoRA adapters: leave lora_name unset."
+            )
+        if request.image_data and not request.multi_modal:
+            raise EngineError("The built-in engine takes images as processor outputs in multi_modal, not as image_data.")
+        if request.multi_modal and not runner.takes_multi_modal:
+            raise EngineError(
+                f"{type(runner.model).__name__} takes text only, and the request carries {sorted(request.multi_modal)}."
+            )
+        if request.multi_modal and request.branch_ids is not None:
+            raise EngineError("A multi-modal request cannot have branches in the built-in engine.")
+
+
+def check_sampling(gconfig: GenerationHyperparameters) -> None:
+    """Refuse a generation argument of a wrong type or outside its limits.
+
+    Raises:
+        EngineError: it names the argument.
+    """
+    for name, (is_whole, limits) in _NUMBERS.items():
+        value = getattr(gconfig, name)
+        if value is None and name == "seed":
+            continue
+        if isinstance(value, bool) or not isinstance(value, Integral if is_whole else Real) or not math.isfinite(value):
+            raise EngineError(f"{name} is {value!r}; it has to be {'a whole' if is_whole else 'a finite'} number.")
+        if value < limits.get("ge", value) or value <= limits.get("gt", -math.inf) or value > limits.get("le", value):
+            bounds = {"ge": "at least", "gt": "more than", "le": "at most"}
+            said = " and ".join(f"{words} {limits[key]}" for key, words in bounds.items() if key in limits)
+            raise EngineError(f"{name} is {value!r}; it has to be {said}.")
+    if gconfig.n_samples != 1:
+        raise EngineError(
+            f"n_samples is {gconfig.n_samples}, and one request is one completion: send n_samples requests, each with "
+            "gconfig.new(n_samples=1)."
+        )
+    if any(not isinstance(text, str) for text in gconfig.stop or ()):
+        raise EngineError(f"stop is {gconfig.stop!r}; it has to be a list of texts.")
+    if any(isinstance(token, bool) or not isinstance(token, Integral) for token in gconfig.stop_token_ids):
+        raise EngineError(f"stop_token_ids is {gconfig.stop_token_ids!r}; it has to be a list of token ids.")

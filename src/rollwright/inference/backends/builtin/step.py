@@ -1,4 +1,4 @@
-"""One step of the engine: schedule, run, postprocess."""
+"""One step of the engine: schedule, run, sample, postprocess; once for new prompts, once for all that decode."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import time
 import torch
 from torch import Tensor
 
-from rollwright.inference.backends.builtin.forward_batch import decode_batch, prefill_batch
-from rollwright.inference.backends.builtin.model_runner import ModelRunner
-from rollwright.inference.backends.builtin.prefix_cache import PrefixCache
-from rollwright.inference.backends.builtin.row_table import RowTable
-from rollwright.inference.backends.builtin.sampler import Sampler
+from rollwright.inference.backends.builtin.batch import RowTable, decode_batch, prefill_batch
+from rollwright.inference.backends.builtin.cache import PrefixCache
+from rollwright.inference.backends.builtin.model import ModelRunner
+from rollwright.inference.backends.builtin.sampler import sample
 from rollwright.inference.backends.builtin.scheduler import Prefill, Scheduler
 from rollwright.inference.backends.builtin.sequence import Sequence
 from rollwright.inference.request import ModelResponse
@@ -33,9 +32,7 @@ class Stepper:
     def __init__(self, runner: ModelRunner, max_rows: int, kept_bytes: int, prefill_tokens: int, version: int) -> None:
         self._runner = runner
         self._table = RowTable(max_rows)
-        self._kept = PrefixCache(kept_bytes)
-        self._sampler = Sampler(runner.device)
-        self.scheduler = Scheduler(runner.cache, self._table, self._kept, prefill_tokens, runner.vocabulary)
+        self.scheduler = Scheduler(runner.cache, self._table, PrefixCache(kept_bytes), prefill_tokens, runner.vocabulary)
         self.version = version
         self._counts = dict.fromkeys(("steps", "prefill_tokens", "generated_tokens", "finished", "aborted"), 0)
 
@@ -46,104 +43,89 @@ class Stepper:
         return bool(scheduler.running or scheduler.partial or (scheduler.waiting and not scheduler.holding))
 
     @torch.inference_mode()
-    def step(self, finished: list[Finished] | None = None) -> list[Finished]:
+    def step(self, finished: list[Finished]) -> None:
         """Compute some prompt tokens and one new token for every running sequence.
 
         Args:
-            finished: sequences are added to it as they end; where the step fails, those in it have ended all the same.
-
-        Returns:
-            The sequences that ended, with their responses.
+            finished: sequences are added to it as they end, with their responses; where the step fails, those in it have
+                ended all the same.
         """
         self._counts["steps"] += 1
-        finished = [] if finished is None else finished
         prefill = self.scheduler.schedule_prefill()
         if prefill.groups:
-            finished += self._prefill(prefill)
-        self.scheduler.room_for_decode()
-        if self.scheduler.running:
-            finished += self._decode()
-        return finished
+            first = len(self.scheduler.running)
+            logits = self._run_prefill(prefill, first)
+            if logits is not None:
+                self._sample(logits, first)
+                self._postprocess(first, finished)
+        if running := self.scheduler.schedule_decode():
+            logits = self._runner.run(decode_batch(self._table, running, self._runner.device))
+            self._table.rows["cached"][: len(running)] += 1
+            self._table.rows["position"][: len(running)] += 1
+            self._sample(logits, 0)
+            self._postprocess(0, finished)
 
-    def _prefill(self, prefill: Prefill) -> list[Finished]:
-        scheduler, first = self.scheduler, len(self.scheduler.running)
+    def _run_prefill(self, prefill: Prefill, first: int) -> Tensor | None:
+        """Logits of the sequences whose prompts are complete now, in rows from ``first`` on; None where none is."""
         logits: list[Tensor] = []
         for group in prefill.groups:
-            chunks = [(chunk.sequence, chunk.start, chunk.end) for chunk in group]
-            group_logits = self._runner.run(prefill_batch(chunks, group[0].sequence.row, self._runner.device))
+            group_logits = self._runner.run(prefill_batch(group, group[0].sequence.row, self._runner.device))
             if group[0].completes:
                 logits.append(group_logits)
-                scheduler.prefilled(group)
             self._counts["prefill_tokens"] += sum(chunk.length for chunk in group)
-        for sequence, leader in prefill.followers:
-            scheduler.follow(sequence, leader)
-        for group in prefill.groups:
-            if not group[0].completes:
-                scheduler.prefilled(group)
-        if not logits:
-            return []
+        self.scheduler.prefilled(prefill)
         if prefill.followers:
             logits.append(torch.cat(logits)[[leader.row - first for _, leader in prefill.followers]])
-        return self._sample(torch.cat(logits), first, len(scheduler.running))
+        return torch.cat(logits) if logits else None
 
-    def _decode(self) -> list[Finished]:
-        running = self.scheduler.running
-        branched = self._table.has_hidden[: len(running)].nonzero()[0].tolist()
-        hidden = {row: running[row].hidden for row in branched}
-        logits = self._runner.run(decode_batch(self._table, len(running), hidden, self._runner.device))
-        self._table.advance(len(running))
-        return self._sample(logits, 0, len(running))
-
-    def _sample(self, logits: Tensor, first: int, last: int) -> list[Finished]:
-        """Draw a token for each of rows ``first .. last-1`` and take out the sequences that end with it."""
+    def _sample(self, logits: Tensor, first: int) -> None:
+        """Draw a token for each running sequence from row ``first`` on."""
         table, running = self._table, self.scheduler.running
+        last = len(running)
+        rows = table.rows[first:last]
         history = {}
-        if table.frequency_penalty[first:last].any():
-            history = {row: torch.tensor(self._output(running[row])) for row in range(first, last) if table.generated[row]}
-        is_first = table.generated[first:last] == 0
-        tokens, logprobs = self._sampler.sample(logits, table, first, last, history)
+        if rows["frequency_penalty"].any():
+            for row, sequence in enumerate(running[first:], first):
+                output = sequence.tokens[sequence.prompt_length :] + table.unflushed(row)["token"].tolist()
+                if output:
+                    history[row] = torch.tensor(output)
+        is_first = rows["generated"] == 0
+        tokens, logprobs = sample(logits, table, first, last, history)
         if is_first.any():
             now = time.monotonic()
             for index in is_first.nonzero()[0].tolist():
                 running[first + index].first_token_at = now
-        for index in (table.version[first:last] != self.version).nonzero()[0].tolist():
-            running[first + index].mark_version(int(table.generated[first + index]), self.version)
-        table.version[first:last] = self.version
-        table.append(first, last, tokens, logprobs)
-        for index in table.has_listener[first:last].nonzero()[0].tolist():
-            if (listener := running[first + index].on_token) is not None:
-                listener(int(tokens[index]), float(logprobs[index]), self.version)
+        table.append(first, last, tokens, logprobs, self.version)
+        for index in rows["has_listener"].nonzero()[0].tolist():
+            sequence = running[first + index]
+            if sequence.on_token is not None:
+                sequence.on_token(sequence, int(tokens[index]), float(logprobs[index]), self.version)
         self._counts["generated_tokens"] += last - first
-        return self._take_finished(first, last)
 
-    def _output(self, sequence: Sequence) -> list[int]:
-        count = int(self._table.generated[sequence.row] - self._table.flushed[sequence.row])
-        return sequence.tokens[sequence.prompt_length :] + self._table.tokens[sequence.row, :count].tolist()
-
-    def _take_finished(self, first: int, last: int) -> list[Finished]:
-        table, running = self._table, self.scheduler.running
-        stopped, exhausted = table.stopped(first, last), table.exhausted(first, last)
+    def _postprocess(self, first: int, finished: list[Finished]) -> None:
+        """Take out the sequences from row ``first`` on that end with their newest token."""
+        running, rows = self.scheduler.running, self._table.rows[first : len(self.scheduler.running)]
+        may_stop = rows["generated"] >= rows["min_new_tokens"]
+        stops = (self._table.stop_ids[first : len(running)] == rows["last_token"][:, None]).any(axis=1) & may_stop
         matches: dict[int, str] = {}
-        for index in table.has_stop_strings[first:last].nonzero()[0].tolist():
-            watch, row = running[first + index].stop_strings, first + index
-            may_stop = bool(table.generated[row] >= table.min_new_tokens[row])
-            if watch is not None and (match := watch.find(int(table.last_token[row]), may_stop)) is not None:
+        for index in rows["has_stop_strings"].nonzero()[0].tolist():
+            watch = running[first + index].stop_strings
+            if watch and (match := watch.find(int(rows["last_token"][index]), bool(may_stop[index]))) is not None:
                 matches[index] = match
-        ended = stopped | exhausted
-        ended[list(matches)] = True
-        if not ended.any():
-            return []
+        ends = stops | (rows["generated"] >= rows["max_new_tokens"])
+        ends[list(matches)] = True
+        if not ends.any():
+            return
         leaving = []
-        for index in ended.nonzero()[0].tolist():
-            token = int(table.last_token[first + index])
-            reason = "stop" if stopped[index] or index in matches else "length"
-            leaving.append((running[first + index], reason, token if stopped[index] else matches.get(index)))
-        finished: list[Finished] = []
+        for index in ends.nonzero()[0].tolist():
+            match = int(rows["last_token"][index]) if stops[index] else matches.get(index)
+            leaving.append((running[first + index], "length" if match is None else "stop", match))
+        responses: list[Finished] = []
         for sequence, reason, match in reversed(leaving):  # from the last row down: fewer rows are moved
-            self.scheduler.leave(sequence, keep=True)
-            finished.append((sequence, sequence.response(reason, match)))
-        self._counts["finished"] += len(finished)
-        return finished[::-1]
+            self.scheduler.remove(sequence, keep=True)
+            responses.append((sequence, sequence.response(reason, match)))
+        self._counts["finished"] += len(responses)
+        finished += responses[::-1]
 
     # ------------------------------------------------------------------ between steps
 
@@ -152,24 +134,20 @@ class Stepper:
         """Take out the sequences of one conversation, or all; each gets a response with what it has."""
         scheduler = self.scheduler
         chosen = [s for s in [*scheduler.active(), *scheduler.waiting] if rid is None or s.request.rid == rid]
-        finished: list[Finished] = []
         for sequence in chosen:
             scheduler.remove(sequence)
-            finished.append((sequence, sequence.response("abort")))
-        self._counts["aborted"] += len(finished)
-        return finished
+        self._counts["aborted"] += len(chosen)
+        return [(sequence, sequence.response("abort")) for sequence in chosen]
 
     @torch.inference_mode()
     def publish(self, version: int, recompute: bool) -> None:
         """The weights are ``version`` now.
 
         Args:
-            recompute: running sequences compute their keys and values anew, under the new weights.
+            recompute: running sequences compute their keys and values again, under the new weights.
         """
-        self._runner.share_weights()
-        if recompute:
-            self.scheduler.preempt_all()
-        self.scheduler.forget_prefixes()
+        self._runner.forward.share_weights()
+        self.scheduler.weights_changed(recompute)
         self.version = version
 
     def stats(self) -> dict[str, float]:
@@ -182,27 +160,8 @@ class Stepper:
             "version": self.version,
             "preemptions": scheduler.preemptions,
             "reused_tokens": scheduler.reused_tokens,
-            "kept_bytes": self._kept.bytes,
-            "kept_sequences": len(self._kept),
+            "kept_bytes": scheduler.kept.bytes,
+            "kept_sequences": len(scheduler.kept),
             "cache_rows": self._runner.cache.rows,
             "cache_length": self._runner.cache.length,
         }
-
-
-def sample_alone(runner: ModelRunner, sequence: Sequence, version: int) -> ModelResponse:
-    """One sequence from its prompt to its end, over a cache of its own; no step of anybody else runs meanwhile.
-
-    Args:
-        runner: its model computes.
-        sequence: in no queue.
-        version: of the weights.
-    """
-    own = runner.for_one_sequence(len(sequence.tokens) + sequence.max_new_tokens)
-    stepper = Stepper(own, 1, 0, len(sequence.tokens), version)
-    stepper.scheduler.waiting.append(sequence)
-    finished: list[Finished] = []
-    while stepper.has_work:
-        stepper.step(finished)
-    ((_, response),) = finished
-    assert isinstance(response, ModelResponse)
-    return response

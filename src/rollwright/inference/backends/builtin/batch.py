@@ -1,0 +1,237 @@
+"""The rows of a step and the tokens of one forward pass: packed along one axis, every row's queries at its next columns.
+
+Axes: ``T`` packed tokens, ``n`` rows, ``Q`` padded queries of a row, ``K`` cache columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollwright.inference.backends.builtin.sequence import Sequence
+
+_NO_TOKEN = -1
+
+#: What each running row needs at every step. ``last_token`` is the newest token, whose keys and values are not in the cache
+#: yet; ``cached`` counts those before it; ``flushed`` counts the output tokens that the sequence object holds already.
+_ROW = np.dtype(
+    [
+        ("last_token", np.int64),
+        ("cached", np.int64),
+        ("position", np.int64),
+        ("generated", np.int64),
+        ("flushed", np.int64),
+        ("max_new_tokens", np.int64),
+        ("min_new_tokens", np.int64),
+        ("seed", np.uint64),
+        ("top_k", np.int64),
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("frequency_penalty", np.float32),
+        ("greedy", np.bool_),
+        ("has_stop_strings", np.bool_),
+        ("has_hidden", np.bool_),
+        ("has_listener", np.bool_),
+    ],
+    align=True,
+)
+_SAMPLED = np.dtype([("token", np.int64), ("logprob", np.float32), ("version", np.int32)])
+
+
+class RowTable:
+    """What each running row needs, in arrays: a step's bookkeeping is a few numpy calls, whatever the batch.
+
+    Attributes:
+        rows: ``[rows]`` of the fields above; rows ``0 .. n-1`` run. ``table["cached"]`` is one field of all rows.
+        stop_ids: ``[rows, most stop ids]``, padded with -1.
+        sampled: ``[rows, most tokens]``: token, log-probability and version of what a row generated since ``flushed``.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows = np.zeros(rows, dtype=_ROW)
+        self.stop_ids = np.full((rows, 2), _NO_TOKEN, dtype=np.int64)
+        self.sampled = np.zeros((rows, 64), dtype=_SAMPLED)
+
+    def enter(self, row: int, sequence: Sequence, vocabulary: int) -> None:
+        """Put ``sequence`` in ``row``: its keys and values are about to be computed up to its last token."""
+        gconfig, stop_ids = sequence.request.gconfig, sequence.stop_ids
+        generated, max_new_tokens = len(sequence.logprobs), sequence.length_limit - sequence.prompt_length
+        entry = self.rows[row]
+        entry["generated"] = entry["flushed"] = generated
+        entry["cached"] = len(sequence.tokens)
+        entry["position"] = sequence.position_ids()[-1] + 1 if sequence.has_own_layout else len(sequence.tokens)
+        entry["max_new_tokens"] = max_new_tokens
+        entry["min_new_tokens"] = min(gconfig.min_new_tokens, max_new_tokens)
+        entry["seed"] = sequence.seed & 0xFFFFFFFFFFFFFFFF
+        entry["temperature"] = gconfig.effective_temperature
+        entry["greedy"] = gconfig.is_greedy
+        entry["top_p"] = gconfig.top_p
+        entry["top_k"] = gconfig.top_k if 0 < gconfig.top_k < vocabulary else 0
+        entry["frequency_penalty"] = gconfig.frequency_penalty
+        entry["has_stop_strings"] = sequence.stop_strings is not None
+        entry["has_hidden"] = sequence.hidden is not None
+        entry["has_listener"] = sequence.on_token is not None
+        if (missing := len(stop_ids) - self.stop_ids.shape[1]) > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=_NO_TOKEN)
+        self.stop_ids[row] = _NO_TOKEN
+        self.stop_ids[row, : len(stop_ids)] = stop_ids
+
+    def append(self, first: int, last: int, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+        """Add one sampled token to each of rows ``first .. last-1``."""
+        entries = self.rows[first:last]
+        columns = entries["generated"] - entries["flushed"]
+        if int(columns.max()) >= self.sampled.shape[1]:
+            self.sampled = np.concatenate([self.sampled, np.zeros_like(self.sampled)], axis=1)
+        rows = np.arange(first, last)
+        self.sampled["token"][rows, columns] = tokens
+        self.sampled["logprob"][rows, columns] = logprobs
+        self.sampled["version"][rows, columns] = version
+        entries["last_token"] = tokens
+        entries["generated"] += 1
+
+    def unflushed(self, row: int) -> np.ndarray:
+        """Tokens, log-probabilities and versions that a row generated and its sequence object does not hold yet."""
+        return self.sampled[row, : int(self.rows["generated"][row] - self.rows["flushed"][row])]
+
+    def move(self, source: int, destination: int) -> None:
+        """Copy everything of row ``source`` to row ``destination``."""
+        for array in (self.rows, self.stop_ids, self.sampled):
+            array[destination] = array[source]
+
+
+@dataclass
+class Chunk:
+    """Tokens ``start .. end-1`` of a sequence, to be computed now."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of the chunk."""
+        return self.end - self.start
+
+    @property
+    def completes(self) -> bool:
+        """True where the sequence can be sampled afterwards."""
+        return self.end == len(self.sequence.tokens)
+
+
+@dataclass
+class ForwardBatch:
+    """What a model needs to know of one pass.
+
+    Attributes:
+        token_ids, positions, rows, columns: ``[T]``: the token, its rotary position, its cache row and column.
+        position_limit: one more than the largest position.
+        first_row, row_count: the contiguous rows ``first_row .. first_row + row_count - 1``, in packed order.
+        query_length: most tokens of a row (``Q``).
+        kv_length: columns that attention reads (``K``).
+        visible: ``[n, Q, K]`` bool, queries padded on the left; None where plain causal attention over the queries alone
+            gives the same (every row begins at column 0 and all have one length).
+        is_query: ``[n, Q]`` bool, false on padding, which is on the left so that last tokens are in the last column; None
+            where all rows have one length.
+        last_tokens: ``[n]``: index in ``T`` of each row's last token; None while decoding, where a row has one token.
+        multi_modal: processor outputs of the sequence, where the pass is a multi-modal prompt.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    rows: Tensor
+    columns: Tensor
+    position_limit: int
+    first_row: int
+    row_count: int
+    query_length: int
+    kv_length: int
+    visible: Tensor | None = None
+    is_query: Tensor | None = None
+    last_tokens: Tensor | None = None
+    multi_modal: dict[str, Any] | None = None
+
+    def pad(self, packed: Tensor) -> Tensor:
+        """``[T, ...]`` to ``[n, Q, ...]``."""
+        if self.is_query is None:
+            return packed.view(self.row_count, self.query_length, *packed.shape[1:])
+        padded = packed.new_zeros(self.row_count, self.query_length, *packed.shape[1:])
+        padded[self.is_query] = packed
+        return padded
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """``[n, Q, ...]`` to ``[T, ...]``."""
+        return padded.flatten(0, 1) if self.is_query is None else padded[self.is_query]
+
+
+def decode_batch(table: RowTable, running: list[Sequence], device: torch.device) -> ForwardBatch:
+    """One new token for each running sequence, in the order of their rows."""
+    count = len(running)
+    cached, position = table.rows["cached"][:count], table.rows["position"][:count]
+    kv_length = int(cached.max()) + 1
+    columns = to_tensor(cached, device)
+    visible, branched = None, table.rows["has_hidden"][:count].nonzero()[0].tolist()
+    if branched or int(cached.min()) + 1 != kv_length:
+        visible = (torch.arange(kv_length, device=device) <= columns[:, None])[:, None]
+        for row in branched:
+            if (hidden := running[row].hidden) is not None:
+                visible[row, 0, : len(hidden)] &= ~hidden
+    return ForwardBatch(
+        token_ids=to_tensor(table.rows["last_token"][:count], device),
+        positions=to_tensor(position, device),
+        rows=torch.arange(count, device=device),
+        columns=columns,
+        position_limit=int(position.max()) + 1,
+        first_row=0,
+        row_count=count,
+        query_length=1,
+        kv_length=kv_length,
+        visible=visible,
+    )
+
+
+def prefill_batch(chunks: list[Chunk], first_row: int, device: torch.device) -> ForwardBatch:
+    """Prompt tokens of several sequences, which are in the rows from ``first_row`` on in this order."""
+    lengths = np.array([chunk.length for chunk in chunks])
+    query_length, kv_length = int(lengths.max()), max(chunk.end for chunk in chunks)
+    columns = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
+    positions = columns
+    if any(chunk.sequence.has_own_layout for chunk in chunks):
+        positions = np.concatenate([chunk.sequence.position_ids()[chunk.start : chunk.end] for chunk in chunks])
+    is_ragged = int(lengths.min()) != query_length
+    is_query = np.arange(query_length) >= (query_length - lengths)[:, None]
+    batch = ForwardBatch(
+        token_ids=torch.tensor([token for c in chunks for token in c.sequence.tokens[c.start : c.end]], device=device),
+        positions=to_tensor(positions, device),
+        rows=to_tensor(np.repeat(np.arange(first_row, first_row + len(chunks)), lengths), device),
+        columns=to_tensor(columns, device),
+        position_limit=int(positions.max()) + 1,
+        first_row=first_row,
+        row_count=len(chunks),
+        query_length=query_length,
+        kv_length=kv_length,
+        is_query=to_tensor(is_query, device) if is_ragged else None,
+        last_tokens=to_tensor(lengths.cumsum() - 1, device),
+        multi_modal=chunks[0].sequence.request.multi_modal,
+    )
+    branched = [(index, c) for index, c in enumerate(chunks) if c.sequence.request.branch_ids is not None]
+    if branched or is_ragged or any(chunk.start for chunk in chunks):
+        batch.visible = torch.arange(kv_length, device=device) <= batch.pad(batch.columns)[:, :, None]
+        for index, chunk in branched:
+            branches = to_tensor(chunk.sequence.branch_ids()[: chunk.end], device)
+            batch.visible[index, -chunk.length :, : chunk.end] &= branch_visibility(branches[chunk.start :], branches)
+    return batch
+
+
+def branch_visibility(query_branches: Tensor, key_branches: Tensor) -> Tensor:
+    """``[Q, K]`` bool: the trunk (0) is seen by all and sees all; a branch sees the trunk and itself. Causality is apart."""
+    query, key = query_branches[:, None], key_branches[None, :]
+    return (key == 0) | (key == query) | (query == 0)
+
+
+def to_tensor(array: np.ndarray, device: torch.device) -> Tensor:
+    """An array on the device."""
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)

@@ -1,0 +1,233 @@
+"""Keys and values: the slots of running sequences, and those that were computed before and can be used again.
+
+``KVCache`` has one row for each running sequence, rows kept contiguous, within a limit in bytes. The memory is allocated
+once. How it is cut into rows (many short ones or few long ones) changes with the requests: the cache is laid out again when
+a longer row is needed, within the same bytes. ``PrefixIndex`` and ``PrefixCache`` find prefixes among running and finished
+sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_LENGTH_STEP = 64
+_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Shape of one layer's keys and values for one token."""
+
+    heads: int
+    key_size: int
+    value_size: int
+
+
+class KVCache:
+    """Slots for keys and values of every layer.
+
+    Args:
+        layers: what each layer stores for a token.
+        capacity_bytes: most bytes held.
+        max_rows: most sequences at once.
+        dtype, device: of the keys and values.
+
+    Attributes:
+        rows, length: the present layout.
+        keys, values: of each layer, ``[rows, heads, length, size]``.
+        flat_keys, flat_values: the same memory as ``[rows * heads * length, size]``: writing whole vectors at flat places
+            takes half the time of indexing by row and column.
+    """
+
+    def __init__(
+        self, layers: SequenceOf[LayerShape], capacity_bytes: int, max_rows: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.bytes_per_token = sum(s.heads * (s.key_size + s.value_size) for s in layers) * dtype.itemsize
+        self.capacity_tokens = capacity_bytes // self.bytes_per_token
+        self.max_rows = max_rows
+        self.rows = self.length = 0
+        # One flat buffer for all slabs of one shape (a layer's keys are a slab, its values another): an operation on all
+        # layers is one call where they are alike. Zeros, as a masked column's weight of 0 times garbage that happens to be
+        # NaN would be NaN; on CPU untouched zero pages, which take no memory until they are written.
+        shapes = [(s.heads, s.key_size) for s in layers] + [(s.heads, s.value_size) for s in layers]
+        slabs: dict[tuple[int, int], list[int]] = {}
+        for index, shape in enumerate(shapes):
+            slabs.setdefault(shape, []).append(index)
+        self._slab_of = [(shape, slabs[shape].index(index)) for index, shape in enumerate(shapes)]
+        self._flat: dict[tuple[int, int], Tensor] = {}
+        for (heads, size), members in slabs.items():
+            columns = self.capacity_tokens * heads * size
+            if device.type == "cpu":
+                zeros = np.zeros((len(members), columns * dtype.itemsize), dtype=np.uint8)
+                self._flat[heads, size] = torch.from_numpy(zeros).view(dtype)
+            else:
+                self._flat[heads, size] = torch.zeros(len(members), columns, dtype=dtype, device=device)
+        self._views: dict[tuple[int, int], Tensor] = {}
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.flat_keys: list[Tensor] = []
+        self.flat_values: list[Tensor] = []
+
+    def make_room(self, rows: int, length: int, used: SequenceOf[int]) -> bool:
+        """Ensure that ``rows`` rows of ``length`` tokens exist; what is in use is kept.
+
+        Args:
+            rows, length: what is needed.
+            used: tokens held by rows 0, 1, ...; empty where nothing is to be kept.
+
+        Returns:
+            False where the memory limit does not allow it (then nothing has changed).
+        """
+        if rows <= self.rows and length <= self.length:
+            return True
+        wanted = -(-length // _LENGTH_STEP) * _LENGTH_STEP
+        if used:
+            wanted = max(wanted, self.length)
+        if rows * wanted > self.capacity_tokens:
+            wanted = max(length, self.length if used else 0)
+        if rows > self.max_rows or rows * wanted > self.capacity_tokens:
+            return False
+        old_views, rows = self._views, min(self.max_rows, self.capacity_tokens // wanted)
+        self.rows, self.length = rows, wanted
+        self._views = {
+            (heads, size): flat[:, : rows * heads * wanted * size].view(-1, rows, heads, wanted, size)
+            for (heads, size), flat in self._flat.items()
+        }
+        slabs = [self._views[shape][index] for shape, index in self._slab_of]
+        self.keys, self.values = slabs[: len(slabs) // 2], slabs[len(slabs) // 2 :]
+        self.flat_keys = [slab.view(-1, slab.shape[-1]) for slab in self.keys]
+        self.flat_values = [slab.view(-1, slab.shape[-1]) for slab in self.values]
+        # Rows only move up, so from the last row down none is overwritten before it is moved.
+        for row in reversed(range(len(used))):
+            for shape, view in self._views.items():
+                view[:, row, :, : used[row]] = old_views[shape][:, row, :, : used[row]].clone()
+        return True
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        """Copy the first ``length`` tokens of one row to another."""
+        for view in self._views.values():
+            view[:, destination, :, :length] = view[:, source, :, :length]
+
+    def extract(self, row: int, length: int) -> list[Tensor]:
+        """Copies of the first ``length`` tokens of a row."""
+        return [view[:, row, :, :length].clone() for view in self._views.values()]
+
+    def insert(self, row: int, tensors: SequenceOf[Tensor], length: int) -> None:
+        """Write the first ``length`` tokens of what ``extract`` returned into a row."""
+        for view, tensor in zip(self._views.values(), tensors, strict=True):
+            view[:, row, :, :length] = tensor[:, :, :length]
+
+
+class PrefixIndex:
+    """Longest common prefix among token sequences, found by chained hashes of blocks and confirmed token by token."""
+
+    def __init__(self) -> None:
+        self._holders: dict[int, dict[Any, None]] = {}  # block hash -> holders in order of insertion
+        self._known: dict[Any, tuple[SequenceOf[int], list[int]]] = {}  # holder -> its tokens and block hashes
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._holders.clear()
+        self._known.clear()
+
+    @staticmethod
+    def _chain(tokens: SequenceOf[int]) -> list[int]:
+        chain, previous = [], 0
+        for end in range(_BLOCK, len(tokens) + 1, _BLOCK):
+            previous = hash((previous, *tokens[end - _BLOCK : end]))
+            chain.append(previous)
+        return chain
+
+    def add(self, holder: Any, tokens: SequenceOf[int]) -> None:
+        """Register ``holder`` as having the keys and values of ``tokens``."""
+        chain = self._chain(tokens)
+        self._known[holder] = tokens, chain
+        for block in chain:
+            self._holders.setdefault(block, {})[holder] = None
+
+    def discard(self, holder: Any) -> None:
+        """Forget ``holder``."""
+        _, chain = self._known.pop(holder, ((), ()))
+        for block in chain:
+            if holders := self._holders.get(block):
+                holders.pop(holder, None)
+                if not holders:
+                    del self._holders[block]
+
+    def find(self, tokens: SequenceOf[int]) -> tuple[Any, int]:
+        """The holder that shares the longest prefix with ``tokens``, and that prefix's length; ``(None, 0)`` if none does."""
+        best: dict[Any, None] | None = None
+        for block in self._chain(tokens):
+            if block not in self._holders:
+                break
+            best = self._holders[block]
+        if not best:
+            return None, 0
+        holder = next(reversed(best))
+        length = 0
+        for own, other in zip(tokens, self._known[holder][0], strict=False):
+            if own != other:
+                break
+            length += 1
+        return holder, length
+
+
+@dataclass(eq=False)
+class KeptPrefix:
+    """Keys and values of a finished sequence."""
+
+    tokens: list[int]
+    tensors: list[Tensor]
+    bytes: int
+
+
+class PrefixCache(PrefixIndex):
+    """Finished sequences' keys and values; the least recently used are dropped first.
+
+    Args:
+        capacity_bytes: most bytes kept; 0 keeps nothing.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__()
+        self.capacity_bytes = capacity_bytes
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        super().clear()
+        self.bytes = 0
+
+    def discard(self, holder: KeptPrefix) -> None:
+        """Forget one sequence that is kept."""
+        super().discard(holder)
+        self.bytes -= holder.bytes
+
+    def keep(self, tokens: list[int], tensors: list[Tensor]) -> None:
+        """Keep a sequence; an entry that it extends is dropped, as it holds all that the entry holds."""
+        entry = KeptPrefix(tokens, tensors, sum(t.numel() * t.element_size() for t in tensors))
+        if entry.bytes > self.capacity_bytes:
+            return
+        holder, length = super().find(tokens)
+        if holder is not None and length == len(holder.tokens):
+            self.discard(holder)
+        while self.bytes + entry.bytes > self.capacity_bytes:
+            self.discard(next(iter(self._known)))
+        self.add(entry, tokens)
+        self.bytes += entry.bytes
+
+    def find(self, tokens: SequenceOf[int]) -> tuple[KeptPrefix | None, int]:
+        """The kept sequence that shares the longest prefix with ``tokens``, and that prefix's length."""
+        entry, length = super().find(tokens)
+        if entry is not None:
+            self._known[entry] = self._known.pop(entry)  # now the most recently used
+        return entry, length

@@ -1,0 +1,339 @@
+"""Loads a model and computes it over batches of packed tokens: the runner with its cache, and the Llama family's forward.
+
+Llama, Mistral, Qwen2 and Qwen3 are one architecture with switches: RMSNorm before attention and MLP, rotary positions,
+grouped-query attention, SwiGLU; Qwen2 adds biases to query, key and value, Qwen3 a norm on each query and key head. Query,
+key and value weights are fused into one tensor, gate and up into another, which own the storage of the Hugging Face model's
+parameters: these become views of them. Nothing is stored twice, an optimizer step in place is seen at once, and the model
+saves and loads as before, as each parameter is contiguous and overlaps no other. Other models: ``general_model``.
+
+Axes: ``T`` packed tokens, ``n`` rows, ``Q`` queries of a row, ``K`` cache columns, ``H`` heads, ``D`` head size.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import os
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from rollwright.data.tokenizer import load_tokenizer
+from rollwright.errors import ConfigError
+from rollwright.inference.backends.builtin.batch import ForwardBatch
+from rollwright.inference.backends.builtin.cache import KVCache, LayerShape
+from rollwright.inference.backends.builtin.general_model import GeneralModel
+from rollwright.inference.backends.builtin.sequence import Sequence
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger(__name__)
+
+_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    """Log what is the same for every engine over a model: sequence processing starts one for each call."""
+    logger.info(message)
+
+
+class CachedForward(Protocol):
+    """A model's forward over the slot cache."""
+
+    layer_shapes: list[LayerShape]
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Logits ``[n, vocabulary]`` of each row's last token; the keys and values of all tokens go into the cache."""
+        ...
+
+    def share_weights(self) -> None:
+        """Read the model's present parameters, whatever was put in their place."""
+        ...
+
+    def multi_modal_position_delta(self, sequence: Sequence) -> int:
+        """By how much positions after a multi-modal prompt differ from the number of tokens before them."""
+        ...
+
+
+class ModelRunner:
+    """A model, its forward and its cache.
+
+    Args:
+        model: a Hugging Face causal language model; its weights are shared, not copied.
+        max_rows: most sequences at once.
+        context_length: most tokens of a sequence; None: the model's own limit, or what the cache holds if that is less.
+        cache_bytes: limit of the cache's memory.
+
+    Raises:
+        ConfigError: the cache cannot hold one sequence of ``context_length``.
+    """
+
+    def __init__(self, model: Any, max_rows: int, context_length: int | None, cache_bytes: int) -> None:
+        self.model = model
+        self.device: torch.device = next(model.parameters()).device
+        config = model.config.get_text_config()
+        limit = getattr(config, "max_position_embeddings", None) or 1 << 20
+        if context_length is not None and context_length > limit:
+            raise ConfigError(f"context_length={context_length} is more than the model's {limit} positions; lower it.")
+        self.vocabulary: int = config.vocab_size
+        name, reason = type(model).__name__, why_not_llama_family(model, context_length or limit)
+        self.forward: CachedForward = LlamaFamily(model) if reason is None else GeneralModel(model)
+        way = (
+            "the built-in Llama-family forward, on its own weights"
+            if reason is None
+            else (f"its own Hugging Face forward over the built-in cache: {reason}")
+        )
+        _log_once(f"{name} is computed by {way}.")
+        self.takes_multi_modal = reason is not None and "image_token_id" in model.config.to_dict()
+        self.cache = KVCache(self.forward.layer_shapes, cache_bytes, max_rows, model.dtype, self.device)
+        self.context_length: int = min(context_length or limit, self.cache.capacity_tokens)
+        if self.cache.capacity_tokens < (context_length or 2):
+            needed = self.cache.bytes_per_token * (context_length or 2)
+            raise ConfigError(
+                f"kv_cache_bytes={cache_bytes} holds {self.cache.capacity_tokens} tokens, and one sequence of "
+                f"context_length={context_length} needs {needed} bytes; raise the one or lower the other."
+            )
+        if isinstance(self.forward, GeneralModel):
+            self.forward.verify(self.cache)
+        if self.context_length < limit and context_length is None:
+            logger.info("context_length is %d: what kv_cache_bytes holds (the model has %d).", self.context_length, limit)
+
+    def for_one_sequence(self, tokens: int) -> ModelRunner:
+        """The same model and forward over a small cache of its own, for a sequence of at most ``tokens`` tokens."""
+        runner = copy.copy(self)
+        runner.cache = KVCache(self.forward.layer_shapes, tokens * self.cache.bytes_per_token, 1, self.model.dtype, self.device)
+        return runner
+
+    def run(self, batch: ForwardBatch) -> Tensor:
+        """Logits ``[n, vocabulary]`` of each row's last token."""
+        return self.forward.forward(batch, self.cache)
+
+
+def why_not_llama_family(model: Any, context_length: int) -> str | None:
+    """The reason why this forward cannot compute ``model``; None where it can."""
+    config = model.config
+    if type(model).__name__ not in _CLASSES or not type(model).__module__.startswith("transformers."):
+        return f"{type(model).__name__} is not of the Llama family"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"its activation is {config.hidden_act}"
+    if config.rope_parameters["rope_type"] not in ("default", "linear", "llama3", "yarn"):
+        return f"its rotary positions are {config.rope_parameters['rope_type']}"
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    slides = "sliding_attention" in layer_types if layer_types else window is not None
+    if slides and window is not None and window < context_length:
+        return f"its attention slides over {window} tokens"
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
+            return f"a projection is a {type(module).__name__}"
+        if not isinstance(module, nn.Linear) and type(module).__module__.startswith("peft."):
+            return "it carries adapters"
+    layer = model.model.layers[0]
+    if layer.self_attn.o_proj.bias is not None or layer.mlp.down_proj.bias is not None:
+        return "its output projections have biases"
+    return None
+
+
+@dataclass
+class _Layer:
+    """One decoder layer's tensors: the Hugging Face parameters, or the storage under them."""
+
+    qkv_weight: Tensor
+    qkv_bias: Tensor | None
+    gate_up_weight: Tensor
+    output_weight: Tensor
+    down_weight: Tensor
+    input_norm: Tensor
+    mlp_norm: Tensor
+
+
+class LlamaFamily:
+    """Forward of a Llama, Mistral, Qwen2 or Qwen3 model that shares its weights.
+
+    Args:
+        model: the Hugging Face model; its query, key, value, gate and up parameters become views of fused tensors.
+    """
+
+    def __init__(self, model: Any) -> None:
+        config = model.config
+        self._model = model
+        self._heads = config.num_attention_heads
+        self._kv_heads = config.num_key_value_heads
+        self._head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._eps = config.rms_norm_eps
+        self._has_head_norm = hasattr(model.model.layers[0].self_attn, "q_norm")
+        self._rope_table: tuple[Tensor, Tensor] | None = None
+        self.layer_shapes = [LayerShape(self._kv_heads, self._head_size, self._head_size)] * config.num_hidden_layers
+        self.share_weights()
+
+    def share_weights(self) -> None:
+        """Fuse the parameters, or fuse them again where something (``model.to``, a load) put new storage under them."""
+        model = self._model
+        self._layers = []
+        for module in model.model.layers:
+            attention, mlp = module.self_attn, module.mlp
+            projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+            self._layers.append(
+                _Layer(
+                    qkv_weight=fuse_rows([p.weight for p in projections]),
+                    qkv_bias=None if attention.q_proj.bias is None else fuse_rows([p.bias for p in projections]),
+                    gate_up_weight=fuse_rows([mlp.gate_proj.weight, mlp.up_proj.weight]),
+                    output_weight=attention.o_proj.weight,
+                    down_weight=mlp.down_proj.weight,
+                    input_norm=module.input_layernorm.weight,
+                    mlp_norm=module.post_attention_layernorm.weight,
+                )
+            )
+        self._embedding = model.model.embed_tokens.weight
+        self._final_norm = model.model.norm.weight
+        self._head = model.lm_head.weight
+        self._head_bias = model.lm_head.bias
+        if self._has_head_norm:
+            attention = [module.self_attn for module in model.model.layers]
+            fused = fuse_rows([norm.weight for a in attention for norm in (a.q_norm, a.k_norm)])
+            self._head_norms = fused.view(len(attention), 2, self._head_size)
+            kinds = [0] * self._heads + [1] * self._kv_heads
+            self._norm_of_head = torch.tensor(kinds, device=fused.device)
+
+    def multi_modal_position_delta(self, sequence: Sequence) -> int:
+        """0: the family reads text only, and the engine refuses other inputs."""
+        return 0
+
+    def _rope(self, positions_T: Tensor, up_to: int) -> tuple[Tensor, Tensor]:
+        """Cosine and signed sine, ``[T, 1, D]`` each: ``rotate_half(x) * sin = swap_halves(x) * signed_sin``."""
+        if self._rope_table is None or len(self._rope_table[0]) < up_to:
+            length = max(1024, 1 << (up_to - 1).bit_length())
+            positions = torch.arange(length, device=positions_T.device)[None]
+            cos, sin = self._model.model.rotary_emb(self._embedding[:1], positions)
+            sin = sin[0].clone()
+            sin[:, : self._head_size // 2].neg_()
+            self._rope_table = cos[0].contiguous(), sin
+        cos, sin = self._rope_table
+        return cos.index_select(0, positions_T)[:, None], sin.index_select(0, positions_T)[:, None]
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Logits ``[n, vocabulary]`` of each row's last token; the keys and values of all tokens go into the cache."""
+        H, G, D, eps = self._heads, self._kv_heads, self._head_size, self._eps
+        cos, sin = self._rope(batch.positions, batch.position_limit)
+        head_norms = self._head_norms.index_select(1, self._norm_of_head) if self._has_head_norm else None
+        attend, mask = (_prefill_attention, batch.visible) if batch.last_tokens is not None else (_decode_attention, None)
+        if batch.last_tokens is None and batch.visible is not None:
+            mask = torch.zeros(batch.visible.shape, dtype=self._embedding.dtype, device=cos.device)
+            mask.masked_fill_(~batch.visible, float("-inf"))
+        first = batch.rows * (G * cache.length) + batch.columns  # in the flat cache, where a token's heads are ``length`` apart
+        places = (first[:, None] + torch.arange(G, device=first.device) * cache.length).flatten()
+
+        x = F.embedding(batch.token_ids, self._embedding)
+        for index, layer in enumerate(self._layers):
+            normed = F.rms_norm(x, (x.shape[1],), layer.input_norm, eps)
+            qkv = F.linear(normed, layer.qkv_weight, layer.qkv_bias).view(-1, H + 2 * G, D)
+            qk, values = qkv[:, : H + G], qkv[:, H + G :]
+            if head_norms is not None:
+                qk = F.rms_norm(qk, (D,), None, eps).mul_(head_norms[index])
+            qk = torch.addcmul(qk * cos, qk.roll(D // 2, -1), sin)
+            keys = qk[:, H:]
+            cache.flat_keys[index].index_copy_(0, places, keys.reshape(-1, D))
+            cache.flat_values[index].index_copy_(0, places, values.reshape(-1, D))
+            attended = attend(batch, mask, qk[:, :H], keys, values, cache.keys[index], cache.values[index])
+            x.addmm_(attended, layer.output_weight.t())
+            normed = F.rms_norm(x, (x.shape[1],), layer.mlp_norm, eps)
+            gate, up = F.linear(normed, layer.gate_up_weight).chunk(2, -1)
+            x.addmm_(F.silu(gate).mul_(up), layer.down_weight.t())
+        if batch.last_tokens is not None:
+            x = x.index_select(0, batch.last_tokens)
+        return F.linear(F.rms_norm(x, (x.shape[1],), self._final_norm, eps), self._head, self._head_bias)
+
+
+def _decode_attention(
+    batch: ForwardBatch,
+    bias: Tensor | None,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cached_keys: Tensor,
+    cached_values: Tensor,
+) -> Tensor:
+    """One query a row against the cache: two batched products, which beat the fused kernel on CPU at one query."""
+    n, kv_heads, D = batch.row_count, cached_keys.shape[1], q.shape[-1]
+    q = (q * D**-0.5).view(n * kv_heads, -1, D)  # a copy in any case: q is a slice
+    k = cached_keys[:n].flatten(0, 1)[:, : batch.kv_length]
+    v = cached_values[:n].flatten(0, 1)[:, : batch.kv_length]
+    scores = torch.bmm(q, k.transpose(1, 2))
+    if bias is not None:
+        scores.view(n, q.shape[1] * kv_heads, -1).add_(bias)  # broadcast over heads; baddbmm would need it spread out
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+    return torch.bmm(weights, v).view(n, -1)
+
+
+def _prefill_attention(
+    batch: ForwardBatch,
+    visible: Tensor | None,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cached_keys: Tensor,
+    cached_values: Tensor,
+) -> Tensor:
+    """Many queries a row: causal over the queries themselves where rows begin at 0, else over the rows' cache."""
+    if visible is None:
+        k, v = batch.pad(keys).transpose(1, 2), batch.pad(values).transpose(1, 2)
+    else:
+        rows = slice(batch.first_row, batch.first_row + batch.row_count)
+        k, v = cached_keys[rows, :, : batch.kv_length], cached_values[rows, :, : batch.kv_length]
+        visible = visible[:, None]
+    attended = F.scaled_dot_product_attention(
+        batch.pad(q).transpose(1, 2), k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=q.shape[1] > keys.shape[1]
+    )
+    return batch.unpad(attended.transpose(1, 2)).flatten(1)
+
+
+def fuse_rows(parameters: list[nn.Parameter]) -> Tensor:
+    """One tensor ``[sum of first axes, ...]`` that owns the parameters' storage; the parameters become its views.
+
+    Parameters that are fused already, in this order, are left as they are.
+    """
+    first, sizes = parameters[0].data, [p.shape[0] for p in parameters]
+    ends = itertools.accumulate((p.numel() * p.element_size() for p in parameters), initial=first.data_ptr())
+    storage = first.untyped_storage().data_ptr()
+    if all(
+        p.is_contiguous() and p.data_ptr() == begin and p.untyped_storage().data_ptr() == storage
+        for p, begin in zip(parameters, ends, strict=False)
+    ):
+        return torch.as_strided(first, (sum(sizes), *first.shape[1:]), first.stride(), first.storage_offset())
+    with torch.inference_mode(False), torch.no_grad():
+        fused = torch.cat([p.data for p in parameters])
+        for parameter, part in zip(parameters, fused.split(sizes), strict=True):
+            parameter.data = part
+    return fused
+
+
+def load_model_for_inference(
+    model_or_path: Any, tokenizer: Any, device: str | torch.device, dtype: str | torch.dtype, trust_remote_code: bool
+) -> tuple[Any, Any]:
+    """The model, on its device (``auto``: a GPU where there is one), and the tokenizer; None where a live model has none."""
+    if isinstance(tokenizer, (str, os.PathLike)):
+        tokenizer = load_tokenizer(os.fspath(tokenizer), trust_remote_code=trust_remote_code)
+    if not isinstance(model_or_path, (str, os.PathLike)):
+        return model_or_path, tokenizer
+    path = os.fspath(model_or_path)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    loader = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model: Any = loader.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.to(device).eval(), tokenizer
+
+
+def cache_bytes_by_default(device: torch.device) -> int:
+    """Half of a GPU's free memory; a quarter of the CPU's, at most 4 GiB."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 2
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(4 << 30, free // 4)
