@@ -18,7 +18,7 @@ import aiohttp
 import httpx
 
 from rollwright.errors import EngineError, PromptTooLongError, WeightUpdateError
-from rollwright.inference.open_files import allow_many_connections
+from rollwright.inference.network import allow_many_connections
 
 #: Below the keep-alive limits of servers (uvicorn's is 5 s), so that a reused connection is seldom just being closed.
 _KEEP_ALIVE_SECONDS = 4.0

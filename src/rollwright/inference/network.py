@@ -1,8 +1,10 @@
-"""Ports and addresses: free ones, and those of servers that run already."""
+"""Ports, addresses and connections: free ports, servers that run already, and how many connections a process may open."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import socket
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -12,6 +14,10 @@ from rollwright.errors import ConfigError
 
 #: Environment variables that hold comma-separated ``host:port`` of inference servers; the first that is set counts.
 ADDRESS_VARIABLES = ("ROLLWRIGHT_LLM_SERVER_ADDRS", "AREAL_LLM_SERVER_ADDRS")
+#: Open files that a process should be allowed; each connection is one, and the usual limit is 1024.
+_WANTED = 65_536
+#: For everything else that a process opens.
+_RESERVED = 192
 
 
 def find_free_ports(count: int, port_range: tuple[int, int] | None = None, exclude: Iterable[int] = ()) -> list[int]:
@@ -111,3 +117,21 @@ def own_address(peers: Iterable[str]) -> str:
             probe.connect((parts.hostname or "", parts.port or 80))
             return probe.getsockname()[0]
     return "127.0.0.1"
+
+
+def allow_many_connections() -> int:
+    """Raise this process's limit of open files as far as the system lets it.
+
+    Returns:
+        How many connections may be open at once; those beyond wait, as one that the system refuses looks like a server that
+        is gone.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED if hard == resource.RLIM_INFINITY else min(_WANTED, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # macOS refuses some values below its own hard limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    if soft == resource.RLIM_INFINITY:
+        return _WANTED
+    return max(16, soft - max(_RESERVED, soft // 8))

@@ -188,7 +188,7 @@ class RemoteClient(ServerPool, InferenceEngine):
     def _on_all_connected(self, servers: list[Server]) -> None:
         """Number the weights of servers that were just started; take over the number where they already have one."""
         numbers: dict[str, int] = {}
-        for server, label in zip(servers, self.fan_out.each(self._read_version, servers), strict=True):
+        for server, label in zip(servers, self.each(self._read_version, servers), strict=True):
             if label is None or not str(label).lstrip("-").isdigit():
                 self._label_version(server, self._version)
                 label = self._version
@@ -276,7 +276,7 @@ class RemoteClient(ServerPool, InferenceEngine):
 
         On an event loop it does not wait for the servers, as the loop's other tasks would wait with it.
         """
-        asked = [self.fan_out.submit(self._abort_quietly, *entry) for entry in self._in_flight.by_server(rid)]
+        asked = [self.submit(self._abort_quietly, *entry) for entry in self._in_flight.by_server(rid)]
         if not _is_on_a_loop():
             for future in asked:
                 future.result()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
@@ -95,19 +95,7 @@ class ModelRequest:
 
     def copy(self) -> ModelRequest:
         """A copy whose ids and generation arguments are its own."""
-        return ModelRequest(
-            input_ids=self.input_ids,
-            gconfig=self.gconfig.new(),
-            rid=self.rid,
-            metadata=dict(self.metadata),
-            tokenizer=self.tokenizer,
-            seed=self.seed,
-            position_ids=self.position_ids,
-            branch_ids=self.branch_ids,
-            multi_modal=self.multi_modal,
-            image_data=self.image_data,
-            lora_name=self.lora_name,
-        )
+        return replace(self, gconfig=self.gconfig.new(), metadata=dict(self.metadata))
 
 
 @dataclass
@@ -146,3 +134,36 @@ class ModelResponse:
     def truncated(self) -> bool:
         """True where a length limit ended the response."""
         return self.stop_reason == "length"
+
+
+def version_spans(versions: list[int]) -> list[dict[str, Any]]:
+    """``weight_versions`` spans over output tokens: each run of one version, labels as text."""
+    spans: list[dict[str, Any]] = []
+    for index, version in enumerate(versions):
+        if spans and spans[-1]["version"] == str(version):
+            spans[-1]["end"] = index + 1
+        else:
+            spans.append({"version": str(version), "start": index, "end": index + 1})
+    return spans
+
+
+def versions_of_spans(spans: Sequence[dict[str, Any]], count: int, number: Callable[[Any], int]) -> list[int]:
+    """One version for each of ``count`` output tokens from ``weight_versions`` spans.
+
+    Args:
+        spans: ``{"version", "start", "end"}`` over the output tokens, in order.
+        count: output tokens.
+        number: turns a server's version label into a number.
+
+    Raises:
+        EngineError: the spans do not cover the tokens exactly once.
+    """
+    versions: list[int] = []
+    for span in spans:
+        start, end = int(span["start"]), min(int(span["end"]), count)
+        if start != len(versions) or (end < start):
+            raise EngineError(f"weight_versions {list(spans)} do not cover {count} output tokens exactly once.")
+        versions.extend([number(span["version"])] * (end - start))
+    if len(versions) != count:
+        raise EngineError(f"weight_versions {list(spans)} cover {len(versions)} of {count} output tokens.")
+    return versions

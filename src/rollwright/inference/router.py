@@ -1,21 +1,24 @@
-"""Which server a request goes to: its conversation's, else the one with the fewest requests.
+"""Which server a request goes to, and which requests have no answer yet.
 
-Invariants:
+A request goes to its conversation's server, else to the one with the fewest requests. Invariants:
 
 * requests of one conversation go to one server for as long as that server is in service;
 * a server that was taken out gets no request until it is put back;
-* the load of a server is the number of leases that were taken and not given back.
+* the load of a server is the number of leases that were taken and not returned.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
 from rollwright.errors import EngineError
+from rollwright.inference.connections import ConnectionLostError
 from rollwright.inference.network import server_url
 
 
@@ -79,14 +82,6 @@ class Router:
         with self._lock:
             server.load -= 1
 
-    @contextmanager
-    def lease(self, server: Server) -> Iterator[Server]:
-        """Give ``server`` back on leaving."""
-        try:
-            yield server
-        finally:
-            self.give_back(server)
-
     def take_out(self, server: Server, reason: str) -> bool:
         """Send nothing more to ``server``; True where it was in service until now."""
         with self._lock:
@@ -119,3 +114,76 @@ class Router:
                 f"{server.address}: {'in service' if server.in_service else 'out of service, ' + server.reason}"
                 for server in self.servers
             )
+
+
+@dataclass(eq=False)
+class _Sent:
+    """One request on its way."""
+
+    wire_id: str
+    conversation: str
+    server: Server
+    loop: asyncio.AbstractEventLoop
+    scope: asyncio.Timeout
+
+
+class InFlight:
+    """Requests by the ids that they have on the wire; safe to use from several threads and event loops."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._sent: dict[str, _Sent] = {}
+        self._lock = threading.Lock()
+
+    def new_wire_id(self, conversation: str) -> str:
+        """An id that no other request of this client has, nor begins with: several requests of one conversation may run at once.
+
+        SGLang aborts every request whose id begins with the one that is given, so each has an end.
+        """
+        return f"{conversation}/{next(self._numbers)};"
+
+    @contextlib.asynccontextmanager
+    async def send(self, conversation: str, server: Server) -> AsyncIterator[str]:
+        """For as long as a request is with ``server``; gives its id on the wire.
+
+        Raises:
+            ConnectionLostError: the server was given up meanwhile.
+        """
+        scope = asyncio.timeout(None)
+        sent = _Sent(self.new_wire_id(conversation), conversation, server, asyncio.get_running_loop(), scope)
+        try:
+            async with scope:
+                with self._lock:
+                    self._sent[sent.wire_id] = sent
+                yield sent.wire_id
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            raise ConnectionLostError(
+                f"The server at {server.address} was given up before it answered ({server.reason})."
+            ) from error
+        finally:
+            with self._lock:
+                self._sent.pop(sent.wire_id, None)
+
+    def by_server(self, conversation: str | None = None) -> list[tuple[Server, list[str]]]:
+        """Ids on the wire of one conversation, or of all, for each server that has some."""
+        with self._lock:
+            sent = [one for one in self._sent.values() if conversation is None or one.conversation == conversation]
+        groups: dict[str, tuple[Server, list[str]]] = {}
+        for one in sent:
+            groups.setdefault(one.server.address, (one.server, []))[1].append(one.wire_id)
+        return list(groups.values())
+
+    def give_up(self, server: Server) -> None:
+        """End the wait for everything that is with ``server``: its senders see a lost connection, and ask elsewhere."""
+        with self._lock:
+            given_up = [one for one in self._sent.values() if one.server is server]
+        for one in given_up:
+            with contextlib.suppress(RuntimeError):  # its loop was closed: nobody waits any more
+                one.loop.call_soon_threadsafe(_expire, one.scope)
+
+
+def _expire(scope: asyncio.Timeout) -> None:
+    with contextlib.suppress(RuntimeError):  # it was answered at this moment
+        scope.reschedule(asyncio.get_running_loop().time())

@@ -12,8 +12,8 @@ from server_parts import served
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, EngineError, WeightUpdateError
 from rollwright.inference.backends.sglang import SGLangClient
-from rollwright.inference.in_flight import InFlight
 from rollwright.inference.network import server_url
+from rollwright.inference.router import InFlight
 
 
 @pytest.mark.parametrize("argument", ["addresses", "addr"])

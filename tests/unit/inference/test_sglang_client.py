@@ -16,8 +16,7 @@ from server_parts import served
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, PromptTooLongError, RequestAborted, WeightUpdateError
 from rollwright.inference.backends.sglang import SGLangClient
-from rollwright.inference.request import ModelRequest
-from rollwright.inference.version_spans import version_spans, versions_of_spans
+from rollwright.inference.request import ModelRequest, version_spans, versions_of_spans
 from rollwright.inference.weights.ways import WeightUpdateMeta
 
 #: What SGLang 0.5.23 accepts, from its definitions of a generation request and of sampling parameters.

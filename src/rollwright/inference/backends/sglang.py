@@ -18,9 +18,8 @@ from rollwright.errors import EngineError, WeightUpdateError
 from rollwright.inference.connections import ServerRefusedError, UpdateRefusedError
 from rollwright.inference.network import find_free_ports, own_address
 from rollwright.inference.parameters import check_parameters, sglang_sampling_params
-from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.request import ModelRequest, ModelResponse, versions_of_spans
 from rollwright.inference.router import Server
-from rollwright.inference.version_spans import versions_of_spans
 from rollwright.inference.weights.group import WeightGroup, buckets
 from rollwright.inference.weights.publication import PublishingClient
 from rollwright.inference.weights.ways import WeightUpdateMeta
@@ -349,9 +348,9 @@ class SGLangClient(PublishingClient):
         if group is None:
             return
         group.close()
-        if self._fan_out is not None and self._is_builtin:  # SGLang is not asked: it may wait there for ranks that are gone
+        if self._threads is not None and self._is_builtin:  # SGLang is not asked: it may wait there for ranks that are gone
             for server in self.router.in_service():
-                self._fan_out.submit(self._forget_group, server, group.name)
+                self.submit(self._forget_group, server, group.name)
 
     def _forget_group(self, server: Server, name: str) -> None:
         with contextlib.suppress(EngineError):  # it may never have joined, or be gone
@@ -379,7 +378,7 @@ class SGLangClient(PublishingClient):
         world_size = 1 + sum(ranks)
         name = f"{meta.group}-{uuid.uuid4().hex[:8]}"  # SGLang forms no second group of one name, nor forgets that of a dead trainer
         joining = [
-            self.fan_out.submit(
+            self.submit(
                 self._post_update,
                 server,
                 "init_weights_update_group",

@@ -14,9 +14,8 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, WeightUpdateError
 from rollwright.inference.connections import ServerRefusedError
 from rollwright.inference.parameters import check_parameters, vllm_sampling_params
-from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.request import ModelRequest, ModelResponse, versions_of_spans
 from rollwright.inference.router import Server
-from rollwright.inference.version_spans import versions_of_spans
 from rollwright.inference.weights.publication import PublishingClient
 from rollwright.tracking.logging import getLogger
 

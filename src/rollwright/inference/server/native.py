@@ -12,12 +12,11 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.inference.engine import InferenceEngine
-from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.request import ModelRequest, ModelResponse, version_spans
 from rollwright.inference.server.errors import RequestError, as_request_error, error_body, error_response
 from rollwright.inference.server.exchange import ClientGoneError, beside_the_loop, event_line, read_object, while_connected
 from rollwright.inference.server.native_fields import check_request, generation_arguments
 from rollwright.inference.server.text_stream import completion_text
-from rollwright.inference.version_spans import version_spans
 
 
 @dataclass

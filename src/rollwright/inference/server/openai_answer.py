@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.request import ModelRequest, ModelResponse, version_spans
 from rollwright.inference.server.openai_call import OpenAICall
 from rollwright.inference.server.text_stream import TextStream, completion_text, held_back
 from rollwright.inference.server.tool_calls import ToolCall, ToolConvention
-from rollwright.inference.version_spans import version_spans
 
 
 def usage_of(call: OpenAICall) -> dict[str, int]:

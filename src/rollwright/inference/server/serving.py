@@ -10,7 +10,7 @@ import uvicorn
 
 from rollwright.errors import ConfigError
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
-from rollwright.inference.open_files import allow_many_connections
+from rollwright.inference.network import allow_many_connections
 from rollwright.inference.server.application import create_application
 from rollwright.inference.server.settings import ServerSettings
 from rollwright.tracking.logging import getLogger

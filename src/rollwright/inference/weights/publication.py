@@ -231,7 +231,7 @@ class PublishingClient(RemoteClient):
             EngineError: all servers that were started for this client have ended.
         """
         servers, deadline = self.router.servers, time.monotonic() + self.config.setup_timeout
-        while not any(healthy := self.fan_out.each(self._is_healthy, servers)) and time.monotonic() < deadline:
+        while not any(healthy := self.each(self._is_healthy, servers)) and time.monotonic() < deadline:
             self._raise_if_all_ended()
             time.sleep(0.2)
         for server, answers in zip(servers, healthy, strict=True):
@@ -242,7 +242,7 @@ class PublishingClient(RemoteClient):
     def _update_each(
         self, servers: list[Server], update: Callable[[Server], None], alongside: Callable[[], None] | None
     ) -> dict[str, EngineError]:
-        futures = {server.address: self.fan_out.submit(update, server) for server in servers}
+        futures = {server.address: self.submit(update, server) for server in servers}
         failures: dict[str, EngineError] = {}
         if alongside is not None:
             try:
