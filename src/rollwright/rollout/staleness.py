@@ -47,6 +47,11 @@ class Staleness:
         return self.version if not self.batch else self.version + self.in_training // self.batch
 
     @property
+    def oldest(self) -> int:
+        """Version of the oldest tokens that may be trained."""
+        return self.head - self.limit
+
+    @property
     def places(self) -> float:
         """Groups that may live at once; infinite while the batch is not known."""
         if self.batch is None:
@@ -110,7 +115,7 @@ class Staleness:
 
     def is_stale(self, head_version: int) -> bool:
         """True where a group with this oldest version must not be trained any more."""
-        return self.head - head_version > self.limit
+        return head_version < self.oldest
 
     def must_wait(self, leaving: Iterable[int], batch: int) -> bool:
         """True where a batch would leave groups behind that can no longer all be trained in time.

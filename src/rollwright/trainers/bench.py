@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from rich.table import Column, Table
 
+from rollwright.atomic import write_json
 from rollwright.config.experiment import PPOConfig
 from rollwright.config.rules import validate
 from rollwright.data.tokenizer import load_tokenizer
@@ -23,12 +24,12 @@ from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.plots import plot_curves
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.trainers import tasks
 from rollwright.trainers.evaluation import evaluate
 from rollwright.trainers.reporting import sample_means
 from rollwright.trainers.rollout_backend import make_explorer_engine
 from rollwright.trainers.shared_run import trial_path
-from rollwright.trainers.workflow_arguments import with_defaults
+from rollwright.trainers.task_services import TaskServices
+from rollwright.trainers.tasks import held_out_tasks
 
 logger = getLogger("bench")
 
@@ -63,7 +64,7 @@ def bench(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
             logger.info("%s on %s: %s", each.label, taskset, ", ".join(f"{k} {v:.3f}" for k, v in scores.items()))
     results = [dataclasses.asdict(each) for each in benchmarks]
     file = directory.path / "bench.json"
-    file.write_text(json.dumps({"samples": config.bench.samples, "benchmarks": results}, indent=2), encoding="utf-8")
+    write_json(file, {"samples": config.bench.samples, "benchmarks": results})
     logging.console().print(table_of(benchmarks))
     return {"benchmarks": results, "table": str(file), "plot": str(draw(directory.path / "bench.png", benchmarks, config))}
 
@@ -144,11 +145,15 @@ def _scores(config: PPOConfig, path: str, directory: RunDirectory) -> dict[str, 
     gconfig = config.evaluator.gconfig.new(n_samples=config.bench.samples)
     rollout = make_explorer_engine(config, tokenizer, directory)
     rollout.initialize()
-    services = tasks.TaskServices(config, tokenizer, directory.logs)  # of this checkpoint: agents and judges ask for it by name
+    services = TaskServices(config, tokenizer, directory.logs)  # of this checkpoint: agents and judges ask for it by name
     try:
         scores = {}
-        for name, (rows, workflow, kwargs) in _evaluations(config, tokenizer, services).items():
-            trajectory = evaluate(rollout, rows, workflow, kwargs, gconfig).trajectory
+        rows, workflow, kwargs = held_out_tasks(config, tokenizer, services, n_samples=config.bench.samples)
+        by_name: dict[str, list[dict[str, Any]]] = {}
+        for row in rows:
+            by_name.setdefault(row["taskset"] if config.eval_tasksets else "valid", []).append(row)
+        for name, tasks in by_name.items():
+            trajectory = evaluate(rollout, tasks[: config.evaluator.limit], workflow, kwargs, gconfig).trajectory
             rewards = _rewards_by_task(trajectory)
             scores[name] = {
                 **scores_of(rewards, config.bench.pass_at, config.bench.pass_reward),
@@ -168,29 +173,6 @@ def _refuse_running_servers(config: PPOConfig) -> None:
             f"mode bench starts a server for each checkpoint, but there are servers that run already ({', '.join(addresses)}), and what "
             "they hold is one model: take rollout.addresses out of the config, and the addresses out of the environment."
         )
-
-
-def _evaluations(
-    config: PPOConfig, tokenizer: Any, services: tasks.TaskServices
-) -> Mapping[str, tuple[list[dict[str, Any]], Any, dict[str, Any]]]:
-    """By the name of each set of held-out tasks: its rows, the workflow and its arguments."""
-    limit = config.evaluator.limit
-    if config.eval_tasksets:
-        runner = tasks.evaluation_runner(config, tokenizer, services, n_samples=config.bench.samples)
-        rows = tasks.evaluation_rows(config)
-        return {
-            taskset.name: ([row for row in rows if row["taskset"] == taskset.name][:limit], runner, {})
-            for taskset in config.eval_tasksets
-        }
-    workflow = config.eval_workflow or config.workflow
-    assert config.valid_dataset is not None
-    assert workflow is not None
-    from rollwright.data.examples import get_dataset
-
-    given = config.workflow_kwargs if config.eval_workflow_kwargs is None else config.eval_workflow_kwargs
-    kwargs = with_defaults(workflow, given, {"reward_fn": config.reward_fn, "tokenizer": tokenizer})
-    rows = list(get_dataset(config.valid_dataset, tokenizer))[:limit]
-    return {"valid": (rows, workflow, kwargs)}
 
 
 def _rewards_by_task(trajectory: Mapping[str, torch.Tensor]) -> list[list[float]]:

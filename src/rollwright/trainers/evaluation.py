@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +14,8 @@ from rollwright.errors import RolloutError
 from rollwright.experience.trajectory import Trajectory
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.rollout_dumps import RolloutDumper
-from rollwright.trainers.reporting import sample_means
+from rollwright.trainers.reporting import EvaluationResult, sample_means
 from rollwright.workflows.task_runner import TaskRunner
-
-
-@dataclass
-class EvaluationResult:
-    """What an evaluation found; rewards are per sample, tasks as they were drawn."""
-
-    reward: float  # mean over samples
-    tasks: int
-    samples: int
-    truncated: float  # share of samples cut by a length limit
-    response_tokens: float  # mean sampled tokens of a sample
-    trajectory: Trajectory
-    measure: str = "reward"  # what the mean is called: accuracy where every reward is 0 or 1
-
-    def as_metrics(self) -> dict[str, float]:
-        """The scalars, for a metrics sink."""
-        return {"reward": self.reward, "truncated": self.truncated, "response_tokens": self.response_tokens}
 
 
 def evaluate(
@@ -98,7 +80,7 @@ def evaluate_model(config: EvalConfig, rollouts: Path | None = None) -> dict[str
     from rollwright.data.examples import get_dataset
     from rollwright.data.tokenizer import load_tokenizer
     from rollwright.trainers.rollout_backend import make_engine_alone
-    from rollwright.trainers.workflow_arguments import with_defaults
+    from rollwright.trainers.tasks import workflow_arguments
 
     tokenizer = load_tokenizer(config.tokenizer_path or config.path, config.trust_remote_code)
     tasks = get_dataset(config.dataset, tokenizer)
@@ -111,8 +93,7 @@ def evaluate_model(config: EvalConfig, rollouts: Path | None = None) -> dict[str
     rollout.initialize()
     try:
         for name, gconfig in runs.items():
-            defaults = {"reward_fn": config.reward_fn, "gconfig": gconfig, "tokenizer": tokenizer}
-            kwargs = with_defaults(config.workflow, config.workflow_kwargs, defaults)
+            kwargs = workflow_arguments(config, config.workflow, config.workflow_kwargs, tokenizer, gconfig)
             result = evaluate(rollout, tasks, config.workflow, kwargs, gconfig)
             scores[name] = result.reward
             if dumper is not None:

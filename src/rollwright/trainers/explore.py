@@ -25,19 +25,24 @@ from rollwright.errors import ConfigError, RolloutError
 from rollwright.experience.operators import ExperiencePipeline, PipelineResult, report_operators, samples_of
 from rollwright.experience.trajectory import Trajectory
 from rollwright.rollout.engines import RolloutEngine
+from rollwright.rollout.staleness import Staleness
 from rollwright.store import Announcement, ExperienceStore, TaskClaim
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.trainers import tasks
-from rollwright.trainers.drawn_tasks import count_tasks, training_tasks
 from rollwright.trainers.evaluation import evaluate
-from rollwright.trainers.evaluation_turns import EvaluationTurns
 from rollwright.trainers.loop import StopSignal
-from rollwright.trainers.published_weights import give_weights, newest_weights
 from rollwright.trainers.reporting import StageRun, sample_means
 from rollwright.trainers.rollout_backend import make_explorer_engine
-from rollwright.trainers.shared_run import open_run_store, run_length, trial_path
-from rollwright.trainers.workflow_arguments import with_defaults
+from rollwright.trainers.shared_run import (
+    EvaluationTurns,
+    give_weights,
+    newest_weights,
+    open_run_store,
+    run_length,
+    trial_path,
+)
+from rollwright.trainers.task_services import TaskServices
+from rollwright.trainers.tasks import count_tasks, held_out_tasks, training_runner, training_tasks, workflow_arguments
 from rollwright.workflows.registry import resolve_workflow
 
 logger = getLogger("explorer")
@@ -73,10 +78,12 @@ class Explorer:
         self.tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, config.actor.trust_remote_code)
         self.tasks = training_tasks(config)
         self.spec = run_length(config, count_tasks(self.tasks.source))
-        self.limit = (config.rollout.max_head_offpolicyness + 1) * config.train_dataset.batch_size
+        rollout = config.rollout
+        staleness = Staleness(rollout.max_head_offpolicyness, config.train_dataset.batch_size, rollout.over_sampling)
+        self.limit = int(staleness.places)  # groups of all explorers that run, wait, or are trained on
         self.loaded: Announcement | None = None  # of the weights that sample now
         self.turns = EvaluationTurns(trial_path(config) / "evaluation.lock")
-        self.services: tasks.TaskServices | None = None
+        self.services: TaskServices | None = None
         self.groups = 0  # stored so far
         self.missed = 0  # tasks in a row that gave no group
 
@@ -93,7 +100,9 @@ class Explorer:
         torch.manual_seed(config.seed)
         self.pipeline = ExperiencePipeline(config.store.operators)
         self.operating = threading.Lock()
-        self.workflow, self.evaluated, self.evaluation_tasks = self._workflows()
+        self.workflow = self._workflow()
+        rows, *self.evaluated = held_out_tasks(config, self.tokenizer, self.services)
+        self.evaluation_tasks = rows[: config.evaluator.limit]
         self.pool = ThreadPoolExecutor(self.limit, thread_name_prefix="explored-task")
         self.running: dict[Future[Finished], TaskClaim] = {}
         self._ending = False
@@ -106,6 +115,17 @@ class Explorer:
         if self.services is not None:
             self.services.close()
         self.store.close()
+
+    def _workflow(self) -> Any:
+        config = self.config
+        if config.tasksets:
+            assert isinstance(self.tasks.source, TaskMixture)
+            self.services = TaskServices(config, self.tokenizer, self.directory.logs)
+            return training_runner(config, self.tokenizer, self.tasks.source, self.services)
+        if config.workflow is None:
+            raise ConfigError("no workflow: set `workflow:` in the config, or give tasksets that name theirs.")
+        kwargs = workflow_arguments(config, config.workflow, config.workflow_kwargs, self.tokenizer)
+        return resolve_workflow(config.workflow, kwargs)
 
     def _start_engine(self) -> RolloutEngine:
         rollout = make_explorer_engine(self.config, self.tokenizer, self.directory)
@@ -305,34 +325,4 @@ class Explorer:
             workflow, kwargs = self.evaluated
             result = evaluate(self.rollout, self.evaluation_tasks, workflow, kwargs, self.config.evaluator.gconfig)
             evaluations[version] = result.reward
-            run.log(version, {f"eval/{name}": value for name, value in result.as_metrics().items()})
-            run.display.evaluation(version, result.reward, result.measure)
-            run.dumper.dump(version, result.trajectory, name="eval")
-
-    def _workflows(self) -> tuple[Any, tuple[Any, dict[str, Any]], list[dict[str, Any]]]:
-        """The workflow of exploration, that of evaluation with its arguments, and the tasks of evaluation."""
-        config = self.config
-        if config.tasksets:
-            mixture = self.tasks.source
-            assert isinstance(mixture, TaskMixture)
-            self.services = services = tasks.TaskServices(config, self.tokenizer, self.directory.logs)
-            runner = tasks.training_runner(config, self.tokenizer, mixture, services)
-            if not config.eval_tasksets:
-                return runner, (runner, {}), []
-            return (
-                runner,
-                (tasks.evaluation_runner(config, self.tokenizer, services), {}),
-                tasks.evaluation_rows(config)[: config.evaluator.limit],
-            )
-        if config.workflow is None:
-            raise ConfigError("no workflow: set `workflow:` in the config, or give tasksets that name theirs.")
-        defaults = {"reward_fn": config.reward_fn, "gconfig": config.gconfig.new(n_samples=1), "tokenizer": self.tokenizer}
-        kwargs = with_defaults(config.workflow, config.workflow_kwargs, defaults)
-        rows: list[dict[str, Any]] = []
-        if config.valid_dataset is not None:
-            from rollwright.data.examples import get_dataset
-
-            rows = list(get_dataset(config.valid_dataset, config.tokenizer_path or config.actor.path))[: config.evaluator.limit]
-        evaluated = config.eval_workflow or config.workflow
-        given = config.workflow_kwargs if config.eval_workflow_kwargs is None else config.eval_workflow_kwargs
-        return resolve_workflow(config.workflow, kwargs), (evaluated, with_defaults(evaluated, given, defaults)), rows
+            run.report_evaluation(version, result)

@@ -23,8 +23,7 @@ from rollwright.data.tokenizer import load_tokenizer
 from rollwright.inference.weights.files import keep_newest
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.trainers.evaluation import EvaluationResult
-from rollwright.trainers.reporting import StageRun
+from rollwright.trainers.reporting import EvaluationResult, StageRun
 from rollwright.training.checkpoint import RecoverCheckpoints
 from rollwright.training.engine import TrainEngine
 
@@ -186,9 +185,7 @@ class Trainer(ABC):
         with run.timer.phase("eval"):
             result = self.evaluate()
         reported = run.tracker.get("eval").export(reset=True)
-        run.log(self.step, {**reported, **{f"eval/{name}": value for name, value in result.as_metrics().items()}})
-        run.display.evaluation(self.step, result.reward, result.measure)
-        run.dumper.dump(self.step, result.trajectory, name="eval")
+        run.report_evaluation(self.step, result, reported)
         return result.reward
 
 

@@ -19,7 +19,7 @@ from rollwright.errors import ConfigError, RollwrightError
 from rollwright.experience.operators import OPERATORS
 from rollwright.rewards.registry import REWARD_FUNCTIONS
 from rollwright.tracking.sinks import SINKS
-from rollwright.trainers.workflow_arguments import with_defaults
+from rollwright.trainers.tasks import with_defaults
 from rollwright.workflows.registry import WORKFLOWS
 
 Fault = tuple[KeyPath, str]

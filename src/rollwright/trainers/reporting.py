@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,23 @@ from rollwright.tracking.rollout_dumps import RolloutDumper
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.tracking.sinks import MetricsLogger, read_metrics
 from rollwright.training.actor import FSDPPPOActor
+
+
+@dataclass
+class EvaluationResult:
+    """What an evaluation found; rewards are per sample, tasks as they were drawn."""
+
+    reward: float  # mean over samples
+    tasks: int
+    samples: int
+    truncated: float  # share of samples cut by a length limit
+    response_tokens: float  # mean sampled tokens of a sample
+    trajectory: Trajectory
+    measure: str = "reward"  # what the mean is called: accuracy where every reward is 0 or 1
+
+    def as_metrics(self) -> dict[str, float]:
+        """The scalars, for a metrics sink."""
+        return {"reward": self.reward, "truncated": self.truncated, "response_tokens": self.response_tokens}
 
 
 class StageRun:
@@ -89,6 +107,12 @@ class StageRun:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write numbers of a step to ``metrics.jsonl`` and the sinks."""
         self.metrics.log(step, metrics)
+
+    def report_evaluation(self, step: int, result: EvaluationResult, reported: Mapping[str, float] | None = None) -> None:
+        """Log an evaluation, with what else was ``reported`` while it ran, and show it."""
+        self.log(step, {**(reported or {}), **{f"eval/{name}": value for name, value in result.as_metrics().items()}})
+        self.display.evaluation(step, result.reward, result.measure)
+        self.dumper.dump(step, result.trajectory, name="eval")
 
     def curve(self, name: str) -> list[tuple[int, float]]:
         """``(step, value)`` of one metric, as written so far."""

@@ -18,11 +18,11 @@ from rollwright.experience.operators import GroupOperators
 from rollwright.experience.trajectory import Trajectory, tensor_container_to
 from rollwright.rollout.engines import LocalRolloutEngine, RolloutEngine
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.trainers.evaluation import EvaluationResult, evaluate
+from rollwright.trainers.evaluation import evaluate
 from rollwright.trainers.loop import Part, StopSignal, Trainer
-from rollwright.trainers.reporting import StageRun, check_agreement, report_step
+from rollwright.trainers.reporting import EvaluationResult, StageRun, check_agreement, report_step
 from rollwright.trainers.rollout_backend import make_rollout_engine
-from rollwright.trainers.workflow_arguments import with_defaults
+from rollwright.trainers.tasks import workflow_arguments
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.workflows.registry import resolve_workflow
 
@@ -173,11 +173,13 @@ class PPOTrainer(PolicyTrainer):
         workflow = workflow or config.workflow
         if workflow is None:
             raise ConfigError("no workflow: set `workflow:` in the config, or pass one to PPOTrainer.train().")
-        kwargs = self._arguments(workflow, workflow_kwargs if workflow_kwargs is not None else config.workflow_kwargs)
+        kwargs = workflow_arguments(
+            config, workflow, workflow_kwargs if workflow_kwargs is not None else config.workflow_kwargs, self.tokenizer
+        )
         self._workflow = resolve_workflow(workflow, kwargs)
         chosen = eval_workflow or config.eval_workflow or workflow
         given = eval_workflow_kwargs if eval_workflow_kwargs is not None else config.eval_workflow_kwargs
-        self._evaluated = chosen, self._arguments(chosen, given) if given is not None else kwargs
+        self._evaluated = chosen, workflow_arguments(config, chosen, given, self.tokenizer) if given is not None else kwargs
         self._operators = GroupOperators(config.store.operators) if config.store and config.store.operators else None
         return super().train()
 
@@ -225,11 +227,3 @@ class PPOTrainer(PolicyTrainer):
         if workflow is None:
             workflow, workflow_kwargs = self._evaluated
         return evaluate(self.rollout, self.valid_dataset, workflow, workflow_kwargs, gconfig or self.config.evaluator.gconfig)
-
-    def _arguments(self, workflow: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        defaults = {
-            "reward_fn": self.config.reward_fn,
-            "gconfig": self.config.gconfig.new(n_samples=1),
-            "tokenizer": self.tokenizer,
-        }
-        return with_defaults(workflow, kwargs, defaults)

@@ -15,8 +15,6 @@ group's, such as reinforceplusplus). A trainer of mode ``train`` on the same sto
 
 from __future__ import annotations
 
-import json
-import os
 import secrets
 import threading
 import time
@@ -28,6 +26,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from rollwright.atomic import write_json
 from rollwright.config.experiment import PPOConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError, RollwrightError
@@ -45,9 +44,8 @@ from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.loop import StopSignal
-from rollwright.trainers.published_weights import give_weights, newest_weights
 from rollwright.trainers.rollout_backend import make_explorer_engine
-from rollwright.trainers.shared_run import open_run_store
+from rollwright.trainers.shared_run import give_weights, newest_weights, open_run_store
 
 logger = getLogger("service")
 
@@ -251,7 +249,7 @@ def serve(config: PPOConfig, directory: RunDirectory, *, is_over: Callable[[], b
     book = RunBook(front, rollout.client, store, config, directory.trial)
     server = ServerThread(application(book, api_key), config.service.host, config.service.port)
     try:
-        _write_private(directory.path / "service.json", {"url": server.url, "api_key": api_key})
+        write_json(directory.path / "service.json", {"url": server.url, "api_key": api_key}, mode=0o600)
         logging.console().print(f"serving at {server.url}; the key is in {directory.path / 'service.json'}")
         loaded: Announcement | None = None
         with StopSignal() as stop:
@@ -289,9 +287,3 @@ def follow_trainer(
     give_weights(rollout, weights, newest.version, tolerance)
     logger.info("version %d samples now", newest.version)
     return newest
-
-
-def _write_private(path: Any, content: dict[str, str]) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(content, file)

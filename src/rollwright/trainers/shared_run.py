@@ -1,26 +1,50 @@
-"""A run of several processes: one store, one directory, and a directory inside of it for each process.
+"""A run of several processes: one store, one directory with one inside of it for each process, and what passes between them.
 
 ::
 
     <fileroot>/<experiment>/<trial>/experiences.db   the store, where store.url names no other
     <fileroot>/<experiment>/<trial>/trainer/         the trainer's run directory, with its checkpoints and published weights
     <fileroot>/<experiment>/<trial>/explorer-…/      one for each start of an explorer
+
+Weights go from the trainer to explorers as directories that are announced in the store. Of several explorers one evaluates.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from rollwright.config.experiment import FinetuneSpec, PPOConfig
 from rollwright.config.loading import config_to_dict
-from rollwright.errors import ConfigError
+from rollwright.errors import ConfigError, WeightUpdateError
+from rollwright.inference.engine import InferenceEngine, WeightReceiver
+from rollwright.inference.weights.audit import NEW_TOKENS_IN_PROCESS, audit, probe_request
+from rollwright.inference.weights.files import (
+    MANIFEST,
+    content_digest,
+    keep_newest,
+    read_weights,
+    remove_later,
+    write_weights,
+)
+from rollwright.inference.weights.ways import distinct_weights
+from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
+from rollwright.training.logprobs import TokenScorer
 
-if TYPE_CHECKING:
-    from rollwright.store import ExperienceStore, FileStore
+if TYPE_CHECKING:  # a benchmark needs no store
+    from rollwright.store import Announcement, ExperienceStore, FileStore
+
+logger = getLogger("weights")
 
 #: Modes whose process is one of several of its run; a finished ``train`` may be gone on with, the others begin anew.
 PARTS = {"explore": "explorer", "train": "trainer", "bench": "bench", "serve": "service"}
@@ -64,3 +88,174 @@ def open_run_store(config: PPOConfig) -> ExperienceStore | FileStore:
 def run_length(config: PPOConfig, dataset_size: int = 0) -> FinetuneSpec:
     """How long the run is, the same for each of its processes."""
     return FinetuneSpec(config.total_train_epochs, dataset_size, config.train_dataset.batch_size, config.total_train_steps)
+
+
+# -- weights ---------------------------------------------------------------------------------------------------------
+
+ATTEMPTS = 5
+FIRST_PAUSE = 0.1  # seconds before weights are looked for again; doubled each time
+
+
+class PublishedWeights(WeightReceiver):
+    """Stands where an actor's inference engine stands: what is published is written to ``directory/v…`` and announced.
+
+    Args:
+        directory: which the explorers see under the same name.
+        store: where versions are announced; None: nobody samples, so nothing is written.
+        keep: versions kept; an explorer that reads one while it is removed reads the newest instead.
+    """
+
+    def __init__(self, directory: Path, store: ExperienceStore | None, keep: int = 3) -> None:
+        self.directory = directory.absolute()
+        self.store = store
+        self.keep = keep
+
+    def update_weights(
+        self,
+        meta: Any = None,
+        *,
+        version: int,
+        weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        config: Any = None,
+    ) -> None:
+        """Write and announce weights; on return every explorer that looks finds them.
+
+        Later versions are what a trainer left behind that is gone: they are removed, lest they be kept in the place of these.
+        """
+        if self.store is None:
+            return
+        remove_later(self.directory, "v", version)
+        path = self.directory / f"v{version:06d}"
+        write_weights(path, distinct_weights(weights), version, config=config)
+        self.store.publish_version(str(path), version)
+        keep_newest(self.directory, "v", self.keep)
+
+
+def read_published(newest: Announcement) -> dict[str, Tensor]:
+    """The weights that were announced, bit for bit.
+
+    Raises:
+        WeightUpdateError: they are gone, damaged, or not those that the trainer wrote as this version.
+    """
+    weights = dict(read_weights(newest.path))
+    try:
+        manifest = json.loads((Path(newest.path) / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WeightUpdateError(f"{newest.path} does not say what it holds ({error}); publish the weights again.") from error
+    if manifest["version"] != newest.version:
+        raise WeightUpdateError(f"{newest.path} holds version {manifest['version']}, not {newest.version}.")
+    if content_digest(weights.items()) != manifest["digest"]:
+        raise WeightUpdateError(
+            f"The weights in {newest.path} are not those that the trainer wrote there: they were damaged or changed. Check the disk."
+        )
+    return weights
+
+
+def newest_weights(store: ExperienceStore, loaded: Announcement | None) -> tuple[Announcement, dict[str, Tensor]] | None:
+    """The announcement and the weights that are newest; None where they are those that are loaded, or there are none.
+
+    What is removed or replaced while it is read (a newer version came, a trainer began again) is looked for again.
+
+    Raises:
+        WeightUpdateError: they cannot be read, again and again.
+    """
+    for attempt in range(ATTEMPTS):
+        newest = store.latest_version()
+        if newest is None or newest.names_weights_of(loaded):
+            return None
+        try:
+            return newest, read_published(newest)
+        except WeightUpdateError as error:
+            if attempt == ATTEMPTS - 1:
+                raise
+            logger.info("version %d could not be read (%s); looking again", newest.version, error)
+            time.sleep(FIRST_PAUSE * 2**attempt)
+    raise AssertionError("unreachable")
+
+
+def give_weights(rollout: InferenceEngine, weights: Mapping[str, Tensor], version: int, tolerance: float | None) -> None:
+    """Have an engine sample with published weights from the next token on, and see that it does.
+
+    An engine in this process samples a probe, whose log-probabilities are compared with those of its model's plain forward pass.
+    (What servers sample is compared by the trainer, batch by batch.)
+
+    Args:
+        rollout: the engine.
+        weights: from ``read_published``.
+        version: of the weights.
+        tolerance: largest mean difference; None: what the weights' type allows.
+
+    Raises:
+        WeightUpdateError: the engine does not compute with them; it stays paused.
+    """
+    rollout.pause()
+    rollout.update_weights(version=version, weights=weights)
+    model = rollout.local_model
+    if model is not None:
+        answers = rollout.probe(probe_request(model, NEW_TOKENS_IN_PROCESS)) or {}
+        dtype = next(model.parameters()).dtype
+        audit(answers, lambda ids_BL, temperature: _plain_logprobs(model, ids_BL, temperature), version, tolerance, dtype)
+    rollout.resume()
+
+
+@torch.no_grad()
+def _plain_logprobs(model: torch.nn.Module, ids_BL: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities ``[B, L]`` of tokens by the model's own forward pass."""
+    ids_BL = ids_BL.to(next(model.parameters()).device)
+    wanted_BL = torch.ones_like(ids_BL, dtype=torch.bool)
+    wanted_BL[:, 0] = False
+    temperature_B = torch.full((len(ids_BL),), temperature, device=ids_BL.device)
+    batch = {"input_ids": ids_BL, "attention_mask": torch.ones_like(wanted_BL), "temperature": temperature_B}
+    logprobs_BL, _ = TokenScorer(model)(batch, wanted_BL)
+    return logprobs_BL
+
+
+# -- evaluation ------------------------------------------------------------------------------------------------------
+
+
+class EvaluationTurns:
+    """A file that explorers lock while they evaluate, and in which stands what was evaluated last.
+
+    Args:
+        path: of the file, the same for all explorers.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def last(self, newest: Announcement | None) -> int | None:
+        """The last version that was evaluated, by whichever explorer; None where there was none.
+
+        Args:
+            newest: the announcement of the weights that are loaded. A version that a restarted trainer took back does not count.
+        """
+        try:
+            epoch, version = map(int, self.path.read_text(encoding="ascii").split())
+        except (FileNotFoundError, ValueError):  # nobody evaluated, or the first one is at it
+            return None
+        if newest is None or newest.epoch == epoch or version < newest.since:
+            return version
+        return newest.since - 1
+
+    @contextmanager
+    def taken(self, newest: Announcement | None) -> Iterator[bool]:
+        """True where this explorer is to evaluate the weights, which then count as evaluated when the block ends without an error.
+
+        False where another one is at it, or was.
+        """
+        epoch, version = (0, 0) if newest is None else (newest.epoch, newest.version)
+        handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                yield False
+                return
+            if self.last(newest) == version:
+                yield False
+                return
+            yield True
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"{epoch} {version}".encode(), 0)
+        finally:
+            os.close(handle)

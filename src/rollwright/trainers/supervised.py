@@ -21,7 +21,7 @@ from rollwright.trainers.evaluation import EvaluationResult, evaluate
 from rollwright.trainers.loop import Part, StopSignal, Trainer
 from rollwright.trainers.reporting import StageRun
 from rollwright.trainers.rollout_backend import make_local_engine
-from rollwright.trainers.workflow_arguments import with_defaults
+from rollwright.trainers.tasks import with_defaults
 from rollwright.training.engine import TrainEngine
 from rollwright.training.preferences import PreferenceEngine
 from rollwright.training.publish import SharedWeights

@@ -1,14 +1,75 @@
-"""What task-style workflows need of a trainer: their tasksets as one dataset, and the workflow that runs their tasks."""
+"""What a config runs on what: its workflows with their arguments, its tasksets, and its tasks by the ordinal of their draw."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rollwright.config.experiment import PPOConfig
+from rollwright.data.loader import TaskLoader
 from rollwright.data.mixture import TaskMixture, taskset_rows
+from rollwright.errors import DataError
 from rollwright.trainers.task_services import TaskServices
+from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.task_runner import TaskRunner
+
+Row = dict[str, Any]
+
+#: Rows that stay at hand. An ordinal from before them, which another explorer lost, is found by drawing anew from the start.
+REMEMBERED = 65_536
+
+
+# -- workflows -------------------------------------------------------------------------------------------------------
+
+
+def with_defaults(workflow: Any, kwargs: dict[str, Any] | None, defaults: dict[str, Any]) -> dict[str, Any]:
+    """``kwargs`` and those ``defaults`` that the constructor takes, are not None and are not given.
+
+    Args:
+        workflow: class, import string or registered name; an instance is built already, so its kwargs stay as they are.
+        kwargs: what the user gave.
+        defaults: values by parameter name.
+    """
+    given = dict(kwargs or {})
+    target = WORKFLOWS.get(workflow) if isinstance(workflow, str) else workflow
+    if not inspect.isclass(target):
+        return given
+    parameters = inspect.signature(target).parameters
+    fills = {name: value for name, value in defaults.items() if name in parameters and value is not None}
+    return {**fills, **given}
+
+
+def workflow_arguments(
+    config: Any, workflow: Any, given: dict[str, Any] | None, tokenizer: Any, gconfig: Any = None
+) -> dict[str, Any]:
+    """A workflow's arguments: those given, and ``reward_fn``, ``gconfig`` and ``tokenizer`` of the config; see :func:`with_defaults`."""
+    gconfig = gconfig or config.gconfig.new(n_samples=1)
+    return with_defaults(workflow, given, {"reward_fn": config.reward_fn, "gconfig": gconfig, "tokenizer": tokenizer})
+
+
+def held_out_tasks(
+    config: PPOConfig, tokenizer: Any, services: TaskServices | None = None, *, n_samples: int | None = None
+) -> tuple[list[Row], Any, dict[str, Any]]:
+    """The held-out tasks of a config, the workflow that runs them, and its arguments; no rows where there are no such tasks.
+
+    Args:
+        config: the experiment.
+        tokenizer: the policy's.
+        services: what runs beside the run, where tasksets are evaluated.
+        n_samples: samples of each task of a taskset, whatever it says; None: as it says.
+    """
+    if config.eval_tasksets:
+        return evaluation_rows(config), evaluation_runner(config, tokenizer, services, n_samples=n_samples), {}
+    from rollwright.data.examples import get_dataset
+
+    workflow = config.eval_workflow or config.workflow
+    if config.valid_dataset is None or workflow is None:
+        return [], None, {}
+    given = config.workflow_kwargs if config.eval_workflow_kwargs is None else config.eval_workflow_kwargs
+    return list(get_dataset(config.valid_dataset, tokenizer)), workflow, workflow_arguments(config, workflow, given, tokenizer)
 
 
 def task_mixture(config: PPOConfig) -> TaskMixture:
@@ -17,7 +78,7 @@ def task_mixture(config: PPOConfig) -> TaskMixture:
     return TaskMixture(config.tasksets, rows, config.train_dataset.batch_size, config.seed)
 
 
-def evaluation_rows(config: PPOConfig) -> list[dict[str, Any]]:
+def evaluation_rows(config: PPOConfig) -> list[Row]:
     """The rows of all evaluation tasksets; each says which taskset it is of."""
     return [{**row, "taskset": taskset.name} for taskset in config.eval_tasksets for row in taskset_rows(taskset)]
 
@@ -71,3 +132,72 @@ def evaluation_runner(
         services=services,
         model_path=config.actor.path,
     )
+
+
+# -- tasks by ordinal -------------------------------------------------------------------------------------------------
+
+
+class DrawnTasks:
+    """The rows of a dataset that is drawn without end, by ordinal.
+
+    Every explorer of a run makes the same draws, so an ordinal is the same task in each of them. (A selector that learns from
+    rewards draws by what its own explorer has seen.)
+
+    Args:
+        make_source: makes the batches of rows from the first; each row has its ``ordinal``, counted from 0.
+    """
+
+    def __init__(self, make_source: Callable[[], Iterable[list[Row]]]) -> None:
+        self._make_source = make_source
+        self.source = make_source()
+        self._batches = _without_end(self.source)
+        self._rows: OrderedDict[int, Row] = OrderedDict()
+        self._next = 0
+
+    def row(self, ordinal: int) -> Row:
+        """The row of a draw; see the class for what is the same everywhere."""
+        if ordinal < self._next and ordinal not in self._rows:
+            return self._drawn_anew(ordinal)
+        while ordinal >= self._next:
+            for row in next(self._batches):
+                self._rows[row["ordinal"]] = row
+                self._next = row["ordinal"] + 1
+            while len(self._rows) > REMEMBERED:
+                self._rows.popitem(last=False)
+        return self._rows[ordinal]
+
+    def _drawn_anew(self, ordinal: int) -> Row:
+        for batch in _without_end(self._make_source()):
+            for row in batch:
+                if row["ordinal"] == ordinal:
+                    return row
+        raise AssertionError("an endless source ended")
+
+
+def _without_end(source: Iterable[list[Row]]) -> Iterator[list[Row]]:
+    while True:
+        drawn = False
+        for batch in source:
+            drawn = True
+            yield batch
+        if not drawn:
+            raise DataError("the training tasks give no batch: there are fewer than train_dataset.batch_size.")
+
+
+def training_tasks(config: PPOConfig) -> DrawnTasks:
+    """The tasks of a config, from its tasksets or its ``train_dataset``."""
+    if config.tasksets:
+        return DrawnTasks(lambda: task_mixture(config))
+    from rollwright.data.examples import get_dataset
+
+    dataset = config.train_dataset
+    rows = get_dataset(dataset, config.tokenizer_path or config.actor.path)
+    return DrawnTasks(
+        lambda: TaskLoader(rows, dataset.batch_size, shuffle=dataset.shuffle, drop_last=dataset.drop_last, seed=config.seed)
+    )
+
+
+def count_tasks(source: Iterable[list[Row]]) -> int:
+    """Tasks of one epoch."""
+    assert isinstance(source, TaskLoader | TaskMixture)
+    return len(source) * source.batch_size

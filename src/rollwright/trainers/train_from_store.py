@@ -13,14 +13,14 @@ from rollwright.config.experiment import PPOConfig
 from rollwright.config.recipes import apply_recipe
 from rollwright.experience.operators import joined_samples
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
+from rollwright.rollout.staleness import Staleness
 from rollwright.store import Batch, ExperienceStore, Sampling
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.trainers.drawn_tasks import count_tasks, training_tasks
 from rollwright.trainers.loop import Part, StopSignal
-from rollwright.trainers.published_weights import PublishedWeights
 from rollwright.trainers.rl import PolicyTrainer
-from rollwright.trainers.shared_run import open_run_store, run_length
+from rollwright.trainers.shared_run import PublishedWeights, open_run_store, run_length
+from rollwright.trainers.tasks import count_tasks, training_tasks
 from rollwright.training.actor import FSDPPPOActor
 
 logger = getLogger("trainer")
@@ -116,7 +116,9 @@ class StoreTrainer(PolicyTrainer):
         """The oldest version that may be trained; None where experiences are used again, whatever their age."""
         if self.config.store.uses != 1:
             return None
-        return max(0, self.actor.version - self.config.rollout.max_head_offpolicyness)
+        staleness = Staleness(self.config.rollout.max_head_offpolicyness)
+        staleness.publish(self.actor.version)
+        return max(0, staleness.oldest)
 
     def before_recover_visible(self) -> None:
         """What was drawn is trained, as far as this checkpoint knows."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollwright.store import Announcement
-from rollwright.trainers.evaluation_turns import EvaluationTurns
+from rollwright.trainers.shared_run import EvaluationTurns
 
 
 def announced(version: int, epoch: int = 1, since: int = 0) -> Announcement:

@@ -14,8 +14,8 @@ from rollwright.errors import WeightUpdateError
 from rollwright.inference.weights.files import read_weights
 from rollwright.rollout.engines import LocalRolloutEngine
 from rollwright.store import Announcement, ExperienceStore
-from rollwright.trainers import published_weights
-from rollwright.trainers.published_weights import PublishedWeights, give_weights, newest_weights, read_published
+from rollwright.trainers import shared_run
+from rollwright.trainers.shared_run import PublishedWeights, give_weights, newest_weights, read_published
 from rollwright.training.engine import TrainEngine
 
 
@@ -73,7 +73,7 @@ def test_an_engine_that_is_given_weights_is_seen_to_compute_with_them(announced,
         give_weights(rollout, weights, 3, None)
         assert rollout.get_version() == 3
         half = {name: value * 0.5 for name, value in weights.items()}
-        monkeypatch.setattr(published_weights, "_plain_logprobs", of_the_model_with(half, tiny_model))
+        monkeypatch.setattr(shared_run, "_plain_logprobs", of_the_model_with(half, tiny_model))
         with pytest.raises(WeightUpdateError, match="does not compute with the published weights"):
             give_weights(rollout, weights, 4, None)
 
@@ -83,7 +83,7 @@ def of_the_model_with(weights, tiny_model):
     other = TrainEngine(TrainEngineConfig(path=str(tiny_model), optimizer=None, device="cpu"))
     other.initialize()
     other.model.load_state_dict(weights, strict=False)
-    plain = published_weights._plain_logprobs
+    plain = shared_run._plain_logprobs
     return lambda model, ids_BL, temperature: plain(other.model, ids_BL, temperature)
 
 
@@ -98,7 +98,7 @@ def test_weights_that_are_being_replaced_are_looked_for_again(announced, tmp_pat
         if len(pauses) == 2:
             away.rename(path)
 
-    monkeypatch.setattr(published_weights, "time", SimpleNamespace(sleep=pause))
+    monkeypatch.setattr(shared_run, "time", SimpleNamespace(sleep=pause))
     with ExperienceStore("sqlite://") as store:
         store.recover(None)
         assert newest_weights(store, None) is None
