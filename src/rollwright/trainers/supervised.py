@@ -25,7 +25,7 @@ from rollwright.trainers.tasks import with_defaults
 from rollwright.training.engine import TrainEngine
 from rollwright.training.preferences import PreferenceEngine
 from rollwright.training.publish import SharedWeights
-from rollwright.workflows.branched_sequence import BranchedSequence
+from rollwright.workflows.turns import BranchedSequence
 
 
 class SupervisedTrainer(Trainer):

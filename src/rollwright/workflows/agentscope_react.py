@@ -18,7 +18,7 @@ from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.task import Task
 from rollwright.workflows.task_reward import TaskReward
 from rollwright.workflows.task_workflow import Workflow
-from rollwright.workflows.tool_functions import ToolFunctions
+from rollwright.workflows.tool_calling import ToolFunctions
 
 MAX_ITERATIONS = 8
 #: Larger than any context here: AgentScope never compresses the history, which would rewrite what was sampled. A prompt that

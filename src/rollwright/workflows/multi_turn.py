@@ -13,15 +13,9 @@ from typing import Any
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.conversation import ConversationTokens
 from rollwright.errors import ConfigError, WorkflowError
-from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
-from rollwright.rewards.wrapper import AsyncRewardWrapper
-from rollwright.tracking.metrics import get_tracker
-from rollwright.workflows.base import RolloutWorkflow
-from rollwright.workflows.dumping import dump_sequence, task_name
-from rollwright.workflows.prompting import PromptFunction, as_gconfig, as_tokenizer, extract_messages
+from rollwright.workflows.episode import EpisodeWorkflow, PromptFunction, task_name
 from rollwright.workflows.registry import WORKFLOWS, resolve_function
-from rollwright.workflows.side_by_side import one_group
 from rollwright.workflows.turns import Turns
 
 FEEDBACK = "That answer was not accepted. Read the question once more, look for the mistake, and answer again."
@@ -31,7 +25,7 @@ FeedbackFunction = Callable[[str, float, dict[str, Any]], str | Awaitable[str]]
 
 
 @WORKFLOWS.register_module("multi_turn")
-class MultiTurnWorkflow(RolloutWorkflow):
+class MultiTurnWorkflow(EpisodeWorkflow):
     """Turns until the reward is reached, or ``max_turns``.
 
     The sample's reward is that of its last answer times ``turn_discount ** (turns - 1)``. A conversation that fills the
@@ -76,42 +70,47 @@ class MultiTurnWorkflow(RolloutWorkflow):
                 f"MultiTurnWorkflow(max_turns={max_turns}, turn_discount={turn_discount}): max_turns is at least 1 and "
                 "turn_discount between 0 and 1."
             )
-        self.tokenizer = as_tokenizer(tokenizer)
-        self.gconfig = as_gconfig(gconfig, self.tokenizer)
-        self.async_reward_fn = AsyncRewardWrapper(reward_fn, timeout_seconds=reward_timeout)
+        super().__init__(
+            reward_fn,
+            gconfig,
+            tokenizer,
+            enable_thinking,
+            rollout_stat_scope,
+            dump_dir,
+            data_extract_prompt_fn=data_extract_prompt_fn,
+            reward_timeout=reward_timeout,
+        )
         self.max_turns = max_turns
         self.turn_discount = turn_discount
-        self.rollout_stat_scope = rollout_stat_scope
-        self.dump_dir = dump_dir
         self.target_reward = target_reward
         self.feedback_message = feedback_message
         self.feedback_fn = resolve_function(feedback_fn, "feedback_fn") if feedback_fn is not None else None
-        self.enable_thinking = enable_thinking
-        self.data_extract_prompt_fn = resolve_function(data_extract_prompt_fn or extract_messages, "data_extract_prompt_fn")
 
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory | None:
-        """Run one episode; see :class:`RolloutWorkflow`."""
-        return await one_group(self._sample(engine, data) for _ in range(self.gconfig.n_samples))
-
-    async def _sample(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory | None:
+    async def episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
+        """Ask, score, give feedback, and ask again; one row."""
         messages = [dict(message) for message in self.data_extract_prompt_fn(data)]
         conversation = ConversationTokens(self.tokenizer, enable_thinking=self.enable_thinking)
         turns = Turns(engine, conversation.encode(messages), self.gconfig, self.tokenizer, max_turns=self.max_turns)
         reward = 0.0
         async for response in turns:
-            completion = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
-            prompt = self.tokenizer.decode(response.input_tokens, skip_special_tokens=False)
-            reward = await self.async_reward_fn(prompt, completion, response.input_tokens, response.output_tokens, **data)
+            reward = await self.score(response.input_tokens, response.output_tokens, data)
             if reward >= self.target_reward or turns.is_last:
                 break
+            completion = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
             reply = {"role": "assistant", "content": completion}
             conversation.remember(messages, reply, response.input_tokens, response.output_tokens)
             messages += [reply, {"role": "user", "content": await self._feedback(completion, reward, data)}]
-            turns.append_context(self._added(conversation.encode(messages), turns))
+            ids = conversation.encode(messages)
+            if ids[: len(turns)] != turns.input_ids:  # tokens that were sampled must stay
+                raise WorkflowError(
+                    f"turn {turns.count + 1}: the chat template of {type(self.tokenizer).__name__} writes earlier turns anew, so "
+                    "the conversation is not one sequence of the tokens that were sampled. Use a template that only appends."
+                )
+            turns.append_context(ids[len(turns) :])
         if turns.is_aborted:
             return None
         discounted = reward * self.turn_discount ** (turns.count - 1)
-        get_tracker(self.rollout_stat_scope).scalar(
+        self.report(
             reward=discounted,
             last_reward=reward,
             turns=turns.count,
@@ -119,8 +118,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
             response_tokens=sum(turns.loss_mask),
             truncated=turns.truncated,
         )
-        if self.dump_dir is not None:
-            await dump_sequence(self.dump_dir, turns, self.tokenizer, data, {"reward": discounted, "turns": turns.count})
+        await self.dump(turns, data, {"reward": discounted, "turns": turns.count})
         return turns.row(discounted)
 
     async def _feedback(self, completion: str, reward: float, data: dict[str, Any]) -> str:
@@ -135,12 +133,3 @@ class MultiTurnWorkflow(RolloutWorkflow):
                 "the text that the user says next."
             )
         return feedback
-
-    def _added(self, ids: list[int], turns: Turns) -> list[int]:
-        """What the chat template puts behind the turns so far. Tokens that it would change were sampled, and must stay."""
-        if ids[: len(turns)] != turns.input_ids:
-            raise WorkflowError(
-                f"turn {turns.count + 1}: the chat template of {type(self.tokenizer).__name__} writes earlier turns anew, so the "
-                "conversation is not one sequence of the tokens that were sampled. Use a template that only appends."
-            )
-        return ids[len(turns) :]

@@ -26,25 +26,19 @@ from typing import Any, Literal
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import ConfigError, PromptTooLongError
-from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.rewards.wrapper import AsyncRewardWrapper
-from rollwright.tracking.metrics import get_tracker
 from rollwright.tracking.rollout_dumps import marked_text
-from rollwright.workflows.base import RolloutWorkflow
-from rollwright.workflows.branched_sequence import BranchedSequence
-from rollwright.workflows.dumping import dump_sample, task_name
-from rollwright.workflows.prompting import (
+from rollwright.workflows.episode import (
+    EpisodeWorkflow,
     InputIdsFunction,
     PromptFunction,
-    as_gconfig,
-    as_tokenizer,
-    chat_input_ids,
-    extract_messages,
+    dump_sample,
+    run_concurrently,
+    task_name,
 )
-from rollwright.workflows.registry import WORKFLOWS, resolve_function
-from rollwright.workflows.side_by_side import one_group, side_by_side
+from rollwright.workflows.registry import WORKFLOWS
+from rollwright.workflows.turns import BranchedSequence
 
 BranchAttention = Literal["plain", "isolated"]
 
@@ -88,9 +82,16 @@ class Part:
         """Somebody ended the request."""
         return self.response is not None and self.response.stop_reason == "abort"
 
+    def append_to(self, row: BranchedSequence, train_closing_tags: bool) -> None:
+        """Put it behind a row."""
+        row.append_context(self.opening)
+        if self.response is not None:
+            row.append_response(self.response, trained=None if train_closing_tags else self.content)
+        row.append_context(self.closing)
+
 
 @WORKFLOWS.register_module("parallel_generation")
-class ParallelGenerationWorkflow(RolloutWorkflow):
+class ParallelGenerationWorkflow(EpisodeWorkflow):
     """A goal, its paths in parallel, a conclusion: one row, one reward.
 
     No request samples more than ``gconfig.max_new_tokens``, whatever the limits below say. What happens where the model does
@@ -147,27 +148,27 @@ class ParallelGenerationWorkflow(RolloutWorkflow):
         limits |= {"max_conclusion_tokens": max_conclusion_tokens, "max_paths": max_paths}
         if low := [name for name, value in limits.items() if value < 1]:
             raise ConfigError(f"ParallelGenerationWorkflow: {low[0]} is {limits[low[0]]}; it is at least 1.")
-        self.tokenizer = as_tokenizer(tokenizer)
-        self.gconfig = as_gconfig(gconfig, self.tokenizer)
-        self.async_reward_fn = AsyncRewardWrapper(reward_fn, timeout_seconds=reward_timeout)
-        self.enable_thinking = enable_thinking
+        super().__init__(
+            reward_fn,
+            gconfig,
+            tokenizer,
+            enable_thinking,
+            rollout_stat_scope,
+            dump_dir,
+            get_input_ids_fn,
+            data_extract_prompt_fn,
+            reward_timeout,
+        )
         self.max_goal_tokens = max_goal_tokens
         self.max_path_tokens = max_path_tokens
         self.max_conclusion_tokens = max_conclusion_tokens
-        self.rollout_stat_scope = rollout_stat_scope
-        self.dump_dir = dump_dir
-        self.get_input_ids_fn = resolve_function(get_input_ids_fn or chat_input_ids, "get_input_ids_fn")
-        self.data_extract_prompt_fn = resolve_function(data_extract_prompt_fn or extract_messages, "data_extract_prompt_fn")
         self.branch_attention = branch_attention
         self.max_paths = max_paths
         self.train_closing_tags = train_closing_tags
 
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory | None:
-        """Run one episode; see :class:`RolloutWorkflow`."""
+    async def episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
+        """Write a goal, its paths and a conclusion; one row."""
         prompt_ids = list(self.get_input_ids_fn(self.data_extract_prompt_fn(data), self.tokenizer, self.enable_thinking))
-        return await one_group(self._sample(engine, data, prompt_ids) for _ in range(self.gconfig.n_samples))
-
-    async def _sample(self, engine: InferenceEngine, data: dict[str, Any], prompt_ids: list[int]) -> Trajectory | None:
         rid = uuid.uuid4().hex
         row = BranchedSequence(prompt_ids, isolated=self.branch_attention == "isolated")
         goal = await self._write(engine, rid, row, "<Goal>\n", "</Goal>", self.max_goal_tokens)
@@ -177,9 +178,9 @@ class ParallelGenerationWorkflow(RolloutWorkflow):
             )
         if goal.is_aborted:
             return None
-        self._append(row, goal)
-        numbers = outline_numbers(self._text(goal))
-        paths = await side_by_side(
+        goal.append_to(row, self.train_closing_tags)
+        numbers = outline_numbers(self.tokenizer.decode(row.completion_ids, skip_special_tokens=False))
+        paths = await run_concurrently(
             self._write(engine, rid, row, f"<Path>\n{number}.", "</Path>", self.max_path_tokens, in_new_branch=True)
             for number in (numbers or ["1"])[: self.max_paths]
         )
@@ -187,14 +188,42 @@ class ParallelGenerationWorkflow(RolloutWorkflow):
             return None
         for path in paths:
             row.open_branch()
-            self._append(row, path)
+            path.append_to(row, self.train_closing_tags)
         row.close_branches()
         conclusion = await self._write(engine, rid, row, "<Conclusion>\n", "</Conclusion>", self.max_conclusion_tokens)
         if conclusion.is_aborted:
             return None
         if conclusion.response is not None:
-            self._append(row, conclusion)
-        return await self._score(engine, data, row, goal, paths, conclusion, has_outlines=bool(numbers))
+            conclusion.append_to(row, self.train_closing_tags)
+        row.truncated = any(part.is_cut for part in (goal, *paths, conclusion))
+        reward = await self.score(prompt_ids, row.completion_ids, data, self.gconfig.skip_special_tokens)
+        concluded = conclusion.response.output_tokens[: conclusion.content] if conclusion.response is not None else []
+        self.report(
+            reward=reward,
+            prompt_tokens=len(prompt_ids),
+            response_tokens=sum(row.loss_mask),
+            goal_tokens=goal.content,
+            path_tokens=sum(path.content for path in paths) / len(paths),
+            conclusion_tokens=conclusion.content,
+            paths=len(paths),
+            goal_malformed=not numbers or not goal.is_closed,
+            paths_cut=sum(path.is_cut for path in paths) / len(paths),
+            conclusion_missing=not self.tokenizer.decode(concluded, skip_special_tokens=True).strip(),
+            conclusion_unclosed=not conclusion.is_closed,
+            other_context_share=sum(row.other_context) / max(1, sum(row.loss_mask)),
+            truncated=row.truncated,
+        )
+        if self.dump_dir is not None:
+            sections = {"prompt": self.tokenizer.decode(prompt_ids, skip_special_tokens=False), "goal": self._marked(goal)}
+            sections |= {f"path {number}": self._marked(path) for number, path in enumerate(paths, 1)}
+            sections["conclusion"] = self._marked(conclusion) if conclusion.response is not None else "(no room for one)"
+            facts = {
+                "reward": reward,
+                "tokens": f"{row.prompt_length} + {len(row) - row.prompt_length}, {sum(row.loss_mask)} of them trained",
+                "branches": self.branch_attention,
+            }
+            await dump_sample(self.dump_dir, version=row.version, task=task_name(data), sections=sections, facts=facts)
+        return row.row(reward)
 
     async def _write(
         self,
@@ -207,7 +236,7 @@ class ParallelGenerationWorkflow(RolloutWorkflow):
         in_new_branch: bool = False,
     ) -> Part:
         """Sample one part, behind ``row`` and its opening; the row is left as it is."""
-        opening_ids = self._encode(opening)
+        opening_ids = self.encode(opening)
         gconfig = self.gconfig.new(
             n_samples=1,
             max_new_tokens=min(limit, self.gconfig.max_new_tokens),
@@ -223,10 +252,10 @@ class ParallelGenerationWorkflow(RolloutWorkflow):
         try:
             response = await engine.agenerate(request)
         except PromptTooLongError:
-            return Part(opening_ids, None, 0, False, self._encode(f"\n{closing}\n"))
+            return Part(opening_ids, None, 0, False, self.encode(f"\n{closing}\n"))
         content = self._content_length(response.output_tokens, closing)
         is_closed = content < response.output_len
-        closing_ids = self._encode("\n" if is_closed else f"\n{closing}\n")
+        closing_ids = self.encode("\n" if is_closed else f"\n{closing}\n")
         return Part(opening_ids, response, content, is_closed, closing_ids)
 
     def _content_length(self, tokens: list[int], closing: str) -> int:
@@ -241,86 +270,8 @@ class ParallelGenerationWorkflow(RolloutWorkflow):
                 return len(tokens) - count + (0 if begins_with_tag else 1)
         return len(tokens)
 
-    def _append(self, row: BranchedSequence, part: Part) -> None:
-        row.append_context(part.opening)
-        if part.response is not None:
-            row.append_response(part.response, trained=None if self.train_closing_tags else part.content)
-        row.append_context(part.closing)
-
-    async def _score(
-        self,
-        engine: InferenceEngine,
-        data: dict[str, Any],
-        row: BranchedSequence,
-        goal: Part,
-        paths: list[Part],
-        conclusion: Part,
-        *,
-        has_outlines: bool,
-    ) -> Trajectory:
-        prompt_ids = row.input_ids[: row.prompt_length]
-        prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
-        completion = self.tokenizer.decode(row.completion_ids, skip_special_tokens=self.gconfig.skip_special_tokens)
-        reward = await self.async_reward_fn(prompt, completion, prompt_ids, row.completion_ids, **data)
-        truncated = any(part.is_cut for part in (goal, *paths, conclusion))
-        get_tracker(self.rollout_stat_scope).scalar(
-            reward=reward,
-            prompt_tokens=len(prompt_ids),
-            response_tokens=sum(row.loss_mask),
-            goal_tokens=goal.content,
-            path_tokens=sum(path.content for path in paths) / len(paths),
-            conclusion_tokens=conclusion.content,
-            paths=len(paths),
-            goal_malformed=not has_outlines or not goal.is_closed,
-            paths_cut=sum(path.is_cut for path in paths) / len(paths),
-            conclusion_missing=not self._says_something(conclusion),
-            conclusion_unclosed=not conclusion.is_closed,
-            other_context_share=sum(row.other_context) / max(1, sum(row.loss_mask)),
-            truncated=truncated,
-        )
-        if self.dump_dir is not None:
-            await self._dump(data, row, prompt, reward, goal, paths, conclusion)
-        return row.trajectory(reward, truncated=truncated, temperature=self.gconfig.effective_temperature)
-
-    async def _dump(
-        self,
-        data: dict[str, Any],
-        row: BranchedSequence,
-        prompt: str,
-        reward: float,
-        goal: Part,
-        paths: list[Part],
-        conclusion: Part,
-    ) -> None:
-        sections = {"prompt": prompt, "goal": self._marked(goal)}
-        sections |= {f"path {number}": self._marked(path) for number, path in enumerate(paths, 1)}
-        sections["conclusion"] = self._marked(conclusion) if conclusion.response is not None else "(no room for one)"
-        await dump_sample(
-            self.dump_dir,  # type: ignore[arg-type]
-            version=min((version for version in row.versions if version >= 0), default=0),
-            task=task_name(data),
-            sections=sections,
-            facts={
-                "reward": reward,
-                "tokens": f"{row.prompt_length} + {len(row) - row.prompt_length}, {sum(row.loss_mask)} of them trained",
-                "branches": self.branch_attention,
-            },
-        )
-
-    def _says_something(self, part: Part) -> bool:
-        sampled = part.response.output_tokens[: part.content] if part.response is not None else []
-        return bool(self.tokenizer.decode(sampled, skip_special_tokens=True).strip())
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
-
     def _marked(self, part: Part) -> str:
         """A part with what is not trained between marks, as in the rollouts of the run directory."""
         row = BranchedSequence([], isolated=False)
-        self._append(row, part)
+        part.append_to(row, self.train_closing_tags)
         return marked_text(row.input_ids, row.loss_mask, self.tokenizer)
-
-    def _text(self, part: Part) -> str:
-        """A part as it stands in the row."""
-        sampled = part.response.output_tokens if part.response is not None else []
-        return self.tokenizer.decode([*part.opening, *sampled, *part.closing], skip_special_tokens=False)

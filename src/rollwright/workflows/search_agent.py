@@ -1,42 +1,54 @@
-"""An agent that thinks, searches, reads and answers, over as many turns as it needs."""
+"""An agent that thinks, searches, reads and answers, over as many turns as it needs.
+
+An action is a closed tag in what the model wrote: ``<search>query</search>``, ``<access>url</access>`` or
+``<answer>text</answer>``. Whatever goes wrong with a tool becomes text that the model reads; it never ends the episode.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.environments.retrieval import DEFAULT_TOPK
+from rollwright.environments.retrieval import DEFAULT_TOPK, ToolError
 from rollwright.environments.search_tool import make_search_tool
-from rollwright.errors import ConfigError, WorkflowError
-from rollwright.experience.trajectory import Trajectory
+from rollwright.errors import ConfigError, DataError, WorkflowError
 from rollwright.inference.engine import InferenceEngine
 from rollwright.rewards.text import f1_score, references
-from rollwright.rewards.wrapper import AsyncRewardWrapper
 from rollwright.tracking import logging
-from rollwright.tracking.metrics import get_tracker
-from rollwright.workflows.base import RolloutWorkflow
-from rollwright.workflows.dumping import dump_sequence
-from rollwright.workflows.prompting import as_gconfig, as_tokenizer, stopping_at
+from rollwright.workflows.episode import EpisodeWorkflow
 from rollwright.workflows.registry import WORKFLOWS
-from rollwright.workflows.search_tools import (
-    DOCUMENT_TEMPLATE,
-    INFORMATION_TEMPLATE,
-    PROMPT_TEMPLATE,
-    PROMPT_TEMPLATE_WITH_ACCESS,
-    fill,
-    parse_action,
-    run_tool,
-)
-from rollwright.workflows.side_by_side import one_group
-from rollwright.workflows.token_sequence import TokenSequence
-from rollwright.workflows.turns import Turns
+from rollwright.workflows.turns import Turns, fill
 
 logger = logging.getLogger("search_agent")
 
+PROMPT_TEMPLATE = """You are a research assistant with a search engine. Work in steps. In each step, first reason between <think> and \
+</think>. Then do one of the following.
+- To look something up, write <search> your query </search>. What is found is shown to you between <information> and </information>.
+- When you know the answer, write <answer> the answer </answer>, as short as possible. Several answers are separated by commas.
+
+Question: {question}
+
+<think>"""
+
+PROMPT_TEMPLATE_WITH_ACCESS = PROMPT_TEMPLATE.replace(
+    "- When you know",
+    "- To read a page whose address you have seen, write <access> its url </access>. Its text is shown to you in the same way.\n"
+    "- When you know",
+)
+DOCUMENT_TEMPLATE = '<document title="{title}">\n{contents}\n</document>'
+INFORMATION_TEMPLATE = "\n\n<information>\n{documents}\n</information>\n\n"
+
+_ACTION = re.compile(r"<(search|access|answer)>(.*?)</\1>", re.DOTALL)
+_CLOSING = re.compile(r"</(search|access|answer)>")
+
 
 @WORKFLOWS.register_module("search_agent")
-class SearchAgentWorkflow(RolloutWorkflow):
+class SearchAgentWorkflow(EpisodeWorkflow):
     """Think, search, read, answer: one row for one episode.
 
     A turn ends at ``</search>``, ``</access>`` or ``</answer>``. What a tool returned is put between ``<information>`` tags and
@@ -67,6 +79,8 @@ class SearchAgentWorkflow(RolloutWorkflow):
     not looked at: groups are made by the executor, or by ``GroupedSearchAgentWorkflow``.
     """
 
+    group_size = 1
+
     def __init__(
         self,
         gconfig: GenerationHyperparameters,
@@ -89,19 +103,27 @@ class SearchAgentWorkflow(RolloutWorkflow):
     ) -> None:
         if prompt_template is None:
             prompt_template = PROMPT_TEMPLATE_WITH_ACCESS if enable_access else PROMPT_TEMPLATE
-        for name, template, places in (
-            ("prompt_template", prompt_template, ["{question}"]),
-            ("information_template", information_template, ["{documents}"]),
-        ):
-            if missing := [place for place in places if place not in template]:
+        templates = {
+            "prompt_template": (prompt_template, "{question}"),
+            "information_template": (information_template, "{documents}"),
+        }
+        for name, (template, place) in templates.items():
+            if place not in template:
                 raise ConfigError(
-                    f"{type(self).__name__}: {name} has no {missing[0]}: {template[:80]!r}. Put it where the text goes."
+                    f"{type(self).__name__}: {name} has no {place}: {template[:80]!r}. Put it where the text goes."
                 )
         if max_tokens < 1 or max_turns < 1 or topk < 1 or tool_timeout <= 0:
             raise ConfigError(f"{type(self).__name__}: max_tokens, max_turns, topk and tool_timeout must be above 0.")
-        self.tokenizer = as_tokenizer(tokenizer)
+        super().__init__(
+            reward_fn,
+            gconfig,
+            tokenizer,
+            rollout_stat_scope=rollout_stat_scope,
+            dump_dir=dump_dir,
+            reward_timeout=reward_timeout,
+        )
         self.kinds = ("search", "access", "answer") if enable_access else ("search", "answer")
-        self.gconfig = stopping_at(as_gconfig(gconfig, self.tokenizer), *(f"</{kind}>" for kind in self.kinds))
+        self.stop_at(*(f"</{kind}>" for kind in self.kinds))
         self.max_tokens = max_tokens
         self.max_turns = max_turns
         self.verbose = verbose
@@ -116,66 +138,75 @@ class SearchAgentWorkflow(RolloutWorkflow):
         self.information_template = information_template
         self.topk = topk
         self.tool_timeout = tool_timeout
-        self.reward = None if reward_fn is None else AsyncRewardWrapper(reward_fn, timeout_seconds=reward_timeout)
-        self.tracker = get_tracker(rollout_stat_scope)
-        self.dump_dir = dump_dir
 
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory | None:
-        """See ``RolloutWorkflow``; the trajectory has one row. An aborted episode is rejected."""
-        prompt_ids = self._encode(fill(self.prompt_template, question=_question(data)))
+    @property
+    def episodes_of_a_task(self) -> int:
+        """``gconfig.n_samples`` is not looked at."""
+        return self.group_size
+
+    async def episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
+        """Think, search, read, answer; one row."""
+        prompt_ids = self.encode(fill(self.prompt_template, question=_question(data)))
         turns = Turns(engine, prompt_ids, self.gconfig, self.tokenizer, max_turns=self.max_turns, max_tokens=self.max_tokens)
         answer, tool_calls, tool_failures = None, 0, 0
         async for response in turns:
-            if response.truncated:
-                break
-            action = parse_action(self.tokenizer.decode(response.output_tokens), self.kinds)
-            if action is None:
-                break  # an end token without an action
-            if action.kind == "answer":
+            action = None if response.truncated else parse_action(self.tokenizer.decode(response.output_tokens), self.kinds)
+            if action is not None and action.kind == "answer":
                 answer = action.argument
+            if (
+                action is None or action.kind == "answer" or turns.is_last
+            ):  # after the last turn nobody would read what is found
                 break
-            if turns.is_last:
-                break  # nobody would read what is found
             tool_calls += 1
-            information, failed = await self._information(action)
+            information, failed = await self._look_up(action)
             tool_failures += failed
             turns.append_filled(self.information_template, documents=information)
         if turns.is_aborted:
             return None
-
-        reward = await self._reward(turns, answer, data)
+        if self.async_reward_fn is None:
+            reward = self._f1(answer, data)
+        else:
+            reward = await self.score(prompt_ids, turns.completion_ids, data, skip_special_tokens=False)
         facts = {"turns": turns.count, "tool_calls": tool_calls, "tool_failures": tool_failures, "answered": bool(answer)}
-        self.tracker.scalar(**facts, episode_reward=reward)
+        self.report(**facts, episode_reward=reward)
         if self.verbose:
             logger.info("turns=%d tools=%d length=%d reward=%.3f", turns.count, tool_calls, len(turns), reward)
-        if self.dump_dir is not None:
-            await dump_sequence(self.dump_dir, turns, self.tokenizer, data, {"reward": reward, **facts})
+        await self.dump(turns, data, {"reward": reward, **facts})
         return turns.row(reward)
 
-    async def _information(self, action: Any) -> tuple[str, bool]:
-        """Tool text before and after its contents, and whether the call failed."""
-        if self.tool is None:
-            return "No search engine is connected.", True
-        result = await run_tool(
-            self.tool, action, topk=self.topk, timeout=self.tool_timeout, document_template=self.document_template
-        )
-        return result.text, result.failed
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
-
-    async def _reward(self, sequence: TokenSequence, answer: str | None, data: dict[str, Any]) -> float:
-        if self.reward is not None:
-            prompt_ids, completion_ids = sequence.input_ids[: sequence.prompt_length], sequence.completion_ids
-            prompt, completion = self.tokenizer.decode(prompt_ids), self.tokenizer.decode(completion_ids)
-            return await self.reward(prompt, completion, prompt_ids, completion_ids, **data)
+    def _f1(self, answer: str | None, data: dict[str, Any]) -> float:
         accepted = data.get("answer")
         if accepted is None:
             raise WorkflowError(
                 f"{type(self).__name__}: the task has no 'answer' (it has {', '.join(sorted(data))}); give one, or a reward_fn."
             )
-        truths = references(accepted)
-        return max(f1_score(answer, truth) for truth in truths) if answer else 0.0
+        return max(f1_score(answer, truth) for truth in references(accepted)) if answer else 0.0
+
+    async def _look_up(self, action: Action) -> tuple[str, bool]:
+        """What the model is shown of a search or an access, documents or what went wrong; and whether it failed."""
+        kind, argument = action.kind, action.argument
+        if self.tool is None:
+            return "No search engine is connected.", True
+        if not argument:
+            return f"The {kind} was empty. Write <{kind}> text </{kind}>.", True
+        try:
+            async with asyncio.timeout(self.tool_timeout):
+                if kind == "search":
+                    documents = await _call(self.tool.search, argument, self.topk)
+                else:
+                    page = await _call(self.tool.access, argument)
+                    documents = [] if page is None else [{"title": argument, **page}]
+            shown = [show_document(document, self.document_template) for document in documents]
+        except TimeoutError:
+            logger.warning("%s %r took over %g s and was given up", kind, argument[:80], self.tool_timeout)
+            return f"The {kind} took longer than {self.tool_timeout:g} seconds and was given up.", True
+        except ToolError as error:
+            return f"The {kind} failed: {error}", True
+        except Exception as error:
+            logger.warning("%s %r failed: %s: %s", kind, argument[:80], type(error).__name__, error)
+            return f"The {kind} failed: {type(error).__name__}: {str(error)[:200]}", True
+        nothing = "Nothing was found." if kind == "search" else "There is no page at this address."
+        return "\n\n".join(shown) if shown else nothing, False
 
 
 @WORKFLOWS.register_module("grouped_search_agent")
@@ -200,15 +231,6 @@ class GroupedSearchAgentWorkflow(SearchAgentWorkflow):
             raise ConfigError(f"GroupedSearchAgentWorkflow: group_size is {group_size}; it is at least 1.")
         self.group_size = group_size
 
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory | None:
-        """See ``RolloutWorkflow``; the trajectory has ``group_size`` rows.
-
-        Where one episode is aborted, the group is rejected; where one raises, the others are ended.
-        """
-        return await one_group(
-            super(GroupedSearchAgentWorkflow, self).arun_episode(engine, data) for _ in range(self.group_size)
-        )
-
 
 def _question(data: dict[str, Any]) -> str:
     if isinstance(data.get("question"), str):
@@ -220,3 +242,46 @@ def _question(data: dict[str, Any]) -> str:
         f"SearchAgentWorkflow: the task has no 'question' that is text, nor 'messages' that end with one (it has "
         f"{', '.join(sorted(data))}); name the column so."
     )
+
+
+@dataclass(frozen=True)
+class Action:
+    """What the model asked for: ``kind`` is search, access or answer; ``argument`` is the stripped text in its tag."""
+
+    kind: str
+    argument: str
+
+
+def parse_action(text: str, kinds: tuple[str, ...] = ("search", "access", "answer")) -> Action | None:
+    """The last closed action in a turn's text.
+
+    A closing tag that nothing opened is an action with an empty argument, so that the model can be told.
+    """
+    found = [Action(match[1], match[2].strip()) for match in _ACTION.finditer(text) if match[1] in kinds]
+    if found:
+        return found[-1]
+    stray = [match[1] for match in _CLOSING.finditer(text) if match[1] in kinds]
+    return Action(stray[-1], "") if stray else None
+
+
+async def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a tool's method; a plain one in a thread, so that it does not hold up the event loop."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments)
+    result = await asyncio.to_thread(function, *arguments)
+    return await result if inspect.isawaitable(result) else result
+
+
+def show_document(document: Mapping[str, Any], template: str = DOCUMENT_TEMPLATE) -> str:
+    """A document as the model sees it.
+
+    Raises:
+        DataError: it has no ``contents``: an empty text would look like a page that says nothing.
+    """
+    if not isinstance(document, Mapping) or "contents" not in document:
+        what = (
+            f"it has {', '.join(map(str, document))}" if isinstance(document, Mapping) else f"it is {type(document).__name__}"
+        )
+        raise DataError(f"a document has no 'contents' ({what}).")
+    title = document.get("wikipedia_title") or document.get("title") or ""
+    return fill(template, title=title, contents=document.get("contents") or "", url=document.get("url") or "")

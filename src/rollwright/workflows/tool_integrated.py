@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import ConfigError
-from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
 from rollwright.processes.sandbox import SandboxLimits, SandboxResult, run_python
-from rollwright.rewards.wrapper import AsyncRewardWrapper
-from rollwright.tracking.metrics import get_tracker
-from rollwright.workflows.base import RolloutWorkflow
-from rollwright.workflows.dumping import dump_sequence
-from rollwright.workflows.prompting import (
-    PromptFunction,
-    as_gconfig,
-    as_tokenizer,
-    chat_input_ids,
-    extract_messages,
-    stopping_at,
-)
-from rollwright.workflows.registry import WORKFLOWS, resolve_function
-from rollwright.workflows.script_output import script_output
-from rollwright.workflows.side_by_side import one_group
+from rollwright.workflows.episode import EpisodeWorkflow, PromptFunction, chat_input_ids
+from rollwright.workflows.registry import WORKFLOWS
+from rollwright.workflows.tool_calling import script_output
 from rollwright.workflows.turns import Turns
 
 OPEN, CLOSE = "<python>", "</python>"
@@ -40,7 +27,7 @@ _SCRIPT = re.compile(f"{OPEN}(.*?){CLOSE}", re.DOTALL)
 
 
 @WORKFLOWS.register_module("tool_integrated")
-class ToolIntegratedWorkflow(RolloutWorkflow):
+class ToolIntegratedWorkflow(EpisodeWorkflow):
     """Reason, compute, reason, answer: one row for one episode; what scripts print is not trained on, and loses its end where
     the next turn would have no room.
 
@@ -91,71 +78,59 @@ class ToolIntegratedWorkflow(RolloutWorkflow):
             )
         if "{output}" not in output_template:
             raise ConfigError(f"ToolIntegratedWorkflow: output_template has no {{output}}: {output_template[:80]!r}.")
-        self.tokenizer = as_tokenizer(tokenizer)
-        self.gconfig = stopping_at(as_gconfig(gconfig, self.tokenizer), CLOSE)
-        self.reward = AsyncRewardWrapper(reward_fn, timeout_seconds=reward_timeout)
+        super().__init__(
+            reward_fn,
+            gconfig,
+            tokenizer,
+            rollout_stat_scope=rollout_stat_scope,
+            dump_dir=dump_dir,
+            data_extract_prompt_fn=data_extract_prompt_fn,
+            reward_timeout=reward_timeout,
+        )
+        self.stop_at(CLOSE)
         self.max_turns = max_turns
         self.max_tokens = max_tokens
         self.script_timeout = script_timeout
-        self.script_limits = _as_limits(script_limits)
+        if not isinstance(script_limits, SandboxLimits):
+            known = [field.name for field in fields(SandboxLimits)]
+            if unknown := sorted(set(script_limits or {}) - set(known)):
+                raise ConfigError(
+                    f"ToolIntegratedWorkflow: script_limits has {', '.join(unknown)}; it may hold {', '.join(known)}."
+                )
+            script_limits = SandboxLimits(**(script_limits or {}))
+        self.script_limits = script_limits
         self.max_output_characters = max_output_characters
         self.output_template = output_template
         self.run_scripts = run_scripts
         self.system_prompt = system_prompt
-        self.data_extract_prompt_fn = resolve_function(data_extract_prompt_fn or extract_messages, "data_extract_prompt_fn")
-        self.tracker = get_tracker(rollout_stat_scope)
-        self.dump_dir = dump_dir
 
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory | None:
-        """See ``RolloutWorkflow``. An aborted episode is rejected."""
-        return await one_group(self._sample(engine, data) for _ in range(self.gconfig.n_samples))
-
-    async def _sample(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory | None:
-        prompt_ids = chat_input_ids(self._prompt(data), self.tokenizer)
+    async def episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
+        """Reason, run a script, go on; one row."""
+        prompt = self.data_extract_prompt_fn(data)
+        if self.system_prompt and not isinstance(prompt, str) and prompt[0].get("role") != "system":
+            prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
+        prompt_ids = chat_input_ids(prompt, self.tokenizer)
         turns = Turns(engine, prompt_ids, self.gconfig, self.tokenizer, max_turns=self.max_turns, max_tokens=self.max_tokens)
         scripts = failed_scripts = 0
         async for response in turns:
             script = parse_script(self.tokenizer.decode(response.output_tokens, skip_special_tokens=True))
             if response.truncated or script is None or turns.is_last:  # after the last turn nobody would read its output
                 break
-            result = await self._run(script)
+            if self.run_scripts:
+                result = await run_python(script, timeout=self.script_timeout, limits=self.script_limits)
+            else:
+                result = SandboxResult("Python is switched off.", "", 0, False, 0.0)
             scripts += 1
             failed_scripts += not result.ok
-            turns.append_filled(self.output_template, output=self._shown(result))
+            output = script_output(result, self.script_timeout, self.max_output_characters)
+            turns.append_filled(self.output_template, output=output)
         if turns.is_aborted:
             return None
-
-        prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
-        completion = self.tokenizer.decode(turns.completion_ids, skip_special_tokens=True)
-        reward = await self.reward(prompt, completion, prompt_ids, turns.completion_ids, **data)
+        reward = await self.score(prompt_ids, turns.completion_ids, data)
         facts = {"turns": turns.count, "scripts": scripts, "failed_scripts": failed_scripts}
-        self.tracker.scalar(**facts, episode_reward=reward)
-        if self.dump_dir is not None:
-            await dump_sequence(self.dump_dir, turns, self.tokenizer, data, {"reward": reward, **facts})
+        self.report(**facts, episode_reward=reward)
+        await self.dump(turns, data, {"reward": reward, **facts})
         return turns.row(reward)
-
-    async def _run(self, script: str) -> SandboxResult:
-        if not self.run_scripts:
-            return SandboxResult("Python is switched off.", "", 0, False, 0.0)
-        return await run_python(script, timeout=self.script_timeout, limits=self.script_limits)
-
-    def _prompt(self, data: dict[str, Any]) -> Any:
-        prompt = self.data_extract_prompt_fn(data)
-        if isinstance(prompt, str) or not self.system_prompt or prompt[0].get("role") == "system":
-            return prompt
-        return [{"role": "system", "content": self.system_prompt}, *prompt]
-
-    def _shown(self, result: SandboxResult) -> str:
-        return script_output(result, self.script_timeout, self.max_output_characters)
-
-
-def _as_limits(limits: SandboxLimits | Mapping[str, Any] | None) -> SandboxLimits:
-    if isinstance(limits, SandboxLimits):
-        return limits
-    known = [field.name for field in fields(SandboxLimits)]
-    if unknown := sorted(set(limits or {}) - set(known)):
-        raise ConfigError(f"ToolIntegratedWorkflow: script_limits has {', '.join(unknown)}; it may hold {', '.join(known)}.")
-    return SandboxLimits(**(limits or {}))
 
 
 def parse_script(text: str) -> str | None:

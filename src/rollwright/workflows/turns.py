@@ -1,7 +1,11 @@
-"""The turns of an episode: ask, look at the response, say something, ask again."""
+"""The tokens of an episode that goes on: prompt, what was sampled, and what was put between.
+
+Only ids and mask are kept. Log-probabilities, versions and temperature come from the record.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 import uuid
 from collections.abc import Sequence
@@ -9,11 +13,56 @@ from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import PromptTooLongError
-from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.workflows.prompting import fill
-from rollwright.workflows.token_sequence import TokenSequence
+
+
+class TokenSequence:
+    """One row in the making.
+
+    Attributes:
+        input_ids, loss_mask: ids, and 1 for the tokens that are trained; always of the same length.
+        prompt_length: tokens before the first that followed the prompt.
+        version: of the weights that sampled the first token.
+        truncated: a length limit ended the episode.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self.input_ids = list(prompt_ids)
+        self.loss_mask = [0] * len(prompt_ids)
+        self.prompt_length = len(prompt_ids)
+        self.version = 0
+        self.truncated = False
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def completion_ids(self) -> list[int]:
+        """Everything after the prompt."""
+        return self.input_ids[self.prompt_length :]
+
+    def append_context(self, ids: Sequence[int]) -> None:
+        """Tokens that the policy did not sample: the prompt, what tools returned."""
+        self.input_ids += ids
+        self.loss_mask += [0] * len(ids)
+
+    def append_response(self, response: ModelResponse, *, trained: int | None = None) -> None:
+        """Tokens as they were sampled.
+
+        Args:
+            response: what the engine sampled.
+            trained: how many of its tokens are trained, from the first; the rest are context. None: all.
+        """
+        if 1 not in self.loss_mask and response.output_versions:
+            self.version = response.output_versions[0]
+        count = response.output_len if trained is None else trained
+        self.input_ids += response.output_tokens
+        self.loss_mask += [1] * count + [0] * (response.output_len - count)
+
+    def row(self, reward: float) -> dict[str, Any]:
+        """The row of the episode, in one dimension, for the normaliser to fill from the record."""
+        return {"input_ids": self.input_ids, "loss_mask": self.loss_mask, "reward": reward, "truncated": self.truncated}
 
 
 class Turns(TokenSequence):
@@ -63,7 +112,6 @@ class Turns(TokenSequence):
         self._max_tokens = sys.maxsize if max_tokens is None else max_tokens
         self._rid = uuid.uuid4().hex
         self.count = 0
-        self.truncated = False
         self.is_aborted = False
 
     @property
@@ -123,7 +171,8 @@ class Turns(TokenSequence):
             if self.count == 0:
                 raise
             self.truncated = True
-            self._take_back_context()
+            end = len(self) - self.loss_mask[::-1].index(1)  # what was put behind the last sampled token is taken back
+            del self.input_ids[end:], self.loss_mask[end:]
             raise StopAsyncIteration from None
         if response.stop_reason == "abort":
             self.is_aborted = True
@@ -133,17 +182,95 @@ class Turns(TokenSequence):
         self.append_response(response)
         return response
 
-    def row(self, reward: float) -> Trajectory:
-        """The trajectory ``[1, L]`` of the episode."""
-        return self.trajectory(reward, truncated=self.truncated, temperature=self._gconfig.effective_temperature)
-
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _take_back_context(self) -> None:
-        """Take away what was put after the last sampled token."""
-        end = len(self)
-        while end > 0 and not self.loss_mask[end - 1]:
-            end -= 1
-        for column in (self.input_ids, self.logprobs, self.loss_mask, self.versions):
-            del column[end:]
+
+class BranchedSequence(TokenSequence):
+    """A row that forks and joins: a trunk, parallel branches that grow from its end, and the trunk again.
+
+    Two layouts of the same tokens:
+
+    * **plain**: one causal sequence, branches one after the other. A branch was sampled without those before it, so its tokens
+      (all but the first branch's) stand behind other text than they were sampled behind; ``other_context`` marks them.
+    * **isolated**: the same order, with ``branch_ids`` (0 is the trunk, branches count from 1) and ``position_ids``. Branches
+      do not see each other, the trunk after them sees them all. All branches of a fork begin at the position after the
+      trunk's last token, and the trunk goes on at the position after the longest branch's end. Sampling and training compute
+      the same.
+
+    Args:
+        prompt_ids: where the trunk begins.
+        isolated: which of the two layouts the row has.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int], *, isolated: bool) -> None:
+        super().__init__(prompt_ids)
+        self.isolated = isolated
+        self.branch_ids = [0] * len(prompt_ids)
+        self.position_ids = list(range(len(prompt_ids)))
+        self.other_context = [False] * len(prompt_ids)
+        self._branch = 0
+        self._branches = 0  # opened so far
+        self._next_position = len(prompt_ids)  # of the branch (or trunk) that is open
+        self._fork = 0  # position at which branches of the present fork begin
+        self._farthest = len(prompt_ids)  # position after the longest of them
+
+    def open_branch(self) -> int:
+        """Go on in a new branch, which begins where the trunk ended; returns its number."""
+        if self._branch == 0:
+            self._fork = self._farthest = self._next_position
+        self._branches += 1
+        self._branch, self._next_position = self._branches, self._fork
+        return self._branch
+
+    def close_branches(self) -> None:
+        """Go on in the trunk, behind the longest branch."""
+        self._branch, self._next_position = 0, self._farthest
+
+    def append_context(self, ids: Sequence[int]) -> None:
+        """Tokens that the policy did not sample, in the open branch."""
+        super().append_context(ids)
+        self._place()
+
+    def append_response(self, response: ModelResponse, *, trained: int | None = None) -> None:
+        """Tokens as they were sampled, in the open branch; see :meth:`TokenSequence.append_response`."""
+        super().append_response(response, trained=trained)
+        self._place()
+
+    def _place(self) -> None:
+        """Give the tokens that were appended their place."""
+        added = self.loss_mask[len(self.branch_ids) :]
+        self.branch_ids += [self._branch] * len(added)
+        self.position_ids += range(self._next_position, self._next_position + len(added))
+        self.other_context += [bool(is_trained) and self._branch > 1 and not self.isolated for is_trained in added]
+        self._next_position += len(added)
+        self._farthest = max(self._farthest, self._next_position)
+
+    def layout_before(self, opening: Sequence[int], *, in_new_branch: bool) -> dict[str, list[int]]:
+        """``position_ids`` and ``branch_ids`` of a request for what follows this row and ``opening``; empty where plain.
+
+        Args:
+            opening: tokens that the request has after the row.
+            in_new_branch: they begin a branch at the trunk's end, which is open; else they go on where the row is.
+        """
+        if not self.isolated:
+            return {}
+        branch = self._branches + 1 if in_new_branch else self._branch
+        positions = range(self._next_position, self._next_position + len(opening))
+        return {
+            "position_ids": [*self.position_ids, *positions],
+            "branch_ids": [*self.branch_ids, *[branch] * len(opening)],
+        }
+
+    def layout(self) -> dict[str, list[int]]:
+        """``position_ids`` and ``branch_ids`` of the row; empty where plain."""
+        return {"position_ids": self.position_ids, "branch_ids": self.branch_ids} if self.isolated else {}
+
+    def row(self, reward: float) -> dict[str, Any]:
+        """The row of the episode, with the columns of its layout."""
+        return super().row(reward) | (self.layout() or {"other_context": self.other_context})
+
+
+def fill(template: str, **values: str) -> str:
+    """Put values in a template's ``{name}`` places in one pass: braces elsewhere, in template or values, stay."""
+    return re.sub("|".join(re.escape(f"{{{name}}}") for name in values), lambda match: values[match[0][1:-1]], template)

@@ -18,8 +18,7 @@ from rollwright.data.vision import (
 )
 from rollwright.errors import ConfigError
 from rollwright.experience.contract import MULTI_MODAL
-from rollwright.workflows.dumping import task_name
-from rollwright.workflows.prompting import PromptFunction, extract_messages
+from rollwright.workflows.episode import PromptFunction, extract_messages, task_name
 from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.rlvr import Prompt, RLVRWorkflow
 
@@ -83,15 +82,14 @@ class VisionRLVRWorkflow(RLVRWorkflow):
                 )
         self.processor = load_processor(processor, self.tokenizer)
         self.placeholder = image_placeholder(self.processor)
-        image_tokens = [self.tokenizer.convert_tokens_to_ids(piece) for piece in self._image_pieces()]
+        known = self.tokenizer.get_vocab()
+        pieces = [piece for piece in (*VISION_PIECES, getattr(self.processor, "image_token", IMAGE)) if piece in known]
+        image_tokens = [known[piece] for piece in pieces]
         self.gconfig = self.gconfig.new(stop_token_ids=list(dict.fromkeys([*self.gconfig.stop_token_ids, *image_tokens])))
         self.image_key = image_key
 
-    def _image_pieces(self) -> list[str]:
-        known = self.tokenizer.get_vocab()
-        return [piece for piece in (*VISION_PIECES, getattr(self.processor, "image_token", IMAGE)) if piece in known]
-
-    async def _prompt(self, data: dict[str, Any]) -> Prompt:
+    async def prompt(self, data: dict[str, Any]) -> Prompt:
+        """What is asked of a task."""
         return await asyncio.to_thread(self._process, data)
 
     def _process(self, data: dict[str, Any]) -> Prompt:

@@ -6,8 +6,9 @@ import threading
 import aiofiles.threadpool
 
 from rollwright.inference.request import ModelResponse
-from rollwright.workflows.dumping import dump_sample, dump_sequence, task_name
-from rollwright.workflows.token_sequence import TokenSequence
+from rollwright.workflows.episode import dump_sample, task_name
+from rollwright.workflows.multi_turn import MultiTurnWorkflow
+from rollwright.workflows.turns import TokenSequence
 
 
 async def test_a_slow_disk_does_not_hold_up_the_event_loop(tmp_path, monkeypatch):
@@ -53,8 +54,9 @@ async def test_a_sequence_says_which_of_its_tokens_were_sampled(tmp_path):
     sequence = TokenSequence([0, 1])
     sequence.append_response(ModelResponse([0, 1], [2, 3], [-1.0, -1.0], [5, 6]))
     sequence.append_context([4])
-    path = await dump_sequence(tmp_path, sequence, Letters(), {"id": 9}, {"reward": 0.5})
-    assert path is not None
+    workflow = MultiTurnWorkflow("exact_match_reward", None, Letters(), dump_dir=str(tmp_path))
+    await workflow.dump(sequence, {"id": 9}, {"reward": 0.5})
+    (path,) = tmp_path.glob("*/*.txt")
     assert path.parent.name == "5"
     assert [line for line in path.read_text().splitlines() if "---" not in line] == [
         "reward: 0.5",

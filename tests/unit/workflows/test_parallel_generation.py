@@ -228,8 +228,8 @@ def test_the_prompt_can_be_made_by_functions_and_their_import_paths(tokenizer):
         "exact_match_reward",
         GCONFIG,
         tokenizer,
-        get_input_ids_fn="rollwright.workflows.prompting.chat_input_ids",
-        data_extract_prompt_fn="rollwright.workflows.prompting.extract_messages",
+        get_input_ids_fn="rollwright.workflows.episode.chat_input_ids",
+        data_extract_prompt_fn="rollwright.workflows.episode.extract_messages",
     )
     engine = Author(tokenizer)
     run(by_path, engine)

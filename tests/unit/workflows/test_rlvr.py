@@ -81,8 +81,8 @@ def test_the_prompt_can_be_made_by_the_users_functions(tokenizer):
         "exact_match_reward",
         GenerationHyperparameters(),
         tokenizer,
-        get_input_ids_fn="rollwright.workflows.prompting.chat_input_ids",
-        data_extract_prompt_fn="rollwright.workflows.prompting.extract_messages",
+        get_input_ids_fn="rollwright.workflows.episode.chat_input_ids",
+        data_extract_prompt_fn="rollwright.workflows.episode.extract_messages",
     )
     assert run(by_path, Scripted(tokenizer))["rewards"].tolist() == [1.0]
 

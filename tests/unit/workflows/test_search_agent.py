@@ -14,9 +14,8 @@ from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelResponse
 from rollwright.rewards.text import f1_score
 from rollwright.tracking.metrics import get_tracker
-from rollwright.workflows.prompting import fill
-from rollwright.workflows.search_agent import GroupedSearchAgentWorkflow, SearchAgentWorkflow
-from rollwright.workflows.search_tools import parse_action, parse_answer, parse_search_query
+from rollwright.workflows.search_agent import Action, GroupedSearchAgentWorkflow, SearchAgentWorkflow, parse_action
+from rollwright.workflows.turns import fill
 
 TOKENIZER = build_character_tokenizer()
 
@@ -278,8 +277,8 @@ def test_settings_that_cannot_work_are_refused():
 
 
 def test_parsing():
-    assert parse_search_query("<search>a</search> x <search> b\nc </search>") == "b\nc"
-    assert parse_answer("<search>a</search>") is None
+    assert parse_action("<search>a</search> x <search> b\nc </search>", ("search",)) == Action("search", "b\nc")
+    assert parse_action("<search>a</search>", ("answer",)) is None
     assert parse_action("<search>a</search><answer>b</answer>").kind == "answer"
     assert parse_action("nothing") is None
     assert parse_action("<access>u</access>", ("search", "answer")) is None

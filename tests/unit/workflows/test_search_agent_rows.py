@@ -11,8 +11,7 @@ from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import DataError, PromptTooLongError, RewardError, WorkflowError
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelResponse
-from rollwright.workflows.search_agent import SearchAgentWorkflow
-from rollwright.workflows.search_tools import show_document
+from rollwright.workflows.search_agent import SearchAgentWorkflow, show_document
 
 TOKENIZER = build_character_tokenizer()
 

@@ -11,7 +11,7 @@ from rollwright.config.tasksets import FormatConfig, TasksetConfig
 from rollwright.errors import WorkflowError
 from rollwright.experience.normaliser import normalise
 from rollwright.workflows.task_runner import TaskRunner
-from rollwright.workflows.tool_functions import ToolFunctions
+from rollwright.workflows.tool_calling import ToolFunctions
 
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 

@@ -7,6 +7,8 @@ import pytest
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import PromptTooLongError
 from rollwright.experience.contract import check_trajectory
+from rollwright.experience.normaliser import normalise
+from rollwright.experience.recorder import Recorder
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelResponse
 from rollwright.workflows.turns import Turns
@@ -19,7 +21,7 @@ class Engine(InferenceEngine):
     """Answers with the tokens, or raises the error, of each turn."""
 
     def __init__(self, *turns, reason="stop"):
-        self.turns, self.reason, self.requests = list(turns), reason, []
+        self.turns, self.reason, self.requests, self.recorder = list(turns), reason, [], Recorder()
 
     get_version = set_version = pause = resume = abort = None
 
@@ -30,7 +32,10 @@ class Engine(InferenceEngine):
             raise turn
         tokens = turn[: request.gconfig.max_new_tokens]
         reason = "length" if len(tokens) < len(turn) else self.reason
-        return ModelResponse(request.input_ids, tokens, [-0.5] * len(tokens), [7] * len(tokens), reason)
+        numbers = ([-0.5] * len(tokens), [7] * len(tokens))
+        response = ModelResponse(request.input_ids, tokens, *numbers, reason, temperature=request.gconfig.temperature)
+        self.recorder.record(request, response)
+        return response
 
 
 def run(engine, said=(9,), **limits):
@@ -50,7 +55,7 @@ def test_each_turn_goes_on_from_all_before_it_in_one_conversation():
     assert len({request.rid for request in engine.requests}) == 1
     assert {request.gconfig.n_samples for request in engine.requests} == {1}
     assert (turns.count, turns.is_last, turns.truncated, turns.is_aborted) == (3, True, False, False)
-    row = turns.row(0.5)
+    row = normalise(turns.row(0.5), engine.recorder)
     check_trajectory(row)
     assert row["loss_mask"].tolist() == [[0, 0, 0, 1, 1, 0, 1, 0, 1, 0]]
     assert row["versions"].tolist() == [[-1, -1, -1, 7, 7, -1, 7, -1, 7, -1]]
@@ -69,7 +74,7 @@ def test_the_limit_of_the_sequence_cuts_the_last_turn_that_has_room():
 def test_a_context_that_is_full_takes_back_what_nobody_read():
     turns = run(Engine([4, 5], PromptTooLongError("no room")), said=(9, 9, 9))
     assert turns.input_ids == [*PROMPT, 4, 5]
-    assert {len(column) for column in (turns.input_ids, turns.logprobs, turns.loss_mask, turns.versions)} == {5}
+    assert turns.loss_mask == [0, 0, 0, 1, 1]
     assert turns.truncated
     with pytest.raises(PromptTooLongError):
         run(Engine(PromptTooLongError("no room")))

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollwright.inference.request import ModelResponse
-from rollwright.workflows.branched_sequence import BranchedSequence
+from rollwright.workflows.turns import BranchedSequence
 
 LENGTHS = st.lists(st.integers(0, 4), min_size=1, max_size=4)
 
@@ -41,10 +41,10 @@ def test_a_row_of_forks_and_joins(forks, isolated, trained):
         requests.append((len(row), list(row.input_ids), row.layout_before([], in_new_branch=False)))
         if isolated:
             assert row.position_ids[-1] == row.position_ids[base - 1] + longest + 1
-    columns = (row.input_ids, row.logprobs, row.loss_mask, row.versions, row.branch_ids, row.position_ids, row.other_context)
+    columns = (row.input_ids, row.loss_mask, row.branch_ids, row.position_ids, row.other_context)
     assert {len(column) for column in columns} == {len(row)}
-    for masked, logprob, version in zip(row.loss_mask, row.logprobs, row.versions, strict=True):
-        assert (logprob, version) == ((-0.5, 7) if masked else (0.0, -1))
+    assert sum(row.loss_mask) == sum(min(trained, length) for lengths in forks for length in lengths)
+    assert row.version == (7 if sum(map(sum, forks)) else 0)
     if not isolated:
         assert all(layout == {} for _, _, layout in requests)
         later = [branch > 1 and bool(mask) for branch, mask in zip(row.branch_ids, row.loss_mask, strict=True)]
@@ -64,6 +64,6 @@ def test_the_columns_of_each_layout():
         row.open_branch()
         row.append_response(said(2, 10))
         row.close_branches()
-        trajectory = row.trajectory(1.0, truncated=False, temperature=0.7)
-        assert own <= trajectory.keys()
-        assert {trajectory[name].shape for name in own} == {(1, 4)}
+        columns = row.row(1.0)
+        assert own == columns.keys() - {"input_ids", "loss_mask", "reward", "truncated"}
+        assert {len(columns[name]) for name in own} == {4}

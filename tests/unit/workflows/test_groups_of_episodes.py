@@ -8,10 +8,10 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.experience.contract import check_trajectory
 from rollwright.inference.request import ModelResponse
+from rollwright.workflows.episode import run_concurrently
 from rollwright.workflows.multi_turn import MultiTurnWorkflow
 from rollwright.workflows.parallel_generation import ParallelGenerationWorkflow
 from rollwright.workflows.rlvr import RLVRWorkflow
-from rollwright.workflows.side_by_side import side_by_side
 from rollwright.workflows.tool_integrated import ToolIntegratedWorkflow
 
 TOKENIZER = build_character_tokenizer()
@@ -24,7 +24,7 @@ async def test_results_stand_in_the_order_of_the_parts():
         await asyncio.sleep(0.02 / (1 + number))
         return number
 
-    assert await side_by_side(part(number) for number in range(4)) == [0, 1, 2, 3]
+    assert await run_concurrently(part(number) for number in range(4)) == [0, 1, 2, 3]
 
 
 async def test_where_one_fails_the_others_have_ended_when_the_caller_is_told():
@@ -42,7 +42,7 @@ async def test_where_one_fails_the_others_have_ended_when_the_caller_is_told():
             ended.append(number)
 
     with pytest.raises(RuntimeError, match="gone"):
-        await side_by_side([waits(1), fails(), waits(2)])
+        await run_concurrently([waits(1), fails(), waits(2)])
     assert sorted(ended) == [1, 2]
 
 
@@ -55,7 +55,7 @@ async def test_a_caller_that_is_cancelled_takes_its_parts_along():
         finally:
             ended.append(True)
 
-    task = asyncio.create_task(side_by_side([waits(), waits()]))
+    task = asyncio.create_task(run_concurrently([waits(), waits()]))
     await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

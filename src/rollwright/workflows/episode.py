@@ -1,0 +1,262 @@
+"""What the built-in workflows share: the parts of an episode, and what happens around it.
+
+An ``EpisodeWorkflow`` returns token ids, mask and reward of an episode. Log-probabilities, versions, temperature and truncation
+come from the record: the executor's engine keeps one; with a plain engine the workflow keeps one itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from abc import abstractmethod
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiofiles
+import aiofiles.os
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.errors import WorkflowError
+from rollwright.experience.normaliser import normalise
+from rollwright.experience.recorder import Recorder
+from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.rewards.wrapper import AsyncRewardWrapper
+from rollwright.tracking.logging import getLogger
+from rollwright.tracking.metrics import get_tracker
+from rollwright.tracking.rollout_dumps import marked_text
+from rollwright.workflows.base import RolloutWorkflow
+from rollwright.workflows.registry import resolve_function
+from rollwright.workflows.turns import TokenSequence
+
+logger = getLogger("workflows")
+
+T = TypeVar("T")
+#: ``(prompt, tokenizer, enable_thinking) -> [P] token ids``; the prompt is what a ``PromptFunction`` returned.
+InputIdsFunction = Callable[[Any, Any, bool], Sequence[int]]
+#: ``(task) -> prompt``: by default a list of messages.
+PromptFunction = Callable[[dict[str, Any]], Any]
+
+
+def extract_messages(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The task's ``messages``.
+
+    Raises:
+        WorkflowError: the task has none.
+    """
+    messages = data.get("messages")
+    if not messages:
+        raise WorkflowError(
+            f"the task has no column 'messages' (it has {', '.join(sorted(data)) or 'none'}): prepare it with messages, or give "
+            "data_extract_prompt_fn, a function from the task to its prompt."
+        )
+    return list(messages)
+
+
+def chat_input_ids(prompt: Any, tokenizer: Any, enable_thinking: bool = False) -> list[int]:
+    """Token ids ``[P]`` of messages with the generation prompt, or of plain text as it is.
+
+    Args:
+        prompt: messages, or text.
+        tokenizer: a Hugging Face tokenizer.
+        enable_thinking: given to chat templates, which may know it.
+    """
+    if not isinstance(prompt, str):
+        prompt = tokenizer.apply_chat_template(
+            prompt, tokenize=False, add_generation_prompt=True, enable_thinking=enable_thinking
+        )
+    return list(tokenizer.encode(prompt, add_special_tokens=False))
+
+
+class EpisodeWorkflow(RolloutWorkflow):
+    """Base of the built-in workflows; a subclass defines ``episode``.
+
+    The executor repeats a task for its group. Where ``gconfig.n_samples`` is above 1 and nobody repeats the task, the workflow
+    makes the group itself, and returns one row for each episode.
+
+    Args:
+        reward_fn: function ``(prompt, completion, prompt_ids, completion_ids, **data) -> float``, plain or async, or its
+            registered name or import path; None: the subclass scores by itself.
+        gconfig: how completions are sampled; a mapping (from YAML) is taken too. The tokenizer's end and pad tokens are added
+            to its stop tokens.
+        tokenizer: the policy's tokenizer, or its path or name.
+        enable_thinking: given to chat templates that know it.
+        rollout_stat_scope: scope that figures are reported under.
+        dump_dir: where each sample is written to, readable; None: nowhere.
+        get_input_ids_fn: ``(prompt, tokenizer, enable_thinking) -> token ids``, or its import path; None: the chat template.
+        data_extract_prompt_fn: ``(task) -> prompt``, or its import path; None: the task's ``messages``.
+        reward_timeout: seconds that the reward function may take.
+    """
+
+    def __init__(
+        self,
+        reward_fn: Callable[..., Any] | str | None,
+        gconfig: GenerationHyperparameters | Mapping[str, Any] | None,
+        tokenizer: Any,
+        enable_thinking: bool = False,
+        rollout_stat_scope: str = "rollout",
+        dump_dir: str | None = None,
+        get_input_ids_fn: InputIdsFunction | str | None = None,
+        data_extract_prompt_fn: PromptFunction | str | None = None,
+        reward_timeout: float = 15.0,
+    ) -> None:
+        if isinstance(tokenizer, str | Path):
+            from rollwright.data.tokenizer import load_tokenizer
+
+            tokenizer = load_tokenizer(str(tokenizer))
+        if gconfig is None or isinstance(gconfig, Mapping):
+            gconfig = GenerationHyperparameters.from_names(**(gconfig or {}))
+        self.tokenizer = tokenizer
+        self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
+        self.async_reward_fn: Any = None if reward_fn is None else AsyncRewardWrapper(reward_fn, reward_timeout)
+        self.enable_thinking = enable_thinking
+        self.rollout_stat_scope = rollout_stat_scope
+        self.dump_dir = dump_dir
+        self.get_input_ids_fn = resolve_function(get_input_ids_fn or chat_input_ids, "get_input_ids_fn")
+        self.data_extract_prompt_fn = resolve_function(data_extract_prompt_fn or extract_messages, "data_extract_prompt_fn")
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+        """Run the episodes of a task at once; see :class:`RolloutWorkflow`.
+
+        Returns:
+            The row of the episode, or a list of rows; with an engine that keeps no record, a whole trajectory. None where an
+            episode was rejected: a group is whole or not at all.
+        """
+        keeps_record = isinstance(engine, InferenceEngine) and engine.recorder is not None
+        asked: Any = engine if keeps_record else _RecordingEngine(engine)
+        count = self.episodes_of_a_task
+        if count == 1:
+            rows = [await self.episode(asked, data)]
+        else:
+            rows = await run_concurrently(self.episode(asked, data) for _ in range(count))
+        if any(row is None for row in rows):
+            return None
+        result = rows[0] if len(rows) == 1 else rows
+        if keeps_record:
+            return result
+        return normalise(result, asked.recorder, workflow=type(self).__name__, task=str(task_name(data)))
+
+    @property
+    def episodes_of_a_task(self) -> int:
+        """Episodes that are run for one task."""
+        return self.gconfig.n_samples
+
+    @abstractmethod
+    async def episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
+        """Run one episode.
+
+        Returns:
+            A row with ``input_ids``, ``loss_mask`` and ``reward``, in one dimension; None where the engine gave it up.
+        """
+
+    def stop_at(self, *stops: str) -> None:
+        """End completions at these strings, too."""
+        self.gconfig = self.gconfig.new(stop=list(dict.fromkeys([*(self.gconfig.stop or []), *stops])))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens of the tokenizer's own."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    async def score(
+        self, prompt_ids: list[int], completion_ids: list[int], data: dict[str, Any], skip_special_tokens: bool = True
+    ) -> float:
+        """What the reward function gives for a completion; ``skip_special_tokens`` is of the completion's text."""
+        prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
+        completion = self.tokenizer.decode(completion_ids, skip_special_tokens=skip_special_tokens)
+        return await self.async_reward_fn(prompt, completion, prompt_ids, completion_ids, **data)
+
+    def report(self, **figures: float) -> None:
+        """Report figures of an episode in the workflow's scope."""
+        get_tracker(self.rollout_stat_scope).scalar(**figures)
+
+    async def dump(self, sequence: TokenSequence, data: dict[str, Any], facts: dict[str, Any]) -> None:
+        """Write an episode that is one sequence to ``dump_dir``: its prompt, and all that followed; see ``dump_sample``.
+
+        What the policy did not sample stands between ``⟦`` and ``⟧``, as in the rollouts of the run directory.
+        """
+        if self.dump_dir is None:
+            return
+        sampled = sequence.loss_mask[sequence.prompt_length :]
+        await dump_sample(
+            self.dump_dir,
+            version=sequence.version,
+            task=task_name(data),
+            sections={
+                "prompt": self.tokenizer.decode(sequence.input_ids[: sequence.prompt_length]),
+                "episode": marked_text(sequence.completion_ids, sampled, self.tokenizer),
+            },
+            facts={**facts, "tokens": f"{len(sequence)}, {sum(sampled)} of them sampled"},
+        )
+
+
+class _RecordingEngine:
+    """An engine that keeps no record, and the record of what an episode asks of it."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.recorder = Recorder()
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        response = await self.engine.agenerate(request)
+        self.recorder.record(request, response)
+        return response
+
+
+async def run_concurrently(parts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines at once and give their results in order.
+
+    Where one raises, or the caller is cancelled, the others are cancelled and waited for: ``asyncio.gather`` alone would leave
+    them asking the engine for a sample that has failed already.
+
+    Raises:
+        Exception: whatever the first part to fail raised.
+    """
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        if unfinished := [task for task in tasks if not task.done()]:
+            for task in unfinished:
+                task.cancel()
+            await asyncio.wait(unfinished)
+
+
+def task_name(data: Mapping[str, Any]) -> Any:
+    """What a task calls itself: its ``query_id``, its ``id``, else the ordinal of its draw."""
+    return next((data[key] for key in ("query_id", "id", "ordinal") if data.get(key) is not None), "task")
+
+
+_RULE = "-" * 100
+
+
+async def dump_sample(
+    dump_dir: str | Path, *, version: int, task: Any, sections: dict[str, str], facts: dict[str, Any] | None = None
+) -> Path | None:
+    """Write one sample to ``dump_dir/<version>/<task>-<unique>.txt``, without holding up the event loop.
+
+    A dump is for reading: where the disk fails, the sample does not; the log says so.
+
+    Args:
+        dump_dir: created where it is missing.
+        version: of the weights that sampled it (of the first token).
+        task: names the task: its ``query_id``, ``id`` or ordinal.
+        sections: heading to text, in order.
+        facts: written in the first lines, such as the reward.
+
+    Returns:
+        The file, or None where it could not be written.
+    """
+    name = "".join(character if character.isalnum() or character in "-_" else "_" for character in str(task))[:80]
+    path = Path(dump_dir) / str(version) / f"{name}-{uuid.uuid4().hex[:8]}.txt"
+    lines = [f"{key}: {value}" for key, value in (facts or {}).items()]
+    for heading, text in sections.items():
+        lines += [_RULE, heading, _RULE, text]
+    try:
+        await aiofiles.os.makedirs(path.parent, exist_ok=True)
+        async with aiofiles.open(path, "w", encoding="utf-8") as file:
+            await file.write("\n".join(lines) + "\n")
+    except OSError as error:
+        logger.warning("the sample of task %s was not dumped to %s: %s", task, path, error)
+        return None
+    return path
