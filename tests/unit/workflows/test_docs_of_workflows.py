@@ -85,7 +85,8 @@ def test_the_page_followed_to_the_letter_trains(tmp_path):
 def test_the_loop_over_turns_runs(names, tiny_model):
     tokenizer = load_tokenizer(tiny_model)
     with BuiltinEngine(str(tiny_model)) as engine:
-        row = asyncio.run(names["converse"](engine, tokenizer.encode("6*7="), GCONFIG, tokenizer, len))
+        workflow = names["Converse"]("exact_match_reward", GCONFIG, tokenizer)
+        row = asyncio.run(workflow.arun_episode(engine, {"question": "6*7=", "answer": "42"}))
     check_trajectory(row)
     assert "\nGo on. " in tokenizer.decode(row["input_ids"][0])
 

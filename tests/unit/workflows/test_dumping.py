@@ -48,6 +48,8 @@ async def test_names_of_tasks_are_made_file_names(tmp_path):
 
 async def test_a_sequence_says_which_of_its_tokens_were_sampled(tmp_path):
     class Letters:
+        eos_token_id = pad_token_id = None
+
         def decode(self, ids, skip_special_tokens=False):
             return "".join(chr(ord("a") + token) for token in ids)
 

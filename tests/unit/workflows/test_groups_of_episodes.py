@@ -3,10 +3,14 @@
 import asyncio
 
 import pytest
+import torch
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.experience.contract import check_trajectory
+from rollwright.experience.normaliser import normalise
+from rollwright.experience.recorder import Recorder
+from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelResponse
 from rollwright.workflows.episode import run_concurrently
 from rollwright.workflows.multi_turn import MultiTurnWorkflow
@@ -109,3 +113,33 @@ async def test_a_failing_sample_leaves_nothing_running(workflow):
         await made.arun_episode(engine, TASK)
     assert engine.running == 0
     assert len(engine.requests) == 3
+
+
+class Keeps(Says, InferenceEngine):
+    """The same words, from an engine that keeps a record."""
+
+    def __init__(self):
+        super().__init__()
+        self.recorder = Recorder()
+
+    async def agenerate(self, request):
+        response = await super().agenerate(request)
+        self.recorder.record(request, response)
+        return response
+
+    def _unused(self, *arguments):
+        raise AssertionError("a workflow only asks for completions")
+
+    get_version = set_version = pause = resume = abort = _unused
+
+
+@pytest.mark.parametrize("workflow", GROUP_MAKERS)
+async def test_what_the_record_knows_is_left_to_the_record(workflow):
+    made = workflow(full_marks, GenerationHyperparameters(max_new_tokens=8), TOKENIZER)
+    engine = Keeps()
+    row = await made.arun_episode(engine, TASK)
+    assert not {"logprobs", "versions", "temperature", "attention_mask"} & row.keys()
+    filled = normalise(row, engine.recorder)
+    alone = await made.arun_episode(Says(), TASK)
+    assert filled.keys() == alone.keys()
+    assert all(torch.equal(filled[key], alone[key]) for key in filled)
