@@ -25,6 +25,11 @@ _EXPORTS: dict[str, str] = {
     "VLLMConfig": "rollwright.config.servers",
     "RolloutConfig": "rollwright.config.sections",
     "PPOActorConfig": "rollwright.config.sections",
+    "Recipe": "rollwright.config.recipes",
+    "RECIPES": "rollwright.config.recipes",
+    "POLICY_LOSSES": "rollwright.config.recipes",
+    "ADVANTAGE_ESTIMATORS": "rollwright.config.recipes",
+    "KL_ESTIMATORS": "rollwright.config.recipes",
     "load_expr_config": "rollwright.config.loading",
     "DatasetConfig": "rollwright.config.tasksets",
     "FormatConfig": "rollwright.config.tasksets",
@@ -90,6 +95,8 @@ _EXPORTS: dict[str, str] = {
     "RemoteVLLMEngine": "rollwright.rollout.engines",
     "SearchAgentWorkflow": "rollwright.workflows.search_agent",
     "GroupedSearchAgentWorkflow": "rollwright.workflows.search_agent",
+    # algorithms
+    "PolicyLoss": "rollwright.algorithms.losses",
     # training
     "FSDPPPOActor": "rollwright.training.actor",
     "TrainEngine": "rollwright.training.engine",

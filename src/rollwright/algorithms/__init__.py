@@ -1,4 +1,3 @@
-"""What is optimised: advantages, losses, KL and aggregation as pure functions of tensors, and the named recipes made of them.
-
-Nothing here knows a model, a device or a batch's dict. Axes are suffixes of names: ``B`` rows, ``L`` padded length.
+"""What is optimised: advantages, losses and KL as pure functions of tensors. Axes are suffixes of names: ``B`` rows, ``L`` padded
+length. Which of them a run uses, the config says: ``rollwright.config.recipes`` has their names, and the recipes made of them.
 """

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollwright.errors import ConfigError
+from rollwright.config.recipes import ADVANTAGE_ESTIMATORS
+from rollwright.config.sections import PPOActorConfig
+from rollwright.errors import ConfigError, TrainingError
 
 #: A deviation below this share of the largest reward is rounding, not variance.
 _NO_VARIANCE = 1e-6
@@ -101,6 +103,42 @@ def normalised_rewards(rewards_B: Tensor, group_ids_B: Tensor, sample_ids_B: Ten
     """Rewards less their baseline, times their scale: see ``baseline_and_scale``. ``[B]`` in the dtype of ``rewards_B``."""
     baseline_B, scale_B = baseline_and_scale(rewards_B, group_ids_B, sample_ids_B, **levels)
     return ((rewards_B.double() - baseline_B) * scale_B).to(rewards_B.dtype)
+
+
+def estimate(config: PPOActorConfig, rewards_B: Tensor, group_ids_B: Tensor, sample_ids_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Baseline and scale of each row, by the estimator that ``config.adv_estimator`` names.
+
+    An estimator returns both, or the advantage of each row. Of an advantage the scale is 1 and the baseline is what remains,
+    so that with rewards per token a token's advantage is its row's, less what the row collected before the token.
+
+    Args:
+        config: the ``actor`` section.
+        rewards_B: shaped reward of each row (with ``token_rewards``: all that the row collects).
+        group_ids_B, sample_ids_B: as for ``baseline_and_scale``.
+
+    Returns:
+        Baseline and scale, both ``[B]`` in the dtype of ``rewards_B``.
+
+    Raises:
+        ConfigError: there is no such estimator, or it does not take the arguments.
+        TrainingError: it returned something of another shape.
+    """
+    name, arguments = config.adv_estimator, dict(config.adv_estimator_kwargs)
+    if name == "normalised" and config.adv_norm is None:
+        return torch.zeros_like(rewards_B), torch.ones_like(rewards_B)
+    if name == "normalised":
+        arguments = vars(config.adv_norm) | arguments
+    result = ADVANTAGE_ESTIMATORS.build(name, rewards_B, group_ids_B, sample_ids_B, **arguments)
+    parts = result if isinstance(result, tuple) else (result,)
+    if len(parts) > 2 or not all(isinstance(part, Tensor) and part.shape == rewards_B.shape for part in parts):
+        shapes = [list(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
+        raise TrainingError(
+            f"the advantage estimator {name!r} returned {shapes}: return the advantage of each row, a tensor of "
+            f"{list(rewards_B.shape)}, or a pair of such, baseline and scale."
+        )
+    if len(parts) == 1:
+        return rewards_B - parts[0].to(rewards_B.dtype), torch.ones_like(rewards_B)
+    return parts[0].to(rewards_B.dtype), parts[1].to(rewards_B.dtype)
 
 
 def returns_to_go(token_rewards_BL: Tensor, mask_BL: Tensor) -> Tensor:

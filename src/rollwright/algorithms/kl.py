@@ -9,10 +9,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollwright.errors import ConfigError
+from rollwright.config.recipes import KL_ESTIMATORS
 
 #: Differences of log-probabilities are cut here before the exponential of k3; e^20 is far outside any useful update.
 LOG_RATIO_LIMIT = 20.0
+
+
+def k1(logp_BL: Tensor, ref_logp_BL: Tensor) -> Tensor:
+    """``-log r``."""
+    return logp_BL - ref_logp_BL
+
+
+def k2(logp_BL: Tensor, ref_logp_BL: Tensor) -> Tensor:
+    """``(log r)² / 2``."""
+    return 0.5 * (ref_logp_BL - logp_BL).square()
+
+
+def k3(logp_BL: Tensor, ref_logp_BL: Tensor) -> Tensor:
+    """``(r - 1) - log r``."""
+    log_ratio_BL = ref_logp_BL - logp_BL
+    return torch.expm1(log_ratio_BL.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) - log_ratio_BL
 
 
 def kl_estimate(logp_BL: Tensor, ref_logp_BL: Tensor, estimator: str) -> Tensor:
@@ -21,19 +37,15 @@ def kl_estimate(logp_BL: Tensor, ref_logp_BL: Tensor, estimator: str) -> Tensor:
     Args:
         logp_BL: log-probabilities of the tokens under the policy.
         ref_logp_BL: the same under the reference.
-        estimator: ``k1``, ``k2`` or ``k3``.
+        estimator: ``k1``, ``k2``, ``k3``, or a name or import path of ``KL_ESTIMATORS``.
 
     Returns:
         ``[B, L]``, in nats.
+
+    Raises:
+        ConfigError: there is no such estimator.
     """
-    log_ratio_BL = ref_logp_BL - logp_BL
-    if estimator == "k1":
-        return -log_ratio_BL
-    if estimator == "k2":
-        return 0.5 * log_ratio_BL.square()
-    if estimator == "k3":
-        return torch.expm1(log_ratio_BL.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) - log_ratio_BL
-    raise ConfigError(f"kl_estimator is {estimator!r}: choose one of k1, k2, k3.")
+    return KL_ESTIMATORS.get(estimator)(logp_BL, ref_logp_BL)
 
 
 def kl_loss(logp_BL: Tensor, ref_logp_BL: Tensor, estimator: str) -> Tensor:

@@ -1,11 +1,13 @@
-"""Losses per token. Each is to be weighted by ``aggregation_weights`` and summed.
+"""Losses per token, the importance ratios in them, and the weights that make one number of them.
 
-A policy loss takes log-probabilities ``logp_BL`` (with gradient), ``old_logp_BL`` (the policy that the ratio is taken
-against), ``advantages_BL`` and ``mask_BL``, and returns a ``PolicyLoss``. ``POLICY_LOSSES`` names them for the config.
+A policy loss takes ``logp_BL`` (with gradient), ``old_logp_BL`` (the policy that the ratio is taken against), ``advantages_BL``
+and ``mask_BL``, and returns a ``PolicyLoss``, or its values alone. ``POLICY_LOSSES`` names them for the config. The loss of a
+batch is ``(weights_BL * values_BL).sum()`` with the weights of ``aggregation_weights``.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +16,60 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollwright.algorithms.ratios import LOG_RATIO_LIMIT, importance_ratio
+from rollwright.config.recipes import POLICY_LOSSES
+from rollwright.config.sections import PPOActorConfig
 from rollwright.errors import ConfigError
+
+#: Log-ratios are cut here before the exponential: e^20 is beyond every clip and every cap, and stays finite.
+LOG_RATIO_LIMIT = 20.0
+
+#: Parameters of a loss that are given by config keys of their own.
+_FROM_CONFIG = {"level": "importance_level", "eps_clip": "eps_clip", "eps_clip_higher": "eps_clip_higher", "c_clip": "c_clip"}
+
+
+# -- which loss --------------------------------------------------------------------------------------------------------
+
+
+def find_policy_loss(config: PPOActorConfig) -> Callable[[Tensor, Tensor, Tensor, Tensor], PolicyLoss]:
+    """The loss that ``config`` names, with its arguments.
+
+    A loss that has a parameter ``level``, ``eps_clip``, ``eps_clip_higher`` or ``c_clip`` gets the config key
+    (``importance_level`` for ``level``); others come from ``policy_loss_kwargs``.
+
+    Raises:
+        ConfigError: the loss does not exist (with the names that there are), or does not take an argument.
+    """
+    name, arguments = config.policy_loss, dict(config.policy_loss_kwargs)
+    loss = POLICY_LOSSES.get(name)
+    parameters = list(inspect.signature(loss).parameters.values())[4:]
+    known = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    if not takes_all and (unknown := sorted(set(arguments) - (known - set(_FROM_CONFIG)))):
+        allowed = ", ".join(sorted(known - set(_FROM_CONFIG))) or "none"
+        raise ConfigError(f"actor.policy_loss_kwargs has {unknown}, which the loss {name!r} does not take: it takes {allowed}.")
+    given = {parameter: getattr(config, key) for parameter, key in _FROM_CONFIG.items() if parameter in known}
+    return functools.partial(_policy_loss, loss, {**given, **arguments})
+
+
+def _policy_loss(
+    loss: Callable[..., PolicyLoss | Tensor],
+    arguments: dict[str, object],
+    logp_BL: Tensor,
+    old_logp_BL: Tensor,
+    advantages_BL: Tensor,
+    mask_BL: Tensor,
+) -> PolicyLoss:
+    result = loss(logp_BL, old_logp_BL, advantages_BL, mask_BL, **arguments)
+    if isinstance(result, PolicyLoss):
+        return result
+    if not isinstance(result, Tensor) or result.shape != logp_BL.shape:
+        found = f"a tensor of {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+        raise ConfigError(
+            f"the policy loss {getattr(loss, '__qualname__', loss)} returned {found}; return a PolicyLoss, or a loss for each "
+            f"token: {list(logp_BL.shape)}, not summed."
+        )
+    ratio_BL = importance_ratio(logp_BL, old_logp_BL, mask_BL).detach()
+    return PolicyLoss(result, ratio_BL, torch.zeros_like(mask_BL, dtype=torch.bool))
 
 
 @dataclass
@@ -141,35 +195,6 @@ def topr_loss(
     return PolicyLoss(-weight_BL * advantages_BL * logp_BL, ratio_BL, tapered_BL & (ratio_BL > 1.0))
 
 
-POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {
-    "clip": clip_loss,
-    "cispo": cispo_loss,
-    "sapo": sapo_loss,
-    "reinforce": reinforce_loss,
-    "opmd": opmd_loss,
-    "topr": topr_loss,
-}
-
-
-def check_policy_loss(name: str, arguments: dict[str, object]) -> None:
-    """Refuse a loss that does not exist, or arguments that it does not take.
-
-    Raises:
-        ConfigError: with the names that there are.
-    """
-    if name not in POLICY_LOSSES:
-        raise ConfigError(f"actor.policy_loss is {name!r}: choose one of {', '.join(POLICY_LOSSES)}.")
-    if name == "clip":
-        allowed: set[str] = set()  # the clip has config keys of its own
-    else:
-        allowed = {p for p, kind in inspect.signature(POLICY_LOSSES[name]).parameters.items() if kind.kind is kind.KEYWORD_ONLY}
-        allowed -= {"level"}
-    unknown = sorted(set(arguments) - allowed)
-    if unknown:
-        known = ", ".join(sorted(allowed)) or "none"
-        raise ConfigError(f"actor.policy_loss_kwargs has {unknown}, which the loss {name!r} does not take: it takes {known}.")
-
-
 def sft_loss(logp_BL: Tensor) -> Tensor:
     """Negative log-likelihood of each token, ``[B, L]``."""
     return -logp_BL
@@ -200,3 +225,135 @@ def dpo_loss(
     margin_B = beta * ((chosen_logp_B - ref_chosen_logp_B) - (rejected_logp_B - ref_rejected_logp_B))
     loss_B = -(1.0 - label_smoothing) * F.logsigmoid(margin_B) - label_smoothing * F.logsigmoid(-margin_B)
     return loss_B, margin_B.detach()
+
+
+# -- ratios ------------------------------------------------------------------------------------------------------------
+
+
+def turn_index(mask_BL: Tensor) -> Tensor:
+    """The turn that each trained token belongs to: 1, 2, … for the runs of consecutive 1s of a row, 0 outside them."""
+    mask_BL = mask_BL > 0
+    starts_BL = mask_BL.clone()
+    starts_BL[:, 1:] &= ~mask_BL[:, :-1]
+    return starts_BL.long().cumsum(-1) * mask_BL
+
+
+def pooled_log_ratio(log_ratio_BL: Tensor, mask_BL: Tensor, level: str) -> Tensor:
+    """Log-ratios at the level where importance is taken.
+
+    Args:
+        log_ratio_BL: log-probabilities under the new policy minus those under the old.
+        mask_BL: 1 where a token trains.
+        level: ``token``: as they are. ``sequence``: the mean over the row, so that its exponential is GSPO's
+            length-normalised sequence ratio (arXiv 2507.18071, eq. 7). ``turn``: the mean over each run of trained tokens.
+
+    Returns:
+        ``[B, L]``; every token of a turn or row carries the same value, 0 where ``mask_BL`` is 0.
+    """
+    mask_BL = mask_BL.to(log_ratio_BL.dtype)
+    log_ratio_BL = log_ratio_BL * mask_BL
+    if level == "token":
+        return log_ratio_BL
+    if level == "sequence":
+        mean_B = log_ratio_BL.sum(-1) / mask_BL.sum(-1).clamp(min=1)
+        return mean_B[:, None] * mask_BL
+    if level == "turn":
+        index_BL = turn_index(mask_BL)
+        turns = int(index_BL.max()) + 1 if index_BL.numel() else 1
+        empty_BT = log_ratio_BL.new_zeros(log_ratio_BL.shape[0], turns)
+        total_BT = empty_BT.scatter_add(1, index_BL, log_ratio_BL)
+        count_BT = empty_BT.scatter_add(1, index_BL, mask_BL)
+        return (total_BT / count_BT.clamp(min=1)).gather(1, index_BL) * mask_BL
+    raise ConfigError(f"importance_level is {level!r}: choose one of token, turn, sequence.")
+
+
+def importance_ratio(logp_BL: Tensor, old_logp_BL: Tensor, mask_BL: Tensor, level: str = "token") -> Tensor:
+    """The ratio of two policies' probabilities, ``[B, L]``; 1 where ``mask_BL`` is 0."""
+    log_ratio_BL = pooled_log_ratio(logp_BL - old_logp_BL, mask_BL, level)
+    return log_ratio_BL.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def behaviour_weight(
+    prox_logp_BL: Tensor, behaviour_logp_BL: Tensor, mask_BL: Tensor, *, cap: float | None, mode: str, level: str = "token"
+) -> tuple[Tensor, Tensor]:
+    """The weight that corrects for who sampled: the proximal policy over the behaviour policy.
+
+    It is the factor outside the clip of decoupled PPO (AReaL, arXiv 2505.24298, eq. 5), and, where the two policies
+    differ only because an engine computes other numbers than the trainer, truncated (``clamp``) or masked (``mask``)
+    importance sampling of that mismatch. No gradient flows through it.
+
+    Args:
+        prox_logp_BL: log-probabilities under the policy before this batch's first step.
+        behaviour_logp_BL: log-probabilities at sampling.
+        mask_BL: 1 where a token trains.
+        cap: largest weight; None: no cap.
+        mode: over the cap, ``mask`` gives the token no weight, ``clamp`` gives it the cap.
+        level: ``token``, ``turn`` or ``sequence``.
+
+    Returns:
+        The weight ``[B, L]``, 0 where ``mask_BL`` is 0, and a bool ``[B, L]`` that is true where the cap took effect.
+    """
+    with torch.no_grad():
+        weight_BL = importance_ratio(prox_logp_BL, behaviour_logp_BL, mask_BL, level) * mask_BL
+        if cap is None:
+            return weight_BL, torch.zeros_like(weight_BL, dtype=torch.bool)
+        capped_BL = weight_BL > cap
+        if mode == "mask":
+            return weight_BL.masked_fill(capped_BL, 0.0), capped_BL
+        if mode == "clamp":
+            return weight_BL.clamp(max=cap), capped_BL
+    raise ConfigError(f"behav_imp_weight_mode is {mode!r}: choose mask or clamp.")
+
+
+def interpolated_prox_logp(logp_BL: Tensor, behaviour_logp_BL: Tensor, versions_BL: Tensor, current_version: int) -> Tensor:
+    """The proximal policy's log-probabilities without a forward pass of its own.
+
+    The policy before this batch's update has ``current_version``, the one under optimisation is taken as one version on,
+    and the behaviour policy of a token has the version that sampled it; log-probabilities are interpolated linearly in
+    the version between behaviour and current. A token of the current version keeps its behaviour log-probability.
+
+    Args:
+        logp_BL: log-probabilities under the policy being optimised (detached here).
+        behaviour_logp_BL: log-probabilities at sampling.
+        versions_BL: version that sampled each token; -1 where none did.
+        current_version: version of the trainer's weights before this update.
+    """
+    age_BL = (current_version - versions_BL).clamp(min=0).to(logp_BL.dtype)
+    share_BL = age_BL / (age_BL + 1)
+    return behaviour_logp_BL + share_BL * (logp_BL.detach() - behaviour_logp_BL)
+
+
+# -- aggregation -------------------------------------------------------------------------------------------------------
+
+
+def aggregation_weights(
+    mask_BL: Tensor, how: str, *, constant: float = 1.0, reduce: Callable[[Tensor], Tensor] = lambda total: total
+) -> Tensor:
+    """The weight of every token in the loss, with the denominator of the whole batch.
+
+    It is computed once, before the batch is divided into micro-batches or over ranks, so that dividing it cannot change the
+    gradient.
+
+    Args:
+        mask_BL: 1 where a token trains.
+        how: ``token``: the mean over all tokens of the batch (DAPO, arXiv 2503.14476, eq. 8). ``row``: the mean over rows
+            of each row's mean (GRPO, arXiv 2402.03300, eq. 3); rows without a trained token are not counted.
+            ``constant``: the sum over tokens divided by ``constant`` times the number of rows (Dr. GRPO, arXiv
+            2503.20783), so that a long answer is not worth less for each token.
+        constant: tokens that a row counts for where ``how`` is ``constant``.
+        reduce: sums a scalar over the ranks that share the batch.
+
+    Returns:
+        ``[B, L]`` float, 0 where ``mask_BL`` is 0. All zeros where nothing trains.
+    """
+    mask_BL = mask_BL.to(torch.get_default_dtype() if not mask_BL.is_floating_point() else mask_BL.dtype)
+    tokens_B = mask_BL.sum(-1)
+    if how == "token":
+        return mask_BL / reduce(tokens_B.sum()).clamp(min=1)
+    if how == "row":
+        rows = reduce((tokens_B > 0).sum().to(mask_BL.dtype)).clamp(min=1)
+        return mask_BL / tokens_B.clamp(min=1)[:, None] / rows
+    if how == "constant":
+        rows = reduce(torch.tensor(float(mask_BL.shape[0]), dtype=mask_BL.dtype, device=mask_BL.device)).clamp(min=1)
+        return mask_BL / (constant * rows)
+    raise ConfigError(f"loss_aggregation is {how!r}: choose one of token, row, constant.")

@@ -1,19 +1,43 @@
-"""Named recipes: what an algorithm of the literature sets, as a table of config keys.
+"""Algorithms by name: policy losses, advantage estimators, KL estimators, and the recipes made of them.
 
-A recipe is nothing but defaults: whatever the user sets wins. ``docs/algorithms.md`` says of each how it differs from its
-paper.
+A recipe is nothing but defaults, a table of config keys: whatever the user sets wins. ``docs/algorithms.md`` says of each how
+it differs from its paper.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
 from rollwright.errors import ConfigError
+from rollwright.registry import Registry
+
+#: ``actor.policy_loss``: called with ``logp_BL, old_logp_BL, advantages_BL, mask_BL``; see ``rollwright.algorithms.losses``.
+POLICY_LOSSES: Registry[Callable[..., Any]] = Registry(
+    "policy loss",
+    variable="POLICY_LOSSES",
+    built_in={
+        name: f"rollwright.algorithms.losses:{name}_loss" for name in ("clip", "cispo", "sapo", "reinforce", "opmd", "topr")
+    },
+)
+
+#: ``actor.adv_estimator``: called with ``rewards_B, group_ids_B, sample_ids_B``; see ``rollwright.algorithms.advantages``.
+ADVANTAGE_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
+    "advantage estimator",
+    variable="ADVANTAGE_ESTIMATORS",
+    built_in={"normalised": "rollwright.algorithms.advantages:baseline_and_scale"},
+)
+
+#: ``actor.kl_estimator``: called with ``logp_BL, ref_logp_BL``; see ``rollwright.algorithms.kl``.
+KL_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
+    "KL estimator",
+    variable="KL_ESTIMATORS",
+    built_in={name: f"rollwright.algorithms.kl:{name}" for name in ("k1", "k2", "k3")},
+)
 
 
 @dataclass(frozen=True)
@@ -25,6 +49,9 @@ class Recipe:
     rollout: dict[str, Any] = field(default_factory=dict)
 
 
+#: ``actor.recipe``; a user adds one by ``RECIPES["name"] = Recipe(…)``.
+RECIPES: Registry[Recipe] = Registry("recipe", variable="RECIPES", accepts=lambda entry: isinstance(entry, Recipe))
+
 _APPLIED = "_recipe_applied"
 
 
@@ -32,7 +59,7 @@ def _norm(mean: str, std: str, *, leave_one_out: bool = False) -> dict[str, Any]
     return {"adv_norm.mean_level": mean, "adv_norm.std_level": std, "adv_norm.leave_one_out": leave_one_out}
 
 
-RECIPES: dict[str, Recipe] = {
+for _name, _recipe in {
     "grpo": Recipe("GRPO, arXiv 2402.03300; tokens weigh alike (DAPO's aggregation)", {}),
     "dr_grpo": Recipe("Dr. GRPO, arXiv 2503.20783", {**_norm("group", "none"), "loss_aggregation": "constant"}),
     "dapo": Recipe(
@@ -55,7 +82,8 @@ RECIPES: dict[str, Recipe] = {
     "opmd": Recipe("OPMD, Trinity-RFT, arXiv 2505.17826", {**_norm("group", "none"), "policy_loss": "opmd"}),
     "topr": Recipe("TOPR, arXiv 2503.14286", {**_norm("group", "none"), "policy_loss": "topr"}),
     "decoupled_ppo": Recipe("Decoupled PPO, AReaL, arXiv 2505.24298", {"use_decoupled_loss": True}),
-}
+}.items():
+    RECIPES[_name] = _recipe
 
 #: Other names under which the same recipes are known.
 ALIASES = {
@@ -74,10 +102,12 @@ def find_recipe(name: str) -> Recipe:
     Raises:
         ConfigError: the name is unknown (with the list, and the nearest), or needs a critic.
     """
+    if name in RECIPES:
+        return RECIPES.get(name)
     key = name.strip().lower().replace("-", "_") if name not in ALIASES else name
     key = ALIASES.get(key, key)
     if key in RECIPES:
-        return RECIPES[key]
+        return RECIPES.get(key)
     if key in ("ppo", "gae"):
         raise ConfigError(
             f"actor.recipe is {name!r}, which needs a critic, and there is none yet. Use grpo (a group of samples is the "
@@ -87,6 +117,8 @@ def find_recipe(name: str) -> Recipe:
         raise ConfigError(
             f"actor.recipe is {name!r}, which samples nothing: it is a stage of its own, `kind: {key}` (docs/supervised.md)."
         )
+    if "." in name or ":" in name:
+        return RECIPES.get(name)
     near = get_close_matches(key, RECIPES, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"actor.recipe is {name!r}, which is no recipe.{hint} There are: {', '.join(RECIPES)}.")

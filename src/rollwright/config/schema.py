@@ -110,6 +110,8 @@ def _described(schema: dict[str, Any], field: dataclasses.Field, definitions: di
             branch.update({_LIMITS[name]: metadata[name] for name in _LIMITS if metadata.get(name) is not None})
         if metadata.get("choices") and branch.get("type") == "string" and "pattern" not in branch:
             branch["enum"] = list(metadata["choices"])
+        if metadata.get("registry") is not None and branch.get("type") == "string":
+            branch["examples"] = list(metadata["registry"].built_in)
         if metadata.get("item_choices") and branch.get("type") == "array":
             branch["items"] = {"enum": list(metadata["item_choices"])}
     described = dict(schema)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.recipes import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 
 
 def _help(text: str, **limits: Any) -> dict[str, Any]:
@@ -100,8 +101,8 @@ class PPOActorConfig(TrainEngineConfig):
     policy_loss: str = field(
         default="clip",
         metadata=_help(
-            "The loss of a token (docs/algorithms.md); clip: PPO's, by the keys below.",
-            choices=["clip", "cispo", "sapo", "reinforce", "opmd", "topr"],
+            "The loss of a token (docs/algorithms.md): a registered name or import path; clip: PPO's, by the keys below.",
+            registry=POLICY_LOSSES,
         ),
     )
     policy_loss_kwargs: dict[str, Any] = field(
@@ -128,13 +129,25 @@ class PPOActorConfig(TrainEngineConfig):
     adv_norm: NormConfig | None = field(
         default_factory=NormConfig, metadata=_help("How rewards become advantages; None: raw rewards.")
     )
+    adv_estimator: str = field(
+        default="normalised",
+        metadata=_help(
+            "From rewards to advantages (docs/algorithms.md): a registered name or import path; normalised: as adv_norm says.",
+            registry=ADVANTAGE_ESTIMATORS,
+        ),
+    )
+    adv_estimator_kwargs: dict[str, Any] = field(
+        default_factory=dict, metadata=_help("Arguments of an adv_estimator other than normalised.")
+    )
     reward_scaling: float = field(default=1.0, metadata=_help("Rewards are multiplied by this after reward_bias is added."))
     reward_bias: float = field(default=0.0, metadata=_help("Added to every reward."))
     reward_clip: float = field(default=20.0, metadata=_help("Scaled rewards are clipped to ± this.", gt=0.0))
     kl_ctl: float = field(
         default=0.0, metadata=_help("Weight of the KL to the reference in the loss; above 0 loads the reference model.", ge=0.0)
     )
-    kl_estimator: str = field(default="k3", metadata=_help("Schulman's estimators of KL.", choices=["k1", "k2", "k3"]))
+    kl_estimator: str = field(
+        default="k3", metadata=_help("Schulman's k1, k2 or k3; or a registered name or import path.", registry=KL_ESTIMATORS)
+    )
     entropy_coef: float = field(default=0.0, metadata=_help("Weight of an entropy bonus.", ge=0.0))
     mask_truncated: bool = field(
         default=False, metadata=_help("Samples cut by a length limit do not train (DAPO's overlong filter).")

@@ -18,8 +18,8 @@ from typing import Any
 from rollwright.config.generation import ALIASES, GenerationHyperparameters
 from rollwright.config.source import DIALECTS, KeyPath, Origins, Written, dotted
 from rollwright.config.tasksets import TASKSET_NAMES, TasksetConfig
-from rollwright.errors import ConfigError
-from rollwright.registry import nearest
+from rollwright.errors import ConfigError, RollwrightError
+from rollwright.registry import Registry, nearest
 
 logger = logging.getLogger("rollwright.config")
 
@@ -276,10 +276,26 @@ class Builder:
         choices = metadata.get("choices")
         if choices and value not in choices:
             self.fault(path, f"must be one of {', '.join(map(str, choices))}, got {_shown(value)}; {nearest(value, choices)}")
+        registry = metadata.get("registry")
+        if registry is not None and value not in registry:
+            self._check_import_path(registry, value, path)
         item_choices = metadata.get("item_choices")
         for index, item in enumerate(value if item_choices and isinstance(value, (list, tuple)) else ()):
             if item not in item_choices:
                 self.fault((*path, index), f"must be one of {', '.join(map(str, item_choices))}, got {_shown(item)}")
+
+    def _check_import_path(self, registry: Registry[Any], value: str, path: KeyPath) -> None:
+        """``value`` is no name of the registry: it has to be an import path."""
+        if "." not in value and ":" not in value:
+            names = registry.names()
+            self.fault(
+                path, f"must be one of {', '.join(names)}, or an import path, got {_shown(value)}; {nearest(value, names)}"
+            )
+            return
+        try:
+            registry.get(value)
+        except RollwrightError as error:
+            self.fault(path, str(error))
 
 
 _SCALARS: dict[type, str] = {str: "text", int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}

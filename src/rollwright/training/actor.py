@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollwright.algorithms.advantages import baseline_and_scale, returns_to_go
-from rollwright.algorithms.aggregation import aggregation_weights
-from rollwright.algorithms.losses import check_policy_loss
-from rollwright.algorithms.recipes import apply_recipe
+from rollwright.algorithms.advantages import estimate, returns_to_go
+from rollwright.algorithms.losses import aggregation_weights, find_policy_loss
+from rollwright.config.recipes import apply_recipe
 from rollwright.config.sections import PPOActorConfig
 from rollwright.errors import TrainingError, WeightUpdateError
 from rollwright.experience.trajectory import Trajectory, tensor_container_to
@@ -44,7 +43,7 @@ class FSDPPPOActor(TrainEngine):
             ConfigError: the recipe or the loss is unknown, or needs what is not built.
         """
         apply_recipe(config)
-        check_policy_loss(config.policy_loss, config.policy_loss_kwargs)
+        find_policy_loss(config)
         super().__init__(config, model)
         self.needs_reference = config.kl_ctl > 0
         self._engine: Any = None
@@ -66,61 +65,57 @@ class FSDPPPOActor(TrainEngine):
     def compute_advantages(self, batch: Trajectory) -> Trajectory:
         """Write ``advantages [B, L]`` into the batch: what each trained token is reinforced by.
 
-        Rewards are shifted, scaled and clipped, then normalised over samples as ``adv_norm`` says. Where the batch has
-        ``token_rewards [B, L]``, a token's advantage is what its row still collects from there on, against the same
-        baseline of whole rows. With ``kl_ctl > 0`` the batch also receives ``ref_logp``.
+        Rewards are shifted, scaled and clipped, then given to ``adv_estimator``; ``normalised`` normalises them over samples
+        as ``adv_norm`` says. Where the batch has ``token_rewards [B, L]``, a token's advantage is what its row still collects
+        from there on, against the same baseline of whole rows. Advantages that the batch has already (``[B]`` or ``[B, L]``,
+        from a workflow, an operator or the caller) are used as they are. With ``kl_ctl > 0`` the batch also receives
+        ``ref_logp``.
 
         Args:
-            batch: with ``rewards [B]``; ``group_ids`` where a level of ``adv_norm`` is ``group``; ``sample_ids`` where
-                samples have several rows.
+            batch: with ``rewards [B]`` or ``advantages``; ``group_ids`` where a level of ``adv_norm`` is ``group``;
+                ``sample_ids`` where samples have several rows.
 
         Returns:
             The same dict.
 
         Raises:
-            TrainingError: a key that is needed is missing.
+            TrainingError: a key that is needed is missing, or advantages have another shape.
         """
-        config = self.config
         mask_BL = self._update_mask(batch).float()
-        outcome_B = self._shaped(_require(batch, "rewards", "compute_advantages").float().to(mask_BL.device))
-        outcome_B = outcome_B.clamp(-config.reward_clip, config.reward_clip)
+        if batch.get("advantages") is None:
+            batch["advantages"] = self._estimated(batch, mask_BL)
+        else:
+            given = batch["advantages"].float().to(mask_BL.device)
+            if given.shape not in (mask_BL.shape, mask_BL.shape[:1]):
+                raise TrainingError(
+                    f"compute_advantages: the batch's advantages have the shape {list(given.shape)}; give one for each row, "
+                    f"{list(mask_BL.shape[:1])}, or for each token, {list(mask_BL.shape)}."
+                )
+            batch["advantages"] = (given if given.ndim == 2 else given[:, None]) * mask_BL
+        if self.config.kl_ctl > 0 and "ref_logp" not in batch:
+            batch["ref_logp"] = self.compute_ref_logp(batch)
+        return batch
+
+    def _estimated(self, batch: Trajectory, mask_BL: Tensor) -> Tensor:
+        config = self.config
+        rewards_B = _require(batch, "rewards", "compute_advantages").float().to(mask_BL.device)
+        outcome_B = ((rewards_B + config.reward_bias) * config.reward_scaling).clamp(-config.reward_clip, config.reward_clip)
         later_BL = torch.zeros_like(mask_BL)
         if batch.get("token_rewards") is not None:
             token_rewards_BL = batch["token_rewards"].float().to(mask_BL.device) * config.reward_scaling
             later_BL = returns_to_go(token_rewards_BL, torch.ones_like(mask_BL))
-        baseline_B, scale_B = self._baseline_and_scale(batch, outcome_B + later_BL[:, 0])
-        gains_BL = outcome_B[:, None] + later_BL - baseline_B[:, None]
-        batch["advantages"] = gains_BL * scale_B[:, None] * mask_BL
-        if config.kl_ctl > 0 and "ref_logp" not in batch:
-            batch["ref_logp"] = self.compute_ref_logp(batch)
-        return batch
-
-    def _shaped(self, rewards_B: Tensor) -> Tensor:
-        return (rewards_B + self.config.reward_bias) * self.config.reward_scaling
-
-    def _baseline_and_scale(self, batch: Trajectory, returns_B: Tensor) -> tuple[Tensor, Tensor]:
-        norm = self.config.adv_norm
-        if norm is None:
-            return torch.zeros_like(returns_B), torch.ones_like(returns_B)
-        if "group" in (norm.mean_level, norm.std_level) and batch.get("group_ids") is None:
+        norm = config.adv_norm if config.adv_estimator == "normalised" else None
+        if norm is not None and "group" in (norm.mean_level, norm.std_level) and batch.get("group_ids") is None:
             raise TrainingError(
                 "compute_advantages: the batch has no group_ids, so which rows are compared with each other is unknown. The "
                 "executor fills them; give them by hand, or set actor.adv_norm.mean_level and std_level to batch."
             )
-        rows = torch.arange(returns_B.shape[0], device=returns_B.device)
-        returns_all, own = parallel.gathered_rows(returns_B)
+        rows = torch.arange(len(rewards_B), device=mask_BL.device)
+        returns_all, own = parallel.gathered_rows(outcome_B + later_BL[:, 0])
         groups_all, _ = parallel.gathered_rows(_numbers_of_this_rank(batch.get("group_ids"), rows))
         samples_all, _ = parallel.gathered_rows(_numbers_of_this_rank(batch.get("sample_ids"), rows))
-        baseline_all, scale_all = baseline_and_scale(
-            returns_all,
-            groups_all,
-            samples_all,
-            mean_level=norm.mean_level,
-            std_level=norm.std_level,
-            leave_one_out=norm.leave_one_out,
-            eps=norm.eps,
-        )
-        return baseline_all[own].to(returns_B.dtype), scale_all[own].to(returns_B.dtype)
+        baseline_all, scale_all = estimate(config, returns_all, groups_all, samples_all)
+        return (outcome_B[:, None] + later_BL - baseline_all[own][:, None]) * scale_all[own][:, None] * mask_BL
 
     def ppo_update(self, batch: Trajectory) -> dict[str, float]:
         """Optimise the policy on a batch, in ``ppo_n_minibatches`` steps.
@@ -152,6 +147,7 @@ class FSDPPPOActor(TrainEngine):
         if config.kl_ctl > 0 and "ref_logp" not in batch:
             batch["ref_logp"] = self.compute_ref_logp(batch)
 
+        policy_loss = find_policy_loss(config)
         statistics = TokenStatistics(self.device)
         batch_diagnostics(batch, self.version, statistics)
         steps = []
@@ -164,7 +160,7 @@ class FSDPPPOActor(TrainEngine):
             )
             if self._publisher is not None:
                 self._publisher.before_first_step()
-            update = PolicyUpdate(config, self.version, before_first_step=number == 0)
+            update = PolicyUpdate(config, policy_loss, self.version, before_first_step=number == 0)
             steps.append(self.optimise(minibatch, update.loss, statistics, with_entropy=True))
         statistics.add("policy_loss", torch.zeros((), device=self.device), torch.tensor(len(steps) / parallel.world_size()))
         metrics = {**_summary(steps), "lr": self.learning_rate, **with_effective_sample_size(statistics.export())}

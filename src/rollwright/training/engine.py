@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollwright.algorithms.aggregation import aggregation_weights
-from rollwright.algorithms.losses import sft_loss
+from rollwright.algorithms.losses import aggregation_weights, sft_loss
 from rollwright.config.experiment import FinetuneSpec
 from rollwright.config.sections import OptimizerConfig, TrainEngineConfig
 from rollwright.errors import CheckpointError, ConfigError, TrainingError

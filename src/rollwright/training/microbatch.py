@@ -1,7 +1,7 @@
 """Cutting a batch so that it fits in memory, with little padding.
 
 Rows are sorted by length, so that rows of a micro-batch are about as long as each other, and columns to the right of a
-micro-batch's longest row are cut off. The loss's weights are fixed before (``algorithms.aggregation``), so that none of
+micro-batch's longest row are cut off. The loss's weights are fixed before (``aggregation_weights``), so that none of
 this changes the gradient.
 """
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from rollwright.algorithms.advantages import groups_without_variance
 from rollwright.algorithms.kl import kl_estimate, kl_loss
-from rollwright.algorithms.losses import POLICY_LOSSES, PolicyLoss, clip_loss
-from rollwright.algorithms.ratios import behaviour_weight, interpolated_prox_logp
+from rollwright.algorithms.losses import PolicyLoss, behaviour_weight, interpolated_prox_logp
 from rollwright.config.sections import PPOActorConfig
 from rollwright.experience.trajectory import Trajectory
 from rollwright.training.parallel import TokenStatistics
@@ -20,15 +21,24 @@ STALENESS_BINS = 10
 class PolicyUpdate:
     """The loss of a minibatch, as ``TrainEngine.optimise`` calls it for each micro-batch."""
 
-    def __init__(self, config: PPOActorConfig, version: int, *, before_first_step: bool) -> None:
+    def __init__(
+        self,
+        config: PPOActorConfig,
+        policy_loss: Callable[[Tensor, Tensor, Tensor, Tensor], PolicyLoss],
+        version: int,
+        *,
+        before_first_step: bool,
+    ) -> None:
         """
         Args:
             config: the ``actor`` section.
+            policy_loss: the loss that it names.
             version: of the weights before the update.
             before_first_step: no optimizer step has been made on this batch, so that current log-probabilities are those
                 of the proximal policy.
         """
         self.config = config
+        self.policy_loss = policy_loss
         self.version = version
         self.before_first_step = before_first_step
 
@@ -40,7 +50,7 @@ class PolicyUpdate:
         anchor_BL = self._anchor(part, logp_BL, behaviour_BL) * mask_BL
         if part.get("logprobs_shifted") is not None:  # not the policy's: its own before the first step take their place
             behaviour_BL = torch.where(part["logprobs_shifted"][:, None], anchor_BL, behaviour_BL)
-        policy = self._policy_loss(logp_BL, anchor_BL, part["advantages"].to(logp_BL.dtype), mask_BL)
+        policy = self.policy_loss(logp_BL, anchor_BL, part["advantages"].to(logp_BL.dtype), mask_BL)
         values_BL = policy.values
         if config.use_decoupled_loss:
             weight_BL, capped_BL = behaviour_weight(
@@ -81,22 +91,6 @@ class PolicyUpdate:
         if (config.use_decoupled_loss or config.recompute_logprob) and self.before_first_step:
             return logp_BL.detach()
         return behaviour_BL
-
-    def _policy_loss(self, logp_BL: Tensor, anchor_BL: Tensor, advantages_BL: Tensor, mask_BL: Tensor) -> PolicyLoss:
-        config = self.config
-        if config.policy_loss == "clip":
-            return clip_loss(
-                logp_BL,
-                anchor_BL,
-                advantages_BL,
-                mask_BL,
-                level=config.importance_level,
-                eps_clip=config.eps_clip,
-                eps_clip_higher=config.eps_clip_higher,
-                c_clip=config.c_clip,
-            )
-        loss = POLICY_LOSSES[config.policy_loss]
-        return loss(logp_BL, anchor_BL, advantages_BL, mask_BL, level=config.importance_level, **config.policy_loss_kwargs)
 
     @torch.no_grad()
     def _measure(

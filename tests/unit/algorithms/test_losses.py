@@ -5,19 +5,21 @@ import math
 import pytest
 import torch
 
-from rollwright.algorithms.aggregation import aggregation_weights
 from rollwright.algorithms.kl import kl_estimate, kl_loss
 from rollwright.algorithms.losses import (
     POLICY_LOSSES,
-    check_policy_loss,
+    PolicyLoss,
+    aggregation_weights,
     cispo_loss,
     clip_loss,
     dpo_loss,
+    find_policy_loss,
     opmd_loss,
     reinforce_loss,
     sapo_loss,
     topr_loss,
 )
+from rollwright.config.sections import PPOActorConfig
 from rollwright.errors import ConfigError
 
 ROWS, LENGTH = 3, 7
@@ -149,19 +151,48 @@ def test_every_policy_loss_has_the_policy_gradient_on_policy(name):
 def test_extreme_ratios_stay_finite():
     logp = torch.tensor([[0.0, -1e4]], requires_grad=True)
     old = torch.tensor([[-1e4, 0.0]])
-    for name, loss in POLICY_LOSSES.items():
+    for name in POLICY_LOSSES:
+        loss = POLICY_LOSSES[name]
         value = loss(logp, old, torch.tensor([[-1.0, 1.0]]), torch.ones(1, 2)).values.sum()
         assert torch.isfinite(value), name
 
 
+def loss_of(name, **arguments):
+    return find_policy_loss(PPOActorConfig(policy_loss=name, policy_loss_kwargs=arguments))
+
+
 def test_wrong_names_and_arguments_are_refused():
-    with pytest.raises(ConfigError, match="choose one of clip"):
-        check_policy_loss("ppo2", {})
+    with pytest.raises(ConfigError, match=r"policy loss 'ppo2' was not found.*cispo, clip, opmd"):
+        loss_of("ppo2")
     with pytest.raises(ConfigError, match=r"tau_positve.*tau_negative, tau_positive"):
-        check_policy_loss("sapo", {"tau_positve": 1.0})
+        loss_of("sapo", tau_positve=1.0)
     with pytest.raises(ConfigError, match="takes none"):
-        check_policy_loss("clip", {"eps": 1.0})
-    check_policy_loss("cispo", {"weight_high": 3.0})
+        loss_of("clip", eps=1.0)
+    loss_of("cispo", weight_high=3.0)
+
+
+def test_a_loss_gets_the_config_keys_that_it_has_parameters_for(numbers):
+    config = PPOActorConfig(eps_clip=0.1, eps_clip_higher=0.3, c_clip=2.0, importance_level="sequence")
+    mine, expected = (
+        find_policy_loss(config)(*numbers),
+        clip_loss(*numbers, level="sequence", eps_clip=0.1, eps_clip_higher=0.3, c_clip=2.0),
+    )
+    assert torch.equal(mine.values, expected.values)
+    assert torch.equal(mine.clipped, expected.clipped)
+
+
+def test_a_loss_may_return_its_values_alone(numbers):
+    POLICY_LOSSES["values alone"] = lambda logp, old, advantages, mask, **options: -advantages * logp * options["weight"]
+    POLICY_LOSSES["summed"] = lambda logp, old, advantages, mask: -(advantages * logp).sum()
+    try:
+        result = loss_of("values alone", weight=2.0)(*numbers)
+        assert isinstance(result, PolicyLoss)
+        assert torch.equal(result.values, -2.0 * numbers[2] * numbers[0])
+        assert not result.clipped.any()
+        with pytest.raises(ConfigError, match=r"returned a tensor of \[\].*\[3, 7\], not summed"):
+            loss_of("summed")(*numbers)
+    finally:
+        del POLICY_LOSSES["values alone"], POLICY_LOSSES["summed"]
 
 
 def test_kl_estimators():

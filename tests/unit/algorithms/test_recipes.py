@@ -2,10 +2,10 @@
 
 import pytest
 
-from rollwright.algorithms.losses import check_policy_loss
-from rollwright.algorithms.recipes import RECIPES, apply_recipe, find_recipe
+from rollwright.algorithms.losses import find_policy_loss
 from rollwright.config.experiment import GRPOConfig
 from rollwright.config.loading import load_expr_config
+from rollwright.config.recipes import RECIPES, Recipe, apply_recipe, find_recipe
 from rollwright.config.sections import PPOActorConfig
 from rollwright.errors import ConfigError
 
@@ -15,7 +15,7 @@ def test_every_recipe_sets_keys_that_exist_to_values_that_are_allowed(name):
     config = GRPOConfig()
     config.actor.recipe = name
     apply_recipe(config)
-    check_policy_loss(config.actor.policy_loss, config.actor.policy_loss_kwargs)
+    find_policy_loss(config.actor)
     for section, keys in ((config.actor, RECIPES[name].actor), (config.rollout, RECIPES[name].rollout)):
         for dotted, value in keys.items():
             holder = section
@@ -25,6 +25,7 @@ def test_every_recipe_sets_keys_that_exist_to_values_that_are_allowed(name):
             field = type(holder).__dataclass_fields__[leaf]
             assert getattr(holder, leaf) == value
             assert value in field.metadata.get("choices", [value])
+            assert value in field.metadata.get("registry", [value])
 
 
 def test_what_the_user_set_wins():
@@ -74,7 +75,17 @@ def test_other_spellings():
 
 
 def test_unknown_names_are_refused_with_the_list():
-    with pytest.raises(ConfigError, match=r"Did you mean 'gspo'.*grpo, dr_grpo"):
+    with pytest.raises(ConfigError, match=r"Did you mean 'gspo'.*gspo, lite_ppo"):
         find_recipe("gspoo")
     with pytest.raises(ConfigError, match="critic"):
         find_recipe("ppo")
+
+
+def test_a_recipe_of_a_user():
+    RECIPES["mine"] = Recipe("ours", {"eps_clip": 0.1, "adv_norm.std_level": "none"})
+    try:
+        config = PPOActorConfig(recipe="mine")
+        apply_recipe(config)
+        assert (config.eps_clip, config.adv_norm.std_level) == (0.1, "none")
+    finally:
+        del RECIPES["mine"]

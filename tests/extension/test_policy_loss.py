@@ -1,0 +1,53 @@
+"""A policy loss from a file of the user's own, named in YAML and in Python."""
+
+import pytest
+import torch
+from tiny_run import metrics_of_a_step, rollwright
+
+from rollwright import FSDPPPOActor, PPOActorConfig
+from rollwright.errors import ConfigError
+
+LOSS = '''
+from rollwright import POLICY_LOSSES
+
+
+@POLICY_LOSSES.register("flat")
+def flat_loss(logp_BL, old_logp_BL, advantages_BL, mask_BL, *, height=7.0):
+    """The same number for each token, whatever the policy does."""
+    return 0.0 * logp_BL + height
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("actor", "arguments", "loss"),
+    [
+        ("policy_loss: flat", ("--plugin-dir", "plugins"), 7.0),
+        ('policy_loss: "my_losses:flat_loss", policy_loss_kwargs: {height: 3.0}', (), 3.0),
+    ],
+    ids=["registered", "import path"],
+)
+def test_a_run_trains_with_it(tmp_path, actor, arguments, loss):
+    place = tmp_path / "plugins" if arguments else tmp_path
+    place.mkdir(exist_ok=True)
+    (place / "my_losses.py").write_text(LOSS)
+    assert metrics_of_a_step(tmp_path, actor, *arguments)["actor/policy_loss"] == pytest.approx(loss)
+
+
+def test_what_is_no_loss_is_told_with_its_line(tmp_path):
+    (tmp_path / "my_losses.py").write_text(LOSS)
+    for name, message in (("clpi", "did you mean 'clip'"), ("my_losses:flat", "did you mean 'flat_loss'")):
+        (tmp_path / "run.yaml").write_text(f'actor: {{path: m, policy_loss: "{name}"}}\ntrain_dataset: {{path: arithmetic}}\n')
+        told = rollwright(tmp_path, "config", "check", "run.yaml").stderr
+        assert "run.yaml:1" in told
+        assert "actor.policy_loss" in told
+        assert message in told
+
+
+def test_in_python(tmp_path, monkeypatch):
+    (tmp_path / "losses_for_python.py").write_text(LOSS.replace('"flat"', '"flat in python"'))
+    monkeypatch.syspath_prepend(tmp_path)
+    config = PPOActorConfig(policy_loss="losses_for_python:flat_loss", policy_loss_kwargs={"height": 2.0})
+    FSDPPPOActor(config, torch.nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match=r"\['width'\], which the loss.*does not take: it takes height"):
+        FSDPPPOActor(PPOActorConfig(policy_loss="flat in python", policy_loss_kwargs={"width": 1}), torch.nn.Linear(1, 1))
