@@ -23,7 +23,7 @@ WORKFLOW = """
 from rollwright import ModelRequest, WORKFLOWS
 
 
-@WORKFLOWS.register("judged")
+@WORKFLOWS.register_module("judged")
 class Judged:
     def __init__(self, tokenizer, gconfig, **_):
         self.tokenizer, self.gconfig = tokenizer, gconfig.new(n_samples=1)
@@ -62,7 +62,7 @@ def test_a_run_trains_with_it(tmp_path, actor, arguments, mean):
 def test_advantages_that_a_workflow_returns_are_used(tmp_path):
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins" / "judged.py").write_text(WORKFLOW)
-    metrics = metrics_of_a_step(tmp_path, "", "--plugin-dir", "plugins", "grpo.workflow=judged")
+    metrics = metrics_of_a_step(tmp_path, "", "--plugin-dir", "plugins", "workflow=judged")
     assert metrics["actor/advantage/abs_mean"] == pytest.approx(5.0)
 
 

@@ -56,6 +56,7 @@ COLUMNS: dict[str, Column] = {
     "other_context": Column("BL", torch.bool, False, required=False),
     "logprobs_shifted": Column("B", torch.bool, required=False),
     "token_rewards": Column("BL", torch.float32, 0.0, required=False),
+    "advantages": Column("BL", torch.float32, 0.0, required=False),
     "seeds": Column("B", torch.int64, required=False),
 }
 

@@ -231,12 +231,14 @@ class Experience:
             "rewards": torch.tensor([self.reward], dtype=torch.float32),
         }
         sampled = loss_mask.bool()
-        for name, fill in (("logprobs", 0.0), ("versions", -1), ("token_rewards", 0.0)):
+        for name, fill in (("logprobs", 0.0), ("versions", -1), ("token_rewards", 0.0), ("advantages", 0.0)):
             values = getattr(self, name)
             if values is not None:
                 full = torch.full((1, length), fill, dtype=RESPONSE_FIELDS[name])
                 full[0, prompt:] = values
-                out[name] = full if name == "token_rewards" else torch.where(sampled, full, torch.full_like(full, fill))
+                out[name] = (
+                    full if name in ("token_rewards", "advantages") else torch.where(sampled, full, torch.full_like(full, fill))
+                )
         for name in TOKEN_FIELDS:
             if getattr(self, name) is not None:
                 out[name] = getattr(self, name).unsqueeze(0).clone()
