@@ -203,13 +203,6 @@ class ProgressDisplay:
         if self.mode == "plain":
             self._print(f"eval after step {step}/{self._total} | {label} {value:.3f}")
 
-    def message(self, text: str) -> None:
-        """Prints a line above the live display, or as a plain line."""
-        if self._live is not None:
-            self._live.console.print(text, highlight=False)
-        elif self.mode != "none":
-            self._print(text)
-
     def _print(self, line: str) -> None:
         print(line, file=self._stream or sys.stdout, flush=True)
 

@@ -27,16 +27,15 @@ class Decoder(Protocol):
         ...
 
 
-def trajectory_records(batch: Mapping[str, Any], extras: Sequence[Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
+def trajectory_records(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of a trajectory without their padding, as plain lists and numbers.
 
     Args:
         batch: a trajectory: ``[B, L]`` keys by the data contract, and ``[B]`` keys.
-        extras: for each row, what no tensor holds, such as ``stop_reason``, ``task`` or ``seconds``.
 
     Returns:
-        B records with ``row``, ``input_ids``, ``loss_mask``, ``logprobs``, ``versions``, counts, ``stop_reason``, the
-        ``[B]`` keys and the extras.
+        B records with ``row``, ``input_ids``, ``loss_mask``, ``logprobs``, ``versions``, counts, ``stop_reason`` and the
+        ``[B]`` keys.
     """
     lists = {key: value.tolist() for key, value in batch.items() if hasattr(value, "tolist")}
     width = len(lists["input_ids"][0]) if lists["input_ids"] else 0
@@ -61,7 +60,6 @@ def trajectory_records(batch: Mapping[str, Any], extras: Sequence[Mapping[str, A
         record["sampled_tokens"] = sum(mask)
         record["prompt_tokens"] = mask.index(1) if 1 in mask else len(mask)
         record["stop_reason"] = "length" if record.get("truncated") else "stop"
-        record.update(extras[row] if extras is not None else {})
         records.append(record)
     return records
 
@@ -73,7 +71,7 @@ def format_record(record: Mapping[str, Any], tokenizer: Decoder) -> str:
     ids, mask = record["input_ids"], record["loss_mask"]
     versions = sorted({version for version, sampled in zip(record.get("versions", []), mask, strict=False) if sampled})
     facts = [f"row {record['row']}"]
-    for key in ("group_ids", "sample_ids", "ordinal", "task"):
+    for key in ("group_ids", "sample_ids", "ordinal"):
         if record.get(key) is not None:
             facts.append(f"{key.removesuffix('_ids')} {record[key]}")
     if "rewards" in record:
@@ -119,15 +117,12 @@ class RolloutDumper:
         self._tokenizer = tokenizer
         self._limit = limit
 
-    def dump(
-        self, step: int, batch: Mapping[str, Any], extras: Sequence[Mapping[str, Any]] | None = None, name: str = "step"
-    ) -> Path | None:
+    def dump(self, step: int, batch: Mapping[str, Any], name: str = "step") -> Path | None:
         """Writes rows of a batch; an earlier dump of the same step (before a resume) is replaced.
 
         Args:
             step: the step's number.
             batch: a trajectory.
-            extras: see :func:`trajectory_records`.
             name: beginning of the file names, e.g. ``eval``.
 
         Returns:
@@ -138,7 +133,7 @@ class RolloutDumper:
             return None
         count = len(batch["input_ids"])
         chosen = {key: value[rows] for key, value in batch.items() if hasattr(value, "tolist") and len(value) == count}
-        records = trajectory_records(chosen, None if extras is None else [extras[row] for row in rows])
+        records = trajectory_records(chosen)
         for record, row in zip(records, rows, strict=True):
             record["row"] = row
             record["step"] = step

@@ -87,51 +87,27 @@ class RunDirectory:
         for key, name in (("experiment_name", experiment), ("trial_name", trial)):
             if not _NAME.fullmatch(name):
                 raise ConfigError(f"{key} is {name!r}, which cannot name a directory: use letters, digits and . _ + @ = -.")
-        self.experiment = experiment
-        self.trial = trial
-        self.path = Path(root) / experiment / trial
+        self.experiment, self.trial = experiment, trial
         self.resumed = False
         self._lock_file: int | None = None
+        self._set_path(Path(root) / experiment / trial)
 
-    @property
-    def rollouts(self) -> Path:
-        """Readable trajectories."""
-        return self.path / "rollouts"
+    def _set_path(self, path: Path) -> None:
+        self.path = path
+        self.rollouts = path / "rollouts"
+        self.checkpoints = path / "checkpoints"
+        self.recover = path / "recover"
+        self.logs = path / "logs"
+        self.metrics_file = path / "metrics.jsonl"
+        self.summary_file = path / "summary.json"
+        self.trace_file = path / "trace.json"  # Chrome trace of the phases
+        self.stages_file = path / "stages.json"  # results of finished stages, in a run of several
 
-    @property
-    def checkpoints(self) -> Path:
-        """Hugging Face checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def recover(self) -> Path:
-        """One directory for each recover checkpoint; a name that begins with a dot is one being written."""
-        return self.path / "recover"
-
-    @property
-    def logs(self) -> Path:
-        """Log files."""
-        return self.path / "logs"
-
-    @property
-    def metrics_file(self) -> Path:
-        """``metrics.jsonl``."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def summary_file(self) -> Path:
-        """``summary.json``."""
-        return self.path / "summary.json"
-
-    @property
-    def trace_file(self) -> Path:
-        """Chrome trace of the run's phases."""
-        return self.path / "trace.json"
-
-    @property
-    def stages_file(self) -> Path:
-        """What the stages of a run that finished came to, in a run of several."""
-        return self.path / "stages.json"
+    def _inside(self, path: Path) -> RunDirectory:
+        """A directory of the same form inside of this one."""
+        part = RunDirectory(self.path.parent.parent, self.experiment, self.trial)
+        part._set_path(path)
+        return part
 
     @property
     def has_metrics(self) -> bool:
@@ -143,9 +119,7 @@ class RunDirectory:
         parts: list[RunDirectory] = [self]
         for child in sorted(self.path.iterdir()) if self.path.is_dir() else []:
             if child.name != "attempts" and (child / "recover").is_dir():
-                part = RunDirectory(self.path.parent.parent, self.experiment, self.trial)
-                part.path = child
-                parts.append(part)
+                parts.append(self._inside(child))
         return parts
 
     @property
@@ -158,8 +132,7 @@ class RunDirectory:
 
         A stage that stopped before its first recover checkpoint begins anew; what it left is set aside.
         """
-        part = RunDirectory(self.path.parent.parent, self.experiment, self.trial)
-        part.path = self.path / name
+        part = self._inside(self.path / name)
         part.resumed = self.resumed and part.has_recover_checkpoint
         if part.has_metrics and not part.resumed:
             logger.warning(

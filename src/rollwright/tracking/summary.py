@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,11 +41,6 @@ def write_summary(path: str | Path, summary: Mapping[str, Any]) -> Path:
         The path.
     """
     return write_json(path, _plain(summary))
-
-
-def read_summary(path: str | Path) -> dict[str, Any]:
-    """Reads what :func:`write_summary` wrote."""
-    return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def before_after_table(before: Mapping[str, float], after: Mapping[str, float], title: str | None = None) -> Table:

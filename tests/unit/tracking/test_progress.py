@@ -42,7 +42,6 @@ def steps(display):
                 seconds={"generate": 3.0, "train": 1.0, "reward": 0.001},
                 facts={"length": 31.234},
             )
-        display.message("saved")
 
 
 def test_plain_mode_is_one_line_a_step():
@@ -55,7 +54,7 @@ def test_plain_mode_is_one_line_a_step():
     )
     assert "(generate 3.0s train 1.0s)" in lines[1]
     assert ", left " in lines[2]
-    assert len(lines) == 4
+    assert len(lines) == 3
     assert "\x1b" not in stream.getvalue()
 
 
