@@ -1,15 +1,15 @@
 """Starts inference servers, waits until they are healthy, keeps their logs, and ends them on every exit path.
 
-Each server is the child of a supervisor that holds the reading end of a pipe of this process: whatever becomes of this
-process, SIGKILL included, its servers and their children end within seconds.
+Whatever becomes of this process, SIGKILL included, its servers and their children end within seconds: each runs under a supervisor
+(``processes.supervisor``).
 """
 
 from __future__ import annotations
 
 import atexit
-import os
+import contextlib
+import functools
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -20,11 +20,11 @@ import httpx
 
 from rollwright.errors import EngineError
 from rollwright.inference.network import find_free_ports, server_url
+from rollwright.processes.supervisor import supervised
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("Launcher")
 
-_SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _LOG_TAIL_BYTES = 2000
 #: How often a server is started on another port because somebody took the one that was free a moment before.
 _PORTS_TRIED = 3
@@ -46,21 +46,12 @@ class ServerProcess:
         address: ``host:port`` that it will listen on.
         log_path: its output is appended there.
         environment: variables besides this process's own.
-        shared: a directory that is removed when the server was stopped, or this process is gone.
+        shared: a directory that is removed if this process ends before the server.
         """
         self.command = list(command)
         self.address = address
         self.log_path = log_path
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", str(_SUPERVISOR), *(["--remove", str(shared)] if shared else []), *self.command],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {})},
-                start_new_session=True,  # Ctrl-C goes to this process, which decides what ends
-            )
+        self._process = supervised(self.command, log_path, environment, shared)
 
     @property
     def pid(self) -> int:
@@ -94,21 +85,17 @@ class ServerProcess:
         with httpx.Client(timeout=5.0, trust_env=False) as client:
             while True:
                 if self.exit_status is not None:
-                    raise EngineError(
-                        f"The server at {self.address} ended with status {self.exit_status} before it was healthy. The end of "
-                        f"{self.log_path}:\n{self.log_tail()}"
-                    )
-                try:
+                    raise self.error(f"ended with status {self.exit_status} before it was healthy")
+                with contextlib.suppress(httpx.TransportError):
                     if client.get(url).status_code == 200:
                         return
-                except httpx.TransportError:
-                    pass
                 if time.monotonic() > deadline:
-                    raise EngineError(
-                        f"The server at {self.address} was not healthy in time (rollout.setup_timeout). The end of "
-                        f"{self.log_path}:\n{self.log_tail()}"
-                    )
+                    raise self.error("was not healthy in time (rollout.setup_timeout)")
                 time.sleep(0.1)
+
+    def error(self, what: str) -> EngineError:
+        """An error that quotes the end of the server's log."""
+        return EngineError(f"The server at {self.address} {what}. The end of {self.log_path}:\n{self.log_tail()}")
 
     def stop(self, timeout: float = 10.0) -> None:
         """End the server and everything it started; returns when they are gone."""
@@ -142,7 +129,7 @@ class Launcher:
         self._host = host
         self._lock = threading.Lock()
         self.servers: list[ServerProcess] = []
-        self._starters: list[Callable[[int], ServerProcess]] = []  # of each: starts it on a port
+        self._starters: list[Callable[[int], ServerProcess]] = []  # starts each on a port
         _open_launchers.add(self)
 
     def start(
@@ -168,21 +155,18 @@ class Launcher:
             another process before the server binds it.
         """
 
-        def starter(index: int) -> Callable[[int], ServerProcess]:
-            def start(port: int) -> ServerProcess:
-                command, log_path = build(self._host, port, index), self._logs / f"{name}-{index}.log"
-                server = ServerProcess(command, f"{self._host}:{port}", log_path, environment, shared)
-                logger.info("started %s, log in %s: %s", server.address, log_path, " ".join(command))
-                return server
-
-            return start
+        def start(index: int, port: int) -> ServerProcess:
+            command, log_path = build(self._host, port, index), self._logs / f"{name}-{index}.log"
+            server = ServerProcess(command, f"{self._host}:{port}", log_path, environment, shared)
+            logger.info("started %s, log in %s: %s", server.address, log_path, " ".join(command))
+            return server
 
         ports = find_free_ports(count)
         with self._lock:
             first = len(self.servers)
             for index, port in enumerate(ports, first):
-                self._starters.append(starter(index))
-                self.servers.append(self._starters[-1](port))
+                self._starters.append(functools.partial(start, index))
+                self.servers.append(start(index, port))
             return [server.address for server in self.servers[first:]]
 
     def wait_healthy(self, timeout: float = 300.0) -> list[str]:
@@ -221,14 +205,10 @@ class Launcher:
         """
         ended = [server for server in self.servers if server.exit_status is not None]
         if ended and len(ended) == len(self.servers):
-            server = ended[-1]
-            raise EngineError(
-                f"The server at {server.address} ended with status {server.exit_status}, and no other is left. The end of "
-                f"{server.log_path}:\n{server.log_tail()}"
-            )
+            raise ended[-1].error(f"ended with status {ended[-1].exit_status}, and no other is left")
 
     def close(self) -> None:
-        """End every server; once more is a no-op."""
+        """End every server. Idempotent."""
         with self._lock:
             servers, self.servers, self._starters = self.servers, [], []
         threads = [threading.Thread(target=server.stop, daemon=True) for server in servers]

@@ -15,12 +15,13 @@ import atexit
 import contextlib
 import json
 import os
-import shutil
+import selectors
 import socket
 import subprocess
 import tempfile
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, ClassVar
@@ -100,125 +101,156 @@ async def run_python(
         raise RewardError(
             f"run_python: timeout is {timeout} s and memory {memory_bytes} bytes; allow more than 0 s and 64 MiB."
         )
-    directory = tempfile.mkdtemp(prefix="sandbox-")
-    settings = {**asdict(limits), "memory_bytes": memory_bytes, "cpu_seconds": int(timeout) + 2, "directory": directory}
-    try:
-        async with _slots():
-            process = await asyncio.to_thread(_start, directory, source, stdin, settings)
-            with contextlib.closing(process):
-                await process.begun()
-                return await _watch(process, timeout, limits.output_bytes)
-    finally:
-        await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+    settings = {**asdict(limits), "memory_bytes": memory_bytes, "cpu_seconds": int(timeout) + 2}
+    async with _places():
+        run = _Run(settings, timeout)
+        try:
+            return await asyncio.wrap_future(run.start(source, stdin))
+        except asyncio.CancelledError:
+            run.end()
+            raise
 
 
 #: Scripts of one event loop that run at once; others wait, and their time does not run.
 SCRIPTS_AT_ONCE = 4 * (os.cpu_count() or 1)
-_slots_of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+_places_of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
-def _slots() -> asyncio.Semaphore:
-    return _slots_of_loops.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(SCRIPTS_AT_ONCE))
+def _places() -> asyncio.Semaphore:
+    return _places_of_loops.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(SCRIPTS_AT_ONCE))
 
 
-def _start(directory: str, source: str, stdin: str, settings: dict[str, Any]) -> ScriptProcess:
-    Path(directory, "main.py").write_text(source, "utf-8", "surrogatepass")
-    return ForkServer.shared(settings["network"]).start(settings, stdin)
+class _Run:
+    """One script, watched by a thread of its own: an event loop that comes late loses nothing and ends nothing."""
 
+    def __init__(self, settings: dict[str, Any], timeout: float) -> None:
+        self._settings = settings
+        self._timeout = timeout
+        self._socket, self._theirs = socket.socketpair()
 
-async def _watch(process: ScriptProcess, timeout: float, output_bytes: int) -> SandboxResult:
-    """Read what a script says until it ends, or until its time is over and it is killed."""
-    started = time.monotonic()
-    with _Output(process.stdout, output_bytes) as out, _Output(process.stderr, output_bytes) as err:
-        try:
-            async with asyncio.timeout(timeout):
-                exit_code = await process.exit_code()
-        except TimeoutError:
-            exit_code = process.exit_code_now()  # it ended in time, and the event loop comes late
-        process.kill()
-    return SandboxResult(
-        stdout=out.text,
-        stderr=err.text,
-        exit_code=exit_code,
-        timed_out=exit_code is None,
-        seconds=time.monotonic() - started,
-        output_truncated=out.truncated or err.truncated,
-    )
+    def start(self, source: str, stdin: str) -> Future[SandboxResult]:
+        future: Future[SandboxResult] = Future()
 
+        def run() -> None:
+            try:
+                result = self._run(source, stdin)
+            except BaseException as error:  # handed over whole: the awaiting call raises it
+                future.set_exception(error)
+            else:
+                future.set_result(result)
 
-class ScriptProcess:
-    """A process that runs a script. Its owner must ``close`` it, which ends it if it has not ended.
+        future.set_running_or_notify_cancel()  # a caller that gives up ends the script by ``end``
+        threading.Thread(target=run, name="sandbox", daemon=True).start()
+        return future
 
-    Attributes:
-        stdout, stderr: our ends of its output.
-    """
+    def end(self) -> None:
+        """End the script and its session, from any thread."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
-    def __init__(self, own: socket.socket, stdout: IO[bytes], stderr: IO[bytes]) -> None:
-        self._socket = own
-        self._socket.setblocking(False)
-        self._received = b""
-        self.stdout = stdout
-        self.stderr = stderr
-
-    async def begun(self) -> None:
-        """Wait until it is there.
-
-        Raises:
-            RewardError: the machine has no room for a further process.
-        """
-        line = await self._line()
-        if line != "begun":
-            raise RewardError(
-                f"run_python cannot start a process: {line.removeprefix('refused ')}; is the machine out of processes or memory?"
+    def _run(self, source: str, stdin: str) -> SandboxResult:
+        with (
+            tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as directory,
+            _Output(self._settings["output_bytes"]) as out,
+            _Output(self._settings["output_bytes"]) as err,
+            self._socket,
+            self._socket.makefile("r") as answers,
+        ):
+            Path(directory, "main.py").write_text(source, "utf-8", "surrogatepass")
+            with self._theirs, tempfile.TemporaryFile() if stdin else open(os.devnull, "rb") as file:
+                if stdin:
+                    file.write(stdin.encode("utf-8", "surrogatepass"))
+                    file.seek(0)
+                request = json.dumps({**self._settings, "directory": directory}).encode()
+                server = ForkServer.shared(self._settings["network"])
+                try:
+                    socket.send_fds(self._socket, [request], [file.fileno(), out.theirs.fileno(), err.theirs.fileno()])
+                    server.ask(self._theirs)
+                except OSError as error:
+                    raise RewardError(f"run_python cannot reach the sandbox's fork server: {error}.") from error
+            for output in (out, err):
+                output.theirs.close()
+            if reason := _line(answers).removeprefix("begun").removeprefix("refused "):
+                raise RewardError(f"run_python cannot start a process: {reason}; is the machine out of processes or memory?")
+            started = time.monotonic()
+            has_ended = self._watch(started + self._timeout, out, err)
+            exit_code = int(_line(answers).removeprefix("exit ")) if has_ended else None
+            seconds = time.monotonic() - started
+            self.end()
+            for output in (out, err):
+                output.take_the_rest()
+            return SandboxResult(
+                stdout=out.text,
+                stderr=err.text,
+                exit_code=exit_code,
+                timed_out=exit_code is None,
+                seconds=seconds,
+                output_truncated=out.truncated or err.truncated,
             )
 
-    async def exit_code(self) -> int:
-        """Wait for its end; below 0 where a signal ended it."""
-        return _exit_code(await self._line())
-
-    def exit_code_now(self) -> int | None:
-        """Its exit code where it has ended, else None; nothing is waited for."""
-        self._receive()
-        line, end, _ = self._received.partition(b"\n")
-        return _exit_code(line.decode()) if end else None
-
-    def kill(self) -> None:
-        """End it and its session."""
-        self._socket.close()
-
-    def close(self) -> None:
-        """``kill`` it and let go of its output."""
-        self.kill()
-        self.stdout.close()
-        self.stderr.close()
-
-    async def _line(self) -> str:
-        loop = asyncio.get_running_loop()
-        while b"\n" not in self._received:
-            readable = loop.create_future()  # nothing is taken while waiting: a cancelled wait would lose it
-            loop.add_reader(self._socket, lambda done=readable: done.done() or done.set_result(None))
-            try:
-                await readable
-            finally:
-                loop.remove_reader(self._socket)
-            self._receive()
-        line, _, self._received = self._received.partition(b"\n")
-        return line.decode()
-
-    def _receive(self) -> None:
-        try:
-            part = self._socket.recv(4096)
-        except BlockingIOError:
-            return
-        except ConnectionResetError:
-            part = b""
-        if not part:
-            raise RewardError("run_python: the sandbox's fork server has ended; the next call starts another.")
-        self._received += part
+    def _watch(self, deadline: float, *outputs: _Output) -> bool:
+        """Read what the script says until it ends; False where its time is over first."""
+        with selectors.DefaultSelector() as selector:
+            for each in (self._socket, *outputs):
+                selector.register(each, selectors.EVENT_READ)
+            while True:
+                left = deadline - time.monotonic()
+                for key, _ in selector.select(max(0.0, left)):
+                    if key.fileobj is self._socket:
+                        return True
+                    if not key.fileobj.take():
+                        selector.unregister(key.fileobj)
+                if left <= 0:
+                    return False
 
 
-def _exit_code(line: str) -> int:
-    return int(line.removeprefix("exit "))
+def _line(answers: IO[str]) -> str:
+    line = answers.readline()
+    if not line:
+        raise RewardError("run_python: the sandbox's fork server has ended; the next call starts another.")
+    return line.rstrip()
+
+
+class _Output:
+    """A pipe that a script writes to: what it held up to a limit; the rest is thrown away, so that the writer is not blocked."""
+
+    def __init__(self, limit: int) -> None:
+        ours, theirs = os.pipe()
+        os.set_blocking(ours, False)
+        self._ours, self.theirs = os.fdopen(ours, "rb", 0), os.fdopen(theirs, "wb", 0)
+        self._limit = limit
+        self._kept = bytearray()
+        self.truncated = False
+
+    def __enter__(self) -> _Output:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ours.close()
+        self.theirs.close()
+
+    def fileno(self) -> int:
+        return self._ours.fileno()
+
+    def take(self) -> bool:
+        """Read what is there, at most a chunk; False where nothing is, or nothing will be."""
+        chunk = self._ours.read(_CHUNK)  # None where nothing is there now
+        if not chunk:
+            return False
+        room = self._limit - len(self._kept)
+        self._kept += chunk[:room]
+        self.truncated = self.truncated or len(chunk) > room
+        return True
+
+    def take_the_rest(self) -> None:
+        """What a script that has ended has written is there already: nothing is waited for."""
+        for _ in range(_READS_AT_THE_END):
+            if not self.take():
+                return
+
+    @property
+    def text(self) -> str:
+        return self._kept.decode("utf-8", "replace")
 
 
 class ForkServer:
@@ -263,31 +295,9 @@ class ForkServer:
                 server = cls._shared[key] = cls(network)
             return server
 
-    def start(self, settings: dict[str, Any], stdin: str) -> ScriptProcess:
-        """Ask for a process; ``ScriptProcess.begun`` says when it is there. Blocks for as long as ``stdin`` takes to write.
-
-        Args:
-            settings: the script's directory and limits, for ``sandbox_script``.
-            stdin: what it reads from standard input.
-        """
-        own, theirs = socket.socketpair()
-        out, their_out = os.pipe()
-        err, their_err = os.pipe()
-        process = ScriptProcess(own, os.fdopen(out, "rb", 0), os.fdopen(err, "rb", 0))
-        try:
-            with theirs, tempfile.TemporaryFile() if stdin else open(os.devnull, "rb") as file:
-                if stdin:
-                    file.write(stdin.encode("utf-8", "surrogatepass"))
-                    file.seek(0)
-                socket.send_fds(own, [json.dumps(settings).encode()], [file.fileno(), their_out, their_err])
-                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
-        except OSError as error:
-            process.close()
-            raise RewardError(f"run_python cannot reach the sandbox's fork server: {error}.") from error
-        finally:
-            os.close(their_out)
-            os.close(their_err)
-        return process
+    def ask(self, script: socket.socket) -> None:
+        """Have a process forked for the script whose socket this is."""
+        socket.send_fds(self._control, [b"+"], [script.fileno()])
 
     def close(self) -> None:
         """End the server and all of its scripts."""
@@ -298,47 +308,3 @@ class ForkServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-
-class _Output:
-    """What a pipe held, up to a limit; the rest is read and thrown away, so that the writer is not blocked.
-
-    Inside ``with``, the event loop reads it as it comes. At the end what is left is read at once: a script that has ended has
-    written all that it will, so nothing is waited for, and nothing is lost where the event loop comes late.
-    """
-
-    def __init__(self, pipe: IO[bytes], limit: int) -> None:
-        self._descriptor = pipe.fileno()
-        self._limit = limit
-        self._kept = bytearray()
-        self._loop = asyncio.get_running_loop()
-        self.truncated = False
-
-    def __enter__(self) -> _Output:
-        os.set_blocking(self._descriptor, False)
-        self._loop.add_reader(self._descriptor, self._read)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._loop.remove_reader(self._descriptor)
-        for _ in range(_READS_AT_THE_END):
-            if not self._read():
-                return
-
-    def _read(self) -> bool:
-        """Read what is there, at most a chunk; False where nothing is, or nothing will be."""
-        try:
-            chunk = os.read(self._descriptor, _CHUNK)
-        except BlockingIOError:
-            return False
-        if not chunk:
-            self._loop.remove_reader(self._descriptor)
-            return False
-        room = self._limit - len(self._kept)
-        self._kept += chunk[:room]
-        self.truncated = self.truncated or len(chunk) > room
-        return True
-
-    @property
-    def text(self) -> str:
-        return self._kept.decode("utf-8", "replace")

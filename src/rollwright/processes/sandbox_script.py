@@ -29,7 +29,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from rollwright.processes.child import die_with_parent, kill_tree
+from rollwright.processes.tree import die_with_parent, kill_tree
 
 _LONGEST_REQUEST = 65536
 _NEW_USER, _NEW_NET = 0x10000000, 0x40000000  # CLONE_NEWUSER, CLONE_NEWNET

@@ -11,7 +11,8 @@ import time
 import psutil
 import pytest
 
-from rollwright.processes.child import Channel, ChildProcess, descendants
+from rollwright.processes.child import Channel, ChildProcess
+from rollwright.processes.tree import descendants
 
 
 def channels() -> tuple[Channel, Channel]:

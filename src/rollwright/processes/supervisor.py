@@ -1,0 +1,104 @@
+"""Runs one command and ends it, with all its descendants, when whoever asked for it is gone.
+
+``supervised`` starts it: ``main`` then runs in a process of its own, with a pipe as its standard input, whose other end the parent
+holds. When the parent ends in whatever way, SIGKILL included, the pipe closes and the command is ended. Should the pipe have been
+inherited by a process that lives on, the change of the parent process is seen too. Then the directory is removed that the parent
+shared with the command and may be too dead to remove.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rollwright.processes.child import program
+from rollwright.processes.tree import descendants, die_with_parent, kill_tree
+
+_PR_SET_CHILD_SUBREAPER = 36
+GRACE_SECONDS = 5.0
+POLL_SECONDS = 0.25
+
+
+def supervised(
+    command: Sequence[str], log_path: Path, environment: Mapping[str, str] | None = None, shared: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a command under a supervisor; it ends when the standard input of what is returned is closed.
+
+    Args:
+        command: what to run.
+        log_path: its output is appended there.
+        environment: variables besides this process's own.
+        shared: a directory that is removed if this process ends before the command.
+
+    Returns:
+        The supervisor, whose exit status is the command's.
+    """
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("ab") as log:
+        return subprocess.Popen(
+            program("rollwright.processes.supervisor", "-I", str(shared or ""), *command),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,  # Ctrl-C goes to this process, which decides what ends
+        )
+
+
+def main() -> int:
+    """In the supervisor: run a command until it ends or the parent does; returns the command's exit status."""
+    parent, shared, command = os.getppid(), sys.argv[1], sys.argv[2:]
+    stopping: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _: stopping.append(number))
+    is_linux = sys.platform == "linux"
+    if is_linux:  # what the command's own children leave behind becomes ours
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    child = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent if is_linux else None
+    )
+    is_abandoned = False
+    while child.poll() is None and not is_abandoned and not stopping:
+        readable, _, _ = select.select([0], [], [], POLL_SECONDS)
+        is_abandoned = (bool(readable) and os.read(0, 1) == b"") or os.getppid() != parent
+    _end(child)
+    if is_abandoned and shared:
+        shutil.rmtree(shared, ignore_errors=True)
+    return 128 - child.returncode if child.returncode < 0 else child.returncode
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Ask the command and its descendants to end, and kill those that do not."""
+    kill_tree(child.pid, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < deadline:
+        if child.poll() is not None and not _is_left(child.pid):
+            return
+        time.sleep(0.02)
+    kill_tree(child.pid)
+    child.wait()
+    while _is_left(child.pid) and time.monotonic() < deadline + 1.0:
+        for process in descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _is_left(group: int) -> bool:
+    """Whether anything is left of a command that has ended: a process of its group, or one that we inherited from it."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, 0)
+        return True
+    return bool(descendants(os.getpid()))

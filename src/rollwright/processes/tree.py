@@ -1,0 +1,56 @@
+"""How processes end: with their parent, or killed with all that they started."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """End this process when its parent ends, in whatever way, also while this process hangs.
+
+    Args:
+        parent: the parent's process id, where it may have ended already; on Linux None takes whoever is the parent now.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # of the parent's thread that started this process
+        if parent is not None and os.getppid() != parent:
+            os._exit(1)
+        return
+    import threading  # not above: where it is loaded, forks of the sandbox take longer
+
+    parent = parent or os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below a process, in whatever session; empty where the kernel does not list them (other than Linux)."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
+                found += [int(child), *descendants(int(child))]
+    return found
+
+
+def kill_tree(pid: int, number: int = signal.SIGKILL) -> None:
+    """Send a signal to a process that leads a session, to its group, and to processes below it that left the group."""
+    below = descendants(pid)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+    for process in below:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, number)
