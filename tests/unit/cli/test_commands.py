@@ -103,7 +103,7 @@ def test_check_finds_plugins_and_tells_names_that_nothing_has(config, capsys, tm
     )
     named = "stages.grpo.reward_fn=from_the_plugin"
     assert main(["config", "check", config, named]) == 1
-    assert f"override {named!r}: reward_fn: no reward function 'from_the_plugin'" in capsys.readouterr().err
+    assert f"override {named!r}: reward_fn: reward function 'from_the_plugin' was not found" in capsys.readouterr().err
     assert main(["config", "check", config, named, "--plugin-dir", str(tmp_path / "plugins")]) == 0
 
 

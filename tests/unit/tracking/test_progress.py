@@ -87,7 +87,6 @@ def test_the_live_picture(width):
         "generate 75%",
         "train 25%",
         "done",
-        "saved",
     ):
         assert expected in text
     last = text[text.rindex("╭") :]

@@ -78,7 +78,7 @@ def test_what_is_there_is_not_refused(refusal):
 def test_names_that_nothing_has_are_told_with_their_lines(refusal):
     message = refusal(RL + "reward_fn: gsm8k_rewart\nstore: {operators: [{name: reward_filtre}]}\n", "workflow=rvlr")
     assert "override 'workflow=rvlr': workflow: workflow 'rvlr' was not found. Did you mean 'rlvr'?" in message
-    assert "config.yaml:4: reward_fn: no reward function 'gsm8k_rewart'" in message
+    assert "config.yaml:4: reward_fn: reward function 'gsm8k_rewart' was not found" in message
     assert "config.yaml:5: store.operators.0: " in message
     assert "Did you mean 'reward_filter'" in message
     assert message.startswith("3 faults:")
@@ -89,7 +89,7 @@ def test_names_that_nothing_has_are_told_with_their_lines(refusal):
     [
         (
             "    default_reward_fn_type: math_rewart\n",
-            "tasksets.0.default_reward_fn_type (here tasksets.0.reward_fn): no reward function",
+            "tasksets.0.default_reward_fn_type (here tasksets.0.reward_fn): reward function 'math_rewart' was not found",
         ),
         ("    selector_args: {sed: 1}\n", "tasksets.0.selector_args: selector shuffle cannot take"),
         (
