@@ -239,15 +239,10 @@ class NoVarianceFilter(ExperienceOperator):
 
     def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
         """Drops whole groups."""
-        kept: list[Experience] = []
         groups = _groups(experiences)
-        dropped = 0
-        for group in groups:
-            if _deviation(rewards_of(group)) > self.threshold:
-                kept += group
-            else:
-                dropped += 1
-        return kept, {"dropped_groups_share": dropped / len(groups)}
+        varied = [group for group in groups if _deviation(rewards_of(group)) > self.threshold]
+        kept = [experience for group in varied for experience in group]
+        return kept, {"dropped_groups_share": 1 - len(varied) / len(groups)}
 
 
 @OPERATORS.register("reward_shaping_mapper")

@@ -236,13 +236,10 @@ class Explorer:
         found = newest_weights(self.store, self.loaded)
         if found is None:
             return False
-        self._load(*found)
-        return True
-
-    def _load(self, newest: Announcement, weights: dict[str, torch.Tensor]) -> None:
+        newest, weights = found
         if newest.takes_back(self.loaded):
             logger.warning(
-                "the trainer went back behind version %d, and is at %d: the tasks that run are given back",
+                "the trainer went back behind version %d, and is at %d: the tasks that run are released",
                 self.rollout_version,
                 newest.version,
             )
@@ -252,6 +249,7 @@ class Explorer:
             self.rollout = self._start_engine()
         give_weights(self.rollout, weights, newest.version, self.config.rollout.logprob_tolerance)
         self.loaded = newest
+        return True
 
     def _wait_for_first_weights(self, stop: StopSignal) -> None:
         """Where the engine does not hold the run's first weights, there is nothing to begin with until they are announced.

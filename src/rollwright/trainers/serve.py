@@ -186,6 +186,7 @@ def application(book: RunBook, api_key: str) -> FastAPI:
             raise RequestError(f"Unknown parameter {unknown[0]!r}: there are {', '.join(sorted(known))}.", param=unknown[0])
         return body
 
+    @app.post("/runs")
     async def open_run(request: Request) -> dict[str, str]:
         body = await asked(request, {"task"})
         task = body.get("task")
@@ -195,6 +196,7 @@ def application(book: RunBook, api_key: str) -> FastAPI:
             )
         return book.open(task)
 
+    @app.post("/feedback")
     async def feedback(request: Request) -> dict[str, int]:
         body = await asked(request, {"run", "reward", "turn", "call", "final"})
         final = body.get("final", True)
@@ -205,12 +207,16 @@ def application(book: RunBook, api_key: str) -> FastAPI:
         )  # type: ignore[arg-type]
         return {"stored": stored}
 
+    @app.get("/status")
     async def status() -> dict[str, Any]:
         return book.status()
 
+    @app.exception_handler(RequestError)
+    @app.exception_handler(RollwrightError)  # an operator that fails, a store that cannot be written
     async def refuse(_: Request, error: Exception) -> Response:
         return error_response(error)
 
+    @app.exception_handler(HTTPException)
     async def refuse_path(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         known = "There are POST /runs, POST /feedback and GET /status; an agent talks to the base_url of its run"
@@ -218,12 +224,6 @@ def application(book: RunBook, api_key: str) -> FastAPI:
             RequestError(f"{request.method} {request.url.path}: {error.detail}. {known}.", status=error.status_code)
         )
 
-    app.add_exception_handler(RequestError, refuse)
-    app.add_exception_handler(HTTPException, refuse_path)
-    app.add_exception_handler(RollwrightError, refuse)  # an operator that fails, a store that cannot be written
-    app.add_api_route("/runs", open_run, methods=["POST"])
-    app.add_api_route("/feedback", feedback, methods=["POST"])
-    app.add_api_route("/status", status, methods=["GET"])
     return app
 
 

@@ -9,6 +9,7 @@ import os
 import secrets
 import threading
 import weakref
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,6 @@ from rollwright.config.modes import AuxiliaryModelConfig
 from rollwright.config.servers import LocalServerConfig
 from rollwright.errors import ConfigError, EngineError
 from rollwright.inference.launcher import Launcher
-from rollwright.tracking.logging import getLogger
-
-logger = getLogger("tasks")
 
 
 class TaskServices:
@@ -36,22 +34,21 @@ class TaskServices:
         self._tokenizer = tokenizer
         self._logs = Path(logs or Path(config.cluster.fileroot, config.experiment_name, config.trial_name, "logs"))
         self._lock = threading.Lock()
+        self._opened = ExitStack()
+        weakref.finalize(self, self._opened.close)
         self._front: Any = None
         self._clients: list[Any] | None = None
-        self._launcher: Launcher | None = None
-        self._finalizer: weakref.finalize | None = None
 
     @property
     def openai_front(self) -> Any:
         """The run's ``OpenAIFront`` where ``rollout.openai_front`` says so; else None."""
-        if not self._config.rollout.openai_front:
-            return None
         with self._lock:
-            if self._front is None:
+            if self._front is None and self._config.rollout.openai_front:
                 import rollwright.workflows.openai_clients  # noqa: F401 - a missing package is told before the first sample
                 from rollwright.rollout.openai_front import OpenAIFront
 
                 self._front = OpenAIFront(self._tokenizer, self._config.actor.path)
+                self._opened.callback(self._front.close)
             return self._front
 
     @property
@@ -64,19 +61,14 @@ class TaskServices:
         """
         with self._lock:
             if self._clients is None:
-                self._clients = self._open_all(self._config.auxiliary_models)
+                self._clients = self._connect(self._config.auxiliary_models)
             return self._clients
 
     def close(self) -> None:
-        """End the front and the servers; once more is a no-op."""
+        """End the front and the servers. Idempotent."""
         with self._lock:
-            front, self._front = self._front, None
-            launcher, self._launcher = self._launcher, None
-            self._clients = None
-        if front is not None:
-            front.close()
-        if launcher is not None:
-            launcher.close()
+            self._front = self._clients = None
+            self._opened.close()
 
     def __enter__(self) -> TaskServices:
         return self
@@ -84,7 +76,7 @@ class TaskServices:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _open_all(self, models: list[AuxiliaryModelConfig]) -> list[Any]:
+    def _connect(self, models: list[AuxiliaryModelConfig]) -> list[Any]:
         if not models:
             return []
         try:
@@ -113,13 +105,13 @@ class TaskServices:
         """Addresses of the servers of ``models``, healthy."""
         if not models:
             return []
-        self._launcher = Launcher(self._logs)
-        self._finalizer = weakref.finalize(self, self._launcher.close)
+        launcher = Launcher(self._logs)
+        self._opened.callback(launcher.close)
         for model in models:
             threads = model.threads or max(1, len(os.sched_getaffinity(0)) // 2)
             environment = {"ROLLWRIGHT_API_KEY": key, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads)}
-            self._launcher.start(_command(model, threads), name="auxiliary", environment=environment)
-        return self._launcher.wait_healthy(max(model.setup_timeout for model in models))
+            launcher.start(_command(model, threads), name="auxiliary", environment=environment)
+        return launcher.wait_healthy(max(model.setup_timeout for model in models))
 
 
 def _command(model: AuxiliaryModelConfig, threads: int) -> Any:
@@ -138,7 +130,7 @@ def _command(model: AuxiliaryModelConfig, threads: int) -> Any:
 def _first_model(client: Any) -> str:
     try:
         return client.models.list().data[0].id
-    except Exception as error:
+    except Exception as error:  # of a server of the user's
         raise EngineError(
             f"the auxiliary model at {client.base_url} does not say its name ({type(error).__name__}: {error}); set its model, "
             "or check base_url and api_key."
