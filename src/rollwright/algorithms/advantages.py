@@ -6,8 +6,6 @@ weighs a row by one over the number of rows of its sample, so that a sample of f
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -97,12 +95,6 @@ def baseline_and_scale(
         _, deviation_B, _ = moments(std_level)
         scale_B = torch.where(deviation_B > _variance_floor(rewards), scale_B / (deviation_B + eps), torch.zeros_like(scale_B))
     return baseline_B, scale_B
-
-
-def normalised_rewards(rewards_B: Tensor, group_ids_B: Tensor, sample_ids_B: Tensor, **levels: Any) -> Tensor:
-    """Rewards less their baseline, times their scale: see ``baseline_and_scale``. ``[B]`` in the dtype of ``rewards_B``."""
-    baseline_B, scale_B = baseline_and_scale(rewards_B, group_ids_B, sample_ids_B, **levels)
-    return ((rewards_B.double() - baseline_B) * scale_B).to(rewards_B.dtype)
 
 
 def estimate(config: PPOActorConfig, rewards_B: Tensor, group_ids_B: Tensor, sample_ids_B: Tensor) -> tuple[Tensor, Tensor]:

@@ -58,17 +58,13 @@ class Group:
     state: GroupState = GroupState.QUEUED
     admitted: int = 0  # version at which it was admitted
     rows: list[Trajectory | None] = field(default_factory=list)  # of its samples
-    missing: int = 0
+    missing: int = 0  # samples that are not at an end
     running: dict[asyncio.Task[Any], SampleEngine] = field(default_factory=dict)
     head_version: int | None = None  # of the oldest token
     finished_order: int = 0
     trajectory: Trajectory | None = None
     reason: str = ""  # why it was dropped or given up
     failure: Failure | None = None  # of the sample that it was given up for
-
-    def __post_init__(self) -> None:
-        self.rows = [None] * self.size
-        self.missing = self.size
 
     @property
     def in_stream(self) -> bool:
@@ -272,9 +268,10 @@ class Delivery:
         return (running + spare[::-1])[: self.staleness.surplus]
 
     def _drop_stale(self) -> None:
+        oldest_allowed = self.staleness.oldest
         for group in [group for group in self.ready if not group.is_eval]:
             oldest = group.admitted if group.head_version is None else group.head_version
-            if self.staleness.is_stale(oldest):
+            if oldest < oldest_allowed:
                 if self._waits_for_old:
                     logger.warning(
                         "%s was sampled at version %d and cannot be trained at version %d (max_head_offpolicyness=%d): versions "
@@ -295,7 +292,7 @@ class Delivery:
         self.staleness.publish(version)
         if not self._waits_for_old:
             for group in list(self.running):
-                if self.staleness.is_stale(group.admitted):
+                if group.admitted < self.staleness.oldest:
                     self._drop(group, "stale", "still running when it became too old")
             self._drop_stale()
         self.finish_training()
@@ -306,7 +303,7 @@ class Delivery:
             self.frontier.done(group.ordinal)
         self.in_training = []
         self.taken_by = None
-        self.staleness.release()
+        self.staleness.in_training = 0
         self._on_free()
 
     def restore(self, version: int, frontier: int, beyond: list[int], finished: list[Group]) -> None:

@@ -84,7 +84,6 @@ class WaveGate:
         self._look: asyncio.Handle | None = None
         self._later: asyncio.TimerHandle | None = None
         self._from_threads: set[int] = set()
-        self.waves = 0
         self._busy: SampleEngine | None = None
         self._busy_since = 0.0
         loop.set_task_factory(self._make_task)
@@ -140,7 +139,7 @@ class WaveGate:
             wave = sorted((held for own in self._held.values() for held in own), key=lambda held: held.order)
             self._held = {}
             self._suspects = dict.fromkeys(self._samples)
-            self._wave = self._loop.create_task(self._run(wave), name=f"wave {self.waves}")
+            self._wave = self._loop.create_task(self._run(wave), name="wave")
             return
         self._warn_of(busy)
         if self._later is None:
@@ -151,7 +150,6 @@ class WaveGate:
         self._try()
 
     async def _run(self, wave: list[_Held]) -> None:
-        self.waves += 1
         try:
             answers = await self._generate([held.request for held in wave])
         except Exception as error:  # whatever the engine raises, each sample of the wave is told

@@ -7,6 +7,7 @@ samples run on the executor's loop, in a thread that the executor owns.
 from __future__ import annotations
 
 import concurrent.futures
+import math
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -153,7 +154,7 @@ class RolloutExecutor:
                 )
             return None
 
-        return _joined(self._await(Waiter(take, caller), timeout, f"wait({count})"))
+        return self._await(Waiter(take, caller), timeout, f"wait({count})")
 
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> Trajectory:
         """Take the group of one submitted task.
@@ -184,7 +185,7 @@ class RolloutExecutor:
                 runner.refuse_if_stuck(caller, f"{group} cannot start:")
             return None
 
-        return _joined(self._await(Waiter(take, caller), timeout, f"wait_for_task({task_id})"))
+        return self._await(Waiter(take, caller), timeout, f"wait_for_task({task_id})")
 
     # -- many tasks ----------------------------------------------------------------------------------------------------
 
@@ -234,7 +235,7 @@ class RolloutExecutor:
             reasons = "; ".join(sorted({group.reason for group in groups})[:4])
             first = next((group.failure.describe() for group in groups if group.failure is not None), "")
             raise RolloutError(f"rollout_batch: none of {len(tasks)} tasks was accepted ({reasons}). {first}")
-        return _joined(accepted)
+        return accepted
 
     def prepare_batch(
         self,
@@ -298,7 +299,7 @@ class RolloutExecutor:
                 is_over = source.is_over
                 taken = self._await(Waiter(take, caller), None, "prepare_batch", groups)
                 if taken:
-                    return _joined(taken)
+                    return taken
                 if is_over:
                     raise DatasetEnded(f"prepare_batch: the dataloader has ended and no group is left ({runner.describe()}).")
                 if runner.groups["accepted"] != accepted:
@@ -420,38 +421,29 @@ class RolloutExecutor:
         if version != self._delivery.staleness.version:  # published by whoever holds the engine itself
             self._call(self._delivery.publish, version)
 
-    def _await(self, waiter: Waiter, timeout: float | None, what: str, groups: Sequence[Group] = ()) -> list[Group]:
-        """Queue ``groups`` and wait until ``waiter`` is answered."""
+    def _await(self, waiter: Waiter, timeout: float | None, what: str, groups: Sequence[Group] = ()) -> Trajectory:
+        """Queue ``groups``, wait until ``waiter`` is answered, and join the rows; no keys where the answer is no group."""
         self._start()
         self._call(self._runner.add_waiter, waiter, groups)
-        left = timeout
+        left = math.inf if timeout is None else timeout
         try:
-            while True:
-                step = PAUSED_WARNING_SECONDS if left is None else min(left, PAUSED_WARNING_SECONDS)
+            while not waiter.future.done() and left > 0:
+                step = min(left, PAUSED_WARNING_SECONDS)
                 concurrent.futures.wait([waiter.future], step)
-                if waiter.future.done():
-                    return waiter.future.result()
-                if left is not None:
-                    left -= step
-                    if left <= 0:
-                        self._call(self._runner.forget, waiter)
-                        if waiter.future.done():
-                            return waiter.future.result()
-                        raise TimeoutError(f"{what}: not complete after {timeout:g} s ({self._runner.describe()}).")
-                if self._runner.is_paused:
+                left -= step
+                if self._runner.is_paused and not waiter.future.done() and left > 0:
                     logger.warning("%s waits while rollout is paused (%s): call resume().", what, self._runner.describe())
-        except BaseException:
+        finally:
             if not waiter.future.done() and not self._thread.is_stopped:
                 self._call(self._runner.forget, waiter)
-            raise
+        if not waiter.future.done():
+            raise TimeoutError(f"{what}: not complete after {timeout:g} s ({self._runner.describe()}).")
+        taken = waiter.future.result()
+        trajectories = [group.trajectory for group in taken if group.trajectory is not None]
+        for group in taken:
+            group.trajectory = None
+        return concat_padded_tensors(trajectories) if trajectories else {}
 
 
 def _task(group: Group) -> dict[str, Any]:
     return {**group.data, "ordinal": group.ordinal}
-
-
-def _joined(groups: list[Group]) -> Trajectory:
-    trajectories = [group.trajectory for group in groups]
-    for group in groups:
-        group.trajectory = None
-    return concat_padded_tensors([trajectory for trajectory in trajectories if trajectory is not None])

@@ -10,11 +10,13 @@ agents that score themselves.
 
 from __future__ import annotations
 
+import inspect
 import secrets
 import socket
 import threading
 import time
 import weakref
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
@@ -173,29 +175,24 @@ def _application(front: OpenAIFront) -> FastAPI:
     app = FastAPI(title="rollwright OpenAI front", openapi_url=None)
     held = weakref.ref(front)
 
-    def episode_of(request: Request) -> OpenAIEpisode:
-        front = held()
-        if front is None:
-            raise RequestError("The OpenAI front has ended.", status=401, kind="authentication_error")
-        return front.episode_of(bearer_token(request))
+    def route(serve: Callable[[OpenAIEpisode, Request], Any]) -> Callable[[Request], Awaitable[Any]]:
+        async def answer(request: Request) -> Any:
+            front = held()
+            if front is None:
+                raise RequestError("The OpenAI front has ended.", status=401, kind="authentication_error")
+            answer = serve(front.episode_of(bearer_token(request)), request)
+            return await answer if inspect.isawaitable(answer) else answer
 
-    async def chat(request: Request) -> Response | dict[str, Any]:
-        return await episode_of(request).chat(request)
+        return answer
 
-    async def complete(request: Request) -> Response | dict[str, Any]:
-        return await episode_of(request).complete(request)
-
-    async def models(request: Request) -> dict[str, Any]:
-        return {"object": "list", "data": [episode_of(request).card()]}
-
-    async def model(request: Request, name: str) -> dict[str, Any]:
-        episode = episode_of(request)
+    def model(episode: OpenAIEpisode, request: Request) -> dict[str, Any]:
+        name = request.path_params["name"]
         if name not in (episode.model_name, "default"):
             raise RequestError(f"There is no model {name!r}; this run has {episode.model_name!r}.", status=404, param="model")
         return episode.card()
 
-    async def reward(request: Request) -> dict[str, Any]:
-        episode, body = episode_of(request), await read_object(request)
+    async def reward(episode: OpenAIEpisode, request: Request) -> dict[str, Any]:
+        body = await read_object(request)
         if unknown := sorted(set(body) - {"reward", "call", "turn"}):
             raise RequestError(f"Unknown parameter {unknown[0]!r}: a reward has reward, call and turn.", param=unknown[0])
         try:
@@ -216,11 +213,14 @@ def _application(front: OpenAIFront) -> FastAPI:
     app.add_exception_handler(RequestError, refuse)
     app.add_exception_handler(HTTPException, refuse_path)
     app.add_api_route("/health", health, methods=["GET"])
-    app.add_api_route("/v1/models", models, methods=["GET"])
-    app.add_api_route("/v1/models/{name:path}", model, methods=["GET"])
-    app.add_api_route("/v1/completions", complete, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/chat/completions", chat, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/rewards", reward, methods=["POST"])
+    for method, path, serve in (
+        ("GET", "/v1/models", lambda episode, _: {"object": "list", "data": [episode.card()]}),
+        ("GET", "/v1/models/{name:path}", model),
+        ("POST", "/v1/completions", OpenAIEpisode.complete),
+        ("POST", "/v1/chat/completions", OpenAIEpisode.chat),
+        ("POST", "/v1/rewards", reward),
+    ):
+        app.add_api_route(path, route(serve), methods=[method], response_model=None)
     return app
 
 

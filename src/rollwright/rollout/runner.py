@@ -150,7 +150,12 @@ class Runner:
     def _start(self, group: Group, index: int, attempt: int) -> None:
         name = SampleName(group.ordinal, index, attempt, group.is_eval)
         sample = SampleEngine(
-            self.engine, name, run_seed=self.seed, loop=self.loop, gate=self._gate, workflow=group.workflow_name
+            self.engine,
+            name,
+            run_seed=self.seed,
+            loop=self.loop,
+            gate=self._gate and self._gate.agenerate,
+            workflow=group.workflow_name,
         )
         self.running_samples += 1
         context = contextvars.Context()

@@ -16,13 +16,16 @@ import contextvars
 import hashlib
 import time
 import weakref
-from collections.abc import AsyncGenerator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, NamedTuple
 
 from rollwright.errors import EngineError, RequestAborted
 from rollwright.experience.recorder import Recorder
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
+
+#: Serves a request of a sample when it may go out, given the place of its conversation in the sample and its own in that.
+RequestGate = Callable[["SampleEngine", ModelRequest, tuple[int, int]], Awaitable[ModelResponse]]
 
 #: The sample that the running asyncio task belongs to; inherited by the tasks that it starts.
 CURRENT_SAMPLE: contextvars.ContextVar[SampleEngine | None] = contextvars.ContextVar("current_sample", default=None)
@@ -54,14 +57,6 @@ def request_seed(run_seed: int, sample: SampleName, conversation: int, turn: int
     """
     place = f"{run_seed}/{int(sample.is_eval)}/{sample.ordinal}/{sample.index}/{conversation}/{turn}/{index}"
     return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little") >> 1
-
-
-class RequestGate(Protocol):
-    """Holds requests back, and answers them in an order of its own."""
-
-    async def agenerate(self, sample: SampleEngine, request: ModelRequest, place: tuple[int, int]) -> ModelResponse:
-        """Serve a request of a sample; ``place`` is that of its conversation in the sample and its own in the conversation."""
-        ...
 
 
 class SampleEngine(InferenceEngine):
@@ -108,7 +103,7 @@ class SampleEngine(InferenceEngine):
         if self._gate is None:
             response = await self.engine.agenerate(sent)
         else:
-            response = await self._gate.agenerate(self, sent, place)
+            response = await self._gate(self, sent, place)
         self._refuse_if_closed()
         self.recorder.record(sent, response, place=place, started=started)
         return response
@@ -133,12 +128,6 @@ class SampleEngine(InferenceEngine):
     def close(self, because: str) -> None:
         """Refuse every further model call of this sample."""
         self.closed_because = self.closed_because or because
-
-    @property
-    def head_version(self) -> int | None:
-        """Version of the oldest token that the sample holds; None before the first token."""
-        versions = [min(record.versions) for record in self.recorder.records if len(record.versions)]
-        return min(versions, default=None)
 
     def _taken(self, request: ModelRequest) -> tuple[ModelRequest, tuple[int, int]]:
         """The request as it is sent, and its place in the record."""

@@ -155,7 +155,9 @@ class GroupFactory:
             if not is_eval:
                 self.next_ordinal = max(self.next_ordinal, ordinal + 1)
         accept = None if should_accept_fn is None else resolve_function(should_accept_fn, "should_accept_fn")
-        return Group(next(self._task_ids), ordinal, data, instance, name, group_size, is_eval, accept)
+        group = Group(next(self._task_ids), ordinal, data, instance, name, group_size, is_eval, accept)
+        group.rows, group.missing = [None] * group_size, group_size
+        return group
 
     def restored(self, entry: dict[str, Any]) -> Group:
         """A complete group from a checkpoint."""

@@ -103,19 +103,11 @@ class Staleness:
             self.in_training += 1
             self._living[version] -= 1
 
-    def release(self) -> None:
-        """The groups in training release their places, without a new version."""
-        self.in_training = 0
-
     def publish(self, version: int) -> None:
         """A version was published: what was in training is trained."""
         self.version = version
         self._living = +self._living  # without the versions of which no group lives
-        self.release()
-
-    def is_stale(self, head_version: int) -> bool:
-        """True where a group with this oldest version must not be trained any more."""
-        return head_version < self.oldest
+        self.in_training = 0
 
     def must_wait(self, leaving: Iterable[int], batch: int) -> bool:
         """True where a batch would leave groups behind that can no longer all be trained in time.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rollwright.algorithms.advantages import groups_without_variance
-from rollwright.algorithms.kl import kl_estimate, kl_loss
+from rollwright.algorithms.kl import k3, kl_estimate, kl_loss
 from rollwright.algorithms.losses import PolicyLoss, behaviour_weight, interpolated_prox_logp
 from rollwright.config.sections import PPOActorConfig
 from rollwright.experience.trajectory import Trajectory
@@ -123,7 +123,7 @@ class PolicyUpdate:
                 fresh_BL = fresh_BL - elsewhere_BL
                 statistics.mean("context_mismatch/mean", difference_BL, elsewhere_BL)
                 statistics.largest("context_mismatch/max", difference_BL, elsewhere_BL)
-            statistics.mean("mismatch/kl", kl_estimate(behaviour_BL, logp_BL, "k3"), fresh_BL)
+            statistics.mean("mismatch/kl", k3(behaviour_BL, logp_BL), fresh_BL)
             statistics.mean("logprob_difference/mean", difference_BL, fresh_BL)
             statistics.largest("logprob_difference/max", difference_BL, fresh_BL)
 

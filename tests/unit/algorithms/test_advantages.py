@@ -8,8 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollwright.algorithms.advantages import groups_without_variance, normalised_rewards, returns_to_go
+from rollwright.algorithms.advantages import baseline_and_scale, groups_without_variance, returns_to_go
 from rollwright.errors import ConfigError
+
+
+def normalised_rewards(rewards, group_ids, sample_ids, **levels):
+    baseline, scale = baseline_and_scale(rewards, group_ids, sample_ids, **levels)
+    return ((rewards.double() - baseline) * scale).to(rewards.dtype)
 
 
 def ids(*values):
