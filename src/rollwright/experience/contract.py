@@ -111,12 +111,6 @@ def check_trajectory(trajectory: Any, *, workflow: str = "", task: str = "") -> 
     place = Place(workflow, task)
     if not isinstance(trajectory, Mapping):
         raise place.error("trajectory", f"it is {type(trajectory).__name__}", "it is a dict of tensors")
-    _check_shapes(trajectory, place)
-    _check_values(trajectory, place)
-
-
-def _check_shapes(trajectory: Mapping[str, Any], place: Place) -> None:
-    """Keys, shapes and types."""
     for key, column in COLUMNS.items():
         if key in trajectory:
             if not isinstance(trajectory[key], torch.Tensor):
@@ -145,6 +139,7 @@ def _check_shapes(trajectory: Mapping[str, Any], place: Place) -> None:
     for key, column in columns.items():
         if column.dtype is not None and trajectory[key].dtype != column.dtype:
             raise place.error(key, f"its type is {trajectory[key].dtype}", f"it is {column.dtype}")
+    _check_values(trajectory, place)
 
 
 def _check_values(trajectory: Mapping[str, Any], place: Place) -> None:

@@ -31,7 +31,7 @@ from rollwright.errors import TrajectoryError
 from rollwright.experience.contract import COLUMNS, Place, Trajectory
 from rollwright.experience.experience import Experience
 from rollwright.experience.recorder import TOKEN_TYPE, Recorder, RequestRecord
-from rollwright.experience.trajectory import concat_padded_tensors, row_lengths, tensor_form
+from rollwright.experience.trajectory import concat_padded_tensors, tensor_form
 
 #: What a workflow returns may differ by this from the record (log-probabilities pass through float32).
 TOLERANCES = {"logprobs": 1e-4, "versions": 0, "temperature": 1e-5}
@@ -108,7 +108,7 @@ def _fill_from_record(trajectory: Trajectory, masked: np.ndarray, matcher: RowMa
     versions = np.full(masked.shape, -1, dtype=np.int32)
     temperature = np.ones(rows, dtype=np.float32)
     truncated, shifted = np.zeros(rows, dtype=bool), np.zeros(rows, dtype=bool)
-    for row, length in enumerate(row_lengths(trajectory).tolist()):
+    for row, length in enumerate(trajectory["attention_mask"].sum(dim=1).tolist()):
         mask = masked[row, :length]
         given_logprobs = given["logprobs"][row, :length] if "logprobs" in given else None
         placements = matcher.match(ids[row, :length], mask, given_logprobs)
@@ -132,7 +132,8 @@ def _fill_from_record(trajectory: Trajectory, masked: np.ndarray, matcher: RowMa
                 )
             temperature[row] = temperatures[0]
             shifted[row] = any(placement.record.logprobs_shifted for placement in placements)
-            truncated[row] = placements[-1].record.truncated and placements[-1].reaches_end
+            last = placements[-1]  # a response that the workflow cut short was not cut by the engine
+            truncated[row] = last.record.truncated and last.outputs.stop == len(last.record.output_ids)
     has_masked = masked.any(axis=1)
     if "temperature" in given:  # rows that train nothing keep what they were given
         temperature = np.where(has_masked, temperature, given["temperature"])
@@ -185,7 +186,7 @@ def _unrecorded(
     text = f"{shown[:8]}{'…' if len(shown) > 8 else ''}"
     if matcher.tokenizer is not None:
         text += f" ({matcher.tokenizer.decode(shown[:32], skip_special_tokens=False)!r})"
-    tokens = _Row(ids, missing, None)
+    tokens = _Row(ids, missing)
     agreeing = [(tokens.agreement(start, record.output_bytes), record) for record in matcher.records]
     agreed, record = max(agreeing, key=lambda pair: pair[0], default=(0, None))
     cause = "mask only what the engine sampled"
@@ -229,11 +230,6 @@ class Placement:
     def outputs(self) -> slice:
         """Which of the record's output tokens these are."""
         return slice(self.offset, self.offset + self.stop - self.start)
-
-    @property
-    def reaches_end(self) -> bool:
-        """True where the row holds the response to its last token."""
-        return self.stop - self.base == len(self.record.output_ids)
 
 
 class RowMatcher:
@@ -283,7 +279,8 @@ class RowMatcher:
         chosen: list[Placement] = []
         for start in sorted(by_start):
             longest = max(candidate.stop for candidate in by_start[start])
-            best = self._prefer([candidate for candidate in by_start[start] if candidate.stop == longest], row)
+            equals = [candidate for candidate in by_start[start] if candidate.stop == longest]
+            best = equals[0] if len(equals) == 1 else self._prefer(equals, row)
             if chosen and best.stop <= chosen[-1].stop:
                 last = chosen[-1]
                 shared = Placement(last.record, best.start, best.stop, best.start - last.base)
@@ -295,14 +292,12 @@ class RowMatcher:
         return chosen
 
     def _prefer(self, equals: list[Placement], row: _Row) -> Placement:
-        if len(equals) == 1:
-            return equals[0]
         return min(
             equals,
             key=lambda placement: (
                 round(row.logprob_gap(placement), 6),
                 self._uses[placement.record.index],
-                not placement.reaches_end,
+                placement.outputs.stop < len(placement.record.output_ids),
                 placement.record.index,
             ),
         )
@@ -358,7 +353,7 @@ class RowMatcher:
 class _Row:
     """One row without padding, in the forms that matching needs."""
 
-    def __init__(self, ids: np.ndarray, mask: np.ndarray, given_logprobs: np.ndarray | None) -> None:
+    def __init__(self, ids: np.ndarray, mask: np.ndarray, given_logprobs: np.ndarray | None = None) -> None:
         self.ids = np.ascontiguousarray(ids, dtype=TOKEN_TYPE)
         self.mask = mask
         self.bytes = self.ids.tobytes()

@@ -125,7 +125,10 @@ def _join(key: str, values: list[Any], sizes: list[tuple[int, int]], width: int,
                 f"key {key!r} of item {index} is {type(value).__name__} while others are tensors or unknown; give tensors "
                 "everywhere, or one list entry a row everywhere."
             )
-    goes_with_tokens = all(is_token_column(key, value, *size) for value, size in zip(values, sizes, strict=True))
+    if key in COLUMNS:
+        goes_with_tokens = COLUMNS[key].shape == "BL"
+    else:
+        goes_with_tokens = all(is_token_column(key, value, *size) for value, size in zip(values, sizes, strict=True))
     for index, (value, size) in enumerate(zip(values, sizes, strict=True)):
         if goes_with_tokens and tuple(value.shape[:2]) != size:
             raise _cannot_join(

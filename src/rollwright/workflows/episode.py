@@ -87,7 +87,12 @@ class EpisodeWorkflow(RolloutWorkflow):
         get_input_ids_fn: ``(prompt, tokenizer, enable_thinking) -> token ids``, or its import path; None: the chat template.
         data_extract_prompt_fn: ``(task) -> prompt``, or its import path; None: the task's ``messages``.
         reward_timeout: seconds that the reward function may take.
+
+    Attributes:
+        group_size: episodes that are run for one task; None: ``gconfig.n_samples``.
     """
+
+    group_size: int | None = None
 
     def __init__(
         self,
@@ -125,7 +130,7 @@ class EpisodeWorkflow(RolloutWorkflow):
         """
         keeps_record = isinstance(engine, InferenceEngine) and engine.recorder is not None
         asked: Any = engine if keeps_record else _RecordingEngine(engine)
-        count = self.episodes_of_a_task
+        count = self.group_size or self.gconfig.n_samples
         if count == 1:
             rows = [await self.episode(asked, data)]
         else:
@@ -136,11 +141,6 @@ class EpisodeWorkflow(RolloutWorkflow):
         if keeps_record:
             return result
         return normalise(result, asked.recorder, workflow=type(self).__name__, task=str(task_name(data)))
-
-    @property
-    def episodes_of_a_task(self) -> int:
-        """Episodes that are run for one task."""
-        return self.gconfig.n_samples
 
     @abstractmethod
     async def episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:

@@ -63,7 +63,7 @@ class SearchAgentWorkflow(EpisodeWorkflow):
         search_tool: ``host:port`` of a retrieval service, ``{corpus: FILE}``, ``{encyclopedia: {...}}`` or an object with
             ``search(query, topk)`` and, for ``enable_access``, ``access(url)``, async or plain (plain ones run in a thread);
             None: no tool is there and every call says so.
-        prompt_template: text before the first turn, with ``{question}``; None: the template of ``search_tools``.
+        prompt_template: text before the first turn, with ``{question}``; None: ``PROMPT_TEMPLATE``.
         document_template, information_template: how tool results are shown, with ``{title}``, ``{contents}``, ``{url}`` and
             ``{documents}``.
         topk: documents of a search.
@@ -138,11 +138,6 @@ class SearchAgentWorkflow(EpisodeWorkflow):
         self.information_template = information_template
         self.topk = topk
         self.tool_timeout = tool_timeout
-
-    @property
-    def episodes_of_a_task(self) -> int:
-        """``gconfig.n_samples`` is not looked at."""
-        return self.group_size
 
     async def episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
         """Think, search, read, answer; one row."""
