@@ -27,6 +27,14 @@ RESPONSE_FIELDS = {
 }
 #: Fields that hold one entry for each token.
 TOKEN_FIELDS = {"position_ids": torch.int64, "branch_ids": torch.int64, "other_context": torch.bool}
+#: All fields that are kept as 1-D tensors.
+SEQUENCES = {
+    "tokens": torch.int64,
+    "chosen": torch.int64,
+    "rejected": torch.int64,
+    **RESPONSE_FIELDS,
+    **TOKEN_FIELDS,
+}
 
 
 @dataclass
@@ -104,46 +112,38 @@ class Experience:
         """
         if isinstance(self.eid, Mapping):
             self.eid = ExperienceId(**self.eid)
-        if self.tokens is None:
-            raise self._error("tokens", "there are none", "give the ids of prompt and response")
-        self.tokens = self._sequence("tokens", torch.int64)
-        length = len(self.tokens)
+        for name, dtype in SEQUENCES.items():
+            setattr(self, name, self._sequence(name, dtype))
+        length = 0 if self.tokens is None else len(self.tokens)
         if not length:
             raise self._error("tokens", "there are none", "give the ids of prompt and response")
-        for name in ("chosen", "rejected"):
-            setattr(self, name, self._sequence(name, torch.int64))
         if (self.chosen is None) != (self.rejected is None):
             raise self._error("chosen", "only one of chosen and rejected is given", "a preference needs both")
-        if self.prompt_length is None:
-            self.prompt_length = self._infer_prompt_length(length)
-        if isinstance(self.prompt_length, bool) or not 0 < int(self.prompt_length) <= length:
-            raise self._error(
-                "prompt_length", f"{self.prompt_length} of {length} tokens", "it is between 1 and the number of tokens"
-            )
-        self.prompt_length = int(self.prompt_length)
-        for name, dtype in RESPONSE_FIELDS.items():
-            values = self._sequence(name, dtype)
+        prompt = self._infer_prompt_length(length) if self.prompt_length is None else self.prompt_length
+        if isinstance(prompt, bool) or not 0 < int(prompt) <= length:
+            raise self._error("prompt_length", f"{prompt} of {length} tokens", "it is between 1 and the number of tokens")
+        self.prompt_length = int(prompt)
+        for name in RESPONSE_FIELDS:
+            values = getattr(self, name)
             if values is not None and len(values) == length:
                 if name == "action_mask" and values[: self.prompt_length].any():
                     raise self._error(name, "it marks prompt tokens as sampled", "actions come after prompt_length")
-                values = values[self.prompt_length :]
-            if values is not None and len(values) != self.response_length:
+                setattr(self, name, values[self.prompt_length :])
+            elif values is not None and len(values) != self.response_length:
                 raise self._error(
                     name,
                     f"{len(values)} entries for {self.response_length} response tokens ({length} tokens, prompt_length {self.prompt_length})",
                     "give one for each response token",
                 )
-            setattr(self, name, values)
-        for name, dtype in TOKEN_FIELDS.items():
-            values = self._sequence(name, dtype)
-            if values is not None and len(values) != length:
+        for name in TOKEN_FIELDS:
+            if (values := getattr(self, name)) is not None and len(values) != length:
                 raise self._error(name, f"{len(values)} entries for {length} tokens", "give one for each token")
-            setattr(self, name, values)
-        for name in ("reward", "temperature"):
-            setattr(self, name, self._number(name))
-        for name in ("truncated", "logprobs_shifted"):
-            if getattr(self, name) is not None:
-                setattr(self, name, bool(getattr(self, name)))
+        for name, kind in (("reward", float), ("temperature", float), ("truncated", bool), ("logprobs_shifted", bool)):
+            if (value := getattr(self, name)) is not None:
+                try:
+                    setattr(self, name, kind(value))
+                except (TypeError, ValueError, RuntimeError) as error:
+                    raise self._error(name, f"{value!r} is no number", "give a float") from error
 
     @property
     def response_length(self) -> int:
@@ -173,10 +173,8 @@ class Experience:
     def _infer_prompt_length(self, length: int) -> int:
         mask = self.action_mask
         if mask is not None and len(mask) == length:
-            actions = torch.as_tensor(mask).nonzero()
-            return int(actions[0]) if len(actions) else length
-        for name in ("logprobs", "action_mask", "versions"):
-            values = getattr(self, name)
+            return int(mask.to(torch.int32).argmax()) if mask.any() else length
+        for values in (self.logprobs, mask, self.versions):
             if values is not None and 0 < len(values) < length:
                 return length - len(values)
         return length if self.chosen is not None else 1
@@ -201,15 +199,6 @@ class Experience:
             raise self._error(name, f"its type is {tensor.dtype}", "it holds integers")
         return tensor.to(dtype)
 
-    def _number(self, name: str) -> float | None:
-        value = getattr(self, name)
-        if value is None:
-            return None
-        try:
-            return float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise self._error(name, f"{value!r} is no number", "give a float") from error
-
     def to_trajectory(self) -> Trajectory:
         """One row ``[1, L]``. Left out: log-probabilities, versions, temperature and truncation that are not known here.
 
@@ -222,29 +211,27 @@ class Experience:
         if self.reward is None:
             raise self._error("reward", "there is none", "set it before the workflow returns")
         prompt, length = int(self.prompt_length or 0), len(self.tokens)
-        loss_mask = torch.zeros(1, length, dtype=torch.int32)
-        loss_mask[0, prompt:] = 1 if self.action_mask is None else self.action_mask.to(torch.int32)
+        sampled = torch.ones(length - prompt, dtype=torch.bool) if self.action_mask is None else self.action_mask
+
+        def full(values: torch.Tensor, fill: float) -> torch.Tensor:
+            return torch.cat([values.new_full((prompt,), fill), values]).unsqueeze(0)
+
         out: Trajectory = {
             "input_ids": self.tokens.unsqueeze(0).clone(),
             "attention_mask": torch.ones(1, length, dtype=torch.bool),
-            "loss_mask": loss_mask,
+            "loss_mask": full(sampled.to(torch.int32), 0),
             "rewards": torch.tensor([self.reward], dtype=torch.float32),
         }
-        sampled = loss_mask.bool()
-        for name, fill in (("logprobs", 0.0), ("versions", -1), ("token_rewards", 0.0), ("advantages", 0.0)):
-            values = getattr(self, name)
-            if values is not None:
-                full = torch.full((1, length), fill, dtype=RESPONSE_FIELDS[name])
-                full[0, prompt:] = values
-                out[name] = (
-                    full if name in ("token_rewards", "advantages") else torch.where(sampled, full, torch.full_like(full, fill))
-                )
+        for name, fill in (("logprobs", 0.0), ("versions", -1)):
+            if (values := getattr(self, name)) is not None:
+                out[name] = full(values.masked_fill(~sampled, fill), fill)
+        for name in ("token_rewards", "advantages"):
+            if (values := getattr(self, name)) is not None:
+                out[name] = full(values, 0.0)
         for name in TOKEN_FIELDS:
             if getattr(self, name) is not None:
                 out[name] = getattr(self, name).unsqueeze(0).clone()
-        if self.temperature is not None:
-            out["temperature"] = torch.tensor([self.temperature], dtype=torch.float32)
-        for name in ("truncated", "logprobs_shifted"):
+        for name in ("temperature", "truncated", "logprobs_shifted"):
             if getattr(self, name) is not None:
                 out[name] = torch.tensor([getattr(self, name)])
         if self.multi_modal_inputs is not None:
@@ -257,31 +244,19 @@ class Experience:
         """One experience for each row; the prompt ends where the first sampled token stands."""
         out = []
         lengths = trajectory["attention_mask"].sum(dim=1).tolist()
+        sequences = [name for name in SEQUENCES if name in trajectory]
+        scalars = [name for name in ("temperature", "truncated", "logprobs_shifted") if name in trajectory]
         for row, length in enumerate(lengths):
-            mask = trajectory["loss_mask"][row, :length].bool()
-            prompt = int(mask.to(torch.int32).argmax()) if mask.any() else length
-            response = {
-                name: trajectory[name][row, prompt:length].clone()
-                for name in ("logprobs", "versions", "token_rewards", "advantages", "returns")
-                if name in trajectory
-            }
-            scalars = {
-                name: trajectory[name][row].item()
-                for name in ("temperature", "truncated", "logprobs_shifted")
-                if name in trajectory
-            }
-            whole = {name: trajectory[name][row, :length].clone() for name in TOKEN_FIELDS if name in trajectory}
+            details = trajectory["details"][row] if "details" in trajectory else {}
             out.append(
                 cls(
                     tokens=trajectory["input_ids"][row, :length].clone(),
-                    prompt_length=prompt,
+                    action_mask=trajectory["loss_mask"][row, :length].bool(),
                     reward=trajectory["rewards"][row].item(),
-                    action_mask=mask[prompt:].clone(),
-                    multi_modal_inputs=trajectory.get("multi_modal_inputs", [None] * len(lengths))[row],
-                    **{key: dict(value) for key, value in trajectory.get("details", [{}] * len(lengths))[row].items()},
-                    **response,
-                    **scalars,
-                    **whole,
+                    multi_modal_inputs=trajectory["multi_modal_inputs"][row] if "multi_modal_inputs" in trajectory else None,
+                    **{name: trajectory[name][row, :length].clone() for name in sequences},
+                    **{name: trajectory[name][row].item() for name in scalars},
+                    **{key: dict(value) for key, value in details.items()},
                 )
             )
         return out
@@ -333,8 +308,7 @@ def _equal(one: Any, other: Any) -> bool:
     return one == other
 
 
-# ----------------------------------------------------------------------
-# Tensors and JSON as one block of bytes: safetensors, whose metadata carry the JSON. Nothing is pickled.
+# -- tensors and JSON as one block of bytes: safetensors, whose metadata carry the JSON. Nothing is pickled. ------------
 
 FORMAT = "rollwright.experience"
 VERSION = 1
