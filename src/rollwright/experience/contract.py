@@ -13,7 +13,7 @@ no others: the trainer uses its own in their place, and compares none of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,10 +79,6 @@ class Place:
     workflow: str = ""
     task: str = ""
     index: int | None = None
-
-    def item(self, index: int) -> Place:
-        """The place of one item of a list."""
-        return replace(self, index=index)
 
     def error(self, key: str, wrong: str, remedy: str) -> TrajectoryError:
         """A ``TrajectoryError`` with its three parts: what, where, what to do."""

@@ -99,15 +99,11 @@ def _cannot_join(why: str) -> TrajectoryError:
 def _neutral(key: str, trajectory: Mapping[str, Any]) -> Any:
     """What a column of ``NEUTRAL`` says of the rows of a trajectory that is without it."""
     ids_BL = trajectory["input_ids"]
-    rows, width = ids_BL.shape
-    if key == MULTI_MODAL:
-        return [None] * rows
-    if key == "details":
-        return [{} for _ in range(rows)]
+    if key in (MULTI_MODAL, "details"):
+        return [None if key == MULTI_MODAL else {} for _ in ids_BL]
     if key == "position_ids":
-        counted_BL = torch.arange(width, device=ids_BL.device).expand(rows, width)
-        attention_BL = trajectory.get("attention_mask")
-        return counted_BL if attention_BL is None else counted_BL * attention_BL.bool()
+        present_BL = torch.ones_like(ids_BL) if "attention_mask" not in trajectory else trajectory["attention_mask"].long()
+        return (present_BL.cumsum(dim=1) - 1) * present_BL
     column = COLUMNS[key]
     return torch.zeros(ids_BL.shape[: len(column.shape)], dtype=column.dtype, device=ids_BL.device)
 
@@ -119,17 +115,16 @@ def _join(key: str, values: list[Any], sizes: list[tuple[int, int]], width: int,
             if len(value) != rows:
                 raise _cannot_join(f"list {key!r} of item {index} has {len(value)} entries for {rows} rows; give one a row.")
         return [entry for value in values for entry in value]
-    for index, value in enumerate(values):
-        if not isinstance(value, torch.Tensor):
-            raise _cannot_join(
-                f"key {key!r} of item {index} is {type(value).__name__} while others are tensors or unknown; give tensors "
-                "everywhere, or one list entry a row everywhere."
-            )
     if key in COLUMNS:
         goes_with_tokens = COLUMNS[key].shape == "BL"
     else:
         goes_with_tokens = all(is_token_column(key, value, *size) for value, size in zip(values, sizes, strict=True))
     for index, (value, size) in enumerate(zip(values, sizes, strict=True)):
+        if not isinstance(value, torch.Tensor):
+            raise _cannot_join(
+                f"key {key!r} of item {index} is {type(value).__name__} while others are tensors or unknown; give tensors "
+                "everywhere, or one list entry a row everywhere."
+            )
         if goes_with_tokens and tuple(value.shape[:2]) != size:
             raise _cannot_join(
                 f"{key!r} of item {index} is {list(value.shape)}, but input_ids is {list(size)}; every token needs one entry in "
