@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import BaseModel, Field
+
 from rollwright.errors import ConfigError, WorkflowError
 from rollwright.experience.experience import Experience
 from rollwright.tracking.metrics import get_tracker
@@ -26,6 +28,11 @@ MAX_ITERATIONS = 8
 CONTEXT_SIZE = 1 << 24
 
 SYSTEM_PROMPT = "You solve mathematical problems. Work step by step and use your tools where they help. Put the final result into \\boxed{}."
+
+
+# What the agent's structured output has to hold. No docstring: it would become part of the schema that the model reads.
+class Result(BaseModel):
+    result: str = Field(description="The final result, in the form that the problem asks for.")
 
 
 @WORKFLOWS.register_module("agentscope_react_math_workflow")
@@ -48,20 +55,17 @@ class AgentScopeReactMathWorkflow(Workflow):
 
     def __init__(self, *, task: Task, model: ModelWrapper, auxiliary_models: list[Any] | None = None) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
-        _agentscope()
-        arguments = task.arguments(
+        _require_agentscope()
+        self.arguments = task.arguments(
             tools=["execute_python"], tool_timeout=30.0, structured=True, max_iters=MAX_ITERATIONS, system_prompt=None
         )
-        self.tools = ToolFunctions(arguments["tools"], arguments["tool_timeout"])
-        self.structured = arguments["structured"]
-        self.max_iterations = arguments["max_iters"]
-        self.system_prompt = arguments["system_prompt"]
+        self.tools = ToolFunctions(self.arguments["tools"], self.arguments["tool_timeout"])
         self.reward = TaskReward(task, "AgentScopeReactMathWorkflow", self.default_reward_fn)
 
     async def run_async(self) -> list[Experience]:
         """Let the agent reply to the task's question, and score its result."""
         *before, question = self.task.messages()
-        system_prompt = self.system_prompt or (before[0]["content"] if before else SYSTEM_PROMPT)
+        system_prompt = self.arguments["system_prompt"] or (before[0]["content"] if before else SYSTEM_PROMPT)
         if len(before) > 1 or question["role"] != "user":
             raise WorkflowError(
                 f"task {self.task.task_id!r} holds a conversation; AgentScopeReactMathWorkflow answers one question. Use a "
@@ -81,92 +85,59 @@ class AgentScopeReactMathWorkflow(Workflow):
 
     async def _reply(self, system_prompt: str, question: str) -> tuple[str | None, bool]:
         """The agent's result, and whether it came to one by itself."""
-        scope = _agentscope()
-        episode = self.model.openai_episode  # knows the task's generation arguments: the agent leaves them out
-        model = scope.OpenAIChatModel(
-            credential=scope.OpenAICredential(api_key=episode.api_key, base_url=episode.base_url),
-            model=episode.model_name,
-            stream=False,
-            max_retries=0,
-            context_size=CONTEXT_SIZE,
-            client_kwargs=scope.client_settings(),
-        )
-        allow = scope.PermissionDecision(behavior=scope.PermissionBehavior.ALLOW, message="a tool of the task")
-        agent = scope.Agent(
-            "solver",
-            system_prompt,
-            model,
-            toolkit=scope.Toolkit(tools=[scope.FunctionTool(tool, permission=allow) for tool in self.tools.guarded()]),
-            react_config=scope.ReActConfig(max_iters=self.max_iterations, interruption_raise_cancelled_error=True),
-            injection_config=scope.InjectionConfig(inject_runtime_state=False),
-        )
-        schema = {"structured_schema": scope.result_schema()} if self.structured else {}
-        try:
-            reply = await agent.reply(scope.UserMsg(name="user", content=question), **schema)
-        except scope.BadRequestError as error:
-            if error.param != "prompt":
-                raise
-            return None, False  # the conversation filled the context
-        finally:
-            await model.client.close()
-        completed = str(getattr(reply.finished_reason, "value", reply.finished_reason)) == "completed"
-        if not self.structured:
-            return "".join(block.text for block in reply.content if block.type == "text"), completed
-        return (reply.structured_output or {}).get("result"), completed
-
-
-class _AgentScope:
-    """The names of AgentScope 2 that are used here."""
-
-    def __init__(self) -> None:
+        import openai
         from agentscope.agent import Agent, InjectionConfig, ReActConfig
         from agentscope.credential import OpenAICredential
         from agentscope.message import UserMsg
         from agentscope.model import OpenAIChatModel
         from agentscope.permission import PermissionBehavior, PermissionDecision
         from agentscope.tool import FunctionTool, Toolkit
-        from openai import BadRequestError
 
-        self.Agent, self.InjectionConfig, self.ReActConfig = Agent, InjectionConfig, ReActConfig
-        self.OpenAICredential, self.OpenAIChatModel, self.UserMsg = OpenAICredential, OpenAIChatModel, UserMsg
-        self.PermissionBehavior, self.PermissionDecision = PermissionBehavior, PermissionDecision
-        self.FunctionTool, self.Toolkit, self.BadRequestError = FunctionTool, Toolkit, BadRequestError
-        self._result: Any = None
-
-    def client_settings(self) -> dict[str, Any]:
-        """Arguments of the ``openai`` client: no second tries, no limit but the sample's, no proxy."""
-        import openai
-
+        episode = self.model.openai_episode  # knows the task's generation arguments: the agent leaves them out
+        # no second tries, no limit but the sample's, no proxy
         http_client = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False, timeout=None)
-        return {"max_retries": 0, "timeout": None, "http_client": http_client}
+        model = OpenAIChatModel(
+            credential=OpenAICredential(api_key=episode.api_key, base_url=episode.base_url),
+            model=episode.model_name,
+            stream=False,
+            max_retries=0,
+            context_size=CONTEXT_SIZE,
+            client_kwargs={"max_retries": 0, "timeout": None, "http_client": http_client},
+        )
+        allow = PermissionDecision(behavior=PermissionBehavior.ALLOW, message="a tool of the task")
+        agent = Agent(
+            "solver",
+            system_prompt,
+            model,
+            toolkit=Toolkit(tools=[FunctionTool(tool, permission=allow) for tool in self.tools.guarded()]),
+            react_config=ReActConfig(max_iters=self.arguments["max_iters"], interruption_raise_cancelled_error=True),
+            injection_config=InjectionConfig(inject_runtime_state=False),
+        )
+        schema = {"structured_schema": Result} if self.arguments["structured"] else {}
+        try:
+            reply = await agent.reply(UserMsg(name="user", content=question), **schema)
+        except openai.BadRequestError as error:
+            if error.param != "prompt":
+                raise
+            return None, False  # the conversation filled the context
+        finally:
+            await model.client.close()
+        completed = str(getattr(reply.finished_reason, "value", reply.finished_reason)) == "completed"
+        if not self.arguments["structured"]:
+            return "".join(block.text for block in reply.content if block.type == "text"), completed
+        return (reply.structured_output or {}).get("result"), completed
 
-    def result_schema(self) -> Any:
-        """What the agent's structured output has to hold."""
-        if self._result is None:
-            from pydantic import BaseModel, Field
 
-            class Result(BaseModel):
-                result: str = Field(description="The final result, in the form that the problem asks for.")
-
-            self._result = Result
-        return self._result
-
-
-_scope: _AgentScope | None = None
-
-
-def _agentscope() -> _AgentScope:
-    """AgentScope, imported once.
+def _require_agentscope() -> None:
+    """Refuse to start without AgentScope 2.
 
     Raises:
         ConfigError: it is missing, or another generation than 2.
     """
-    global _scope
-    if _scope is None:
-        try:
-            _scope = _AgentScope()
-        except ImportError as error:
-            raise ConfigError(
-                f"agentscope_react_math_workflow needs AgentScope 2.0.9 or later ({error}): pip install 'rollwright[agentscope]'."
-            ) from error
-    return _scope
+    try:
+        from agentscope.agent import InjectionConfig  # noqa: F401
+        from agentscope.permission import PermissionDecision  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"agentscope_react_math_workflow needs AgentScope 2.0.9 or later ({error}): pip install 'rollwright[agentscope]'."
+        ) from error

@@ -51,23 +51,18 @@ class WebShopWorkflow(Workflow):
     def reset(self, task: Task) -> None:
         """Take the next task; the shop itself is shared."""
         self.task = task
-        arguments = task.arguments(
+        self.arguments = task.arguments(
             max_steps=MAX_STEPS, rich=False, show_actions=True, system_prompt=SYSTEM_PROMPT, shop={}, package=False
         )
-        self.max_steps = arguments["max_steps"]
-        self.rich = arguments["rich"]
-        self.show_actions = arguments["show_actions"]
-        self.system_prompt = arguments["system_prompt"]
-        self.shop_arguments = arguments["shop"]
-        self.package = arguments["package"]
         self.session_id = _session_id(task)
 
     async def run_async(self) -> list[Experience]:
         """Shop until something is bought or the steps are used up."""
         session = self._session()
-        messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        system_prompt = self.arguments["system_prompt"]
+        messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
         reward, steps, misses, complaint = NO_PURCHASE_REWARD, 0, 0, ""
-        while steps < self.max_steps and not session.done:
+        while steps < self.arguments["max_steps"] and not session.done:
             messages.append({"role": "user", "content": complaint + self._page(session)})
             try:
                 [reply] = await self.model.chat_async(messages, n=1)
@@ -94,13 +89,13 @@ class WebShopWorkflow(Workflow):
         return experiences
 
     def _session(self) -> Any:
-        if self.package:
-            options = {} if self.package is True else dict(self.package)
-            return WebShopPackageSession(self.session_id, rich=self.rich, **options)
-        return shop(**self.shop_arguments).session(self.session_id, rich=self.rich)
+        package, rich = self.arguments["package"], self.arguments["rich"]
+        if package:
+            return WebShopPackageSession(self.session_id, rich=rich, **({} if package is True else package))
+        return shop(**self.arguments["shop"]).session(self.session_id, rich=rich)
 
     def _page(self, session: Any) -> str:
-        if not self.show_actions:
+        if not self.arguments["show_actions"]:
             return session.observation()
         actions = session.get_available_actions()
         targets = ", ".join(target for target in actions["clickables"] if target != "search")

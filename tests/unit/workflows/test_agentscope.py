@@ -71,7 +71,6 @@ async def test_the_result_that_agentscope_forces_is_begun_by_the_front_and_sampl
 
 
 def test_without_agentscope_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(agentscope_react, "_scope", None)
     monkeypatch.setitem(sys.modules, "agentscope.agent", None)
     with pytest.raises(ConfigError, match=r"rollwright\[agentscope\]"):
-        agentscope_react._agentscope()
+        agentscope_react._require_agentscope()
