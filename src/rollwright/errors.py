@@ -1,4 +1,8 @@
-"""Typed errors, one for each boundary of the house. A message says what was wrong, where, and what to do."""
+"""Typed errors, one for each boundary. A message says what was wrong, where, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 class RollwrightError(Exception):
@@ -7,6 +11,12 @@ class RollwrightError(Exception):
 
 class ConfigError(RollwrightError):
     """A key, type, range or combination of settings is wrong."""
+
+    @classmethod
+    def of(cls, faults: Iterable[str]) -> ConfigError:
+        """One error for one or several faults; each is told once, on a line of its own."""
+        distinct = list(dict.fromkeys(faults))
+        return cls(distinct[0] if len(distinct) == 1 else "\n  ".join([f"{len(distinct)} faults:", *distinct]))
 
 
 class DataError(RollwrightError):

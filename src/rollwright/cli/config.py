@@ -56,7 +56,7 @@ def schema(
     """
     import json
 
-    from rollwright.config.schema import class_at, schema_of_class, schema_of_files
+    from rollwright.config.validation import class_at, schema_of_class, schema_of_files
 
     text = json.dumps(schema_of_class(class_at(class_name)) if class_name else schema_of_files(), indent=2)
     if output:

@@ -232,3 +232,13 @@ class NewModelConfig:
         default=None, metadata={"help": "The part that sees, of architecture qwen2_vl; null: its defaults."}
     )
     seed: int = field(default=1, metadata={"help": "Seed of the weights."})
+
+
+#: What a stage of each kind is told.
+STAGE_CLASSES: dict[str, type] = {
+    "model": NewModelConfig,
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "rl": GRPOConfig,
+    "eval": EvalConfig,
+}

@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rollwright.config.experiment import BaseExperimentConfig, DPOConfig, EvalConfig, GRPOConfig, NewModelConfig, SFTConfig
+from rollwright.config.experiment import STAGE_CLASSES, BaseExperimentConfig, GRPOConfig
 from rollwright.config.recipes import apply_recipe
 from rollwright.config.rules import faults_of
 from rollwright.config.source import (
     DIALECTS,
     Document,
+    Faults,
     KeyPath,
     Origins,
     Override,
@@ -37,7 +38,7 @@ from rollwright.config.source import (
     read_yaml,
     resolve,
 )
-from rollwright.config.validation import Builder, names_besides
+from rollwright.config.validation import names_besides, validated
 from rollwright.errors import ConfigError
 from rollwright.registry import PLUGINS, nearest
 
@@ -63,7 +64,7 @@ def load_expr_config(argv: Sequence[str], config_class: type[ConfigType]) -> tup
     document = read_yaml(file)
     if "stages" in document.data:
         raise ConfigError(
-            f"{file}:{document.lines.get(('stages',), 1)}: this file has stages; run it with 'rollwright run', or load it "
+            f"{Origins(document).of(('stages',))}: this file has stages; run it with 'rollwright run', or load it "
             "with rollwright.load_stages."
         )
     return build_config(document, overrides, config_class), file
@@ -96,42 +97,48 @@ def split_arguments(argv: Sequence[str]) -> tuple[str, list[str]]:
 def build_config(document: Document, overrides: Sequence[str | Override], config_class: type[ConfigType]) -> ConfigType:
     """Build ``config_class`` from a document and overrides, with all checks; see ``load_expr_config``."""
     parsed = [parse_override(item) if isinstance(item, str) else item for item in overrides]
-    origins = Origins(document, parsed)
-    data = merge_overrides(document.data, parsed)
-    builder = Builder(origins)
-    resolved = resolve(data, [BaseExperimentConfig, config_class], origins)
-    import_plugins(resolved, builder)
-    config = builder.build(config_class, resolved)
-    builder.raise_faults()
-    if hasattr(config, "actor"):
-        try:
-            apply_recipe(config, set(written_keys(resolved)))
-        except ConfigError as error:
-            builder.fault(("actor", "recipe"), str(error))
-    for path, message in faults_of(config):
-        builder.fault(path, message)
-    builder.raise_faults()
+    faults = Faults(Origins(document, parsed))
+    config = _build(config_class, merge_overrides(document.data, parsed), faults)
+    if faults.messages:
+        raise ConfigError.of(faults.messages)
     return config
 
 
-def import_plugins(data: dict[str, Any], builder: Builder) -> None:
+def _build(cls: type, data: dict[str, Any], faults: Faults, around: dict[str, Any] | None = None) -> Any:
+    """One config from its keys as they were written; ``around`` are further keys that interpolations may name."""
+    resolved = resolve(data, [BaseExperimentConfig, cls], faults.origins, around)
+    _import_plugins(resolved, faults)
+    config = validated(cls, resolved, faults)
+    if faults.messages:
+        return None
+    if hasattr(config, "actor"):
+        try:
+            apply_recipe(config, set(_written_keys(resolved)))
+        except ConfigError as error:
+            faults.add(("actor", "recipe"), str(error))
+    for path, message in faults_of(config):
+        faults.add(path, message)
+    return config
+
+
+def _import_plugins(data: dict[str, Any], faults: Faults) -> None:
     """Import what ``plugins`` names, and make its paths absolute: they are relative to the file that names them."""
     listed = data.get("plugins")
     if not isinstance(listed, list) or not all(isinstance(source, str) for source in listed):
         return  # not given, or told when it is validated
     for index, source in enumerate(listed):
         try:
-            listed[index] = PLUGINS.add(source, builder.origins.directory(("plugins", index)))
+            listed[index] = PLUGINS.add(source, faults.origins.directory(("plugins", index)))
             PLUGINS.load()
         except ConfigError as error:
-            builder.fault(("plugins", index), str(error))
+            faults.add(("plugins", index), str(error))
 
 
-def written_keys(data: Any, prefix: str = "") -> Iterator[str]:
+def _written_keys(data: Any, prefix: str = "") -> Iterator[str]:
     """Dotted names of the keys that hold values rather than sections."""
     for key, value in data.items():
         if isinstance(value, dict) and value:
-            yield from written_keys(value, f"{prefix}{key}.")
+            yield from _written_keys(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"
 
@@ -158,15 +165,6 @@ def save_config(config: Any, file: str | Path) -> None:
     """Write ``to_yaml(config)`` to a file."""
     Path(file).write_text(to_yaml(config), encoding="utf-8")
 
-
-#: What a stage of each kind is told.
-STAGE_CLASSES: dict[str, type] = {
-    "model": NewModelConfig,
-    "sft": SFTConfig,
-    "dpo": DPOConfig,
-    "rl": GRPOConfig,
-    "eval": EvalConfig,
-}
 
 #: Keys of a stage, and of a file, that are no settings of the stage's config.
 _STAGE_KEYS = ("kind", "name")
@@ -255,90 +253,102 @@ def load_eval_stages(file: str | Path | None, overrides: Sequence[str] = ()) -> 
 
 def build_stages(document: Document, overrides: Sequence[Override], only: str | None = None) -> list[Stage]:
     """Build the stages of a document, all or ``only`` those of one kind; see ``load_stages``."""
-    faults: list[str] = []
-    own = [override for override in overrides if override.path[0] == "stages"]
-    shared = [override for override in overrides if override.path[0] != "stages"]
-    written = merge_overrides(document.data, own)
-    listed = _listed(written, document)
-    chosen = [(index, keys) for index, keys in enumerate(listed) if only is None or (keys or {}).get("kind") == only]
-    stages = [_build(document, written, keys, index, shared, own, faults) for index, keys in chosen]
-    _refuse_repeated_names(stages, document, faults)
+    file = _File(document, overrides)
+    stages = [file.stage(index, keys) for index, keys in enumerate(file.listed) if only in (None, (keys or {}).get("kind"))]
+    file.refuse_repeated_names([stage for stage in stages if stage is not None])
     if only is None:
-        _refuse_unused_keys(document, overrides, shared, listed, faults)
-    if faults:
-        faults = list(dict.fromkeys(faults))
-        raise ConfigError(faults[0] if len(faults) == 1 else f"{len(faults)} faults:\n" + "\n".join(f"  {f}" for f in faults))
+        file.refuse_unused_keys()
+    if file.faults:
+        raise ConfigError.of(file.faults)
     return [stage for stage in stages if stage is not None]
 
 
-def _listed(data: dict[str, Any], document: Document) -> list[dict[str, Any] | None]:
-    """The stages' own keys; ``None`` stands for the one stage of a file that lists none."""
-    if "stages" not in data:
-        return [None]
-    stages = data["stages"]
-    where = f"{document.file}:{document.lines.get(('stages',), 1)}"
-    if not isinstance(stages, list) or not stages:
-        raise ConfigError(f"{where}: stages: expected a list of stages, each with a kind: {', '.join(STAGE_CLASSES)}.")
-    for index, stage in enumerate(stages):
-        if not isinstance(stage, dict):
-            where = f"{document.file}:{document.lines.get(('stages', index), 1)}"
-            raise ConfigError(f"{where}: stages.{index}: expected a mapping with kind and the stage's keys, got {stage!r}.")
-    return stages
+class _File:
+    """A document with overrides, while its stages are built.
 
+    Raises:
+        ConfigError: ``stages`` is no list of mappings.
+    """
 
-def _build(
-    document: Document,
-    written: dict[str, Any],
-    own_keys: dict[str, Any] | None,
-    index: int,
-    shared: Sequence[Override],
-    own: Sequence[Override],
-    faults: list[str],
-) -> Stage | None:
-    common = {key: value for key, value in written.items() if key not in _FILE_KEYS}
-    place: KeyPath = () if own_keys is None else ("stages", index)
-    head = merge_overrides(written, shared) if own_keys is None else own_keys
-    name = head.get("name", head.get("kind", "rl"))
-    mine = [_relative(override, place, name) for override in own]
-    origins = Origins(document, [*shared, *(override for override in mine if override)], (place, ()) if place else ((),))
-    kind = head.get("kind", "rl") if own_keys is None else head.get("kind")
-    if kind not in STAGE_CLASSES:
-        label = "has no kind" if kind is None else f"kind: there is no kind {kind!r}"
-        faults.append(f"{origins.of(('kind',))}: stages.{index}: {label}; {nearest(kind or '', STAGE_CLASSES)}")
-        return None
-    cls = STAGE_CLASSES[kind]
-    builder = Builder(origins)
-    known = {field.name for field in dataclasses.fields(cls)} | set(names_besides(cls))
-    keys = {key: value for key, value in (own_keys or {}).items() if key not in _STAGE_KEYS}
-    data = merge({key: value for key, value in common.items() if key in known or own_keys is None}, keys)
-    reaching = [o for o in shared if o.path[0] in known or (own_keys is None and o.path[0] not in _FILE_KEYS)]
-    data = merge_overrides(data, reaching)
-    data = merge_overrides(data, [override for override in mine if override and override.path[0] not in _STAGE_KEYS])
-    try:
-        around = merge_overrides({**written, **common}, shared)
-        resolved = resolve(data, [BaseExperimentConfig, cls], origins, around)
-        import_plugins(resolved, builder)
-        config = builder.build(cls, resolved)
-    except ConfigError as error:
-        faults.append(str(error))
-        return None
-    if not builder.faults and hasattr(config, "actor"):
+    def __init__(self, document: Document, overrides: Sequence[Override]) -> None:
+        self.document = document
+        self.origins = Origins(document, list(overrides))
+        self.own = [override for override in overrides if override.path[0] == "stages"]
+        self.shared = [override for override in overrides if override.path[0] != "stages"]
+        self.written = merge_overrides(document.data, self.own)
+        self.faults: list[str] = []
+        #: The stages' own keys; ``None`` stands for the one stage of a file that lists none.
+        self.listed: list[dict[str, Any] | None] = self.written.get("stages", [None])
+        where = self.origins.of(("stages",))
+        if not isinstance(self.listed, list) or not self.listed:
+            raise ConfigError(f"{where}: stages: expected a list of stages, each with a kind: {', '.join(STAGE_CLASSES)}.")
+        for index, keys in enumerate(self.listed):
+            if "stages" in self.written and not isinstance(keys, dict):
+                where = self.origins.of(("stages", index))
+                raise ConfigError(f"{where}: stages.{index}: expected a mapping with kind and the stage's keys, got {keys!r}.")
+
+    def stage(self, index: int, own_keys: dict[str, Any] | None) -> Stage | None:
+        """One stage; where it has faults, they are noted and the result is of no use."""
+        alone, place = own_keys is None, () if own_keys is None else ("stages", index)
+        head = merge_overrides(self.written, self.shared) if own_keys is None else own_keys
+        kind = head.get("kind", "rl" if alone else None)
+        name = head.get("name", kind)
+        mine = [
+            dataclasses.replace(override, path=override.path[2:])
+            for override in self.own
+            if place and len(override.path) > 2 and override.path[1] in (index, name)
+        ]
+        origins = Origins(self.document, [*self.shared, *mine], (place, ()) if place else ((),))
+        if kind not in STAGE_CLASSES:
+            label = "has no kind" if kind is None else f"kind: there is no kind {kind!r}"
+            self.faults.append(f"{origins.of(('kind',))}: stages.{index}: {label}; {nearest(kind or '', STAGE_CLASSES)}")
+            return None
+        cls, common = STAGE_CLASSES[kind], {key: value for key, value in self.written.items() if key not in _FILE_KEYS}
+        known = _keys_of(cls)
+        data = merge(
+            {key: value for key, value in common.items() if key in known or alone},
+            {key: value for key, value in (own_keys or {}).items() if key not in _STAGE_KEYS},
+        )
+        reaching = [o for o in self.shared if o.path[0] in known or (alone and o.path[0] not in _FILE_KEYS)]
+        data = merge_overrides(data, [*reaching, *(override for override in mine if override.path[0] not in _STAGE_KEYS)])
+        faults = Faults(origins)
         try:
-            apply_recipe(config, set(written_keys(resolved)))
-        except ConfigError as error:
-            builder.fault(("actor", "recipe"), str(error))
-    if not builder.faults:
-        for path, message in [*faults_of(config), *_missing(kind, config), *_pointless(config)]:
-            builder.fault(path, message)
-    faults.extend(builder.faults)
-    return Stage(name=str(name), kind=kind, config=config, index=index, source=document.file, origins=origins)
+            config = _build(cls, data, faults, merge_overrides(self.written, self.shared))
+        except ConfigError as error:  # of an interpolation
+            self.faults.append(str(error))
+            return None
+        if not faults.messages:
+            for path, message in _missing(kind, config):
+                faults.add(path, message)
+        self.faults += faults.messages
+        return Stage(name=str(name), kind=kind, config=config, index=index, source=self.document.file, origins=origins)
+
+    def refuse_repeated_names(self, stages: Sequence[Stage]) -> None:
+        """Stages are known by their names: in overrides, and in the run directory."""
+        first: dict[str, int] = {}
+        for stage in stages:
+            if first.setdefault(stage.name, stage.index) != stage.index:
+                self.faults.append(
+                    f"{self.origins.of(('stages', stage.index))}: stages.{stage.index}: the name {stage.name!r} is taken by stage "
+                    f"{first[stage.name]}; give each stage a name of its own."
+                )
+
+    def refuse_unused_keys(self) -> None:
+        """A shared key that no stage has would do nothing."""
+        kinds = [keys.get("kind") if keys else None for keys in self.listed]
+        if not all(kind in STAGE_CLASSES for kind in kinds):
+            return  # a file without stages; or a stage of unknown kind, which is told already and might have the key
+        known = {name for kind in kinds for name in _keys_of(STAGE_CLASSES[str(kind)])}
+        given = [*(key for key in self.document.data if key != "stages"), *(str(override.path[0]) for override in self.shared)]
+        for key in dict.fromkeys(given):
+            if key not in known:
+                self.faults.append(
+                    f"{self.origins.of((key,))}: {key}: no stage of this file has such a key; {nearest(key, known)}"
+                )
 
 
-def _relative(override: Override, place: KeyPath, name: Any) -> Override | None:
-    """An override of this stage with its path inside the stage; None where it is another stage's."""
-    if len(override.path) < 3 or not place or override.path[1] not in (place[1], name):
-        return None
-    return dataclasses.replace(override, path=override.path[2:])
+def _keys_of(cls: type) -> set[str]:
+    return {*(field.name for field in dataclasses.fields(cls)), *names_besides(cls)}
 
 
 #: What a stage of each kind cannot run without, and what it is.
@@ -369,44 +379,3 @@ def _missing(kind: str, config: Any) -> list[tuple[KeyPath, str]]:
     return [
         (path, f"is not set: {what}") for path, what, value in zip(paths, needed.values(), values, strict=True) if not value
     ]
-
-
-def _pointless(config: Any) -> list[tuple[KeyPath, str]]:
-    if isinstance(config, EvalConfig) and not config.greedy and not config.samples:
-        return [(("samples",), "is 0 and greedy is false, so nothing would be evaluated; set one of them")]
-    return []
-
-
-def _refuse_repeated_names(stages: Sequence[Stage | None], document: Document, faults: list[str]) -> None:
-    first: dict[str, int] = {}
-    for stage in stages:
-        if stage is None:
-            continue
-        if stage.name in first:
-            line = document.lines.get(("stages", stage.index), 1)
-            faults.append(
-                f"{document.file}:{line}: stages.{stage.index}: the name {stage.name!r} is taken by stage {first[stage.name]}; "
-                "give each stage a name of its own."
-            )
-        first.setdefault(stage.name, stage.index)
-
-
-def _refuse_unused_keys(
-    document: Document,
-    overrides: Sequence[Override],
-    shared: Sequence[Override],
-    listed: Sequence[dict[str, Any] | None],
-    faults: list[str],
-) -> None:
-    """A shared key that no stage has would be decoration."""
-    if listed == [None]:
-        return
-    classes = [STAGE_CLASSES[stage["kind"]] for stage in listed if stage and stage.get("kind") in STAGE_CLASSES]
-    if len(classes) < len(listed):
-        return  # a stage of unknown kind is told already, and might have the key
-    known = {name for cls in classes for name in [*(field.name for field in dataclasses.fields(cls)), *names_besides(cls)]}
-    origins = Origins(document, list(overrides))
-    given = [*(key for key in document.data if key != "stages"), *(str(override.path[0]) for override in shared)]
-    for key in dict.fromkeys(given):
-        if key not in known:
-            faults.append(f"{origins.of((key,))}: {key}: no stage of this file has such a key; {nearest(key, known)}")

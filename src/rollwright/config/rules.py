@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from rollwright.config.experiment import BaseExperimentConfig, DPOConfig, NewModelConfig, PPOConfig, SFTConfig
+from rollwright.config.experiment import BaseExperimentConfig, DPOConfig, EvalConfig, NewModelConfig, PPOConfig, SFTConfig
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import IntervalConfig, NormConfig
 from rollwright.config.source import KeyPath, dotted
@@ -25,6 +25,8 @@ def faults_of(config: Any) -> Iterator[Fault]:
             yield (*path, "leave_one_out"), "says what the mean leaves out, but mean_level is none, so there is no mean"
     if isinstance(config, NewModelConfig):
         yield from _new_model(config)
+    if isinstance(config, EvalConfig) and not config.greedy and not config.samples:
+        yield ("samples",), "is 0 and greedy is false, so nothing would be evaluated; set one of them"
     if isinstance(config, BaseExperimentConfig):
         yield from _experiment(config)
     if isinstance(config, SFTConfig):
@@ -44,11 +46,8 @@ def validate(config: Any) -> None:
     Raises:
         ConfigError: with every fault, each with its key.
     """
-    faults = [f"{dotted(path)}: {message}" for path, message in faults_of(config)]
-    if len(faults) == 1:
-        raise ConfigError(faults[0])
-    if faults:
-        raise ConfigError(f"{len(faults)} faults:\n" + "\n".join(f"  {fault}" for fault in faults))
+    if faults := [f"{dotted(path)}: {message}" for path, message in faults_of(config)]:
+        raise ConfigError.of(faults)
 
 
 def _sections(config: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:

@@ -192,6 +192,21 @@ DIALECTS: Registry[type[Dialect]] = Registry(
 )
 
 
+@dataclass
+class Faults:
+    """What is wrong with a config, in the order in which it was found."""
+
+    origins: Origins
+    paths: list[KeyPath] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+
+    def add(self, path: KeyPath, message: str) -> None:
+        """Note what is wrong with the value at ``path``."""
+        name = f"{self.origins.name(path)}: " if path else ""
+        self.paths.append(path)
+        self.messages.append(f"{self.origins.of(path)}: {name}{message}")
+
+
 def read_yaml(file: str | Path) -> Document:
     """Read one YAML mapping from a file.
 

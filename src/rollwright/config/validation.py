@@ -1,32 +1,74 @@
-"""Strict construction of dataclasses from plain containers: every fault is found, named and placed.
+"""Validation: a config's dataclasses from plain containers, by pydantic, with every fault named and placed; and their JSON Schema.
 
-A nested section that is given in part keeps the rest of its parent's default for it, so ``evaluator.gconfig.top_p=0.9``
-leaves the evaluator's ``greedy`` as it was.
+Keys come first: second names and names of other systems become the fields' own, unknown keys are refused, and a section that is
+given in part keeps the rest of its parent's default (``evaluator.gconfig.top_p=0.9`` leaves the evaluator's ``greedy`` as it was).
+Then pydantic checks the values. ``_typed`` is the one place where a field's metadata becomes pydantic's constraints.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import logging
-import math
 import types
 import typing
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any
 
+import pydantic
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
+
+from rollwright.config.experiment import STAGE_CLASSES
 from rollwright.config.generation import ALIASES, GenerationHyperparameters
-from rollwright.config.source import DIALECTS, KeyPath, Origins, Written, dotted
+from rollwright.config.source import DIALECTS, Faults, KeyPath, Written, dotted, plain
 from rollwright.config.tasksets import TASKSET_NAMES, TasksetConfig
 from rollwright.errors import ConfigError, RollwrightError
-from rollwright.registry import Registry, nearest
+from rollwright.registry import Registry, import_path, nearest
 
 logger = logging.getLogger("rollwright.config")
 
 #: Second names of keys that are as good as the first: no warning.
 SECOND_NAMES: dict[type, dict[str, str]] = {GenerationHyperparameters: ALIASES, TasksetConfig: TASKSET_NAMES}
 
-_FAULT = object()
+
+def validated(cls: type, data: Any, faults: Faults) -> Any:
+    """An instance of the dataclass ``cls`` from a mapping of its keys; where there are faults, the result is of no use.
+
+    Raises:
+        ConfigError: a field has a type that a config cannot hold.
+    """
+    named = _named(cls, data, (), None, faults)
+    told = set(faults.paths)
+    try:
+        return _adapter(cls).validate_python(named)
+    except pydantic.ValidationError as error:
+        for problem in error.errors():
+            path = tuple(part for part in problem["loc"] if part != "[key]")
+            if path not in told:
+                faults.add(path, _words(problem))
+    return None
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+class _Section(dict):
+    """The keys that a section is given, under the fields' own names."""
+
+    def __init__(self, cls: type, default: Any) -> None:
+        super().__init__()
+        self.cls = cls
+        self.default = default  # an instance whose fields stand in for the keys that are not given, or None
+        self.lacks_keys = False
+
+
+def names_besides(cls: type) -> dict[str, str]:
+    """Second names of a dataclass's keys and names from other systems, and the field that each means."""
+    return {**_legacy_names(cls), **_second_names(cls)}
 
 
 def annotations_of(cls: type) -> dict[str, Any]:
@@ -36,7 +78,7 @@ def annotations_of(cls: type) -> dict[str, Any]:
         ConfigError: an annotation names a type that cannot be found.
     """
     try:
-        return typing.get_type_hints(cls)
+        return typing.get_type_hints(cls, include_extras=True)
     except NameError as error:
         raise ConfigError(
             f"{cls.__name__}: a field's type cannot be resolved ({error}). Define the types that it names at module level, "
@@ -44,313 +86,358 @@ def annotations_of(cls: type) -> dict[str, Any]:
         ) from error
 
 
-@dataclasses.dataclass
-class Builder:
-    """Builds one config and gathers every fault on the way.
+def _named(kind: Any, value: Any, path: KeyPath, default: Any, faults: Faults) -> Any:
+    """``value`` with a ``_Section`` in place of each mapping that becomes a dataclass."""
+    if value == "???":
+        faults.add(path, "is mandatory (???): give it a value")
+        return value
+    choices = _choices(kind)
+    sections = [choice for choice in choices if _is_section(choice)]
+    if isinstance(value, dict) and sections:
+        cls = max(sections, key=lambda each: (len(value.keys() & annotations_of(each).keys()), isinstance(default, each)))
+        return _named_section(cls, value, path, default if isinstance(default, cls) else None, faults)
+    if isinstance(value, (dict, list, tuple)):
+        for choice in choices:
+            arguments = typing.get_args(choice)
+            if isinstance(value, dict) and typing.get_origin(choice) is dict:
+                return {key: _named(arguments[1], item, (*path, key), None, faults) for key, item in value.items()}
+            if not isinstance(value, dict) and (typing.get_origin(choice) is list or Ellipsis in arguments):
+                return [_named(arguments[0], item, (*path, index), None, faults) for index, item in enumerate(value)]
+    elif set(choices) in ({str}, {str, types.NoneType}) and not isinstance(value, str):
+        raw = faults.origins.raw(path)  # text on the command line needs no quotes
+        if raw is not None and (value is not None or (not raw and len(choices) == 1)):
+            return raw
+    return value
 
-    Attributes:
-        origins: where each value was written.
-        faults: messages, one for each fault, in the order in which they were found.
-    """
 
-    origins: Origins
-    faults: list[str] = dataclasses.field(default_factory=list)
-
-    def build(self, cls: type, data: Any, path: KeyPath = (), default: Any = None) -> Any:
-        """An instance of the dataclass ``cls``; where there were faults, ``faults`` holds them and the result is no use.
-
-        Args:
-            cls: the dataclass.
-            data: mapping of its keys.
-            path: where the mapping stands in the document.
-            default: an instance whose fields stand in for the keys that are not given.
-        """
-        if not isinstance(data, dict):
-            self.fault(path, f"expected a mapping of {cls.__name__}'s keys, got {_shown(data)}")
-            return _FAULT
-        fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
-        hints = annotations_of(cls)
-        given = self._known_names(cls, data, path, fields)
-        values: dict[str, Any] = {}
-        for name, value in given.items():
-            field_default = _default_of(fields[name]) if default is None else getattr(default, name)
-            if field_default is dataclasses.MISSING:
-                field_default = None
-            values[name] = self._value(hints[name], value, (*path, name), field_default, fields[name].metadata)
-        for name, field in fields.items():
-            if name not in values and default is None and _default_of(field) is dataclasses.MISSING:
-                self.fault((*path, name), f"is required{_help_of(field)}")
-                values[name] = _FAULT
-        if isinstance(default, GenerationHyperparameters) and default.greedy and "greedy" not in values:
-            for name in values.keys() & {"temperature", "top_k", "top_p"}:
-                self.fault((*path, name), "says how to sample, but this is greedy unless `greedy: false` stands beside it")
-        if any(value is _FAULT for value in values.values()):
-            return _FAULT
-        try:
-            return cls(**values) if default is None else dataclasses.replace(default, **values)
-        except (ConfigError, ValueError, TypeError) as error:
-            self.fault(path, str(error))
-            return _FAULT
-
-    def fault(self, path: KeyPath, message: str) -> None:
-        """Note one fault of the value at ``path``."""
-        name = f"{self.origins.name(path)}: " if path else ""
-        self.faults.append(f"{self.origins.of(path)}: {name}{message}")
-
-    def raise_faults(self) -> None:
-        """Raise one ``ConfigError`` with every fault that was noted; return where there is none."""
-        if not self.faults:
-            return
-        if len(self.faults) == 1:
-            raise ConfigError(self.faults[0])
-        raise ConfigError(f"{len(self.faults)} faults:\n" + "\n".join(f"  {fault}" for fault in self.faults))
-
-    def _known_names(self, cls: type, data: dict[Any, Any], path: KeyPath, fields: dict[str, Any]) -> dict[str, Any]:
-        """``data`` under the fields' own names: second names translated, legacy names with a warning, others refused."""
-        second_names = _table_of(cls, SECOND_NAMES)
-        legacy = _legacy_names(cls)
-        given: dict[str, Any] = {}
-        for key, value in data.items():
-            name = second_names.get(key, key)
-            if name not in fields and key in legacy:
-                name = legacy[key]
-                logger.warning(
-                    "%s: %s is called %r here; reading it as such.", self.origins.of((*path, key)), dotted((*path, key)), name
-                )
-            if name != key:
-                self.origins.renamed[*path, name] = Written(dotted((*path, key)), self.origins.of((*path, key)))
-            if name not in fields:
-                self.fault((*path, key), f"{cls.__name__} has no key {key!r}; {nearest(key, fields)}")
-            elif name in given:
-                self.fault((*path, key), f"says again what {name!r} says; keep one")
-            else:
-                given[name] = value
-        return given
-
-    def _value(self, annotation: Any, value: Any, path: KeyPath, default: Any, metadata: Any) -> Any:
-        before = len(self.faults)
-        result = self._typed(annotation, value, path, default)
-        if len(self.faults) == before:
-            self._check_limits(result, path, metadata)
-        return result if len(self.faults) == before else _FAULT
-
-    def _typed(self, annotation: Any, value: Any, path: KeyPath, default: Any = None) -> Any:
-        if value == "???":
-            self.fault(path, "is mandatory (???): give it a value")
-            return _FAULT
-        origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-        if origin is typing.Annotated:
-            return self._typed(arguments[0], value, path, default)
-        if annotation is Any or annotation is object:
-            return value
-        if origin in (typing.Union, types.UnionType):
-            return self._union(arguments, value, path, default)
-        if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-            suited = default if isinstance(default, annotation) else None
-            return self.build(annotation, value, path, suited)
-        if origin is list or annotation is list:
-            return self._list(arguments[0] if arguments else Any, value, path)
-        if origin is tuple or annotation is tuple:
-            return self._tuple(arguments, value, path)
-        if origin is dict or annotation is dict:
-            return self._dict(arguments or (Any, Any), value, path)
-        if origin is typing.Literal:
-            if value not in arguments:
-                self.fault(path, f"must be one of {', '.join(map(str, arguments))}, got {_shown(value)}")
-            return value
-        if annotation in _SCALARS:
-            return self._scalar(annotation, value, path)
-        if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
-            return self._enum(annotation, value, path)
-        return self._any_other(annotation, value, path)
-
-    def _union(self, choices: tuple[Any, ...], value: Any, path: KeyPath, default: Any) -> Any:
-        if value is None and type(None) in choices:
-            return None
-        choices = tuple(choice for choice in choices if choice is not type(None))
-        if len(choices) == 1:
-            return self._typed(choices[0], value, path, default)
-        exact = sorted(choices, key=lambda choice: choice is not type(value))
-        attempts = []
-        for choice in exact:
-            attempt = Builder(self.origins)
-            result = attempt._typed(choice, value, path, default)
-            if not attempt.faults:
-                return result
-            attempts.append(attempt.faults)
-        if isinstance(value, dict) and any(dataclasses.is_dataclass(choice) for choice in choices):
-            self.faults.extend(min(attempts, key=len))
+def _named_section(cls: type, data: dict[Any, Any], path: KeyPath, default: Any, faults: Faults) -> _Section:
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    hints, second, legacy = annotations_of(cls), _second_names(cls), _legacy_names(cls)
+    section, origins = _Section(cls, default), faults.origins
+    for key, value in data.items():
+        name = second.get(key, key)
+        if name not in fields and key in legacy:
+            name = legacy[key]
+            logger.warning(
+                "%s: %s is called %r here; reading it as such.", origins.of((*path, key)), dotted((*path, key)), name
+            )
+        if name != key:
+            origins.renamed[*path, name] = Written(dotted((*path, key)), origins.of((*path, key)))
+        if name not in fields:
+            faults.add((*path, key), f"{cls.__name__} has no key {key!r}; {nearest(key, fields)}")
+        elif name in section:
+            faults.add((*path, key), f"says again what {name!r} says; keep one")
         else:
-            self.fault(path, f"expected {' or '.join(_type_name(choice) for choice in choices)}, got {_shown(value)}")
-        return _FAULT
-
-    def _list(self, item: Any, value: Any, path: KeyPath) -> Any:
-        if not isinstance(value, (list, tuple)):
-            self.fault(path, f"expected a list, got {_shown(value)}; write [{value if value is not None else ''}]")
-            return _FAULT
-        return [self._typed(item, element, (*path, index)) for index, element in enumerate(value)]
-
-    def _tuple(self, arguments: tuple[Any, ...], value: Any, path: KeyPath) -> Any:
-        if not isinstance(value, (list, tuple)):
-            self.fault(path, f"expected a list, got {_shown(value)}")
-            return _FAULT
-        if not arguments or (len(arguments) == 2 and arguments[1] is Ellipsis):
-            item = arguments[0] if arguments else Any
-            return tuple(self._list(item, value, path))
-        if len(arguments) != len(value):
-            self.fault(path, f"expected {len(arguments)} values, got {len(value)}")
-            return _FAULT
-        return tuple(
-            self._typed(kind, element, (*path, i)) for i, (kind, element) in enumerate(zip(arguments, value, strict=True))
-        )
-
-    def _dict(self, arguments: tuple[Any, ...], value: Any, path: KeyPath) -> Any:
-        if not isinstance(value, dict):
-            self.fault(path, f"expected a mapping, got {_shown(value)}")
-            return _FAULT
-        result = {}
-        for key, element in value.items():
-            if arguments[0] is str and not isinstance(key, str):
-                self.fault((*path, key), f"the key {key!r} is a {_type_name(type(key))}; put it in quotes")
-            result[key] = self._typed(arguments[1], element, (*path, key))
-        return result
-
-    def _scalar(self, annotation: type, value: Any, path: KeyPath) -> Any:
-        hint = ""
-        if annotation is str:
-            if isinstance(value, str):
-                return value
-            raw = self.origins.raw(path)
-            if raw is not None and not isinstance(value, (dict, list)) and (value is not None or not raw):
-                return raw
-            hint = "; put it in quotes" if isinstance(value, (int, float)) else ""
-        elif annotation is Path:
-            if isinstance(value, (str, Path)):
-                return Path(value)
-        elif annotation is bool:
-            if isinstance(value, bool):
-                return value
-            hint = "; write true or false"
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            if annotation is float:
-                return float(value)
-            if float(value).is_integer():
-                return int(value)
-        if value is None:
-            hint = "; leave the key out to have its default"
-        self.fault(path, f"expected {_SCALARS[annotation]}, got {_shown(value)}{hint}")
-        return _FAULT
-
-    def _enum(self, annotation: type[enum.Enum], value: Any, path: KeyPath) -> Any:
-        for member in annotation:
-            if value in (member, member.name, member.value):
-                return member
-        self.fault(path, f"must be one of {', '.join(member.name for member in annotation)}, got {_shown(value)}")
-        return _FAULT
-
-    def _any_other(self, annotation: Any, value: Any, path: KeyPath) -> Any:
-        """A type of the user's that has no rule here is left to pydantic."""
-        import pydantic
-
-        try:
-            return pydantic.TypeAdapter(annotation, config=pydantic.ConfigDict(arbitrary_types_allowed=True)).validate_python(
-                value
-            )
-        except pydantic.ValidationError as error:
-            for problem in error.errors():
-                self.fault((*path, *problem["loc"]), problem["msg"])
-        except (pydantic.PydanticUserError, TypeError) as error:
-            self.fault(path, f"a config cannot hold a {_type_name(annotation)}: {error}")
-        return _FAULT
-
-    def _check_limits(self, value: Any, path: KeyPath, metadata: Any) -> None:
-        if value is None:
-            return
-        if isinstance(value, float) and not math.isfinite(value):
-            self.fault(path, f"must be a finite number, got {value}")
-            return
-        for name, (fits, words) in _LIMITS.items():
-            limit = metadata.get(name)
-            if limit is not None and isinstance(value, (int, float)) and not fits(value, limit):
-                self.fault(path, f"must be {words} {limit}, got {value}")
-        choices = metadata.get("choices")
-        if choices and value not in choices:
-            self.fault(path, f"must be one of {', '.join(map(str, choices))}, got {_shown(value)}; {nearest(value, choices)}")
-        registry = metadata.get("registry")
-        if registry is not None and value not in registry:
-            self._check_import_path(registry, value, path)
-        item_choices = metadata.get("item_choices")
-        for index, item in enumerate(value if item_choices and isinstance(value, (list, tuple)) else ()):
-            if item not in item_choices:
-                self.fault((*path, index), f"must be one of {', '.join(map(str, item_choices))}, got {_shown(item)}")
-
-    def _check_import_path(self, registry: Registry[Any], value: str, path: KeyPath) -> None:
-        """``value`` is no name of the registry: it has to be an import path."""
-        if "." not in value and ":" not in value:
-            names = registry.names()
-            self.fault(
-                path, f"must be one of {', '.join(names)}, or an import path, got {_shown(value)}; {nearest(value, names)}"
-            )
-            return
-        try:
-            registry.get(value)
-        except RollwrightError as error:
-            self.fault(path, str(error))
+            own = _default_of(fields[name]) if default is None else getattr(default, name)
+            section[name] = _named(hints[name], value, (*path, name), own, faults)
+    for name, field in fields.items():
+        if name not in section and default is None and _default_of(field) is dataclasses.MISSING:
+            section.lacks_keys = True
+            faults.add((*path, name), f"is required: {field.metadata.get('help', 'give it a value')}")
+    if isinstance(default, GenerationHyperparameters) and default.greedy and "greedy" not in section:
+        for name in section.keys() & {"temperature", "top_k", "top_p"}:
+            faults.add((*path, name), "says how to sample, but this is greedy unless `greedy: false` stands beside it")
+    return section
 
 
-_SCALARS: dict[type, str] = {str: "text", int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
-_LIMITS = {
-    "ge": (lambda value, limit: value >= limit, "at least"),
-    "gt": (lambda value, limit: value > limit, "greater than"),
-    "le": (lambda value, limit: value <= limit, "at most"),
-    "lt": (lambda value, limit: value < limit, "less than"),
-}
-
-
-def names_besides(cls: type) -> dict[str, str]:
-    """Second and legacy names of a dataclass's keys, and the field each means."""
-    return {**_legacy_names(cls), **_table_of(cls, SECOND_NAMES)}
-
-
-def _default_of(field: dataclasses.Field) -> Any:
-    if field.default is not dataclasses.MISSING:
-        return field.default
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return dataclasses.MISSING
-
-
-def _table_of(cls: type, table: dict[type, dict[str, str]]) -> dict[str, str]:
-    return {old: new for base in reversed(cls.__mro__) for old, new in table.get(base, {}).items()}
+def _second_names(cls: type) -> dict[str, str]:
+    return {old: new for base in cls.__mro__ for old, new in SECOND_NAMES.get(base, {}).items()}
 
 
 def _legacy_names(cls: type) -> dict[str, str]:
-    """Keys that users bring from other systems' files, and the field of ``cls`` that each means."""
     tables = [DIALECTS.get(name).renamed for name in DIALECTS.built_in]
     return {old: new for base in cls.__mro__ for table in tables for old, new in table.get(base.__name__, {}).items()}
 
 
-def _help_of(field: dataclasses.Field) -> str:
-    text = field.metadata.get("help")
-    return f": {text}" if text else ""
+def _default_of(field: dataclasses.Field) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _choices(kind: Any) -> list[Any]:
+    """The members of a union; of another type, itself."""
+    kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else [kind]
+    return [typing.get_args(each)[0] if typing.get_origin(each) is Annotated else each for each in kinds]
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _adapter(cls: type) -> pydantic.TypeAdapter:
+    """What validates the mapping of a dataclass's keys, makes the instance, and knows the schema."""
+    try:
+        return pydantic.TypeAdapter(_typed(cls, {}))
+    except (pydantic.PydanticUserError, TypeError) as error:
+        raise ConfigError(f"a config cannot hold all fields of {cls.__name__}: {error}") from error
+
+
+@functools.cache
+def _mapping_of(cls: type) -> Any:
+    """The mapping of a dataclass's keys, none of them required: the others have defaults."""
+    hints, keys = annotations_of(cls), {}
+    for field in dataclasses.fields(cls):
+        if field.init:
+            default, extra = _default_of(field), {}
+            if default is not dataclasses.MISSING and not dataclasses.is_dataclass(default):
+                extra["default"] = plain(default)
+            described = pydantic.Field(description=field.metadata.get("help"), json_schema_extra=extra)
+            keys[field.name] = Annotated[_typed(hints[field.name], field.metadata), described]
+    mapping: Any = TypedDict(cls.__name__, keys, total=False)  # type: ignore[operator]
+    mapping.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    if cls.__doc__ and not cls.__doc__.startswith(f"{cls.__name__}("):
+        mapping.__doc__ = " ".join(cls.__doc__.split("\n\n")[0].split())
+    return mapping
+
+
+def _typed(kind: Any, metadata: Mapping[str, Any]) -> Any:
+    """A field's type and metadata (``ge``, ``gt``, ``le``, ``lt``, ``choices``, ``item_choices``, ``registry``) as pydantic's."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if _is_section(kind):
+        return Annotated[_mapping_of(kind), pydantic.WrapValidator(functools.partial(_made, kind))]
+    if origin is Annotated:
+        return Annotated[_typed(arguments[0], metadata), *arguments[1:]]
+    if origin in (typing.Union, types.UnionType):
+        union = typing.Union[tuple(_typed(each, metadata) for each in arguments)]  # noqa: UP007
+        several = [each for each in arguments if each is not types.NoneType]
+        return Annotated[union, pydantic.WrapValidator(functools.partial(_one_of, several))] if len(several) > 1 else union
+    if origin in (list, tuple, dict):
+        choices = {"choices": metadata["item_choices"]} if metadata.get("item_choices") else {}
+        items = origin[tuple(each if each is Ellipsis else _typed(each, choices) for each in arguments)]
+        fixed = origin is tuple and Ellipsis not in arguments
+        return Annotated[items, pydantic.BeforeValidator(functools.partial(_as_long, len(arguments)))] if fixed else items
+    if origin is typing.Literal:
+        return Annotated[kind, pydantic.BeforeValidator(functools.partial(_chosen, arguments))]
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return Annotated[kind, pydantic.BeforeValidator(functools.partial(_member, kind))]
+    if kind not in (int, float, bool, str):
+        return kind
+    marks: list[Any] = [pydantic.Strict()]
+    if kind in (int, float):
+        limits = {name: metadata[name] for name in ("ge", "gt", "le", "lt") if metadata.get(name) is not None}
+        marks.append(pydantic.Field(**limits, **({"allow_inf_nan": False} if kind is float else {})))
+    if kind is int:
+        marks.append(pydantic.BeforeValidator(_whole))
+    if choices := metadata.get("choices"):
+        marks += [
+            pydantic.AfterValidator(functools.partial(_chosen, choices)),
+            pydantic.Field(json_schema_extra={"enum": [*choices]}),
+        ]
+    if (registry := metadata.get("registry")) is not None:
+        marks.append(pydantic.AfterValidator(functools.partial(_registered, registry)))
+        marks.append(pydantic.Field(json_schema_extra={"examples": list(registry.built_in)}))
+    return Annotated[kind, *marks]
+
+
+def _made(cls: type, value: Any, handler: Callable[[Any], Any]) -> Any:
+    """The dataclass of a section's keys."""
+    if isinstance(value, cls):
+        return value
+    if not isinstance(value, dict):
+        raise _refusal(f"expected a mapping of {cls.__name__}'s keys, got {_shown(value)}")
+    values, default = handler(value), getattr(value, "default", None)
+    if getattr(value, "lacks_keys", False):
+        return None
+    try:
+        return cls(**values) if default is None else dataclasses.replace(default, **values)
+    except (ConfigError, ValueError, TypeError) as error:  # of a __post_init__
+        raise _refusal(str(error)) from error
+
+
+def _one_of(kinds: list[Any], value: Any, handler: Callable[[Any], Any]) -> Any:
+    """A member of a union, with one fault for all of them; or of a section that was chosen by its keys, with the section's faults."""
+    if isinstance(value, _Section):
+        return _adapter(value.cls).validate_python(value)
+    try:
+        return handler(value)
+    except pydantic.ValidationError as error:
+        raise _refusal(f"expected {' or '.join(map(_type_name, kinds))}, got {_shown(value)}") from error
+
+
+def _as_long(length: int, value: Any) -> Any:
+    if isinstance(value, (list, tuple)) and len(value) != length:
+        raise _refusal(f"expected {length} values, got {len(value)}")
+    return value
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _chosen(choices: Iterable[Any], value: Any) -> Any:
+    if value in choices:
+        return value
+    near = get_close_matches(str(value), map(str, choices), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise _refusal(f"must be one of {', '.join(map(str, choices))}, got {_shown(value)}{hint}")
+
+
+def _member(kind: type[enum.Enum], value: Any) -> enum.Enum:
+    found = next((member for member in kind if value in (member, member.name, member.value)), None)
+    return found if found is not None else _chosen([member.name for member in kind], value)
+
+
+def _registered(registry: Registry[Any], name: str) -> str:
+    """A name of the registry, or an import path that it takes."""
+    if name in registry:
+        return name
+    if "." not in name and ":" not in name:
+        known = registry.names()
+        raise _refusal(f"must be one of {', '.join(known)}, or an import path, got {_shown(name)}; {nearest(name, known)}")
+    try:
+        registry.get(name)
+    except RollwrightError as error:
+        raise _refusal(str(error)) from error
+    return name
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def _refusal(message: str) -> PydanticCustomError:
+    return PydanticCustomError("refused", "{message}", {"message": message})
+
+
+#: Kind of pydantic's error -> what was expected.
+_EXPECTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "path": "a path",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "a mapping",
+}
+_LIMITS = {
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "greater than {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "less than {lt}",
+    "finite_number": "a finite number",
+}
+
+
+def _words(problem: Any) -> str:
+    """The message of one of pydantic's errors."""
+    kind, value, context = problem["type"], problem["input"], problem.get("ctx", {})
+    if kind in _LIMITS:
+        return f"must be {_LIMITS[kind].format(**context)}, got {value}"
+    if kind == "string_type" and problem["loc"][-1] == "[key]":
+        return f"the key {value!r} is a {_type_name(type(value))}; put it in quotes"
+    expected = _EXPECTED.get(kind.partition("_")[0])
+    if expected is None or not kind.endswith(("_type", "_parsing", "_from_float")):
+        return problem["msg"]
+    hint = "; write true or false" if kind == "bool_type" else ""
+    if value is None:
+        hint = "; leave the key out to have its default"
+    elif kind == "list_type":
+        hint = f"; write [{value}]"
+    elif kind == "string_type" and isinstance(value, (int, float)):
+        hint = "; put it in quotes"
+    return f"expected {expected}, got {_shown(value)}{hint}"
 
 
 def _shown(value: Any) -> str:
     if value is None:
         return "nothing (null)"
     text = repr(value)
-    text = text if len(text) <= 60 else text[:57] + "..."
-    return f"{text} ({_type_name(type(value))})"
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({_type_name(type(value))})"
 
 
-def _type_name(annotation: Any) -> str:
-    names = {
+def _type_name(kind: Any) -> str:
+    names: dict[Any, str] = {
         str: "text",
         int: "whole number",
         float: "number",
         bool: "true/false",
         dict: "mapping",
         list: "list",
-        type(None): "null",
     }
-    return names.get(annotation) or getattr(annotation, "__name__", str(annotation))
+    return names.get(kind) or getattr(kind, "__name__", str(kind))
+
+
+# --- JSON Schema ------------------------------------------------------------------------------------------------------
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+class _JsonSchema(GenerateJsonSchema):
+    """Schemas of files: a number or boolean may be an interpolation instead."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def int_schema(self, schema: Any) -> JsonSchemaValue:
+        return _or_interpolation(super().int_schema(schema))
+
+    def float_schema(self, schema: Any) -> JsonSchemaValue:
+        return _or_interpolation(super().float_schema(schema))
+
+    def bool_schema(self, schema: Any) -> JsonSchemaValue:
+        return _or_interpolation(super().bool_schema(schema))
+
+
+def _or_interpolation(schema: JsonSchemaValue) -> JsonSchemaValue:
+    return {"anyOf": [schema, {"type": "string", "pattern": r"\$\{.+\}"}]}
+
+
+def class_at(path: str) -> type:
+    """The config dataclass at an import path, or of that name in ``rollwright``.
+
+    Raises:
+        ConfigError: there is no such module or name, or it is no dataclass.
+    """
+    cls = import_path(path if "." in path or ":" in path else f"rollwright.{path}", "config class")
+    if not _is_section(cls):
+        raise ConfigError(f"{path} is {cls!r}, not a dataclass. Give one's full path, such as rollwright.GRPOConfig.")
+    return cls
+
+
+def schema_of_class(cls: type) -> dict[str, Any]:
+    """The schema of files that are loaded as ``cls``."""
+    return {"$schema": DIALECT, **_adapter(cls).json_schema(schema_generator=_JsonSchema)}
+
+
+def schema_of_files() -> dict[str, Any]:
+    """The schema of every file that ``rollwright run`` takes: one stage, or several under ``stages``."""
+    inputs = [(kind, "validation", _adapter(cls)) for kind, cls in STAGE_CLASSES.items()]
+    _, whole = pydantic.TypeAdapter.json_schemas(inputs, schema_generator=_JsonSchema)  # type: ignore[arg-type]
+    definitions, shared, branches = whole["$defs"], {}, []
+    for kind, cls in STAGE_CLASSES.items():
+        keys = {name: _without_default(value) for name, value in definitions[cls.__name__]["properties"].items()}
+        own = {"kind": {"const": kind}, "name": {"type": "string", "description": "Name of the stage."}}
+        stage = {**definitions[cls.__name__], "properties": {**own, **keys}, "required": ["kind"]}
+        definitions[f"{kind}_stage"] = stage
+        branches.append({"if": {"properties": {"kind": {"const": kind}}}, "then": {"$ref": f"#/$defs/{kind}_stage"}})
+        for name, value in keys.items():
+            if value not in shared.setdefault(name, []):
+                shared[name].append(value)
+    kinds_of_stage = {
+        "enum": list(STAGE_CLASSES),
+        "description": "What a stage does; of the whole file where it lists no stages.",
+    }
+    properties = {name: either[0] if len(either) == 1 else {"anyOf": either} for name, either in shared.items()}
+    properties["kind"] = {**kinds_of_stage, "default": "rl"}
+    properties["stages"] = {
+        "description": "The stages in their order; keys beside them are shared by those that have them.",
+        "type": "array",
+        "minItems": 1,
+        "items": {"type": "object", "properties": {"kind": kinds_of_stage}, "required": ["kind"], "allOf": branches},
+    }
+    return {
+        "$schema": DIALECT,
+        "title": "Rollwright config",
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+        "$defs": definitions,
+    }
+
+
+def _without_default(schema: dict[str, Any]) -> dict[str, Any]:
+    """In a stage, a key that is left out has the shared value, not the class's default."""
+    return {key: value for key, value in schema.items() if key != "default"}

@@ -118,7 +118,7 @@ def test_schema(capsys, tmp_path):
 def test_a_config_error_is_one_line_without_a_traceback(config, run_config, capsys, cache):
     assert main(["run", config, "gconfig.temperature=-1"]) == 1
     err = capsys.readouterr().err
-    assert err == "error: override 'gconfig.temperature=-1': gconfig.temperature: must be at least 0.0, got -1.0\n"
+    assert err == "error: override 'gconfig.temperature=-1': gconfig.temperature: must be at least 0.0, got -1\n"
     assert not cache.exists()
 
 

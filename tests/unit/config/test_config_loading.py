@@ -103,7 +103,7 @@ def test_faults_are_gathered_with_key_file_and_line_or_the_override():
     assert message.startswith("6 faults:")
     for expected in (
         "f.yaml:2: actor.optimiser: PPOActorConfig has no key 'optimiser'; did you mean 'optimizer'?",
-        "f.yaml:3: actor.optimizer.lr: must be greater than 0.0, got -1.0",
+        "f.yaml:3: actor.optimizer.lr: must be greater than 0.0, got -1",
         "f.yaml:5: gconfig.temperature: expected a number, got 'hot' (text)",
         "f.yaml:6: max_turn: AgentConfig has no key 'max_turn'; did you mean 'max_turns'?",
         "override 'seed=x': seed: expected a whole number, got 'x' (text)",

@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from rollwright.config.experiment import GRPOConfig, SFTConfig
-from rollwright.config.loading import EvalConfig, NewModelConfig, dump_yaml, load_eval_stages, load_stages
+from rollwright.config.experiment import EvalConfig, GRPOConfig, NewModelConfig, SFTConfig
+from rollwright.config.loading import dump_yaml, load_eval_stages, load_stages
 from rollwright.errors import ConfigError
 
 TEXT = """\
