@@ -271,7 +271,7 @@ class Plugins:
                     raise ConfigError(f"{PLUGIN_VARIABLE} names {source}, which does not exist: correct or unset it.")
 
     def _import(self, source: str) -> None:
-        if source in self._loaded:
+        if source in self._loaded or any(getattr(module, "__file__", None) == source for module in list(sys.modules.values())):
             return
         self._loaded.add(source)  # first: a plugin may look names up while it is imported
         try:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 
 import pytest
-
-from rollwright.environments.guessing import best_reward
+from worlds.guessing import best_reward
 
 pytestmark = pytest.mark.slow
 

@@ -34,10 +34,10 @@ def text(shared) -> str:
 @pytest.fixture
 def registry():
     """What a test registers is forgotten behind it."""
-    before = dict(WORKFLOWS._modules)
+    before = dict(WORKFLOWS._entries)
     yield WORKFLOWS
-    WORKFLOWS._modules.clear()
-    WORKFLOWS._modules.update(before)
+    WORKFLOWS._entries.clear()
+    WORKFLOWS._entries.update(before)
 
 
 def full_example(text: str) -> str:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from quiet_ports import quiet_ports
+from worlds.encyclopedia import questions, tool, vocabulary, write_corpus
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.data.tokenizer import build_word_tokenizer
-from rollwright.environments.encyclopedia import questions, tool, vocabulary, write_corpus
 from rollwright.errors import RolloutError
 
 ROOT = Path(__file__).resolve().parents[2]

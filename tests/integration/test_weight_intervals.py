@@ -18,7 +18,7 @@ from rollwright.config.sections import (
     StatsLoggerConfig,
 )
 from rollwright.config.tasksets import DatasetConfig
-from rollwright.data.procedural import arithmetic
+from rollwright.data.arithmetic import arithmetic
 from rollwright.trainers.rl import PPOTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -34,7 +34,7 @@ def announce_plugins(directories: list[Path] | None) -> None:
 
 def look_up_names(stages: Sequence[Stage]) -> None:
     """Refuse workflows, rewards and operators that nothing has, plugins included."""
-    from rollwright.trainers.named_parts import refuse_unknown_names
+    from rollwright.trainers.unknown_names import refuse_unknown_names
     from rollwright.workflows.registry import WORKFLOWS
 
     WORKFLOWS.load_plugins()

@@ -3,18 +3,68 @@
 A row keeps its own columns beside those. A format names the columns. Without one (or with one that sets nothing) a row that has
 ``messages`` is a task already, and the usual pairs of a question and its answer are known by their names. Datasets are read this way
 when they are loaded, tasksets when a task's ``messages()`` are asked for.
+
+A format may also be a function of the user's, from a row to its messages, to an ``Example`` or to a row that has ``messages``::
+
+    @FORMATS.register("riddles")
+    def riddles(row):
+        return Example(prompt=row["riddle"], answer=row["solution"])
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollwright.config.tasksets import FormatConfig
 from rollwright.data.gsm8k import is_worked_answer, task_of
 from rollwright.errors import DataError
+from rollwright.registry import Registry
 
 Row = dict[str, Any]
+
+
+@dataclass
+class Example:
+    """One example of a dataset that is given as text.
+
+    Attributes:
+        prompt: what the model reads, template and all.
+        answer: the reference answer.
+        question: the bare question, where the prompt has a template around it.
+        completion: a worked solution, where there is one.
+        extras: whatever else a reward function needs.
+    """
+
+    prompt: str
+    answer: Any = None
+    question: str | None = None
+    completion: str | None = None
+    extras: dict[str, Any] = field(default_factory=dict)
+
+    def to_row(self) -> Row:
+        """The example as a task: the prompt is the user's message."""
+        row: Row = {**self.extras, "messages": [{"role": "user", "content": self.prompt}], "answer": self.answer}
+        if self.question is not None:
+            row["question"] = self.question
+        if self.completion is not None:
+            row["completion"] = self.completion
+        return row
+
+    @classmethod
+    def from_row(cls, row: Row) -> Example:
+        """A task as text: its messages' contents, one below the other."""
+        if not row.get("messages"):
+            raise DataError(f"a row without messages cannot become an Example; it has {', '.join(map(str, row))}.")
+        prompt = "\n".join(str(message["content"]) for message in row["messages"])
+        known = ("messages", "answer", "question", "completion")
+        extras = {key: value for key, value in row.items() if key not in known}
+        return cls(prompt, row.get("answer"), row.get("question"), row.get("completion"), extras)
+
+
+#: Formats by name, for ``format: NAME``.
+FORMATS: Registry[Callable[[Row], Any]] = Registry("format", DataError, variable="FORMATS", entry_points="rollwright.formats")
 
 #: Columns that hold the user's text and the reference answer, where no format says so; the first pair present is taken.
 KNOWN_PAIRS = (
@@ -33,12 +83,37 @@ _TASKSET_ONLY = ("workflow_key", "reward_fn_key", "reply_prefix", "enable_thinki
 _PAIRS_ONLY = ("chosen_key", "rejected_key")
 
 
-def to_tasks(rows: Sequence[Row], layout: FormatConfig | None, source: str, kind: str = "rl") -> list[Row]:
+def read_rows_by(name: str, rows: Sequence[Row], source: str) -> list[Row]:
+    """Rows as a registered format reads them: with ``messages``, and what they had."""
+    function = FORMATS.get(name)
+    return [
+        _by_function(function, row, f"{where}: format {name!r}") for row, where in zip(rows, _places(rows, source), strict=True)
+    ]
+
+
+def _by_function(function: Callable[[Row], Any], row: Row, where: str) -> Row:
+    try:
+        made = function(dict(row))
+    except Exception as error:  # a user's function can fail in any way
+        raise DataError(f"{where} failed: {type(error).__name__}: {error}") from error
+    if isinstance(made, Example):
+        made = made.to_row()
+    made = {"messages": made} if isinstance(made, list) else made
+    if not isinstance(made, dict) or "messages" not in made:
+        raise DataError(f"{where} gave {made!r:.80}; return messages, an Example, or a row that has messages.")
+    return {**row, **made}
+
+
+def _places(rows: Sequence[Row], source: str) -> list[str]:
+    return getattr(rows, "places", None) or [f"{source}: row {index}" for index in range(len(rows))]
+
+
+def to_tasks(rows: Sequence[Row], layout: FormatConfig | str | None, source: str, kind: str = "rl") -> list[Row]:
     """Make tasks of a dataset's rows.
 
     Args:
         rows: as they were read.
-        layout: which columns hold what; None: known by their names.
+        layout: which columns hold what, or the name of a registered format; None: known by their names.
         source: name of the dataset, for messages.
         kind: ``sft``: rows must have a worked ``completion`` to train on; where there is none, the answer is it.
             ``preference``: they must have a ``chosen`` and a ``rejected`` reply.
@@ -49,11 +124,13 @@ def to_tasks(rows: Sequence[Row], layout: FormatConfig | None, source: str, kind
     Raises:
         DataError: a column is missing or is not what it should be; the message names the row.
     """
+    places = _places(rows, source)
+    if isinstance(layout, str):
+        rows, layout = read_rows_by(layout, rows, source), None
     for key in _TASKSET_ONLY + (() if kind == "preference" else _PAIRS_ONLY):
         if layout is not None and getattr(layout, key) != getattr(_PLAIN, key):
             use = "datasets of type preference" if key in _PAIRS_ONLY else "tasksets"
             raise DataError(f"{source}: format.{key} means nothing for a dataset of {kind} rows; it is for {use}.")
-    places = getattr(rows, "places", None) or [f"{source}: row {index}" for index in range(len(rows))]
     tasks = []
     for row, where in zip(rows, places, strict=True):
         task = _pair(row, layout, where) if kind == "preference" else to_task(row, layout, where)

@@ -24,6 +24,13 @@ from rollwright.errors import CheckpointError, DataError
 Row = dict[str, Any]
 
 
+def shuffled(size: int, seed: int, epoch: int) -> list[int]:
+    """The positions from 0 to ``size - 1`` in the seeded order of an epoch."""
+    order = list(range(size))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
+
+
 class EpochBatches:
     """Positions of the rows, batch by batch, in the order of an epoch; its state is the epoch and the batches drawn."""
 
@@ -46,10 +53,7 @@ class EpochBatches:
 
     def order(self) -> list[int]:
         """Positions of the current epoch, in the order in which they are drawn."""
-        positions = list(range(self.size))
-        if self.shuffle:
-            random.Random(f"{self.seed}/{self.epoch}").shuffle(positions)
-        return positions
+        return shuffled(self.size, self.seed, self.epoch) if self.shuffle else list(range(self.size))
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         """Batches of ``(position, ordinal)`` until the epoch ends; the next call begins the next epoch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from rollwright.data.procedural import SPLIT_SHARES, split_of
+from rollwright.data.arithmetic import SPLIT_SHARES, split_of
 from rollwright.errors import DataError
 from rollwright.registry import nearest
 

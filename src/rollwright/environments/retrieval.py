@@ -6,14 +6,18 @@ A lexical index (``bm25``) and a dense one differ only behind ``Retriever``: que
 from __future__ import annotations
 
 import asyncio
+import os
 import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from rollwright.environments.corpus import Corpus
-from rollwright.errors import RollwrightError
+from rollwright.errors import ConfigError, RollwrightError
+from rollwright.registry import Registry
 
 DEFAULT_TOPK = 3
 #: Rows above which an in-process search leaves the event loop for a thread.
@@ -145,3 +149,45 @@ def _reason(response: Any) -> str:
         return response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):  # not an error of ours: a proxy's page, say
         return response.text[:300]
+
+
+#: Search tools that a config names as ``{name: argument}`` or ``{name: {arguments}}``.
+SEARCH_TOOLS: Registry[Callable[..., SearchTool]] = Registry(
+    "search tool", ConfigError, variable="SEARCH_TOOLS", entry_points="rollwright.search_tools"
+)
+SEARCH_TOOLS["service"] = RetrievalClient
+
+
+@SEARCH_TOOLS.register("corpus")
+def corpus_tool(corpus: str | Path) -> LocalSearchTool:
+    """A corpus of JSON lines and its index, in this process."""
+    from rollwright.environments.bm25 import open_index
+
+    return LocalSearchTool(*open_index(Path(corpus)))
+
+
+def make_search_tool(spec: Any) -> SearchTool:
+    """The tool that a config names.
+
+    Args:
+        spec: a tool (kept as it is); ``"host:port"`` or a URL: a service, which is sent the key of ``ROLLWRIGHT_API_KEY`` where
+            that is set; ``{"service": address, "api_key": key}``: one with a key of its own; ``{"corpus": file}``: an index in
+            this process; ``{name: arguments}``: a tool of ``SEARCH_TOOLS``.
+
+    Raises:
+        ConfigError: it is none of these, or the tool does not take its arguments.
+    """
+    if hasattr(spec, "search"):
+        return spec
+    if isinstance(spec, str):
+        return RetrievalClient(spec, api_key=os.environ.get("ROLLWRIGHT_API_KEY"))
+    if isinstance(spec, Mapping) and {"service"} <= set(spec) <= {"service", "api_key"}:
+        return RetrievalClient(spec["service"], api_key=spec.get("api_key"))
+    if isinstance(spec, Mapping) and len(spec) == 1:
+        [(kind, value)] = spec.items()
+        return SEARCH_TOOLS.build(kind, **value) if isinstance(value, Mapping) else SEARCH_TOOLS.build(kind, value)
+    raise ConfigError(
+        f"search_tool is {spec!r}, which names no tool. Give 'host:port' of a retrieval service, {{service: 'host:port', "
+        "api_key: KEY}, {corpus: FILE}, {NAME: {arguments}} of a registered search tool, or an object with `search(query, topk)`, "
+        "async or plain."
+    )

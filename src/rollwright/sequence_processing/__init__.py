@@ -4,7 +4,8 @@
 computes, ``generation`` and ``scoring`` do the work, ``shards`` keeps very large experiments on disk.
 """
 
-from rollwright.data.examples import DATASET_REGISTRY, Example
+from rollwright.data.datasets import DATASET_REGISTRY
+from rollwright.data.formats import Example
 from rollwright.sequence_processing.batches import BatchedSequences, LogprobResults
 from rollwright.sequence_processing.config import GenerationConfig
 from rollwright.sequence_processing.processor import SequenceProcessor

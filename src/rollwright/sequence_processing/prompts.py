@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rollwright.config.tasksets import DatasetConfig
-from rollwright.data.examples import DATASET_REGISTRY, Example, get_dataset
+from rollwright.data.datasets import DATASET_REGISTRY, get_dataset
+from rollwright.data.formats import Example
 from rollwright.data.rows import ENDINGS
 from rollwright.errors import ConfigError, DataError
 

@@ -77,7 +77,7 @@ def evaluate_model(config: EvalConfig, rollouts: Path | None = None) -> dict[str
         ``greedy`` and ``mean@<samples>`` mean rewards (where asked for), ``tasks``, and a few ``completions``
         (``prompt``, ``completion``, ``reward``, ``answer``).
     """
-    from rollwright.data.examples import get_dataset
+    from rollwright.data.datasets import get_dataset
     from rollwright.data.tokenizer import load_tokenizer
     from rollwright.trainers.rollout_backend import make_engine_alone
     from rollwright.trainers.tasks import workflow_arguments

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from rollwright.config.experiment import PPOConfig
-from rollwright.data.mixture import TaskMixture
+from rollwright.data.drawing import TaskMixture
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError, RolloutError
 from rollwright.experience.operators import ExperiencePipeline, PipelineResult, report_operators, samples_of

@@ -11,8 +11,8 @@ from typing import Any
 from rollwright.config.experiment import FinetuneSpec, PPOConfig
 from rollwright.config.loading import config_to_dict
 from rollwright.config.recipes import apply_recipe
+from rollwright.data.drawing import TaskMixture
 from rollwright.data.loader import TaskLoader
-from rollwright.data.mixture import TaskMixture
 from rollwright.errors import ConfigError
 from rollwright.experience.operators import GroupOperators
 from rollwright.experience.trajectory import Trajectory, tensor_container_to

@@ -20,7 +20,7 @@ from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.tracking.summary import before_after_table, sample_completions, write_summary
-from rollwright.trainers.named_parts import refuse_unknown_names
+from rollwright.trainers.unknown_names import refuse_unknown_names
 from rollwright.workflows.registry import WORKFLOWS
 
 logger = getLogger("run")
@@ -151,7 +151,7 @@ def _make_model(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
 
 
 def _train_supervised(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
-    from rollwright.data.examples import get_dataset
+    from rollwright.data.datasets import get_dataset
     from rollwright.trainers.supervised import DPOTrainer, SFTTrainer
 
     trainer_class = DPOTrainer if stage.kind == "dpo" else SFTTrainer
@@ -163,7 +163,7 @@ def _train_supervised(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
 
 
 def _train_policy(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
-    from rollwright.data.examples import get_dataset
+    from rollwright.data.datasets import get_dataset
     from rollwright.trainers.rl import PPOTrainer
 
     config = stage.config

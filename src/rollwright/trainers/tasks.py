@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rollwright.config.experiment import PPOConfig
+from rollwright.data.drawing import TaskMixture, taskset_rows
 from rollwright.data.loader import TaskLoader
-from rollwright.data.mixture import TaskMixture, taskset_rows
 from rollwright.errors import DataError
 from rollwright.trainers.task_services import TaskServices
 from rollwright.workflows.registry import WORKFLOWS
@@ -63,7 +63,7 @@ def held_out_tasks(
     """
     if config.eval_tasksets:
         return evaluation_rows(config), evaluation_runner(config, tokenizer, services, n_samples=n_samples), {}
-    from rollwright.data.examples import get_dataset
+    from rollwright.data.datasets import get_dataset
 
     workflow = config.eval_workflow or config.workflow
     if config.valid_dataset is None or workflow is None:
@@ -188,7 +188,7 @@ def training_tasks(config: PPOConfig) -> DrawnTasks:
     """The tasks of a config, from its tasksets or its ``train_dataset``."""
     if config.tasksets:
         return DrawnTasks(lambda: task_mixture(config))
-    from rollwright.data.examples import get_dataset
+    from rollwright.data.datasets import get_dataset
 
     dataset = config.train_dataset
     rows = get_dataset(dataset, config.tokenizer_path or config.actor.path)

@@ -17,9 +17,7 @@ from rollwright.experience.experience import Experience
 from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.model_wrapper import ModelWrapper
 from rollwright.workflows.registry import WORKFLOWS
-from rollwright.workflows.task import Task
-from rollwright.workflows.task_reward import TaskReward
-from rollwright.workflows.task_workflow import Workflow
+from rollwright.workflows.task import Task, TaskReward, Workflow
 from rollwright.workflows.tool_calling import ToolFunctions
 
 MAX_ITERATIONS = 8

@@ -30,8 +30,7 @@ from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.processes.child import Channel, connect
 from rollwright.workflows.model_wrapper import ModelWrapper
 from rollwright.workflows.registry import WORKFLOWS
-from rollwright.workflows.task import Task
-from rollwright.workflows.task_workflow import Workflow, renew, returned_experiences, tell_group_size, trait
+from rollwright.workflows.task import Task, Workflow, renew, returned_experiences, tell_group_size, trait
 
 RUN, ANSWER, READY, ASK, DONE, FAILED = b"U", b"A", b"R", b"Q", b"D", b"F"
 _SENT_FIELDS = ("input_ids", "rid", "metadata", "seed", "position_ids", "branch_ids", "lora_name")
@@ -40,8 +39,6 @@ _SENT_FIELDS = ("input_ids", "rid", "metadata", "seed", "position_ids", "branch_
 def main() -> None:
     """Serve tasks until the parent is gone."""
     channel, setup = connect()
-    for directory in setup["plugin_directories"]:
-        WORKFLOWS.add_plugin_directory(directory)
     WORKFLOWS.load_plugins()  # a task may carry what they define
     parent = Parent(channel)
     tasks = TaskProcess(parent, pickle.loads(setup["tokenizer"]))  # noqa: S301 - from our own parent

@@ -29,7 +29,6 @@ from rollwright.processes.pool import processor_count
 from rollwright.tracking.logging import getLogger
 from rollwright.workflows import isolated_child as child
 from rollwright.workflows.model_wrapper import ModelWrapper
-from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.task import Task
 
 logger = getLogger("isolation")
@@ -160,7 +159,6 @@ class IsolatedProcess:
         process = self._process = ChildProcess(
             "rollwright.workflows.isolated_child",
             {
-                "plugin_directories": [str(path) for path in WORKFLOWS.plugin_directories],
                 "tokenizer": pickle.dumps(self._tokenizer),
             },
         )

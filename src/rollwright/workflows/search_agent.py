@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.environments.retrieval import DEFAULT_TOPK, ToolError
-from rollwright.environments.search_tool import make_search_tool
+from rollwright.environments.retrieval import DEFAULT_TOPK, ToolError, make_search_tool
 from rollwright.errors import ConfigError, DataError, WorkflowError
 from rollwright.inference.engine import InferenceEngine
 from rollwright.rewards.text import f1_score, references

@@ -6,9 +6,7 @@ from typing import Any
 
 from rollwright.experience.experience import Experience
 from rollwright.workflows.registry import WORKFLOWS
-from rollwright.workflows.task import Task
-from rollwright.workflows.task_reward import TaskReward
-from rollwright.workflows.task_workflow import Workflow
+from rollwright.workflows.task import Task, TaskReward, Workflow
 
 #: What the mathematical workflows tell the model where the task's format has no system prompt.
 THINK_ANSWER_PROMPT = (

@@ -23,8 +23,15 @@ from rollwright.tracking.logging import getLogger
 from rollwright.workflows.base import RolloutWorkflow
 from rollwright.workflows.isolation import IsolatedWorkflows
 from rollwright.workflows.model_wrapper import ModelWrapper
-from rollwright.workflows.task import Task
-from rollwright.workflows.task_workflow import Workflow, class_trait, renew, returned_experiences, tell_group_size, trait
+from rollwright.workflows.task import (
+    Task,
+    Workflow,
+    class_trait,
+    renew,
+    returned_experiences,
+    tell_group_size,
+    trait,
+)
 
 logger = getLogger("tasks")
 

@@ -22,9 +22,7 @@ from rollwright.processes.sandbox import SandboxResult, run_python
 from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.model_wrapper import ModelWrapper
 from rollwright.workflows.registry import WORKFLOWS, resolve_function
-from rollwright.workflows.task import Task
-from rollwright.workflows.task_reward import TaskReward
-from rollwright.workflows.task_workflow import Workflow
+from rollwright.workflows.task import Task, TaskReward, Workflow
 
 MAX_TURNS = 8
 PYTHON_SECONDS = 10.0
@@ -107,10 +105,6 @@ async def execute_python(code: str) -> str:
     return script_output(await run_python(code, timeout=PYTHON_SECONDS), PYTHON_SECONDS, MAX_CHARACTERS)
 
 
-#: Tools that go by a name.
-BUILT_IN: dict[str, Callable[..., Any]] = {"execute_python": execute_python}
-
-
 @dataclass(frozen=True)
 class ToolResult:
     """What a call gave: the text that the model reads, and whether the tool did its work."""
@@ -123,7 +117,7 @@ class ToolFunctions:
     """The tools of a task.
 
     Args:
-        tools: functions, plain or async, import paths of functions, or names of ``BUILT_IN``. Parameters need type hints, and
+        tools: functions, plain or async, import paths of functions, or names in ``FUNCTIONS``. Parameters need type hints, and
             the docstring, in Google's form, says what the function and each parameter are for.
         timeout: seconds that one call may take. A plain function that takes longer is left behind in its thread.
 
@@ -135,7 +129,7 @@ class ToolFunctions:
         self.functions: dict[str, Callable[..., Any]] = {}
         self.timeout = timeout
         for tool in tools:
-            function = BUILT_IN[tool] if isinstance(tool, str) and tool in BUILT_IN else resolve_function(tool, "tool")
+            function = resolve_function(tool, "tool")
             if function.__name__ in self.functions:
                 raise WorkflowError(f"two tools are called {function.__name__!r}; the model could not tell them apart.")
             self.functions[function.__name__] = function

@@ -13,8 +13,7 @@ from rollwright.experience.experience import Experience
 from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.model_wrapper import ModelWrapper
 from rollwright.workflows.registry import WORKFLOWS
-from rollwright.workflows.task import Task
-from rollwright.workflows.task_workflow import Workflow
+from rollwright.workflows.task import Task, Workflow
 
 MAX_STEPS = 15
 NO_PURCHASE_REWARD = -0.1

@@ -3,7 +3,9 @@
 import pytest
 
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
-from rollwright.data.formats import to_task
+from rollwright.data.datasets import get_dataset
+from rollwright.data.drawing import taskset_rows
+from rollwright.data.formats import FORMATS, Example, to_task
 from rollwright.errors import DataError
 from rollwright.workflows.task import Task
 
@@ -57,3 +59,41 @@ def test_reading_a_row_leaves_it_as_it_was():
 def test_a_column_that_holds_no_conversation_is_told(messages):
     with pytest.raises(DataError, match="row 0: "):
         to_task({"message": messages}, FormatConfig(prompt_type="messages"), "row 0")
+
+
+@pytest.fixture
+def riddles(tmp_path):
+    """Formats of a user's, by what they return, and a file that they read."""
+    FORMATS.register("test_example")(lambda row: Example(prompt=row["riddle"], answer=row["solution"]))
+    FORMATS.register("test_messages")(lambda row: [{"role": "user", "content": row["riddle"]}])
+    FORMATS.register("test_row")(lambda row: {"messages": [{"role": "user", "content": row["riddle"]}], "answer": "2"})
+    FORMATS.register("test_wrong")(lambda row: row["riddle"])
+    FORMATS.register("test_failing")(lambda row: row["ridle"])
+    file = tmp_path / "riddles.jsonl"
+    file.write_text('{"riddle": "1+1=", "solution": "2"}\n')
+    yield str(file)
+    for name in ("example", "messages", "row", "wrong", "failing"):
+        del FORMATS[f"test_{name}"]
+
+
+@pytest.mark.parametrize("name", ["test_example", "test_messages", "test_row"])
+def test_a_format_may_be_a_function_of_the_users(riddles, name):
+    config = TasksetConfig(path=riddles, format=name)
+    (task,) = get_dataset(config)
+    assert (task["messages"], task["solution"]) == ([USER], "2")
+    assert name == "test_messages" or task["answer"] == "2"
+    (row,) = taskset_rows(config)
+    assert Task.from_row(row, config).messages() == [USER]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("test_wrong", "riddles.jsonl:1: format 'test_wrong' gave '1\\+1='; return messages"),
+        ("test_failing", "riddles.jsonl:1: format 'test_failing' failed: KeyError: 'ridle'"),
+        ("test_exampel", "format 'test_exampel' was not found. Did you mean 'test_example'"),
+    ],
+)
+def test_a_format_that_cannot_be_used_is_told_with_its_row(riddles, name, message):
+    with pytest.raises(DataError, match=message):
+        get_dataset(TasksetConfig(path=riddles, format=name))

@@ -3,7 +3,7 @@
 import pytest
 
 from rollwright.config.tasksets import DatasetConfig, FormatConfig
-from rollwright.data.examples import get_dataset
+from rollwright.data.datasets import get_dataset
 from rollwright.data.formats import to_tasks
 from rollwright.errors import DataError
 

@@ -5,10 +5,10 @@ import io
 import numpy as np
 import pytest
 from PIL import Image
+from worlds.counting import counting_squares
 
 from rollwright.config.tasksets import DatasetConfig
-from rollwright.data.counting import counting_squares
-from rollwright.data.examples import get_dataset
+from rollwright.data.datasets import get_dataset
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.data.vision import VISION_PIECES, VisionProcessor, as_images, new_image_processor, place_images
 from rollwright.errors import DataError

@@ -7,9 +7,8 @@ import pytest
 from rollwright.environments import retrieval, retrieval_service
 from rollwright.environments.bm25 import BM25Retriever
 from rollwright.environments.corpus import Corpus
-from rollwright.environments.retrieval import LocalSearchTool, RetrievalClient, SearchHits
+from rollwright.environments.retrieval import LocalSearchTool, RetrievalClient, SearchHits, make_search_tool
 from rollwright.environments.retrieval_service import QueryBatcher, RequestError, check_exposure
-from rollwright.environments.search_tool import make_search_tool
 from rollwright.errors import ConfigError
 
 
@@ -123,8 +122,8 @@ def test_the_tool_that_a_config_names(tmp_path):
     assert make_search_tool(local) is local
     with pytest.raises(ConfigError, match="names no tool"):
         make_search_tool(5001)
-    with pytest.raises(ConfigError, match="cannot be its arguments"):
-        make_search_tool({"encyclopedia": {"world": 1}})
+    with pytest.raises(ConfigError, match="search tool 'corpus' was given"):
+        make_search_tool({"corpus": {"file": "c.jsonl"}})
 
 
 def test_other_machines_need_a_key():

@@ -336,7 +336,7 @@ async def test_the_code_of_the_docs_runs(front, tokenizer):
     runner = TaskRunner([taskset], tokenizer, services=SimpleNamespace(openai_front=front, auxiliary_models=[]))
     (experience,) = await runner.arun_episode(sample_engine(Script(tokenizer, "2")), row)
     assert experience.reward == 1.0
-    WORKFLOWS._modules.pop("my_agent")
+    WORKFLOWS._entries.pop("my_agent")
 
 
 @pytest.mark.parametrize("kept", ["get_openai_client", "get_openai_async_client"])

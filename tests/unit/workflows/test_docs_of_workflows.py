@@ -16,7 +16,7 @@ from rollwright.config.tasksets import FormatConfig, TasksetConfig
 from rollwright.experience.contract import check_trajectory
 from rollwright.experience.normaliser import normalise
 from rollwright.experience.recorder import Recorder
-from rollwright.workflows.registry import BUILT_IN
+from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.task_runner import TaskRunner
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -104,5 +104,5 @@ def test_the_task_style_class_runs(names, tiny_model):
 
 def test_every_built_in_workflow_is_described():
     described = set(re.findall(r"`(\w+)`", TEXT))
-    assert {name for name in BUILT_IN} <= described, "a built-in workflow is missing in docs/workflows.md"
+    assert set(WORKFLOWS.built_in) <= described, "a built-in workflow is missing in docs/workflows.md"
     assert all((DOCS / link).exists() for link in re.findall(r"\]\((\w[\w-]*\.md)\)", TEXT))

@@ -1,6 +1,5 @@
 """Workflows by class, instance, registered name, import path and plugin; and errors that list what was tried."""
 
-import importlib
 import re
 import sys
 from pathlib import Path
@@ -9,11 +8,11 @@ import pytest
 
 import rollwright.workflows
 from rollwright.errors import WorkflowError
+from rollwright.registry import PLUGIN_VARIABLE
 from rollwright.workflows.registry import (
-    BUILT_IN,
-    PLUGIN_VARIABLE,
+    FUNCTIONS,
     WORKFLOWS,
-    WorkflowRegistry,
+    resolve_function,
     resolve_workflow,
     workflow_name,
 )
@@ -100,18 +99,20 @@ def test_an_error_lists_what_was_tried(module, path, message):
 
 
 def test_the_same_class_replaces_and_another_is_refused():
-    registry = WorkflowRegistry("rollwright.test_nothing")
     source = "class Agent:\n    marker = {}\n"
     versions = []
-    for number in (1, 2):
-        scope = {"__name__": "a_notebook"}
-        exec(source.format(number), scope)
-        versions.append(registry.register_module("agent")(scope["Agent"]))
-    assert registry.get("agent") is versions[1]
-    with pytest.raises(WorkflowError, match=r"'agent' stands for a_notebook\.Agent already and cannot also stand for .*Plain"):
-        registry.register_module("agent")(Plain)
+    try:
+        for number in (1, 2):
+            scope = {"__name__": "a_notebook"}
+            exec(source.format(number), scope)
+            versions.append(WORKFLOWS.register_module("test_agent")(scope["Agent"]))
+        assert WORKFLOWS.get("test_agent") is versions[1]
+        with pytest.raises(WorkflowError, match=r"'test_agent' is taken by a_notebook\.Agent"):
+            WORKFLOWS.register_module("test_agent")(Plain)
+    finally:
+        del WORKFLOWS["test_agent"]
     with pytest.raises(WorkflowError, match=r"give the name as text"):
-        registry.register_module(Plain)
+        WORKFLOWS.register_module(Plain)
 
 
 def test_plugin_directories(tmp_path, monkeypatch):
@@ -124,34 +125,26 @@ def test_plugin_directories(tmp_path, monkeypatch):
         assert resolve_workflow("test_plugged_agent", {"reward": 2.0}).reward == 2.0
         assert "test_plugged_agent" in WORKFLOWS.names()
     finally:
-        WORKFLOWS._modules.pop("test_plugged_agent", None)
-    with pytest.raises(WorkflowError, match=r"does not exist"):
-        WorkflowRegistry().add_plugin_directory(tmp_path / "nowhere")
+        del WORKFLOWS["test_plugged_agent"]
 
 
-def test_a_plugin_that_cannot_be_imported_is_an_error_every_time(tmp_path):
-    registry = WorkflowRegistry("rollwright.test_nothing")
-    (tmp_path / "agents.py").write_text("import a_package_that_is_not_there\n")
-    registry.add_plugin_directory(tmp_path)
-    for _ in range(2):
-        with pytest.raises(WorkflowError, match=r"plugin .*agents.py cannot be imported: ModuleNotFoundError"):
-            registry.get("anything")
+def test_functions_by_name_and_import_path(module):
+    def shout(text):
+        return text.upper()
 
-
-def test_entry_points(tmp_path, monkeypatch):
-    (tmp_path / "shipped.py").write_text("class Agent:\n    async def arun_episode(self, engine, data):\n        return None\n")
-    info = tmp_path / "shipped-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shipped\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[rollwright.test_group]\nshipped_agent = shipped:Agent\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    registry = WorkflowRegistry("rollwright.test_group")
-    assert registry.get("shipped_agent").__name__ == "Agent"
-    (info / "entry_points.txt").write_text("[rollwright.test_group]\nlost_agent = shipped:Lost\n")
-    importlib.invalidate_caches()
-    with pytest.raises(WorkflowError, match=r"plugin 'lost_agent' \(shipped:Lost"):
-        WorkflowRegistry("rollwright.test_group").get("lost_agent")
-    sys.modules.pop("shipped", None)
+    FUNCTIONS.register("test_shout")(shout)
+    try:
+        assert resolve_function("test_shout", "feedback_fn") is shout
+    finally:
+        del FUNCTIONS["test_shout"]
+    assert resolve_function("my_agents:Agent", "agent").__name__ == "Agent"
+    assert resolve_function("execute_python", "tool").__name__ == "execute_python"
+    with pytest.raises(
+        WorkflowError, match=r"feedback_fn: function 'execute_pyton' was not found. Did you mean 'execute_python'"
+    ):
+        resolve_function("execute_pyton", "feedback_fn")
+    with pytest.raises(WorkflowError, match=r"tool is 3, which cannot be called"):
+        resolve_function(3, "tool")
 
 
 def test_every_built_in_workflow_is_found_by_its_name_without_an_import():
@@ -160,10 +153,10 @@ def test_every_built_in_workflow_is_found_by_its_name_without_an_import():
     for file in Path(rollwright.workflows.__path__[0]).glob("*.py"):
         for name in re.findall(r"^@WORKFLOWS\.register_module\(\"(\w+)\"\)", file.read_text(), re.MULTILINE):
             registered[name] = f"rollwright.workflows.{file.stem}"
-    listed = {name: path.rpartition(".")[0] for name, path in BUILT_IN.items()}
+    listed = {name: path.rpartition(".")[0] for name, path in WORKFLOWS.built_in.items()}
     assert {name: path for name, path in listed.items() if path.startswith("rollwright.workflows.")} == registered
-    for name in BUILT_IN:
-        assert BUILT_IN[name].endswith(f".{WORKFLOWS.get(name).__name__}")
+    for name in WORKFLOWS.built_in:
+        assert WORKFLOWS.built_in[name].endswith(f".{WORKFLOWS.get(name).__name__}")
 
 
 def test_a_path_of_another_system_leads_to_the_class_here():

@@ -12,7 +12,7 @@ from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import TrajectoryError, WorkflowError
 from rollwright.experience.normaliser import normalise
 from rollwright.experience.recorder import Recorder
-from rollwright.workflows.task_workflow import returned_experiences
+from rollwright.workflows.task import returned_experiences
 
 
 def experience(**changes):

@@ -98,7 +98,7 @@ def test_arguments_from_yaml_are_taken_and_wrong_ones_refused(tokenizer):
     assert (workflow.gconfig.max_new_tokens, workflow.gconfig.temperature) == (5, 0.5)
     with pytest.raises(RewardError):
         RLVRWorkflow("no_such_reward", GenerationHyperparameters(), tokenizer)
-    with pytest.raises(WorkflowError, match=r"get_input_ids_fn 'nowhere\.fn' was not found"):
+    with pytest.raises(WorkflowError, match=r"get_input_ids_fn: function 'nowhere\.fn' was not found"):
         RLVRWorkflow(matches, GenerationHyperparameters(), tokenizer, get_input_ids_fn="nowhere.fn")
 
 

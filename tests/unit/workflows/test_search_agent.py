@@ -272,7 +272,7 @@ def test_a_reward_function_of_ones_own_sees_prompt_completion_and_row():
 def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ConfigError, match=r"prompt_template has no \{question\}"):
         workflow(prompt_template="hello")
-    with pytest.raises(ConfigError, match="names no tool"):
+    with pytest.raises(ConfigError, match="search tool 'nonsense' was not found"):
         workflow(search_tool={"nonsense": 1})
 
 

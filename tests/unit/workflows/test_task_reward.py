@@ -9,7 +9,7 @@ import pytest
 from rollwright import Experience, Task
 from rollwright.config.tasksets import FormatConfig
 from rollwright.errors import WorkflowError
-from rollwright.workflows.task_reward import TaskReward
+from rollwright.workflows.task import TaskReward
 
 CALLS: list[tuple] = []
 

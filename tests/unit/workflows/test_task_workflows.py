@@ -15,8 +15,7 @@ from rollwright.errors import DataError, RolloutError, WorkflowError
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.workflows.registry import WORKFLOWS
-from rollwright.workflows.task_runner import AbandonableThreads, TaskRunner
-from rollwright.workflows.task_workflow import class_trait, trait
+from rollwright.workflows.task_runner import AbandonableThreads, TaskRunner, class_trait, trait
 
 
 class Scripted(InferenceEngine):
@@ -361,7 +360,7 @@ def test_who_asks_to_be_told_the_group_s_size_is_told(tokenizer):
 
 def test_a_taskset_without_generation_arguments_has_the_run_s(tokenizer):
     from rollwright import GRPOConfig
-    from rollwright.data.mixture import TaskMixture
+    from rollwright.data.drawing import TaskMixture
     from rollwright.trainers.tasks import training_runner
 
     config = GRPOConfig(gconfig=GenerationHyperparameters(n_samples=2, max_new_tokens=7, temperature=0.6))

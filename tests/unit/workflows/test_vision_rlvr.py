@@ -5,11 +5,11 @@ import asyncio
 import pytest
 import torch
 from PIL import Image
+from worlds.counting import counting_squares
 
 from rollwright.config.experiment import NewVisionConfig
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import MicroBatchSpec, OptimizerConfig, PPOActorConfig, RolloutConfig
-from rollwright.data.counting import counting_squares
 from rollwright.data.tokenizer import build_character_tokenizer, load_tokenizer
 from rollwright.data.vision import VISION_PIECES, VisionProcessor, new_image_processor
 from rollwright.errors import ConfigError, EngineError

@@ -20,7 +20,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rollwright.environments.retrieval import LocalSearchTool
+from rollwright.data.datasets import DATASET_REGISTRY
+from rollwright.environments.bm25 import BM25Retriever
+from rollwright.environments.corpus import Corpus
+from rollwright.environments.retrieval import SEARCH_TOOLS, LocalSearchTool
 from rollwright.errors import DataError
 
 SYLLABLES = tuple(consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou")
@@ -211,6 +214,7 @@ def vocabulary() -> list[str]:
     return [*SYLLABLES, *dict.fromkeys([*phrases, ". ", *thoughts, *tags, *other])]
 
 
+@DATASET_REGISTRY.register("encyclopedia_questions")
 def questions(
     split: str = "train",
     size: int = 2000,
@@ -241,11 +245,9 @@ def questions(
     return tasks
 
 
+@SEARCH_TOOLS.register("encyclopedia")
 def tool(worlds: Worlds = 1, world_size: int = 300) -> LocalSearchTool:
     """A search tool in this process over the articles of the given worlds."""
-    from rollwright.environments.bm25 import BM25Retriever
-    from rollwright.environments.corpus import Corpus
-
     seeds = world_seeds(worlds)
     corpus = Corpus.from_rows((row for seed in seeds for row in World(seed, world_size).articles), name="encyclopedia")
     return LocalSearchTool(corpus, BM25Retriever.build(corpus.texts()))

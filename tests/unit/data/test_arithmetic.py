@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollwright.data.procedural import arithmetic
+from rollwright.data.arithmetic import arithmetic
 from rollwright.errors import DataError
 
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollwright.config.tasksets import TasksetConfig
-from rollwright.data.mixture import TaskMixture
-from rollwright.data.selectors import SELECTORS, make_selector
+from rollwright.data.drawing import SELECTORS, Selector, TaskMixture, make_selector
 from rollwright.errors import ConfigError, DataError
 
 
@@ -36,14 +35,14 @@ def test_a_resumed_mixture_goes_on_exactly(selector, batches):
 
 
 def test_shuffled_draws_every_row_once_an_epoch():
-    selector = make_selector("shuffle", 7, 1, {})
+    selector = make_selector(TasksetConfig(selector="shuffle"), 7, 1)
     epochs = [[selector.next() for _ in range(7)] for _ in range(3)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert epochs[0] != epochs[1]
 
 
 def test_difficulty_prefers_tasks_near_the_target():
-    selector = make_selector("difficulty", 3, 1, {"sharpness": 8.0})
+    selector = make_selector(TasksetConfig(selector="difficulty", selector_args={"sharpness": 8.0}), 3, 1)
     for _ in range(10):
         selector.feedback(0, 1.0)
         selector.feedback(1, 0.5)
@@ -53,9 +52,22 @@ def test_difficulty_prefers_tasks_near_the_target():
 
 
 def test_wrong_use_is_told():
-    with pytest.raises(ConfigError, match="there are sequential, shuffle, random, difficulty"):
-        make_selector("hardest", 3, 1, {})
-    with pytest.raises(ConfigError, match="cannot take selector_args"):
-        make_selector("random", 3, 1, {"target": 1})
+    with pytest.raises(ConfigError, match=r"'hardest' was not found.*difficulty, random, sequential, shuffle"):
+        make_selector(TasksetConfig(selector="hardest"), 3, 1)
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'target'"):
+        make_selector(TasksetConfig(selector="random", selector_args={"target": 1}), 3, 1)
     with pytest.raises(DataError, match="fewer than a batch of 99"):
         mixture(batch_size=99)
+
+
+def test_a_selector_of_the_users_own():
+    @SELECTORS.register("test_newest_first")
+    class NewestFirst(Selector):
+        def _position(self, draw):
+            return self.size - 1 - draw % self.size
+
+    try:
+        selector = make_selector(TasksetConfig(selector="test_newest_first"), 3, 1)
+        assert [selector.next() for _ in range(4)] == [2, 1, 0, 2]
+    finally:
+        del SELECTORS["test_newest_first"]

@@ -14,7 +14,8 @@ from rollwright.config.experiment import EvalConfig, NewModelConfig, PPOConfig, 
 from rollwright.config.loading import Stage
 from rollwright.config.source import KeyPath
 from rollwright.config.tasksets import TasksetConfig
-from rollwright.data.selectors import make_selector
+from rollwright.data.drawing import SELECTORS, make_selector
+from rollwright.data.formats import FORMATS
 from rollwright.errors import ConfigError, RollwrightError
 from rollwright.experience.operators import OPERATORS
 from rollwright.rewards.registry import REWARD_FUNCTIONS
@@ -50,6 +51,9 @@ def _faults_of(config: Any) -> Iterator[Fault]:
     if not isinstance(config, NewModelConfig):
         for index, sink in enumerate(config.stats_logger.sinks):
             yield from _tried(("stats_logger", "sinks", index), lambda name=sink: SINKS.get(name))
+        for name in ("train_dataset", "valid_dataset", "dataset"):
+            if (dataset := getattr(config, name, None)) is not None and isinstance(dataset.format, str):
+                yield from _tried((name, "format"), lambda dataset=dataset: FORMATS.get(dataset.format))
     if isinstance(config, PPOConfig):
         yield from _policy(config)
     elif isinstance(config, SFTConfig):
@@ -132,7 +136,9 @@ def _taskset(taskset: TasksetConfig) -> Iterator[Fault]:
         yield from faults
         if not faults:
             yield from _reward_arguments(taskset)
-    yield from _tried(("selector_args",), lambda: make_selector(taskset.selector, 1, 1, taskset.selector_args))
+    if isinstance(taskset.format, str):
+        yield from _tried(("format",), lambda: FORMATS.get(str(taskset.format)))
+    yield from _tried(("selector_args" if taskset.selector in SELECTORS else "selector",), lambda: make_selector(taskset, 1, 1))
 
 
 def _reward_arguments(taskset: TasksetConfig) -> Iterator[Fault]:

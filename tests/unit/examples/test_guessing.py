@@ -4,10 +4,10 @@ import asyncio
 import functools
 
 import pytest
+from worlds.guessing import NUMBERS, best_reward, episode, games, verdict
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer
-from rollwright.environments.guessing import NUMBERS, best_reward, episode, games, verdict
 from rollwright.errors import DataError
 from rollwright.inference.request import ModelResponse
 from rollwright.workflows.multi_turn import MultiTurnWorkflow

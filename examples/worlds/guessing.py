@@ -1,7 +1,7 @@
 """Guess a number from "higher" and "lower": a game that no single answer wins, and whose best play is known.
 
-games(size=2)      # tasks: {"messages": [user: "23-37"], "answer": "28", "query_id"}
-verdict(…)         # what the player is told after a guess: the feedback function of ``MultiTurnWorkflow``
+games(size=2)      # the dataset guessing_games: tasks: {"messages": [user: "23-37"], "answer": "28", "query_id"}
+verdict(…)         # guessing_verdict, what the player is told after a guess: the feedback function of ``MultiTurnWorkflow``
 episode(task)      # the worked episode of one who halves; ``episode(task, halves=False)``: of one who tries number by number
 best_reward(4)     # what halving earns
 
@@ -15,8 +15,10 @@ import random
 import re
 from typing import Any
 
-from rollwright.data.procedural import SPLIT_SHARES, split_of
+from rollwright.data.arithmetic import SPLIT_SHARES, split_of
+from rollwright.data.datasets import DATASET_REGISTRY
 from rollwright.errors import DataError
+from rollwright.workflows.registry import FUNCTIONS
 
 NUMBERS = 15
 HIGHER, LOWER, NO_NUMBER = "higher", "lower", "no number"
@@ -25,6 +27,7 @@ _USER, _ASSISTANT, _END = "<|user|>", "<|assistant|>", "<|end|>"
 _NUMBER = re.compile(r"[0-9]+")
 
 
+@DATASET_REGISTRY.register("guessing_games")
 def games(
     split: str = "train",
     size: int | None = None,
@@ -72,6 +75,7 @@ def _game(first: int, number: int) -> dict[str, Any]:
     }
 
 
+@FUNCTIONS.register("guessing_verdict")
 def verdict(completion: str, reward: float, task: dict[str, Any]) -> str:
     """``higher`` or ``lower``: where the number is from the last one that was written; ``no number`` where none was."""
     written = _NUMBER.findall(completion)

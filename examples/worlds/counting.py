@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from rollwright.data.procedural import SPLIT_SHARES, split_of
+from rollwright.data.arithmetic import SPLIT_SHARES, split_of
+from rollwright.data.datasets import DATASET_REGISTRY
 from rollwright.errors import DataError
 
 #: Colours that stand out from the dark ground.
@@ -13,6 +14,7 @@ _COLOURS = ((230, 60, 60), (60, 200, 80), (80, 120, 240), (240, 200, 60), (220, 
 _GROUND = (16, 16, 24)
 
 
+@DATASET_REGISTRY.register("counting_squares")
 def counting_squares(
     split: str = "train",
     size: int = 2000,

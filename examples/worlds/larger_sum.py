@@ -1,6 +1,6 @@
 """Which of two sums is larger? A question that two paths answer side by side and a conclusion decides.
 
-tasks(size=2)      # {"messages": [user: "47+25 31+49"], "answer": "80", "query_id"}
+tasks(size=2)      # the dataset larger_sums: {"messages": [user: "47+25 31+49"], "answer": "80", "query_id"}
 episode(task)      # the worked episode of a task, in the form of ``ParallelGenerationWorkflow``
 conclusion_reward  # 1 where the conclusion is the larger sum, and nothing else
 """
@@ -10,14 +10,17 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from rollwright.data.procedural import SPLIT_SHARES, split_of
+from rollwright.data.arithmetic import SPLIT_SHARES, split_of
+from rollwright.data.datasets import DATASET_REGISTRY
 from rollwright.errors import DataError
+from rollwright.rewards.registry import REWARD_FUNCTIONS
 from rollwright.rewards.text import last_tagged
 
 _USER, _ASSISTANT, _END = "<|user|>", "<|assistant|>", "<|end|>"
 _LARGEST = 50_000
 
 
+@DATASET_REGISTRY.register("larger_sums")
 def tasks(
     split: str = "train", size: int = 2000, seed: int = 1, worked: bool = False, isolated: bool = True
 ) -> list[dict[str, Any]]:
@@ -91,11 +94,9 @@ def _worked(one: str) -> str:
     return f"{one} {left % 10}+{right % 10}={units} {left // 10}+{right // 10}{carried}={tens} {left + right}"
 
 
+@REWARD_FUNCTIONS.register("conclusion_reward", runs_inline=True)
 def conclusion_reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: str, **_: Any
 ) -> float:
     """1 where what stands between the conclusion's tags is the answer, else 0."""
     return float(last_tagged(completion, "Conclusion") == answer)
-
-
-conclusion_reward.runs_inline = True  # type: ignore[attr-defined]

@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
+from worlds.calculation import OUTPUT_TEMPLATE, episode, products, question
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer
-from rollwright.environments.calculation import OUTPUT_TEMPLATE, episode, products, question
 from rollwright.errors import DataError
 from rollwright.inference.request import ModelResponse
 from rollwright.workflows.tool_integrated import ToolIntegratedWorkflow

@@ -1,6 +1,6 @@
 """Products that a small model cannot work out in its head, but can copy into a line of Python.
 
-products(size=2)   # tasks: {"question": "347*286=", "answer": "99242", "messages", "query_id"}
+products(size=2)   # the dataset products: tasks: {"question": "347*286=", "answer": "99242", "messages", "query_id"}
 episode(task)      # the worked episode of a task with a script; ``episode(task, script=False)``: answered outright
 """
 
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollwright.data.procedural import arithmetic
+from rollwright.data.arithmetic import arithmetic
+from rollwright.data.datasets import DATASET_REGISTRY
 from rollwright.errors import DataError
+from rollwright.workflows.registry import FUNCTIONS
 
 OUTPUT_TEMPLATE = "<output>{output}</output>"
 
 
+@DATASET_REGISTRY.register("products")
 def products(
     split: str = "train",
     size: int = 2000,
@@ -56,6 +59,7 @@ def products(
     return tasks
 
 
+@FUNCTIONS.register("product_question")
 def question(task: dict[str, Any]) -> str:
     """The prompt of a task: its question, in no chat template."""
     return task["question"]

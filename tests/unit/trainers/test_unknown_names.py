@@ -9,7 +9,7 @@ import pytest
 from rollwright import Workflow
 from rollwright.config.loading import load_stages
 from rollwright.errors import ConfigError
-from rollwright.trainers.named_parts import refuse_unknown_names
+from rollwright.trainers.unknown_names import refuse_unknown_names
 
 MODULE = """
 from rollwright import RolloutWorkflow, Workflow
@@ -91,7 +91,7 @@ def test_names_that_nothing_has_are_told_with_their_lines(refusal):
             "    default_reward_fn_type: math_rewart\n",
             "tasksets.0.default_reward_fn_type (here tasksets.0.reward_fn): reward function 'math_rewart' was not found",
         ),
-        ("    selector_args: {sed: 1}\n", "tasksets.0.selector_args: selector shuffle cannot take"),
+        ("    selector_args: {sed: 1}\n", "tasksets.0.selector_args: selector 'shuffle' was given 1, seed=1, sed=1"),
         (
             "    default_reward_fn_type: math_boxed_reward\n    reward_fn_args: {with_thinking: true}\n",
             "tasksets.0.reward_fn_args.with_thinking: math_boxed_reward has no parameter 'with_thinking'",

@@ -1,7 +1,7 @@
 import pytest
+from worlds.encyclopedia import DISJOINT_WORLDS, World, episode, questions, tool, vocabulary, write_corpus
 
 from rollwright.data.tokenizer import build_word_tokenizer
-from rollwright.environments.encyclopedia import DISJOINT_WORLDS, World, episode, questions, tool, vocabulary, write_corpus
 from rollwright.errors import DataError
 
 

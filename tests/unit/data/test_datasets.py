@@ -6,7 +6,7 @@ import pytest
 
 from rollwright import DATASET_REGISTRY, Example
 from rollwright.config.tasksets import DatasetConfig, FormatConfig
-from rollwright.data.examples import DatasetRegistry, get_dataset
+from rollwright.data.datasets import DatasetRegistry, get_dataset
 from rollwright.data.gsm8k import final_answer, gsm8k
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import DataError
@@ -99,7 +99,7 @@ def test_all_of_gsm8k():
 
 
 def test_users_register_their_own():
-    registry = DatasetRegistry()
+    registry = DatasetRegistry("dataset", DataError, variable="DATASETS")
 
     @registry.register("riddles")
     def riddles(split="train", size=2):
@@ -115,11 +115,11 @@ def test_users_register_their_own():
     assert list(registry) == ["riddles"]
     with pytest.raises(DataError, match="is taken by"):
         registry["riddles"] = lambda split: []
-    with pytest.raises(DataError, match="its arguments are size"):
+    with pytest.raises(DataError, match="it takes"):
         registry.build("riddles", sise=3)
     with pytest.raises(DataError, match="gave no rows"):
         registry.build("riddles", size=0)
-    with pytest.raises(DataError, match="did you mean 'riddles'"):
+    with pytest.raises(DataError, match="Did you mean 'riddles'"):
         registry["ridles"]
 
 
@@ -129,8 +129,8 @@ def test_examples_and_rows_are_each_others():
 
 
 def test_builders_by_import_path_and_wrong_ones():
-    assert len(get_dataset(DatasetConfig(path="rollwright.data.procedural:arithmetic", kwargs={"size": 3}))) == 3
-    with pytest.raises(DataError, match="cannot be imported"):
+    assert len(get_dataset(DatasetConfig(path="rollwright.data.arithmetic:arithmetic", kwargs={"size": 3}))) == 3
+    with pytest.raises(DataError, match="was not found"):
         one("no.such.module:rows")
     with pytest.raises(DataError, match="take no kwargs"):
         one("rows.jsonl", kwargs={"size": 3})

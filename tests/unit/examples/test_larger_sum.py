@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 import torch
+from worlds.larger_sum import conclusion_reward, episode, tasks
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer
-from rollwright.environments.larger_sum import conclusion_reward, episode, tasks
 from rollwright.errors import DataError
 from rollwright.inference.request import ModelResponse
 from rollwright.trainers.supervised import supervised_batch

@@ -1,0 +1,139 @@
+"""The one registry of datasets, and how a config's dataset section becomes rows.
+
+A builder takes a split and arguments of its own, and returns rows or ``Example`` objects::
+
+    @DATASET_REGISTRY.register("riddles")
+    def riddles(split="train", path="riddles.jsonl"):
+        return [Example(prompt=row["riddle"], answer=row["solution"]) for row in read_rows(path, split)]
+
+An installed package offers datasets as entry points of the group ``rollwright.datasets``: ``name = "module:builder"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollwright.config.tasksets import DatasetConfig
+from rollwright.data.formats import Example, Row, to_tasks
+from rollwright.data.gsm8k import R1_TEMPLATE, final_answer, read_gsm8k
+from rollwright.data.rows import read_rows
+from rollwright.data.tokenizer import load_tokenizer
+from rollwright.errors import DataError
+from rollwright.registry import Registry, nearest
+
+Builder = Callable[..., Sequence[Row | Example]]
+
+
+class DatasetRegistry(Registry[Builder]):
+    """Datasets by name: a builder takes a split and arguments of its own, and returns rows or examples."""
+
+    def build(self, name: str, split: str = "train", **kwargs: Any) -> list[Row | Example]:
+        """Call the builder of a name, or of an import path.
+
+        Raises:
+            DataError: no such dataset, arguments that the builder does not take, or no rows.
+        """
+        items = list(super().build(name, split=split, **kwargs))
+        if not items:
+            raise DataError(f"dataset {name!r} gave no rows for split {split!r}.")
+        return items
+
+    def rows(self, name: str, split: str = "train", **kwargs: Any) -> list[Row]:
+        """The dataset as rows."""
+        return [item.to_row() if isinstance(item, Example) else item for item in self.build(name, split, **kwargs)]
+
+    def examples(self, name: str, split: str = "train", **kwargs: Any) -> list[Example]:
+        """The dataset as examples in text."""
+        return [item if isinstance(item, Example) else Example.from_row(item) for item in self.build(name, split, **kwargs)]
+
+
+#: The project's one registry of datasets.
+DATASET_REGISTRY = DatasetRegistry(
+    "dataset",
+    DataError,
+    variable="DATASET_REGISTRY",
+    entry_points="rollwright.datasets",
+    built_in={
+        "arithmetic": "rollwright.data.arithmetic:arithmetic",
+        "gsm8k": "rollwright.data.gsm8k:gsm8k",
+        "gsm8k_r1_template": "rollwright.data.datasets:gsm8k_r1_template",
+    },
+)
+
+
+def gsm8k_r1_template(split: str = "train", path: str | None = None) -> list[Example]:
+    """GSM8K with a prompt that opens ``<think>`` and asks for the result in ``<answer>`` tags, for base models."""
+    return [
+        Example(
+            prompt=R1_TEMPLATE.format(question=row["question"]),
+            answer=final_answer(row["answer"], f"gsm8k {split}: row {index}"),
+            question=row["question"],
+            extras={"query_id": f"gsm8k/{split}/{index}"},
+        )
+        for index, row in enumerate(read_gsm8k(split, path))
+    ]
+
+
+def get_dataset(config: DatasetConfig, tokenizer: Any = None) -> list[Row]:
+    """The rows of a ``train_dataset`` or ``valid_dataset`` section.
+
+    Args:
+        config: ``path`` is a registered name, ``reasoning_gym:NAME``, the import path of a builder
+            (``my.module:builder``), or what ``read_rows`` reads.
+        tokenizer: counts a prompt's tokens where ``max_length`` is set; an object, or the directory or name of one.
+
+    Returns:
+        Tasks with ``messages`` and ``answer``, ``completion`` where ``type`` is sft, ``chosen`` and ``rejected`` where it is preference.
+
+    Raises:
+        DataError: with the dataset, and the row where it is a row's fault.
+    """
+    tasks = to_tasks(dataset_rows(config), config.format, config.source, config.type)
+    return tasks if config.max_length is None else _short_enough(tasks, config.max_length, tokenizer, config.source)
+
+
+def dataset_rows(config: DatasetConfig) -> list[Row]:
+    """The rows that ``config`` names, at most ``limit``, as they are, without making tasks of them.
+
+    Raises:
+        DataError: there is nothing at ``path``, or its builder does not take ``kwargs``.
+    """
+    path, kwargs = config.path, config.kwargs
+    if not path:
+        raise DataError("the dataset has no path: name a file, a directory, a registered dataset or a Hugging Face name.")
+    module, colon, attribute = path.partition(":")
+    if module == "reasoning_gym" and colon:
+        from rollwright.data.reasoning_gym import reasoning_gym_tasks
+
+        rows = reasoning_gym_tasks(attribute, config.split, **kwargs)
+    elif path in DATASET_REGISTRY or (colon and "/" not in path and attribute.isidentifier()):
+        rows = DATASET_REGISTRY.rows(path, config.split, **kwargs)
+    elif kwargs:
+        raise DataError(
+            f"{path} is read from files, which take no kwargs ({', '.join(kwargs)}); {nearest(path, DATASET_REGISTRY)}"
+        )
+    else:
+        return read_rows(path, config.split, config.subset, config.limit)
+    return rows[: config.limit]
+
+
+def _short_enough(tasks: list[Row], max_length: int, tokenizer: Any, source: str) -> list[Row]:
+    """Leave out, and tell, tasks whose prompt has more tokens than ``max_length``."""
+    from rollwright.tracking import logging
+
+    if tokenizer is None:
+        raise DataError(f"{source}: max_length counts tokens, so get_dataset needs the tokenizer.")
+    tokenizer = load_tokenizer(tokenizer)
+    kept = [
+        task
+        for task in tasks
+        if len(tokenizer.apply_chat_template(task["messages"], tokenize=True, add_generation_prompt=True)) <= max_length
+    ]
+    if not kept:
+        raise DataError(f"{source}: every prompt has more than max_length={max_length} tokens; raise it.")
+    if left_out := len(tasks) - len(kept):
+        logging.getLogger("data").warning(
+            "%s: left out %d of %d tasks, longer than %d tokens.", source, left_out, len(tasks), max_length
+        )
+    return kept
