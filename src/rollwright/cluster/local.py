@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from rollwright.config.sections import RolloutConfig
-from rollwright.config.servers import LocalServerConfig, SGLangConfig, VLLMConfig
 from rollwright.errors import ConfigError
+from rollwright.inference.backends import BACKENDS, ServerLaunch
 from rollwright.inference.launcher import Launcher
+from rollwright.inference.weights.publication import RemoteClient
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("LocalCluster")
 
 _SHARED_MEMORY = Path("/dev/shm")
-_BACKENDS = ("builtin_process", "sglang", "vllm")
 
 
 class LocalServers:
@@ -35,13 +35,12 @@ class LocalServers:
         *,
         model_path: str,
         logs: str | Path,
-        sglang: SGLangConfig | None = None,
-        vllm: VLLMConfig | None = None,
         count: int = 1,
         tensor_parallel: int = 1,
         base_gpu: int = 0,
         threads: int | None = None,
         weights_roots: tuple[str, ...] = (),
+        **sections: Any,
     ) -> None:
         """Start ``count`` servers of ``rollout.backend`` and wait until they are healthy.
 
@@ -49,33 +48,42 @@ class LocalServers:
             rollout: backend, limits of the engine and ``setup_timeout``.
             model_path: of the model, where the server's config names none.
             logs: directory for their logs.
-            sglang, vllm: the server's config.
             count: servers.
             tensor_parallel: GPUs of each.
             base_gpu: the first GPU.
             threads: compute threads of each ``rollwright serve-model``.
             weights_roots: further directories that ``rollwright serve-model`` may load weights from.
+            sections: the sections of the experiment that describe servers, by backend: ``sglang``, ``vllm``.
 
         Raises:
             ConfigError: the backend has no servers.
             EngineError: a server did not become healthy.
         """
-        if rollout.backend not in _BACKENDS:
+        backend = BACKENDS.get(rollout.backend)
+        if not issubclass(backend, RemoteClient):
             raise ConfigError(
-                f"rollout.backend {rollout.backend!r} has no servers to start; use one of {', '.join(_BACKENDS)}."
+                f"rollout.backend {rollout.backend!r} has no servers to start: it computes in the trainer's process."
             )
         parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK) else None
         self.weights_root = Path(tempfile.mkdtemp(prefix="rollwright-", dir=parent))
         self._launcher = Launcher(logs)
         roots = [str(self.weights_root), *weights_roots]
-        build = _builder(rollout, sglang, vllm, model_path, tensor_parallel, base_gpu, threads, roots)
+
+        def command(host: str, port: int, index: int) -> list[str]:
+            first = base_gpu + index * tensor_parallel
+            return backend.command(
+                ServerLaunch(host, port, rollout, model_path, first, tensor_parallel, threads, roots, sections)
+            )
+
         environment = {"OMP_WAIT_POLICY": "PASSIVE"}
         if rollout.api_key:  # in the environment, as command lines can be read by everybody on the machine
             environment |= {"ROLLWRIGHT_API_KEY": rollout.api_key, "VLLM_API_KEY": rollout.api_key}
         if threads is not None:
             environment["OMP_NUM_THREADS"] = str(threads)
         try:
-            self._launcher.start(build, count, name=rollout.backend, environment=environment, shared=self.weights_root)
+            self._launcher.start(
+                command, count, name=_file_name(rollout.backend), environment=environment, shared=self.weights_root
+            )
             self.addresses = self._launcher.wait_healthy(rollout.setup_timeout)
         except BaseException:
             self.close()
@@ -99,42 +107,6 @@ class LocalServers:
         self.close()
 
 
-def _builder(
-    rollout: RolloutConfig,
-    sglang: SGLangConfig | None,
-    vllm: VLLMConfig | None,
-    model_path: str,
-    tensor_parallel: int,
-    base_gpu: int,
-    threads: int | None,
-    roots: list[str],
-) -> Any:
-    def of(section: Any, **changes: Any) -> Any:
-        return dataclasses.replace(section, model_path=section.model_path or model_path, **changes)
-
-    if rollout.backend == "builtin_process":
-        local = LocalServerConfig(
-            model_path=rollout.path or model_path,
-            device=rollout.device,
-            dtype=rollout.dtype,
-            context_length=rollout.context_length,
-            max_running_requests=rollout.max_running_requests,
-            kv_cache_bytes=rollout.kv_cache_bytes,
-            threads=threads,
-            weights_roots=roots,
-        )
-        return lambda host, port, index: LocalServerConfig.build_cmd(local, host=host, port=port)
-    if rollout.backend == "sglang":
-        section = of(sglang or SGLangConfig())
-        if section.implementation == "builtin":
-            extra = {**section.extra_args, "weights-root": [*section.extra_args.get("weights-root", []), *roots]}
-            if threads is not None:
-                extra.setdefault("threads", threads)
-            section = dataclasses.replace(section, extra_args=extra)
-        return lambda host, port, index: SGLangConfig.build_cmd(
-            section, tp_size=tensor_parallel, base_gpu_id=base_gpu + index * tensor_parallel, host=host, port=port
-        )
-    vllm_section = of(vllm or VLLMConfig())
-    return lambda host, port, index: VLLMConfig.build_cmd(
-        vllm_section, tp_size=tensor_parallel, base_gpu_id=base_gpu + index * tensor_parallel, host=host, port=port
-    )
+def _file_name(backend: str) -> str:
+    """A backend's name as that of a log file: an import path without its module."""
+    return re.split("[.:]", backend)[-1]

@@ -7,6 +7,7 @@ from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.recipes import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
+from rollwright.config.servers import BACKENDS
 
 
 def _help(text: str, **limits: Any) -> dict[str, Any]:
@@ -189,8 +190,9 @@ class RolloutConfig:
     backend: str = field(
         default="builtin",
         metadata=_help(
-            "builtin: in the trainer's process, sharing its weights; builtin_process: in a process of its own; sglang, vllm: servers.",
-            choices=["builtin", "builtin_process", "sglang", "vllm"],
+            "builtin: in the trainer's process, sharing its weights; builtin_process: in a process of its own; sglang, vllm: servers; "
+            "or a registered name, or an import path such as my_package.my_module:MyClient (docs/servers.md).",
+            registry=BACKENDS,
         ),
     )
     addresses: list[str] = field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
@@ -10,8 +11,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollwright.errors import ConfigError
+from rollwright.registry import Registry
 
 logger = logging.getLogger("rollwright.config.servers")
+
+#: The kinds of inference engine (``rollwright.inference.backends``), by the names that ``rollout.backend`` takes.
+BACKENDS: Registry[type[Any]] = Registry(
+    "inference backend",
+    variable="BACKENDS",
+    built_in={
+        "builtin": "rollwright.inference.backends.builtin.engine:BuiltinEngine",
+        "builtin_process": "rollwright.inference.backends.sglang:BuiltinServersClient",
+        "sglang": "rollwright.inference.backends.sglang:SGLangClient",
+        "vllm": "rollwright.inference.backends.vllm:VLLMClient",
+    },
+    accepts=inspect.isclass,
+)
 
 #: Prompt tokens of one step of vLLM's CPU build, at least the longest prompt.
 _PREFILL_TOKENS = 4096

@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, RequestAborted, WeightUpdateError
 from rollwright.inference.connections import ConnectionLostError, ServerRefusedError, refusal_of
 from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.parameters import ParameterTable
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.router import Server
 from rollwright.inference.server_pool import ServerPool
@@ -31,12 +32,25 @@ _TRY_AGAIN_STATUSES = {429, 502, 503, 504}
 _STOP_REASONS = ("stop", "length", "abort")
 
 
-class RemoteClient(ServerPool, InferenceEngine):
-    """An ``InferenceEngine`` over HTTP servers of one kind."""
+class RemoteRequests(ServerPool, InferenceEngine):
+    """The half of a client that asks servers for tokens and controls them; ``RemoteClient`` adds weights.
+
+    Attributes:
+        kind: the servers' name in messages.
+        generate_path: where tokens are asked for.
+        parameters: how generation parameters travel.
+        refused_inputs: parts of a request that these servers have no place for, and what to do then.
+    """
 
     kind = "remote"
-    #: Path that tokens are asked for at.
     generate_path = "/generate"
+    parameters = ParameterTable({})
+    refused_inputs: Mapping[str, str] = {
+        "position_ids": "use the built-in engine or rollwright serve-model",
+        "branch_ids": "use the built-in engine or rollwright serve-model",
+        "multi_modal": "use the built-in engine in this process",
+        "image_data": "use the built-in engine or an SGLang server",
+    }
 
     def __init__(self, config: RolloutConfig | None = None, *, addresses: Iterable[str] | None = None) -> None:
         """Args:
@@ -47,41 +61,55 @@ class RemoteClient(ServerPool, InferenceEngine):
         self._version = 0
         self._holding = False  # new requests wait on this side
 
-    # -- what a protocol adds ------------------------------------------------------------------------------------------
+    # -- what a backend defines ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _payload(self, request: ModelRequest, wire_id: str, server: Server) -> dict[str, Any]:
-        """The body of one generation request to ``server``."""
+    def payload(self, request: ModelRequest, wire_id: str, server: Server) -> dict[str, Any]:
+        """The body of one generation request; ``wire_id`` names it for ``abort_on_server``."""
 
     @abstractmethod
-    def _response(self, request: ModelRequest, data: dict[str, Any], version_when_sent: int) -> ModelResponse:
-        """What the server's answer says."""
+    def response(self, request: ModelRequest, data: dict[str, Any], version_when_sent: int) -> ModelResponse:
+        """What the server's answer says, with the version that sampled each token."""
 
     @abstractmethod
-    def _check(self, request: ModelRequest, server: str) -> bool:
-        """Refuse what these servers cannot do; True where the log-probabilities will not be the contract's."""
-
-    @property
-    def _control_seconds(self) -> float:
-        """Longest wait for a call that computes nothing: a server that hangs must not hold the others up for ever."""
-        return self.config.setup_timeout
+    def pause_server(self, server: Server) -> None:
+        """Stop sampling; what runs keeps its tokens."""
 
     @abstractmethod
-    def _pause_server(self, server: Server) -> None: ...
+    def resume_server(self, server: Server) -> None:
+        """Go on after ``pause_server``."""
 
     @abstractmethod
-    def _resume_server(self, server: Server) -> None: ...
-
-    @abstractmethod
-    def _abort_on_server(self, server: Server, wire_ids: list[str] | None) -> None: ...
-
-    @abstractmethod
-    def _read_version(self, server: Server) -> str | None:
+    def read_version(self, server: Server) -> str | None:
         """The server's label of its weights."""
 
-    @abstractmethod
-    def _label_version(self, server: Server, version: int) -> None:
-        """Give the weights that the server holds a version number."""
+    def label_version(self, server: Server, version: int) -> None:
+        """Give the weights that the server holds a version number; needed where it starts with another label."""
+        raise EngineError(f"The {self.kind} server at {server.address} has no number for its weights, and takes none.")
+
+    def abort_on_server(self, server: Server, wire_ids: list[str]) -> None:
+        """End requests, which return what they have; by default they run to their end."""
+
+    def check(self, request: ModelRequest, where: str) -> bool:
+        """Refuse what these servers cannot do; True where the log-probabilities will not be the contract's."""
+        for name, remedy in self.refused_inputs.items():
+            if getattr(request, name) is not None:
+                raise EngineError(f"{name} cannot travel to {where}; {remedy}.")
+        return self.parameters.check(request.gconfig, where, accept_shifted=self.config.accept_shifted_logprobs)
+
+    def ask(self, server: Server, method: str, path: str, body: Any = None, *, timeout: float | None = None) -> dict[str, Any]:
+        """One call to a server, synchronously.
+
+        Args:
+            server: that is asked.
+            method, path, body: of the call; the body is sent as JSON.
+            timeout: seconds; None: ``setup_timeout``, so that a server that hangs does not hold the others up for ever.
+
+        Raises:
+            ConnectionLostError, ServerRefusedError, EngineError: as ``Connections.request``.
+        """
+        limit = self.config.setup_timeout if timeout is None else timeout
+        return self.connections.request(method, f"{server.url}{path}", body, timeout=limit)
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
@@ -96,14 +124,14 @@ class RemoteClient(ServerPool, InferenceEngine):
             RequestAborted: the client was closed.
             EngineError: a parameter cannot be honoured, the server refused, or no server is left.
         """
-        shifted = self._check(request, ", ".join(self.addresses))
+        shifted = self.check(request, f"the {self.kind} server at {', '.join(self.addresses)}")
         started, lost, busy = time.perf_counter(), 0, 0
         while True:
             server = await self._lease(request.rid)
             version_when_sent = self._version
             try:
                 async with self._in_flight.send(request.rid, server) as wire_id:
-                    payload = self._payload(request, wire_id, server)
+                    payload = self.payload(request, wire_id, server)
                     data = await self.connections.post(server.url + self.generate_path, payload)
                 break
             except ConnectionLostError as error:
@@ -140,12 +168,13 @@ class RemoteClient(ServerPool, InferenceEngine):
             EngineError: it contradicts itself, or is not in the protocol's form.
         """
         try:
-            response = self._response(request, data, version_when_sent)
+            response = self.response(request, data, version_when_sent)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise EngineError(
                 f"An answer is not in the form of {self.kind}'s {self.generate_path} ({type(error).__name__}: {error}): "
                 f"{str(data)[:200]!r}. See that the addresses are those of {self.kind} servers: {', '.join(self.addresses)}."
             ) from error
+        response.rid, response.temperature = request.rid, request.gconfig.effective_temperature
         if response.stop_reason not in _STOP_REASONS:
             raise EngineError(
                 f"The {self.kind} server ended a request with finish_reason {response.stop_reason!r}; those that its tokens can be "
@@ -188,9 +217,9 @@ class RemoteClient(ServerPool, InferenceEngine):
     def _on_all_connected(self, servers: list[Server]) -> None:
         """Number the weights of servers that were just started; take over the number where they already have one."""
         numbers: dict[str, int] = {}
-        for server, label in zip(servers, self.each(self._read_version, servers), strict=True):
+        for server, label in zip(servers, self.each(self.read_version, servers), strict=True):
             if label is None or not str(label).lstrip("-").isdigit():
-                self._label_version(server, self._version)
+                self.label_version(server, self._version)
                 label = self._version
             numbers[server.address] = int(label)
         if len(set(numbers.values())) > 1:
@@ -213,7 +242,7 @@ class RemoteClient(ServerPool, InferenceEngine):
         """
         if version == self._version:
             return
-        held = {server.address: label for server, label in self._each_in_service(self._read_version, "say its version")}
+        held = {server.address: label for server, label in self._each_in_service(self.read_version, "say its version")}
         if not held or any(str(label) != str(version) for label in held.values()):
             raise WeightUpdateError(
                 f"set_version({version}) does not match what the {self.kind} servers hold: {held}. Versions are set by "
@@ -231,7 +260,7 @@ class RemoteClient(ServerPool, InferenceEngine):
         """
         self.is_paused = True
         try:
-            self._each_in_service(self._pause_server, "be paused")
+            self._each_in_service(self.pause_server, "be paused")
         except BaseException:
             self.is_paused = self._holding = False
             raise
@@ -243,7 +272,7 @@ class RemoteClient(ServerPool, InferenceEngine):
             EngineError: all servers that were started for this client have ended.
         """
         try:
-            self._each_in_service(self._resume_server, "go on")
+            self._each_in_service(self.resume_server, "go on")
         finally:
             self.is_paused = self._holding = False
 
@@ -283,7 +312,7 @@ class RemoteClient(ServerPool, InferenceEngine):
 
     def _abort_quietly(self, server: Server, wire_ids: list[str]) -> None:
         try:
-            self._abort_on_server(server, wire_ids)
+            self.abort_on_server(server, wire_ids)
         except EngineError as error:  # its requests end with their connections, or are given up when it is taken out
             logger.warning("The server at %s was asked to abort %d requests: %s", server.address, len(wire_ids), error)
 

@@ -93,6 +93,11 @@ class ModelRequest:
         if self.branch_ids is not None:
             self.branch_ids = _counts(self.branch_ids, "branch_ids")
 
+    @property
+    def effective_seed(self) -> int | None:
+        """``gconfig.seed`` where given, else ``seed``."""
+        return self.seed if self.gconfig.seed is None else self.gconfig.seed
+
     def copy(self) -> ModelRequest:
         """A copy whose ids and generation arguments are its own."""
         return replace(self, gconfig=self.gconfig.new(), metadata=dict(self.metadata))

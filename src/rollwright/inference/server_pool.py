@@ -79,8 +79,7 @@ class ServerPool(ABC):
     def _on_all_connected(self, servers: list[Server]) -> None:
         """All servers are healthy for the first time."""
 
-    @abstractmethod
-    def _on_connected(self, server: Server) -> None:
+    def on_connected(self, server: Server) -> None:  # noqa: B027 - there may be nothing to look at
         """Look at a server that just became healthy, for the first time or again."""
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -123,7 +122,7 @@ class ServerPool(ABC):
         try:
             deadline = time.monotonic() + self.config.setup_timeout
             self.each(lambda server: self._wait_healthy(server, deadline), router.servers)
-            self.each(self._on_connected, router.servers)
+            self.each(self.on_connected, router.servers)
             self._on_all_connected(router.servers)
         except BaseException:
             self.destroy()

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, RolloutError
+from rollwright.inference.backends import BACKENDS
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.weights.publication import RemoteClient
 from rollwright.rollout.executor import RolloutExecutor
 
 if TYPE_CHECKING:
@@ -277,30 +279,36 @@ class LocalRolloutEngine(RolloutEngine):
         self.update_weights(version=version, weights=named)
 
 
-class _ServerRolloutEngine(RolloutEngine):
-    """Servers, found by ``config.addresses`` or by the addresses in the environment."""
+class RemoteEngine(RolloutEngine):
+    """Servers of a backend, found by ``config.addresses`` or by the addresses in the environment.
+
+    Attributes:
+        backend: a name of the table or an import path; empty: ``config.backend``.
+    """
+
+    backend = ""
+
+    def make_client(self) -> InferenceEngine:
+        """A client of the servers; connected by ``initialize``."""
+        backend = BACKENDS.get(self.backend or self.config.backend)
+        if not issubclass(backend, RemoteClient):
+            raise ConfigError(f"rollout.backend {self.config.backend!r} has no servers: it computes in this process.")
+        return backend(self.config)
 
     @property
     def addresses(self) -> list[str]:
         """``host:port`` of the servers."""
-        return list(self.client.addresses)  # type: ignore[attr-defined]
+        assert isinstance(self.client, RemoteClient)
+        return self.client.addresses
 
 
-class RemoteSGLangEngine(_ServerRolloutEngine):
+class RemoteSGLangEngine(RemoteEngine):
     """Servers that speak SGLang's protocol: SGLang, or ``rollwright serve-model``."""
 
-    def make_client(self) -> InferenceEngine:
-        """A client of the servers; connected by ``initialize``."""
-        from rollwright.inference.backends.sglang import SGLangClient
-
-        return SGLangClient(self.config)
+    backend = "sglang"
 
 
-class RemoteVLLMEngine(_ServerRolloutEngine):
+class RemoteVLLMEngine(RemoteEngine):
     """vLLM servers."""
 
-    def make_client(self) -> InferenceEngine:
-        """A client of the servers; connected by ``initialize``."""
-        from rollwright.inference.backends.vllm import VLLMClient
-
-        return VLLMClient(self.config)
+    backend = "vllm"

@@ -26,7 +26,7 @@ from rollwright.tracking.plots import plot_curves
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.evaluation import evaluate
 from rollwright.trainers.reporting import sample_means
-from rollwright.trainers.rollout_backend import make_explorer_engine
+from rollwright.trainers.rollout_backend import make_explorer_engine, servers_of
 from rollwright.trainers.shared_run import trial_path
 from rollwright.trainers.task_services import TaskServices
 from rollwright.trainers.tasks import held_out_tasks
@@ -168,7 +168,8 @@ def _scores(config: PPOConfig, path: str, directory: RunDirectory) -> dict[str, 
 
 
 def _refuse_running_servers(config: PPOConfig) -> None:
-    if config.rollout.backend in ("sglang", "vllm") and (addresses := find_server_addresses(config.rollout.addresses)):
+    backend = servers_of(config.rollout)
+    if backend is not None and backend.finds_servers and (addresses := find_server_addresses(config.rollout.addresses)):
         raise ConfigError(
             f"mode bench starts a server for each checkpoint, but there are servers that run already ({', '.join(addresses)}), and what "
             "they hold is one model: take rollout.addresses out of the config, and the addresses out of the environment."

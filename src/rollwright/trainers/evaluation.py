@@ -79,7 +79,7 @@ def evaluate_model(config: EvalConfig, rollouts: Path | None = None) -> dict[str
     """
     from rollwright.data.datasets import get_dataset
     from rollwright.data.tokenizer import load_tokenizer
-    from rollwright.trainers.rollout_backend import make_engine_alone
+    from rollwright.trainers.rollout_backend import make_local_engine
     from rollwright.trainers.tasks import workflow_arguments
 
     tokenizer = load_tokenizer(config.tokenizer_path or config.path, config.trust_remote_code)
@@ -89,7 +89,7 @@ def evaluate_model(config: EvalConfig, rollouts: Path | None = None) -> dict[str
         runs[f"mean@{config.samples}"] = config.gconfig.new(n_samples=config.samples)
     dumper = RolloutDumper(rollouts, tokenizer, config.stats_logger.dump_rollouts) if rollouts else None
     scores: dict[str, Any] = {"tasks": len(tasks)}
-    rollout = make_engine_alone(config, tokenizer)
+    rollout = make_local_engine(config, config.path, tokenizer)
     rollout.initialize()
     try:
         for name, gconfig in runs.items():

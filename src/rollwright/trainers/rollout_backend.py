@@ -11,10 +11,10 @@ from rollwright.cluster.local import LocalServers
 from rollwright.config.experiment import PPOConfig
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError
-from rollwright.inference.backends.sglang import SGLangClient
-from rollwright.inference.backends.vllm import VLLMClient
+from rollwright.inference.backends import BACKENDS
 from rollwright.inference.network import find_server_addresses
-from rollwright.rollout.engines import LocalRolloutEngine, RemoteSGLangEngine, RemoteVLLMEngine, RolloutEngine
+from rollwright.inference.weights.publication import RemoteClient
+from rollwright.rollout.engines import LocalRolloutEngine, RemoteEngine, RolloutEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.training.model import load_model
@@ -22,85 +22,92 @@ from rollwright.training.model import load_model
 logger = getLogger("rollout")
 
 
-def make_local_engine(config: Any, actor: Any, tokenizer: Any) -> LocalRolloutEngine:
-    """The built-in engine in this process, sharing the weights of ``actor``."""
-    return LocalRolloutEngine(
-        config.rollout, model=actor.model, tokenizer=tokenizer, seed=config.seed, deterministic=config.deterministic
-    )
+def make_local_engine(config: Any, model: Any, tokenizer: Any) -> RolloutEngine:
+    """The engine in this process that ``rollout.backend`` names; the built-in one where that names servers.
 
-
-def make_engine_alone(config: Any, tokenizer: Any) -> LocalRolloutEngine:
-    """The built-in engine over the model at ``config.path``."""
-    return LocalRolloutEngine(
-        config.rollout, model=config.path, tokenizer=tokenizer, seed=config.seed, deterministic=config.deterministic
-    )
+    Args:
+        config: of the run.
+        model: a live model, whose weights are shared; or a directory or name.
+        tokenizer: the model's.
+    """
+    settings = {"seed": config.seed, "deterministic": config.deterministic}
+    backend = BACKENDS.get(config.rollout.backend)
+    if config.rollout.backend == "builtin" or issubclass(backend, RemoteClient):
+        return LocalRolloutEngine(config.rollout, model, tokenizer, **settings)
+    engine: Any = backend
+    return RolloutEngine(config.rollout, client=engine(model, tokenizer), **settings)
 
 
 def make_explorer_engine(config: PPOConfig, tokenizer: Any, directory: RunDirectory) -> RolloutEngine:
     """The engine of an explorer, over the model at ``actor.path``: weights come to it as files."""
-    logger.info("sampling from the %s engine", config.rollout.backend)
-    if config.rollout.backend == "builtin":
-        model = load_model(config.actor) if config.actor.init_from_scratch else config.actor.path
-        return LocalRolloutEngine(
-            config.rollout, model=model, tokenizer=tokenizer, seed=config.seed, deterministic=config.deterministic
-        )
-    if config.actor.init_from_scratch and not find_server_addresses(config.rollout.addresses):
+    actor, backend = config.actor, servers_of(config.rollout)
+    if backend is None:
+        model = load_model(actor) if actor.init_from_scratch else actor.path
+        return make_local_engine(config, model, tokenizer)
+    if actor.init_from_scratch and not find_server_addresses(config.rollout.addresses):
         raise ConfigError(
             f"actor.init_from_scratch leaves no weights that a {config.rollout.backend} server could load; make the model first "
             "(rollwright model new), or explore with rollout.backend=builtin."
         )
-    return _make_server_engine(config, None, tokenizer, directory)
+    return _make_server_engine(config, backend, None, tokenizer, directory)
 
 
 def make_rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: RunDirectory) -> RolloutEngine:
     """The engine that ``config.rollout.backend`` names."""
-    logger.info("sampling with the %s engine", config.rollout.backend)
-    if config.rollout.backend == "builtin":
-        return make_local_engine(config, actor, tokenizer)
-    return _make_server_engine(config, actor, tokenizer, directory)
+    backend = servers_of(config.rollout)
+    if backend is None:
+        return make_local_engine(config, actor.model, tokenizer)
+    return _make_server_engine(config, backend, actor, tokenizer, directory)
 
 
-def _make_server_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: RunDirectory) -> RolloutEngine:
+def servers_of(rollout: RolloutConfig) -> type[RemoteClient] | None:
+    """The client of the servers that ``rollout.backend`` names; None: it computes in this process.
+
+    Raises:
+        ConfigError: there is no such backend.
+    """
+    logger.info("sampling with the %s engine", rollout.backend)
+    backend = BACKENDS.get(rollout.backend)
+    return backend if issubclass(backend, RemoteClient) else None
+
+
+def _make_server_engine(
+    config: PPOConfig, backend: type[RemoteClient], actor: Any, tokenizer: Any, directory: RunDirectory
+) -> RolloutEngine:
     """Servers that run already, by config or environment; else servers started here, which end with the engine."""
     rollout = config.rollout
-    addresses = [] if rollout.backend == "builtin_process" else find_server_addresses(rollout.addresses)
+    addresses = find_server_addresses(rollout.addresses) if backend.finds_servers else []
     servers: LocalServers | None = None
     if not addresses:
         servers = LocalServers(
             rollout,
             model_path=_served_model(config, actor, tokenizer, directory),
             logs=directory.logs,
-            sglang=config.sglang,
-            vllm=config.vllm,
             count=rollout.servers,
             tensor_parallel=rollout.tensor_parallel,
-            base_gpu=_first_gpu(rollout, trains_here=actor is not None),
+            base_gpu=_first_gpu(rollout, backend.needs_gpu, trains_here=actor is not None),
             threads=_engine_threads(config),
             weights_roots=() if rollout.weight_update_path is None else (rollout.weight_update_path,),
+            sglang=config.sglang,
+            vllm=config.vllm,
         )
         addresses = servers.addresses
-    client = (VLLMClient if rollout.backend == "vllm" else SGLangClient)(rollout, addresses=addresses)
+    client = backend(rollout, addresses=addresses)
     if servers is not None:
         client.own(servers)
-    engine_class = RemoteVLLMEngine if rollout.backend == "vllm" else RemoteSGLangEngine
-    return engine_class(rollout, client=client, seed=config.seed, deterministic=config.deterministic)
+    return RemoteEngine(rollout, client=client, seed=config.seed, deterministic=config.deterministic)
 
 
-def _first_gpu(rollout: RolloutConfig, trains_here: bool) -> int:
+def _first_gpu(rollout: RolloutConfig, needs_gpu: bool, trains_here: bool) -> int:
     """The servers' own GPUs come after those of the trainer's processes on this host."""
     if rollout.first_gpu is not None:
         return rollout.first_gpu
     training = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))) if trains_here else 0
     present, needed = torch.cuda.device_count(), rollout.servers * rollout.tensor_parallel
     first = training if training + needed <= present else 0
-    if present and rollout.backend != "builtin_process":
-        logger.info(
-            "the servers' GPUs are %d to %d of %d; %d processes train on the first",
-            first,
-            first + needed - 1,
-            present,
-            training,
-        )
+    if present and needs_gpu:
+        last = first + needed - 1
+        logger.info("the servers' GPUs are %d to %d of %d; %d processes train on the first", first, last, present, training)
     return first
 
 
@@ -120,11 +127,7 @@ def _engine_threads(config: PPOConfig) -> int:
     generating = max(1, cores // 2)
     threads = max(1, generating // config.rollout.servers)
     if config.cluster.threads is None:
-        torch.set_num_threads(max(1, cores - generating))
-        logger.info(
-            "%d compute threads for each of %d servers and %d for training",
-            threads,
-            config.rollout.servers,
-            max(1, cores - generating),
-        )
+        training = max(1, cores - generating)
+        torch.set_num_threads(training)
+        logger.info("%d compute threads for each of %d servers and %d for training", threads, config.rollout.servers, training)
     return threads

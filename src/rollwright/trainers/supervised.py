@@ -81,7 +81,7 @@ class SupervisedTrainer(Trainer):
         opened.callback(self.model.destroy)
         self.rollout: LocalRolloutEngine | None = None
         if self.evaluates:
-            self.rollout = make_local_engine(self.config, self.model, self.tokenizer)
+            self.rollout = make_local_engine(self.config, self.model.model, self.tokenizer)
             opened.callback(self.rollout.destroy)
             self.rollout.initialize()
             self.weights = SharedWeights(self.rollout)

@@ -15,14 +15,17 @@ import torch
 from torch import Tensor
 
 from rollwright.errors import WeightUpdateError
+from rollwright.inference.backends import BACKENDS
 from rollwright.inference.engine import InferenceEngine, WeightReceiver, takes_no_weights
+from rollwright.inference.network import find_server_addresses
 from rollwright.inference.request import ModelResponse
+from rollwright.inference.server_pool import connected_clients
 from rollwright.inference.weights.audit import NEW_TOKENS, NEW_TOKENS_IN_PROCESS, Agreement, audit, probe_request
+from rollwright.inference.weights.publication import RemoteClient
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
 
 if TYPE_CHECKING:
-    from rollwright.inference.remote import RemoteClient
     from rollwright.inference.weights.ways import WeightUpdateMeta
     from rollwright.training.engine import TrainEngine
 
@@ -224,10 +227,8 @@ def publisher_for(trainer: TrainEngine, engine: WeightReceiver | None, meta: Wei
     return SentWeights(engine, meta)
 
 
-def _find_servers(meta: WeightUpdateMeta | None) -> Any:
-    from rollwright.inference.network import find_server_addresses
-    from rollwright.inference.server_pool import connected_clients
-
+def _find_servers(meta: WeightUpdateMeta | None) -> RemoteClient:
+    """The client that this process samples with, else one of the servers in the environment."""
     if parallel.rank() == 0 and (clients := connected_clients()):
         if len({frozenset(client.addresses) for client in clients}) > 1:
             names = "; ".join(", ".join(client.addresses) for client in clients)
@@ -235,28 +236,21 @@ def _find_servers(meta: WeightUpdateMeta | None) -> Any:
                 f"This process is connected to several sets of servers ({names}): name the one that samples for this trainer "
                 "with actor.connect_engine(engine)."
             )
-        logger.info(
-            "publishing to the %s servers that this process samples from: %s",
-            clients[-1].kind,
-            ", ".join(clients[-1].addresses),
-        )
-        return clients[-1]  # of several clients of the same servers, the one that connected last
+        client = clients[-1]  # of several clients of the same servers, the one that connected last
+        logger.info("publishing to the %s servers that this process samples from: %s", client.kind, ", ".join(client.addresses))
+        return client
     addresses = find_server_addresses()
     if not addresses:
         raise WeightUpdateError(
             "update_weights found no inference engine: call actor.connect_engine(engine), or give the servers' addresses in "
             "ROLLWRIGHT_LLM_SERVER_ADDRS."
         )
-    backend = meta.allocation.gen_backend if meta is not None and meta.allocation is not None else None
-    client: RemoteClient
-    if backend == "vllm":
-        from rollwright.inference.backends.vllm import VLLMClient
-
-        client = VLLMClient(addresses=addresses)
-    else:
-        from rollwright.inference.backends.sglang import SGLangClient
-
-        client = SGLangClient(addresses=addresses)
+    allocation = meta.allocation if meta is not None else None
+    # SGLang's protocol is that of the addresses in the environment unless an allocation names another.
+    name = (allocation.gen_backend if allocation is not None else None) or "sglang"
+    backend = BACKENDS.get("builtin_process" if name == "builtin" else name)
+    assert issubclass(backend, RemoteClient)
+    client = backend(addresses=addresses)
     logger.info("publishing to the %s servers of the environment: %s", client.kind, ", ".join(addresses))
     client.initialize()
     return client

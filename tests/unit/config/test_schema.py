@@ -31,7 +31,14 @@ def test_every_default_fits():
 
 @pytest.mark.parametrize(
     "text",
-    ["seed: x", "sed: 1", "gconfig: {temperature: -1}", "rollout: {backend: sgl}", "stats_logger: {display: x}", "critic: 3"],
+    [
+        "seed: x",
+        "sed: 1",
+        "gconfig: {temperature: -1}",
+        "rollout: {weight_update: x}",
+        "stats_logger: {display: x}",
+        "critic: 3",
+    ],
 )
 def test_what_loading_refuses_the_schema_marks(text):
     with pytest.raises(ConfigError):

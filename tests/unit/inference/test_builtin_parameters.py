@@ -1,11 +1,12 @@
 """The third engine of the table of generation parameters: what each field does in the built-in one, or that it is refused."""
 
+from dataclasses import fields
+
 import pytest
 from server_parts import tiny_engine
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError
-from rollwright.inference.parameters import PARAMETERS
 from rollwright.inference.request import ModelRequest
 
 LENGTH = 12
@@ -98,6 +99,6 @@ CASES = {case.__name__: case for case in (n_samples, max_new_tokens, min_new_tok
                                           frequency_penalty, stop, stop_token_ids, ignore_eos, skip_special_tokens, seed)}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [parameter.name for parameter in PARAMETERS])
+@pytest.mark.parametrize("name", [field.name for field in fields(GenerationHyperparameters)])
 def test_each_field_has_its_effect_or_is_refused(sample, engine, name):
     CASES[name](sample, engine)

@@ -31,6 +31,7 @@ def asks_what_it_has(path: Path) -> list[str]:
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id in ("hasattr", "getattr")
+        and isinstance(node.args[1], ast.Constant)
         and any(is_an_engine(inner) for inner in ast.walk(node.args[0]) if isinstance(inner, ast.Name | ast.Attribute))
     ]
 

@@ -288,7 +288,7 @@ def test_abort_on_an_event_loop_does_not_hold_it_up():
             running = asyncio.ensure_future(client.agenerate(ModelRequest(input_ids=[1, 2], rid="talk")))
             while not fake.bodies.get("generate"):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            client._abort_on_server = abort_slowly
+            client.abort_on_server = abort_slowly
             client.abort("talk")
             assert "ended" not in calls  # the server's answer is not waited for
             go_on.set()

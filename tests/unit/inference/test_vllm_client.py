@@ -161,7 +161,7 @@ def test_a_server_that_does_not_take_the_version_is_an_error(tmp_path):
 
 def test_a_distributed_group_is_refused_with_the_ways_that_work():
     with connected(FakeVLLM()) as client, pytest.raises(WeightUpdateError, match="from_disk"):
-        client.broadcast_weights([], 1, WeightUpdateMeta.from_fsdp_xccl("vllm:d1p1t1"))
+        client.update_weights(WeightUpdateMeta.from_fsdp_xccl("vllm:d1p1t1"), version=1, weights={})
 
 
 def test_seeds_are_kept_from_a_server_that_they_could_end():

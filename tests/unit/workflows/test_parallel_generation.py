@@ -362,7 +362,7 @@ def test_servers_that_cannot_do_branches_refuse_them_at_the_first_request(tokeni
     sglang = SGLangClient(RolloutConfig(), addresses=["127.0.0.1:1"])
     sglang._facts["127.0.0.1:1"] = _Facts(False, False, None)
     with pytest.raises(EngineError, match="has no position_ids; use the built-in engine"):
-        sglang._check(goal, "127.0.0.1:1")
-    with pytest.raises(EngineError, match="position_ids cannot travel to the vLLM server"):
-        VLLMClient(RolloutConfig(), addresses=["127.0.0.1:1"])._check(goal, "127.0.0.1:1")
+        sglang.check(goal, "the sglang server at 127.0.0.1:1")
+    with pytest.raises(EngineError, match="position_ids cannot travel to the vllm server"):
+        VLLMClient(RolloutConfig(), addresses=["127.0.0.1:1"]).check(goal, "the vllm server at 127.0.0.1:1")
     assert isinstance(goal, ModelRequest)

@@ -192,12 +192,12 @@ def test_servers_get_encoded_images_and_tokenizers_without_images_are_refused(di
     (request,) = engine.requests
     client = SGLangClient(RolloutConfig(), addresses=["127.0.0.1:1"])
     client._facts["127.0.0.1:1"] = _Facts(False, False, None)
-    client._check(request, "127.0.0.1:1")
-    (encoded,) = client._payload(request, "id", Server("127.0.0.1:1"))["image_data"]
+    client.check(request, "127.0.0.1:1")
+    (encoded,) = client.payload(request, "id", Server("127.0.0.1:1"))["image_data"]
     assert encoded.startswith("data:image/png;base64,iVBOR")
     request.image_data = None
     with pytest.raises(EngineError, match="for images give image_data"):
-        client._check(request, "127.0.0.1:1")
+        client.check(request, "127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"no token '<.image_pad.>'"):
         VisionProcessor(build_character_tokenizer(), new_image_processor())
     with pytest.raises(ConfigError, match="came from no directory"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import uuid
 from collections.abc import Iterable
@@ -13,15 +14,17 @@ from torch import Tensor
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
+from rollwright.config.servers import LocalServerConfig, SGLangConfig
 from rollwright.data.vision import encoded_image
 from rollwright.errors import EngineError, WeightUpdateError
+from rollwright.inference.backends import ServerLaunch
 from rollwright.inference.connections import ServerRefusedError, UpdateRefusedError
 from rollwright.inference.network import find_free_ports, own_address
-from rollwright.inference.parameters import check_parameters, sglang_sampling_params
+from rollwright.inference.parameters import ParameterTable, Wire
 from rollwright.inference.request import ModelRequest, ModelResponse, versions_of_spans
 from rollwright.inference.router import Server
 from rollwright.inference.weights.group import WeightGroup, buckets
-from rollwright.inference.weights.publication import PublishingClient
+from rollwright.inference.weights.publication import RemoteClient
 from rollwright.inference.weights.ways import WeightUpdateMeta
 from rollwright.tracking.logging import getLogger
 
@@ -32,6 +35,12 @@ logger = getLogger("SGLangClient")
 PAUSE_MODES = {"recompute": "retract", "keep": "in_place", "wait": "retract"}
 #: Of a request that a server does not look into: no key, no such path, a directory that it may not read, a malformed body.
 _UNREAD_STATUSES = {401, 403, 404, 405, 413, 422}
+
+
+def _stop_before_minimum(gconfig: GenerationHyperparameters) -> str | None:
+    if gconfig.stop and gconfig.min_new_tokens > 0:
+        return "its stop strings end a request before min_new_tokens; use stop_token_ids, or min_new_tokens=0"
+    return None
 
 
 @dataclass(frozen=True)
@@ -45,11 +54,27 @@ class _Facts:
     context_length: int | None = None  # above which it refuses a prompt and max_new_tokens together; None: it cuts the output
 
 
-class SGLangClient(PublishingClient):
+class SGLangClient(RemoteClient):
     """Tokens in and out over ``/generate``."""
 
     kind = "sglang"
-    generate_path = "/generate"
+    ways = ("shared", "disk", "xccl")
+    parameters = ParameterTable(
+        {
+            "max_new_tokens": "max_new_tokens",
+            "min_new_tokens": Wire("min_new_tokens", shifts_logprobs=True, refusal=_stop_before_minimum),
+            "temperature": "temperature",
+            "top_p": "top_p",
+            "top_k": "top_k",
+            "frequency_penalty": Wire("frequency_penalty", shifts_logprobs=True),
+            "stop": "stop",
+            "stop_token_ids": "stop_token_ids",
+            "ignore_eos": "ignore_eos",
+            "skip_special_tokens": "skip_special_tokens",
+            "seed": "sampling_seed",
+        },
+        always={"no_stop_trim": True},  # output_tokens keeps the tokens of the stop string
+    )
 
     def __init__(self, config: RolloutConfig | None = None, *, addresses: Iterable[str] | None = None) -> None:
         super().__init__(config, addresses=addresses)
@@ -57,9 +82,23 @@ class SGLangClient(PublishingClient):
         self._group: WeightGroup | None = None
         self._group_members: tuple[Any, ...] = ()
 
-    def _on_connected(self, server: Server) -> None:
+    @classmethod
+    def command(cls, launch: ServerLaunch) -> list[str]:
+        """See ``SGLangConfig.build_cmd``; ``sglang.implementation: builtin`` is ``rollwright serve-model``."""
+        section: SGLangConfig = launch.sections.get("sglang") or SGLangConfig()
+        section = dataclasses.replace(section, model_path=section.model_path or launch.model_path)
+        if section.implementation == "builtin":
+            given = section.extra_args
+            extra = {**given, "weights-root": [*given.get("weights-root", []), *launch.weights_roots]}
+            if launch.threads is not None:
+                extra.setdefault("threads", launch.threads)
+            section = dataclasses.replace(section, extra_args=extra)
+        return SGLangConfig.build_cmd(section, launch.gpus, launch.first_gpu, host=launch.host, port=launch.port)
+
+    def on_connected(self, server: Server) -> None:
+        """Note what the server says about itself."""
         try:
-            info = self.connections.request("GET", f"{server.url}/server_info", timeout=30.0)
+            info = self.ask(server, "GET", "/server_info", timeout=30.0)
         except ServerRefusedError as error:
             if error.status != 404:
                 raise
@@ -68,7 +107,7 @@ class SGLangClient(PublishingClient):
                 "runs, or rollwright serve-model (for vLLM: rollout.backend=vllm)."
             ) from error
         is_builtin = info.get("server") == "rollwright"
-        models = {} if is_builtin else self.connections.request("GET", f"{server.url}/v1/models", timeout=30.0)
+        models = {} if is_builtin else self.ask(server, "GET", "/v1/models", timeout=30.0)
         self._facts[server.address] = _Facts(
             is_builtin,
             bool(info.get("enable_deterministic_inference")),
@@ -82,55 +121,42 @@ class SGLangClient(PublishingClient):
         """Every server is ``rollwright serve-model``, which does more than SGLang."""
         return all(facts.is_builtin for facts in self._facts.values())
 
-    @property
-    def _deterministic(self) -> bool:
-        """Every server draws with the seed that a request brings."""
-        return all(facts.deterministic for facts in self._facts.values())
-
-    def _check(self, request: ModelRequest, server: str) -> bool:
-        if not self._is_builtin:
-            for name in ("position_ids", "branch_ids", "multi_modal"):
-                if name == "multi_modal" and request.image_data:
-                    continue  # the server processes the images itself
-                if getattr(request, name) is not None:
-                    raise EngineError(
-                        f"The SGLang server at {server} has no {name}; use the built-in engine or rollwright serve-model, or for "
-                        "images give image_data."
-                    )
-            if request.gconfig.seed is not None and not self._deterministic:
+    def check(self, request: ModelRequest, where: str) -> bool:
+        """See ``RemoteRequests.check``. SGLang processes images itself; ``serve-model`` knows branches, and no images."""
+        is_builtin = self._is_builtin
+        if is_builtin and request.multi_modal is not None:
+            raise EngineError(f"multi_modal inputs cannot travel to {where}; use the built-in engine in this process.")
+        for name in () if is_builtin else ("position_ids", "branch_ids", "multi_modal"):
+            if getattr(request, name) is not None and not (name == "multi_modal" and request.image_data):
                 raise EngineError(
-                    f"gconfig.seed={request.gconfig.seed} cannot be honoured: the SGLang server at {server} draws from its own "
-                    "generator. Start it with enable_deterministic_inference in sglang.extra_args, or leave the seed out."
+                    f"{where[:1].upper()}{where[1:]} has no {name}; use the built-in engine or rollwright serve-model, or for "
+                    "images give image_data."
                 )
-        elif request.multi_modal is not None:
+        if request.gconfig.seed is not None and not is_builtin and not all(f.deterministic for f in self._facts.values()):
             raise EngineError(
-                f"multi_modal inputs cannot travel to the server at {server}; use the built-in engine in this process."
+                f"gconfig.seed={request.gconfig.seed} cannot be honoured: {where} draws from its own generator. Start it with "
+                "enable_deterministic_inference in sglang.extra_args, or leave the seed out."
             )
-        return check_parameters(
-            request.gconfig,
-            "sglang",
-            where=server,
-            gives_contract_logprobs=self._is_builtin,
-            accept_shifted=self.config.accept_shifted_logprobs,
+        return self.parameters.check(
+            request.gconfig, where, gives_contract_logprobs=is_builtin, accept_shifted=self.config.accept_shifted_logprobs
         )
 
-    def _payload(self, request: ModelRequest, wire_id: str, server: Server) -> dict[str, Any]:
-        seed = request.seed if request.gconfig.seed is None else request.gconfig.seed
-        payload: dict[str, Any] = {
+    def payload(self, request: ModelRequest, wire_id: str, server: Server) -> dict[str, Any]:
+        """The body of a request; ``position_ids`` and ``branch_ids`` are extensions of ``rollwright serve-model``."""
+        optional = {
+            "image_data": request.image_data and [encoded_image(image) for image in request.image_data],
+            "lora_path": request.lora_name,
+            "position_ids": request.position_ids,
+            "branch_ids": request.branch_ids,
+        }
+        return {
             "rid": wire_id,
             "input_ids": request.input_ids,
-            "sampling_params": sglang_sampling_params(self._within_context(request, server), seed),
+            "sampling_params": self.parameters.sampling_params(self._within_context(request, server), request.effective_seed),
             "return_logprob": True,
             "stream": False,
+            **{name: value for name, value in optional.items() if value is not None},
         }
-        if request.image_data is not None:
-            payload["image_data"] = [encoded_image(image) for image in request.image_data]
-        if request.lora_name is not None:
-            payload["lora_path"] = request.lora_name
-        for name in ("position_ids", "branch_ids"):  # extensions of rollwright serve-model
-            if getattr(request, name) is not None:
-                payload[name] = getattr(request, name)
-        return payload
 
     def _within_context(self, request: ModelRequest, server: Server) -> GenerationHyperparameters:
         """The generation arguments with no more new tokens than there is room for: as every engine, but SGLang refuses more."""
@@ -140,7 +166,8 @@ class SGLangClient(PublishingClient):
             return gconfig
         return gconfig.new(max_new_tokens=room, min_new_tokens=min(gconfig.min_new_tokens, room))
 
-    def _response(self, request: ModelRequest, data: dict[str, Any], version_when_sent: int) -> ModelResponse:
+    def response(self, request: ModelRequest, data: dict[str, Any], version_when_sent: int) -> ModelResponse:
+        """Tokens with their log-probabilities and versions."""
         meta = data["meta_info"]
         reason = meta["finish_reason"]
         if reason.get("type") == "abort" and "status_code" in reason and int(reason["status_code"] or 0) >= 400:
@@ -165,9 +192,7 @@ class SGLangClient(PublishingClient):
             stop_reason=reason["type"],
             stop_match=reason.get("matched"),
             ttft=float(meta.get("ttft") or 0.0),
-            temperature=request.gconfig.effective_temperature,
-            rid=request.rid,
-            seed=request.seed if request.gconfig.seed is None else request.gconfig.seed,
+            seed=request.effective_seed,
         )
 
     def _versions(self, meta: dict[str, Any], count: int, version_when_sent: int) -> list[int]:
@@ -190,50 +215,31 @@ class SGLangClient(PublishingClient):
             self.drain()
         super().pause()
 
-    def _pause_server(self, server: Server) -> None:
-        mode = PAUSE_MODES[self.config.on_weight_update]
-        self.connections.request("POST", f"{server.url}/pause_generation", {"mode": mode}, timeout=self._control_seconds)
+    def pause_server(self, server: Server) -> None:
+        """Pause; what runs keeps its tokens."""
+        self.ask(server, "POST", "/pause_generation", {"mode": PAUSE_MODES[self.config.on_weight_update]})
 
-    def _resume_server(self, server: Server) -> None:
-        self.connections.request("POST", f"{server.url}/continue_generation", {}, timeout=self._control_seconds)
+    def resume_server(self, server: Server) -> None:
+        """Go on."""
+        self.ask(server, "POST", "/continue_generation", {})
 
-    def _abort_on_server(self, server: Server, wire_ids: list[str] | None) -> None:
-        bodies = [{"abort_all": True}] if wire_ids is None else [{"rid": wire_id} for wire_id in wire_ids]
-        for body in bodies:
-            self.connections.request("POST", f"{server.url}/abort_request", body, timeout=self._control_seconds)
+    def abort_on_server(self, server: Server, wire_ids: list[str]) -> None:
+        """End requests one by one."""
+        for wire_id in wire_ids:
+            self.ask(server, "POST", "/abort_request", {"rid": wire_id})
 
-    def _read_version(self, server: Server) -> str | None:
-        return self.connections.request("GET", f"{server.url}/model_info", timeout=30.0).get("weight_version")
+    def read_version(self, server: Server) -> str | None:
+        """The label of the weights."""
+        return self.ask(server, "GET", "/model_info", timeout=30.0).get("weight_version")
 
-    def _label_version(self, server: Server, version: int) -> None:
-        body = {"new_version": str(version), "abort_all_requests": False}
-        self.connections.request("POST", f"{server.url}/update_weight_version", body, timeout=self._control_seconds)
+    def label_version(self, server: Server, version: int) -> None:
+        """Number the weights."""
+        self.ask(server, "POST", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def update_weights_from_disk(self, directory: str, version: int, digest: str | None = None) -> list[str]:
-        """Have every server load safetensors from a directory that it can read.
-
-        Args:
-            directory: holds ``*.safetensors``.
-            version: of these weights.
-            digest: of their content (``weight_files.content_digest``). ``rollwright serve-model`` computes its own over
-                what it loaded and refuses another; SGLang does not know it, and the audit compares log-probabilities.
-
-        Returns:
-            Addresses of the servers that confirmed.
-
-        Raises:
-            WeightUpdateError: no server took the weights.
-        """
-
-        def update(server: Server) -> None:
-            self._load_from_disk(server, directory, version, digest)
-
-        return self.apply_update(version, update, restore=update)
-
-    def _load_from_disk(self, server: Server, directory: str, version: int, digest: str | None) -> None:
-        is_builtin = self._facts[server.address].is_builtin
+    def load_from_disk(self, server: Server, directory: str, version: int, digest: str | None) -> None:
+        """Load files; ``serve-model`` is told the digest, too."""
         body: dict[str, Any] = {
             "model_path": str(directory),
             "weight_version": str(version),
@@ -241,26 +247,18 @@ class SGLangClient(PublishingClient):
             "abort_all_requests": False,
             "keep_pause": True,
         }
-        if digest is not None and is_builtin:
+        if digest is not None and self._facts[server.address].is_builtin:
             body["content_digest"] = digest
-        self._confirm(server, "update_weights_from_disk", body, version)
+        self._post_update(server, "update_weights_from_disk", body)
 
     def _post_update(self, server: Server, path: str, body: dict[str, Any]) -> None:
         try:
-            answer = self.connections.request("POST", f"{server.url}/{path}", body)
+            answer = self.ask(server, "POST", f"/{path}", body, timeout=self.config.request_timeout)
         except ServerRefusedError as error:
             kind = UpdateRefusedError if error.status in _UNREAD_STATUSES else WeightUpdateError
             raise kind(f"The server at {server.address} refused new weights: {error}") from error
         if not answer.get("success", False):
             raise WeightUpdateError(f"The server at {server.address} did not take new weights: {answer.get('message')}")
-
-    def _confirm(self, server: Server, path: str, body: dict[str, Any], version: int) -> None:
-        self._post_update(server, path, body)
-        held = self._read_version(server)
-        if str(held) != str(version):
-            raise WeightUpdateError(
-                f"The server at {server.address} says it holds version {held!r} after an update to {version}."
-            )
 
     def _weights_roots(self) -> list[str]:
         roots: list[str] | None = None
@@ -314,9 +312,9 @@ class SGLangClient(PublishingClient):
                     "abort_all_requests": False,
                 }
                 if index == len(parts) - 1:
-                    self._confirm(server, "update_weights_from_distributed", body | {"weight_version": str(version)}, version)
-                else:
-                    self._post_update(server, "update_weights_from_distributed", body)
+                    body["weight_version"] = str(version)
+                self._post_update(server, "update_weights_from_distributed", body)
+            self.confirm(server, version)
 
         def send() -> None:
             try:
@@ -354,12 +352,10 @@ class SGLangClient(PublishingClient):
 
     def _forget_group(self, server: Server, name: str) -> None:
         with contextlib.suppress(EngineError):  # it may never have joined, or be gone
-            self.connections.request(
-                "POST", f"{server.url}/destroy_weights_update_group", {"group_name": name}, timeout=self._control_seconds
-            )
+            self.ask(server, "POST", "/destroy_weights_update_group", {"group_name": name})
 
     def destroy(self) -> None:
-        """See ``PublishingClient.destroy``; the group with the servers is left."""
+        """See ``RemoteClient.destroy``; the group with the servers is left."""
         super().destroy()
         self._leave_group()
 
@@ -402,3 +398,27 @@ class SGLangClient(PublishingClient):
             raise WeightUpdateError(f"The group of the trainer and its servers could not be formed: {error}") from error
         self._group_members = members
         return self._group
+
+
+class BuiltinServersClient(SGLangClient):
+    """``rollwright serve-model`` in processes that every run starts for itself."""
+
+    kind = "builtin_process"
+    needs_gpu = False
+    finds_servers = False
+
+    @classmethod
+    def command(cls, launch: ServerLaunch) -> list[str]:
+        """See ``LocalServerConfig.build_cmd``; the settings are those of the ``rollout`` section."""
+        rollout = launch.rollout
+        server = LocalServerConfig(
+            model_path=rollout.path or launch.model_path,
+            device=rollout.device,
+            dtype=rollout.dtype,
+            context_length=rollout.context_length,
+            max_running_requests=rollout.max_running_requests,
+            kv_cache_bytes=rollout.kv_cache_bytes,
+            threads=launch.threads,
+            weights_roots=launch.weights_roots,
+        )
+        return LocalServerConfig.build_cmd(server, host=launch.host, port=launch.port)

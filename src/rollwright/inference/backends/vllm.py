@@ -6,17 +6,20 @@ The server has to be started with ``--enable-scale-out``, ``--logprobs-mode proc
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from typing import Any
 
 from rollwright.config.sections import RolloutConfig
+from rollwright.config.servers import VLLMConfig
 from rollwright.errors import EngineError, WeightUpdateError
+from rollwright.inference.backends import ServerLaunch
 from rollwright.inference.connections import ServerRefusedError
-from rollwright.inference.parameters import check_parameters, vllm_sampling_params
+from rollwright.inference.parameters import ParameterTable, Wire
 from rollwright.inference.request import ModelRequest, ModelResponse, versions_of_spans
 from rollwright.inference.router import Server
-from rollwright.inference.weights.publication import PublishingClient
+from rollwright.inference.weights.publication import RemoteClient
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("VLLMClient")
@@ -34,27 +37,50 @@ def _setting(config: Any, section: str, name: str) -> Any:
     return part.get(name) if isinstance(part, dict) else None
 
 
-class VLLMClient(PublishingClient):
+class VLLMClient(RemoteClient):
     """Tokens in and out over ``/inference/v1/generate``."""
 
     kind = "vllm"
     generate_path = "/inference/v1/generate"
+    parameters = ParameterTable(
+        {
+            "max_new_tokens": "max_tokens",
+            "min_new_tokens": Wire("min_tokens", shifts_logprobs=True),
+            "temperature": "temperature",
+            "top_p": Wire("top_p", shifts_logprobs=True),
+            "top_k": Wire("top_k", shifts_logprobs=True),
+            "frequency_penalty": Wire("frequency_penalty", shifts_logprobs=True),
+            "stop": "stop",
+            "stop_token_ids": "stop_token_ids",
+            "ignore_eos": "ignore_eos",
+            "skip_special_tokens": "skip_special_tokens",
+            "seed": "seed",
+        },
+        all_tokens=0,
+        always={"include_stop_str_in_output": True, "logprobs": 0},
+    )
 
     def __init__(self, config: RolloutConfig | None = None, *, addresses: Iterable[str] | None = None) -> None:
         super().__init__(config, addresses=addresses)
         self._dies_of_seeds: set[str] = set()
 
-    def _on_connected(self, server: Server) -> None:
+    @classmethod
+    def command(cls, launch: ServerLaunch) -> list[str]:
+        """See ``VLLMConfig.build_cmd``."""
+        section: VLLMConfig = launch.sections.get("vllm") or VLLMConfig()
+        section = dataclasses.replace(section, model_path=section.model_path or launch.model_path)
+        return VLLMConfig.build_cmd(section, launch.gpus, launch.first_gpu, launch.host, launch.port)
+
+    def on_connected(self, server: Server) -> None:
+        """See that the server says its versions and gives the right log-probabilities."""
         try:
-            self.connections.request("GET", f"{server.url}/weight_info", timeout=30.0)
+            self.ask(server, "GET", "/weight_info", timeout=30.0)
         except ServerRefusedError as error:
             raise EngineError(
                 f"The vLLM server at {server.address} does not say the version of its weights ({error}). Start it with "
                 "VLLM_SERVER_DEV_MODE=1 and --enable-scale-out, as VLLMConfig.build_cmd does."
             ) from error
-        config = self.connections.request("GET", f"{server.url}/server_info?config_format=json", timeout=120.0).get(
-            "vllm_config"
-        )
+        config = self.ask(server, "GET", "/server_info?config_format=json", timeout=120.0).get("vllm_config")
         mode = _setting(config, "model_config", "logprobs_mode")
         if mode is not None and mode != "processed_logprobs":
             raise EngineError(
@@ -72,41 +98,31 @@ class VLLMClient(PublishingClient):
 
     def _seed(self, request: ModelRequest) -> int | None:
         """The seed that is sent: none where it could end the server."""
-        if self._dies_of_seeds:
-            return None
-        return request.seed if request.gconfig.seed is None else request.gconfig.seed
+        return None if self._dies_of_seeds else request.effective_seed
 
-    def _check(self, request: ModelRequest, server: str) -> bool:
-        for name, remedy in {
-            "position_ids": "use the built-in engine or rollwright serve-model",
-            "branch_ids": "use the built-in engine or rollwright serve-model",
-            "multi_modal": "use the built-in engine in this process",
-            "image_data": "use the built-in engine or an SGLang server",
-        }.items():
-            if getattr(request, name) is not None:
-                raise EngineError(f"{name} cannot travel to the vLLM server at {server}; {remedy}.")
+    def check(self, request: ModelRequest, where: str) -> bool:
+        """See ``RemoteRequests.check``; a seed that could end the server is refused, too."""
         if request.gconfig.seed is not None and self._dies_of_seeds:
             raise EngineError(
                 f"gconfig.seed={request.gconfig.seed} cannot be honoured: the CPU build of vLLM at "
                 f"{', '.join(sorted(self._dies_of_seeds))} ends when a request with a seed is prefilled in parts. Start it with "
                 "--no-enable-chunked-prefill (vllm.device: cpu), or leave the seed out."
             )
-        return check_parameters(request.gconfig, "vllm", where=server, accept_shifted=self.config.accept_shifted_logprobs)
+        return super().check(request, where)
 
-    def _payload(self, request: ModelRequest, wire_id: str, server: Server) -> dict[str, Any]:
-        seed = self._seed(request)
-        payload: dict[str, Any] = {
+    def payload(self, request: ModelRequest, wire_id: str, server: Server) -> dict[str, Any]:
+        """The body of a request; vLLM names adapters as models."""
+        params = self.parameters.sampling_params(request.gconfig, self._seed(request))
+        adapter = {} if request.lora_name is None else {"model": request.lora_name}
+        return {
             "request_id": wire_id,
             "token_ids": request.input_ids,
-            "sampling_params": {
-                key: value for key, value in vllm_sampling_params(request.gconfig, seed).items() if value is not None
-            },
+            "sampling_params": {key: value for key, value in params.items() if value is not None},
+            **adapter,
         }
-        if request.lora_name is not None:
-            payload["model"] = request.lora_name
-        return payload
 
-    def _response(self, request: ModelRequest, data: dict[str, Any], version_when_sent: int) -> ModelResponse:
+    def response(self, request: ModelRequest, data: dict[str, Any], version_when_sent: int) -> ModelResponse:
+        """The first choice, with the versions that its spans name."""
         (choice,) = data["choices"]
         output_ids = [int(token) for token in choice["token_ids"] or []]
         content = (choice.get("logprobs") or {}).get("content") or []
@@ -131,76 +147,42 @@ class VLLMClient(PublishingClient):
             output_versions=versions_of_spans(spans or [], len(output_ids), self.version_number),
             stop_reason=choice["finish_reason"],
             stop_match=choice.get("stop_reason"),
-            temperature=request.gconfig.effective_temperature,
-            rid=request.rid,
             seed=self._seed(request),
         )
 
     # -- control -------------------------------------------------------------------------------------------------------
 
-    def _pause_server(self, server: Server) -> None:
+    def pause_server(self, server: Server) -> None:
+        """Pause; what runs is kept, or ends first (``on_weight_update: wait``), which may take as long as a request may."""
         mode = PAUSE_MODES[self.config.on_weight_update]
-        limit = None if mode == "wait" else self._control_seconds  # what runs may take as long as a request may
-        self.connections.request("POST", f"{server.url}/pause?mode={mode}", timeout=limit)
+        limit = self.config.request_timeout if mode == "wait" else None
+        self.ask(server, "POST", f"/pause?mode={mode}", timeout=limit)
 
-    def _resume_server(self, server: Server) -> None:
-        self.connections.request("POST", f"{server.url}/resume", timeout=self._control_seconds)
+    def resume_server(self, server: Server) -> None:
+        """Go on."""
+        self.ask(server, "POST", "/resume")
 
-    def _abort_on_server(self, server: Server, wire_ids: list[str] | None) -> None:
-        ids = [] if wire_ids is None else [_ENGINE_ID_PREFIX + wire_id for wire_id in wire_ids]
-        body = {"request_ids": ids}
-        self.connections.request("POST", f"{server.url}/abort_requests", body, timeout=self._control_seconds)
+    def abort_on_server(self, server: Server, wire_ids: list[str]) -> None:
+        """End requests by the ids that vLLM made of ours."""
+        self.ask(server, "POST", "/abort_requests", {"request_ids": [_ENGINE_ID_PREFIX + wire_id for wire_id in wire_ids]})
 
-    def _read_version(self, server: Server) -> str | None:
-        return self.connections.request("GET", f"{server.url}/weight_info", timeout=30.0).get("weight_version")
+    def read_version(self, server: Server) -> str | None:
+        """The label of the weights."""
+        return self.ask(server, "GET", "/weight_info", timeout=30.0).get("weight_version")
 
-    def _label_version(self, server: Server, version: int) -> None:
-        body = {"new_version": str(version)}
-        self.connections.request("POST", f"{server.url}/update_weight_version", body, timeout=self._control_seconds)
+    def label_version(self, server: Server, version: int) -> None:
+        """Number the weights."""
+        self.ask(server, "POST", "/update_weight_version", {"new_version": str(version)})
 
-    # -- weights -------------------------------------------------------------------------------------------------------
-
-    def update_weights_from_disk(self, directory: str, version: int, digest: str | None = None) -> list[str]:
-        """Have every server reload its weights from a directory that it can read.
-
-        vLLM does not know the content's digest, and a server that keeps a packed copy of a tied output head answers 200 and
-        computes with old weights: the audit that follows every publication compares log-probabilities for that reason.
-
-        Args:
-            directory: a model directory with ``*.safetensors``.
-            version: of these weights.
-            digest: not used by vLLM.
-
-        Returns:
-            Addresses of the servers that confirmed.
-
-        Raises:
-            WeightUpdateError: no server took the weights.
-        """
-
-        def update(server: Server) -> None:
-            self._load_from_disk(server, directory, version)
-
-        return self.apply_update(version, update, restore=update)
-
-    def _load_from_disk(self, server: Server, directory: str, version: int) -> None:
-        url = server.url
+    def load_from_disk(self, server: Server, directory: str, version: int, digest: str | None) -> None:
+        """Reload weights. A server that keeps a packed copy of a tied output head answers 200 and computes with old weights:
+        the audit that follows every publication compares log-probabilities for that reason."""
+        limit = self.config.request_timeout
+        recompute = "true" if self.config.on_weight_update == "recompute" else "false"
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         try:
-            self.connections.request("POST", f"{url}/collective_rpc", body)
-            self._label_version(server, version)
-            recompute = "true" if self.config.on_weight_update == "recompute" else "false"
-            self.connections.request("POST", f"{url}/reset_prefix_cache?reset_running_requests={recompute}")
+            self.ask(server, "POST", "/collective_rpc", body, timeout=limit)
+            self.label_version(server, version)
+            self.ask(server, "POST", f"/reset_prefix_cache?reset_running_requests={recompute}", timeout=limit)
         except ServerRefusedError as error:
             raise WeightUpdateError(f"The vLLM server at {server.address} did not load version {version}: {error}") from error
-        held = self._read_version(server)
-        if str(held) != str(version):
-            raise WeightUpdateError(f"The vLLM server at {server.address} says it holds {held!r} after an update to {version}.")
-
-    def broadcast_weights(self, named: Any, version: int, meta: Any) -> list[str]:
-        """Refused: vLLM's weight transfer engines speak protocols of their own.
-
-        Raises:
-            WeightUpdateError: always; it names the ways that work.
-        """
-        raise WeightUpdateError("vLLM servers take weights from files: use WeightUpdateMeta.from_disk(path) or .shared().")

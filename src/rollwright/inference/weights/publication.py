@@ -10,28 +10,75 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from rollwright.config.sections import RolloutConfig
-from rollwright.errors import EngineError, WeightUpdateError
+from rollwright.errors import ConfigError, EngineError, WeightUpdateError
 from rollwright.inference.connections import UpdateRefusedError
 from rollwright.inference.network import is_loopback
-from rollwright.inference.remote import RemoteClient
+from rollwright.inference.remote import RemoteRequests
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.router import Server
 from rollwright.inference.weights.files import keep_newest, remove_later, write_weights
 from rollwright.inference.weights.ways import MappedWeights, Publication, WeightUpdateMeta, distinct_weights, shared_directory
 from rollwright.tracking.logging import getLogger
 
+if TYPE_CHECKING:
+    from rollwright.inference.backends import ServerLaunch
+
 logger = getLogger("RemoteWeights")
 
+#: How a way is chosen, for messages.
+_MADE_BY = {
+    "shared": "WeightUpdateMeta.shared()",
+    "disk": "WeightUpdateMeta.from_disk(path)",
+    "xccl": "WeightUpdateMeta.from_fsdp_xccl(allocation)",
+}
 
-class PublishingClient(RemoteClient):
-    """A ``RemoteClient`` that weights can be published to."""
+
+class RemoteClient(RemoteRequests):
+    """A client of HTTP servers of one kind, and so a backend (``rollwright.inference.backends``).
+
+    Attributes:
+        ways: ways by which the servers take weights (``WeightUpdateMeta.type``).
+        needs_gpu: a server computes on ``rollout.tensor_parallel`` GPUs.
+        finds_servers: servers that run already are used; else every run starts its own.
+    """
+
+    ways: tuple[str, ...] = ("shared", "disk")
+    needs_gpu = True
+    finds_servers = True
+
+    @classmethod
+    def command(cls, launch: ServerLaunch) -> list[str]:
+        """The command line of one server.
+
+        Raises:
+            ConfigError: these servers cannot be started here.
+        """
+        raise ConfigError(
+            f"rollout.backend {launch.rollout.backend!r} has no servers to start: {cls.__name__} has no command. Start servers and "
+            "name them in rollout.addresses."
+        )
+
+    @abstractmethod
+    def load_from_disk(self, server: Server, directory: str, version: int, digest: str | None) -> None:
+        """Have one server load safetensors from a directory; on return it says that it holds ``version``.
+
+        Args:
+            server: is paused, and answers to ``read_version`` with the version that it says.
+            directory: a model directory with ``*.safetensors``.
+            version: of these weights.
+            digest: of their content (``weights.files.content_digest``), for a server that can check it.
+
+        Raises:
+            EngineError: it did not load them.
+        """
 
     def __init__(self, config: RolloutConfig | None = None, *, addresses: Iterable[str] | None = None) -> None:
         super().__init__(config, addresses=addresses)
@@ -42,14 +89,14 @@ class PublishingClient(RemoteClient):
         self._update_lock = threading.RLock()
 
     def destroy(self) -> None:
-        """See ``RemoteClient.destroy``; what was shared with the servers is removed."""
+        """See ``RemoteRequests.destroy``; what was shared with the servers is removed."""
         super().destroy()
         if self._mapped is not None:
             self._mapped.close()
             self._mapped = None
 
     def pause(self) -> None:
-        """See ``RemoteClient.pause``; a server that is being brought back is paused with the others."""
+        """See ``RemoteRequests.pause``; a server that is being brought back is paused with the others."""
         with self._update_lock:
             super().pause()
 
@@ -60,7 +107,7 @@ class PublishingClient(RemoteClient):
         self._run_action()
 
     def set_version(self, version: int) -> None:
-        """See ``RemoteClient.set_version``."""
+        """See ``RemoteRequests.set_version``."""
         with self._update_lock:
             if version != self._version:
                 super().set_version(version)
@@ -102,6 +149,10 @@ class PublishingClient(RemoteClient):
         started, named, digest = time.perf_counter(), distinct_weights(weights), None
         with self._update_lock:  # files that a server may just be brought back with are written, too
             meta = meta or self.default_meta()
+            if meta.type not in self.ways:
+                memory = f"{type(self).__name__} is not in this process"
+                wrong = memory if meta.type == "memory" else f"The {self.kind} servers take no weights by {meta.type}"
+                raise WeightUpdateError(f"{wrong}: use {' or '.join(_MADE_BY[way] for way in self.ways)}.")
             if meta.type == "disk":
                 root = Path(str(meta.path)).resolve()
                 remove_later(root, "v", version)  # left by a run that went back to a checkpoint; kept instead of these
@@ -112,13 +163,51 @@ class PublishingClient(RemoteClient):
                 mapped = self.mapped_weights(meta.path)
                 mapped.write(named, version, config)
                 engines = self.update_weights_from_disk(str(mapped.directory), version, None)
-            elif meta.type == "xccl":
-                engines = self.broadcast_weights(named, version, meta)
             else:
-                raise WeightUpdateError(
-                    f"{type(self).__name__} is not in this process: use shared(), from_disk() or from_fsdp_xccl()."
-                )
+                engines = self.broadcast_weights(named, version, meta)
             return Publication.of(named, version, engines, meta.type, started, digest)
+
+    def update_weights_from_disk(self, directory: str, version: int, digest: str | None = None) -> list[str]:
+        """Have every server load safetensors from a directory that it can read.
+
+        Args:
+            directory: holds ``*.safetensors``.
+            version: of these weights.
+            digest: of their content (``weights.files.content_digest``). ``rollwright serve-model`` computes its own over
+                what it loaded and refuses another; other servers do not know it, and the audit compares log-probabilities.
+
+        Returns:
+            Addresses of the servers that confirmed.
+
+        Raises:
+            WeightUpdateError: no server took the weights.
+        """
+
+        def update(server: Server) -> None:
+            self.load_from_disk(server, directory, version, digest)
+            self.confirm(server, version)
+
+        return self.apply_update(version, update, restore=update)
+
+    def confirm(self, server: Server, version: int) -> None:
+        """See that a server says that it holds ``version`` after an update.
+
+        Raises:
+            WeightUpdateError: it says another.
+        """
+        held = self.read_version(server)
+        if str(held) != str(version):
+            raise WeightUpdateError(
+                f"The {self.kind} server at {server.address} says it holds version {held!r} after an update to {version}."
+            )
+
+    def broadcast_weights(self, named: list[tuple[str, Tensor]], version: int, meta: WeightUpdateMeta) -> list[str]:
+        """Send weights to every server over a distributed group; for backends with the way ``xccl``.
+
+        Returns:
+            Addresses of the servers that confirmed.
+        """
+        raise NotImplementedError
 
     def default_meta(self) -> WeightUpdateMeta:
         """The way that ``rollout.weight_update`` names; ``auto`` is shared memory, where every server is on this host.
@@ -133,6 +222,11 @@ class PublishingClient(RemoteClient):
             if path is None:
                 raise WeightUpdateError("rollout.weight_update is disk: set rollout.weight_update_path to a shared directory.")
             return WeightUpdateMeta.from_disk(path)
+        if "shared" not in self.ways:
+            raise WeightUpdateError(
+                f"The {self.kind} servers take weights by {' or '.join(self.ways)}: set rollout.weight_update to that, or give a "
+                "WeightUpdateMeta to connect_engine or update_weights."
+            )
         elsewhere = [server.address for server in self.router.servers if not is_loopback(server.url)]
         if elsewhere:
             raise WeightUpdateError(
@@ -163,7 +257,7 @@ class PublishingClient(RemoteClient):
         return {f"The {self.kind} server at {server.address}": answer for server, answer in answers}
 
     def _probe(self, server: Server, request: ModelRequest) -> ModelResponse:
-        payload = self._payload(request, self._in_flight.new_wire_id("audit-probe"), server)
+        payload = self.payload(request, self._in_flight.new_wire_id("audit-probe"), server)
         data = self.connections.request("POST", server.url + self.generate_path, payload)
         return self.read_answer(request, data, self._version)
 
@@ -201,7 +295,7 @@ class PublishingClient(RemoteClient):
 
             def give(server: Server) -> None:
                 if not server.in_service:  # it was not paused with the others, and may still run what it was asked before
-                    self._pause_server(server)
+                    self.pause_server(server)
                 update(server)
 
             try:
@@ -272,28 +366,28 @@ class PublishingClient(RemoteClient):
             EngineError: it cannot be given the current weights; it stays out.
         """
         with self._update_lock:
-            self._on_connected(server)
+            self.on_connected(server)
             if not self._holds_current_weights(server):
                 self._give_current_weights(server)
             if self.is_paused:
-                self._pause_server(server)
+                self.pause_server(server)
             else:
-                self._resume_server(server)
+                self.resume_server(server)
             self.router.put_back(server)
 
     def _holds_current_weights(self, server: Server) -> bool:
         """What its label says; except that a server that was started again may call its first weights 0, too."""
-        label = str(self._read_version(server))
+        label = str(self.read_version(server))
         return label == str(self._version) and not server.has_doubtful_weights and (label != "0" or self._restore is None)
 
     def _give_current_weights(self, server: Server) -> None:
-        label = self._read_version(server)
+        label = self.read_version(server)
         if self._restore is not None:
-            self._pause_server(server)  # what it may still run must not see its weights change
+            self.pause_server(server)  # what it may still run must not see its weights change
             self._restore(server)
             server.has_doubtful_weights = False
         elif self._version == 0 and not str(label).isdigit() and not server.has_doubtful_weights:
-            self._label_version(server, 0)
+            self.label_version(server, 0)
         else:
             doubt = ", which may be incomplete," if server.has_doubtful_weights else ""
             raise WeightUpdateError(
