@@ -19,7 +19,7 @@ from tiny_policy import gradients, tiny_actor, tiny_batch
 from rollwright.config.sections import NormConfig
 from rollwright.training import parallel
 from rollwright.training.checkpoint import RecoverCheckpoints
-from rollwright.training.microbatch import take_rows
+from rollwright.experience.trajectory import select_rows
 
 out = sys.argv[1]
 rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -28,7 +28,7 @@ def share(batch):
     if world == 1:
         return batch
     # The first rank has two groups, the second one: numbers of micro-batches differ too.
-    return take_rows(batch, list(range(8)) if rank == 0 else list(range(8, 12)))
+    return select_rows(batch, list(range(8)) if rank == 0 else list(range(8, 12)))
 
 actor = tiny_actor(max_tokens=30, kl_ctl=0.1, adv_norm=NormConfig(std_level="batch"), lr=1e-2)
 batch = share(tiny_batch())

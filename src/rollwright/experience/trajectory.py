@@ -159,27 +159,33 @@ def tensor_container_to(container: Any, *args: Any, **kwargs: Any) -> Any:
     return container
 
 
-def select_rows(trajectory: Mapping[str, Any], rows: Sequence[int] | torch.Tensor) -> Trajectory:
-    """The given rows, in the given order, at the trajectory's width."""
-    index = torch.as_tensor(rows, dtype=torch.int64)
-    return {
-        key: value[index.to(value.device)] if isinstance(value, torch.Tensor) else [value[row] for row in index.tolist()]
-        for key, value in trajectory.items()
-    }
+def select_rows(trajectory: Mapping[str, Any], rows: Sequence[int] | torch.Tensor, *, width: int | None = None) -> Trajectory:
+    """The given rows, in the given order, cut to ``width`` columns (default: as wide as the trajectory)."""
+    row_total, full_width = trajectory["input_ids"].shape
+    index = torch.as_tensor(rows, dtype=torch.int64, device=trajectory["input_ids"].device)
+    out: Trajectory = {}
+    for key, value in trajectory.items():
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == row_total:
+            cut = width is not None and is_token_column(key, value, row_total, full_width)
+            value = value[index.to(value.device)]
+            value = value[:, :width] if cut else value
+        elif isinstance(value, list | tuple) and len(value) == row_total:
+            value = [value[row] for row in index.tolist()]
+        out[key] = value
+    return out
 
 
 def trim_padding(trajectory: Mapping[str, Any]) -> Trajectory:
     """Without the columns in which every row is padding (at least one column is kept)."""
     rows, width = trajectory["input_ids"].shape
     longest = max(1, int(row_lengths(trajectory).max())) if rows else width
-    if longest == width:
-        return dict(trajectory)
-    return {key: value[:, :longest] if is_token_column(key, value, rows, width) else value for key, value in trajectory.items()}
+    return dict(trajectory) if longest == width else select_rows(trajectory, range(rows), width=longest)
 
 
 def trajectory_rows(trajectory: Mapping[str, Any]) -> list[Trajectory]:
     """One trajectory ``[1, length]`` for each row, without padding."""
-    return [trim_padding(select_rows(trajectory, [row])) for row in range(len(trajectory["input_ids"]))]
+    lengths = row_lengths(trajectory).clamp(min=1).tolist()
+    return [select_rows(trajectory, [row], width=length) for row, length in enumerate(lengths)]
 
 
 def sequence_texts(trajectory: Mapping[str, Any], tokenizer: Any) -> list[str]:

@@ -15,10 +15,10 @@ from rollwright.algorithms.losses import aggregation_weights, find_policy_loss
 from rollwright.config.recipes import apply_recipe
 from rollwright.config.sections import PPOActorConfig
 from rollwright.errors import TrainingError, WeightUpdateError
-from rollwright.experience.trajectory import Trajectory, tensor_container_to
+from rollwright.experience.trajectory import Trajectory, select_rows, tensor_container_to
 from rollwright.training import parallel
 from rollwright.training.engine import TrainEngine, trained_tokens
-from rollwright.training.microbatch import split_minibatches, take_rows
+from rollwright.training.microbatch import split_minibatches
 from rollwright.training.parallel import TokenStatistics
 from rollwright.training.policy_update import PolicyUpdate, batch_diagnostics, with_effective_sample_size
 from rollwright.training.publish import Publisher, SharedWeights, publisher_for
@@ -152,7 +152,7 @@ class FSDPPPOActor(TrainEngine):
         batch_diagnostics(batch, self.version, statistics)
         steps = []
         for number, rows in enumerate(split_minibatches(batch, config.ppo_n_minibatches)):
-            minibatch = take_rows(batch, rows)
+            minibatch = select_rows(batch, rows)
             if float(parallel.summed(minibatch["update_mask"].sum())) == 0:
                 continue  # every token is masked: a step would only decay weights
             minibatch["loss_weights"] = aggregation_weights(

@@ -14,7 +14,7 @@ import torch
 
 from rollwright.config.sections import MicroBatchSpec
 from rollwright.errors import TrainingError
-from rollwright.experience.trajectory import Trajectory, is_token_column, row_lengths
+from rollwright.experience.trajectory import Trajectory, row_lengths, select_rows
 
 
 def split_rows(lengths: Sequence[int], spec: MicroBatchSpec, *, at_least: int = 1) -> list[list[int]]:
@@ -44,22 +44,6 @@ def split_rows(lengths: Sequence[int], spec: MicroBatchSpec, *, at_least: int = 
     return parts
 
 
-def take_rows(batch: Trajectory, rows: Sequence[int] | torch.Tensor, *, width: int | None = None) -> Trajectory:
-    """The given rows of a batch, cut to ``width`` columns (default: as wide as the batch)."""
-    row_total, full_width = batch["input_ids"].shape[:2]
-    index = torch.as_tensor(rows, dtype=torch.long, device=batch["input_ids"].device)
-    taken: Trajectory = {}
-    for name, value in batch.items():
-        if isinstance(value, torch.Tensor) and value.dim() >= 1 and value.shape[0] == row_total:
-            value = value[index]
-            if width is not None and is_token_column(name, value, len(index), full_width):
-                value = value[:, :width]
-        elif isinstance(value, list) and len(value) == row_total:
-            value = [value[row] for row in index.tolist()]
-        taken[name] = value
-    return taken
-
-
 def micro_batches(batch: Trajectory, spec: MicroBatchSpec, *, at_least: int = 1) -> list[tuple[torch.Tensor, Trajectory]]:
     """The micro-batches of a batch, each with the indices of its rows.
 
@@ -70,7 +54,7 @@ def micro_batches(batch: Trajectory, spec: MicroBatchSpec, *, at_least: int = 1)
     parts = []
     for rows in split_rows(lengths, spec, at_least=at_least):
         index = torch.tensor(rows, dtype=torch.long, device=batch["input_ids"].device)
-        parts.append((index, take_rows(batch, rows or [0], width=lengths[rows[0]] if rows else 1)))
+        parts.append((index, select_rows(batch, rows or [0], width=lengths[rows[0]] if rows else 1)))
     return parts
 
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from rollwright.config.sections import MicroBatchSpec
 from rollwright.errors import TrainingError
-from rollwright.training.microbatch import micro_batches, split_minibatches, split_rows, take_rows
+from rollwright.experience.trajectory import select_rows
+from rollwright.training.microbatch import micro_batches, split_minibatches, split_rows
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 200), st.integers(1, 6), st.integers(1, 6))
@@ -46,7 +47,7 @@ def test_columns_right_of_the_longest_row_are_cut():
 
 def test_a_batch_as_long_as_wide_keeps_its_row_columns():
     batch = {"input_ids": torch.zeros(3, 3).long(), "rewards": torch.zeros(3)}
-    assert take_rows(batch, [0], width=2)["rewards"].shape == (1,)
+    assert select_rows(batch, [0], width=2)["rewards"].shape == (1,)
 
 
 def test_minibatches_hold_whole_groups():
