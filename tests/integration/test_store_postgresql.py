@@ -14,7 +14,7 @@ pytest.importorskip("sqlalchemy")
 from rollwright.errors import ConfigError, StoreError
 from rollwright.store import ExperienceStore
 
-UNIT_TESTS = Path(__file__).resolve().parents[1] / "unit" / "experience"
+UNIT_TESTS = Path(__file__).resolve().parents[1] / "unit" / "store"
 
 pytestmark = pytest.mark.slow
 
