@@ -1,5 +1,6 @@
 """Every name that users import from ``rollwright``: it is there, and importing the package loads nothing heavy."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -88,6 +89,14 @@ def test_the_list_above_is_what_the_texts_import():
             found.update(re.findall(r"\w+", names))
     assert len(found) > 20
     assert found - places <= known
+
+
+def test_type_checkers_read_the_names_from_the_table_that_resolves_them():
+    stub = Path(rollwright.__file__).with_suffix(".pyi")
+    imports = [node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom)]
+    assert {(node.names[0].name, node.names[0].asname) for node in imports} == {(name, name) for name in rollwright.__all__}
+    assert all(len(node.names) == 1 for node in imports)
+    assert (stub.parent / "py.typed").is_file()
 
 
 def test_importing_the_package_is_quick_and_loads_nothing_heavy():
