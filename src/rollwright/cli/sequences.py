@@ -123,7 +123,7 @@ def _report(experiment: ShardedExperiment) -> None:
     """Write a row for each prompt to prompts.csv, and print the beginning of it."""
     from rich.table import Table
 
-    from rollwright.sequence_processing.summary import prompt_table, write_prompt_table
+    from rollwright.sequence_processing.shards import prompt_table, write_prompt_table
     from rollwright.tracking.logging import console
 
     rows = prompt_table(experiment)

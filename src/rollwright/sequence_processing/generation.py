@@ -1,16 +1,189 @@
-"""Generation: requests through an engine that lives for the call, going on with half the batch when memory runs out."""
+"""How responses are generated: what to sample, from which prompts, and on the built-in engine.
+
+The engine lives for one call, and goes on with half the batch when memory runs out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
 
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.errors import PromptTooLongError
+from rollwright.config.tasksets import DatasetConfig
+from rollwright.data.datasets import DATASET_REGISTRY, get_dataset
+from rollwright.data.formats import Example
+from rollwright.data.rows import ENDINGS
+from rollwright.errors import ConfigError, DataError, PromptTooLongError
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.rollout.sample import SampleName, request_seed
-from rollwright.sequence_processing.memory import cache_bytes, halved, is_out_of_memory, release
+from rollwright.sequence_processing.models import cache_bytes, halved_after
+
+ANSWER_END = "</answer>"
+
+BatchSize = int | Literal["auto"]
+#: Text, token ids, or the messages of a conversation (which the tokenizer's chat template turns into text).
+Prompt = str | list[int] | list[dict[str, Any]]
+
+
+@dataclass
+class GenerationConfig:
+    """Sampling, and how much is computed at a time.
+
+    Log-probabilities and entropies are those of the softmax of ``logits / temperature``, before ``top_p``;
+    ``temperature=1.0`` gives the untempered ones. Greedy decoding counts as temperature 1.
+
+    Attributes:
+        temperature: softmax temperature; 0 means greedy.
+        top_p: sample from the smallest set of tokens with this probability.
+        max_new_tokens: most tokens of a response, end token included.
+        do_sample: False takes the most likely token.
+        gen_batch_size: sequences decoded at once; when one ends, the next takes its place. ``"auto"``: from free memory.
+        tf_batch_size: sequences in one teacher-forced forward pass. ``"auto"``: from free memory.
+        stop_after_answer: end a response after ``</answer>``, which it includes.
+        stop: further strings that end a response, included in it.
+        deterministic: the same seed gives the same bits on one machine: batch sizes must be numbers, and running out of
+            memory is an error instead of a reason to halve them.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_new_tokens: int = 200
+    do_sample: bool = True
+
+    gen_batch_size: BatchSize = 32
+    tf_batch_size: BatchSize = 64
+
+    stop_after_answer: bool = True
+    stop: list[str] | None = None
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Refuse what cannot be carried out.
+
+        Raises:
+            ConfigError: a value is out of its range; the message names it.
+        """
+        if not self.temperature >= 0:
+            raise ConfigError(f"GenerationConfig.temperature is {self.temperature}: give 0 (greedy) or more.")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"GenerationConfig.top_p is {self.top_p}: give a probability above 0 and at most 1.")
+        if self.max_new_tokens < 0:
+            raise ConfigError(f"GenerationConfig.max_new_tokens is {self.max_new_tokens}: give 0 or more.")
+        for name in ("gen_batch_size", "tf_batch_size"):
+            check_batch_size(name, getattr(self, name), self.deterministic)
+
+    @property
+    def logprob_temperature(self) -> float:
+        """The temperature that log-probabilities are given at."""
+        return self.temperature if self.do_sample and self.temperature > 0 else 1.0
+
+    def hyperparameters(self) -> GenerationHyperparameters:
+        """The same as generation arguments of an engine."""
+        stop = ([ANSWER_END] if self.stop_after_answer else []) + list(self.stop or [])
+        return GenerationHyperparameters(
+            max_new_tokens=self.max_new_tokens,
+            greedy=not self.do_sample,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            stop=stop or None,
+        )
+
+
+def check_batch_size(name: str, value: BatchSize, deterministic: bool) -> None:
+    """See that a batch size is a number from 1 on, or ``"auto"`` where that is allowed.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if value == "auto":
+        if deterministic:
+            raise ConfigError(f"{name} is 'auto', which goes by free memory; a deterministic run needs a number.")
+    elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} is {value!r}: give a number from 1 on, or 'auto'.")
+
+
+# ------------------------------------------------------------------ prompts
+
+
+def dataset_prompts(name: str, split: str = "train", **kwargs: Any) -> list[str]:
+    """The prompts of a dataset, in its order.
+
+    Args:
+        name: registered name, local file or directory, ``reasoning_gym:NAME``, ``module:builder``, or ``owner/name`` at
+            Hugging Face.
+        split: its split.
+        **kwargs: arguments of a registered builder, such as ``path`` of ``gsm8k_r1_template``.
+
+    Raises:
+        DataError: no such dataset (with the known names), split or file.
+    """
+    if name in DATASET_REGISTRY:
+        return [example.prompt for example in DATASET_REGISTRY.examples(name, split, **kwargs)]
+    if not (Path(name).expanduser().exists() or Path(name).suffix in ENDINGS or any(mark in name for mark in "/:~")):
+        raise DataError(
+            f"no dataset is registered as {name!r}, and there is no file of that name; registered: "
+            f"{', '.join(sorted(DATASET_REGISTRY))}. Add yours with DATASET_REGISTRY.register(name), or give a file's path."
+        )
+    rows = get_dataset(DatasetConfig(path=name, split=split, kwargs=kwargs))
+    return [Example.from_row(row).prompt for row in rows]
+
+
+def sampled(prompts: Sequence[str], count: int | None, seed: int | None, source: str) -> list[str]:
+    """``count`` prompts drawn without replacement; None: all, in their order.
+
+    Args:
+        prompts: to draw from.
+        count: how many.
+        seed: of the draw; None: another draw each time.
+        source: name of the dataset, for the message.
+
+    Raises:
+        ConfigError: more are asked for than there are, or fewer than one.
+    """
+    if count is None:
+        return list(prompts)
+    if not 1 <= count <= len(prompts):
+        raise ConfigError(f"num_prompts is {count}, and {source} has {len(prompts)} prompts: give 1 to {len(prompts)}.")
+    return [prompts[index] for index in random.Random(seed).sample(range(len(prompts)), count)]
+
+
+def encoded(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:
+    """Token ids of each prompt; text gets the tokenizer's own special tokens.
+
+    Raises:
+        ConfigError: one text instead of a list of them, nothing at all, or a prompt without tokens.
+    """
+    if isinstance(prompts, (str, dict)) or (prompts and isinstance(prompts[0], int)):
+        raise ConfigError(f"prompts is one {type(prompts).__name__}: give a list of prompts, [prompt] for a single one.")
+    if not prompts:
+        raise ConfigError("prompts is empty: give at least one prompt.")
+    ids = [_ids_of(prompt, tokenizer) for prompt in prompts]
+    for index, tokens in enumerate(ids):
+        if not tokens:
+            raise ConfigError(f"Prompt {index} has no tokens ({prompts[index]!r}): give text, or the begin token.")
+    return ids
+
+
+def _ids_of(prompt: Prompt, tokenizer: Any) -> list[int]:
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
+    if prompt and isinstance(prompt[0], dict):
+        return list(tokenizer.apply_chat_template(prompt, tokenize=True, add_generation_prompt=True, return_dict=False))
+    return [int(token) for token in prompt]  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------ sampling
 
 
 def make_requests(
@@ -81,14 +254,11 @@ def generate(
     longest = max(len(r.input_ids) + r.gconfig.max_new_tokens for r in requests)
     length = min(longest, context_of(model) or longest)
     while missing := [index for index, response in enumerate(responses) if response is None]:
-        failure = _attempt(model, tokenizer, requests, missing, responses, min(batch_size, len(missing)), length, advance)
-        if failure is None:
-            continue
-        if not (may_halve and batch_size > 1 and is_out_of_memory(failure)):
-            raise failure
-        batch_size = halved(min(batch_size, len(missing)), "gen_batch_size", failure)
-        failure = None  # its traceback holds the failed step's tensors
-        release()
+        rows = min(batch_size, len(missing))
+        try:
+            _attempt(model, tokenizer, requests, missing, responses, rows, length, advance)
+        except Exception as error:
+            batch_size = halved_after(error, rows, "gen_batch_size", may_halve)
     return [response for response in responses if response is not None]
 
 
@@ -101,27 +271,60 @@ def _attempt(
     rows: int,
     length: int,
     advance: Callable[[int], None],
-) -> Exception | None:
-    """Fill in ``responses`` as far as it goes; return what stopped it."""
-    try:
-        engine = BuiltinEngine(
-            model,
-            tokenizer,
-            max_running_requests=rows,
-            context_length=length,
-            kv_cache_bytes=cache_bytes(model, rows, length),
-            prefix_cache=False,
-        )
-    except Exception as error:
-        return error
-    failure: Exception | None = None
-    with engine:
+) -> None:
+    """Fill in ``responses`` as far as it goes, then raise what stopped it."""
+    with BuiltinEngine(
+        model,
+        tokenizer,
+        max_running_requests=rows,
+        context_length=length,
+        kv_cache_bytes=cache_bytes(model, rows, length),
+        prefix_cache=False,
+    ) as engine:
         futures = engine.submit([requests[index] for index in missing])
         for future in futures:
             future.add_done_callback(lambda done: None if done.cancelled() or done.exception() else advance(1))
-        for index, future in zip(missing, futures, strict=True):
-            try:
+        failures = [future.exception() for future in futures]
+        for index, future, failure in zip(missing, futures, failures, strict=True):
+            if failure is None:
                 responses[index] = future.result()
-            except Exception as error:
-                failure = failure or error
-    return failure
+        if failure := next(filter(None, failures), None):
+            raise failure
+
+
+class StopAfterAnswer(LogitsProcessor):
+    """A logits processor that forces the end token once a row's newest token has completed the closing answer tag.
+
+    ``SequenceProcessor`` needs no logits processor: its engine ends a response with the tag itself
+    (``GenerationConfig.stop_after_answer``), so that no token is in it that the policy did not sample. This class is the
+    same rule for ``model.generate(logits_processor=[StopAfterAnswer(tokenizer)])``, where a row can only end with an end
+    token: there one token more follows the tag.
+
+    Args:
+        tokenizer: decodes the newest tokens and names the end token.
+        tag: the text after which a row ends.
+
+    Raises:
+        ConfigError: the tokenizer has no end token.
+    """
+
+    def __init__(self, tokenizer: Any, tag: str = ANSWER_END) -> None:
+        if tokenizer.eos_token_id is None:
+            raise ConfigError("StopAfterAnswer forces the end token, and the tokenizer has none: set tokenizer.eos_token.")
+        self.tag = tag
+        self._tokenizer = tokenizer
+        self._window = len(tag.encode()) + 1  # a tag of n bytes spans at most n tokens
+
+    def _ends_with_tag(self, tokens: list[int]) -> bool:
+        tail = tokens[-self._window :]
+        return self._tokenizer.decode(tail).count(self.tag) > self._tokenizer.decode(tail[:-1]).count(self.tag)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores ``[B, V]`` in which only the end token is left for rows of ``input_ids [B, L]`` that end with the tag."""
+        ended = [index for index, tokens in enumerate(input_ids.tolist()) if self._ends_with_tag(tokens)]
+        if ended:
+            scores = scores.clone()
+            forced = torch.full_like(scores[0], float("-inf"))
+            forced[self._tokenizer.eos_token_id] = 0.0
+            scores[ended] = forced
+        return scores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,30 @@ import torch
 from torch import nn
 
 from rollwright.errors import ConfigError
-from rollwright.sequence_processing import generation, memory, processes
-from rollwright.sequence_processing.batches import BatchedSequences, LogprobResults
-from rollwright.sequence_processing.config import BatchSize, GenerationConfig, check_batch_size
-from rollwright.sequence_processing.models import module_with_gradients, plain_model, unwrapped
-from rollwright.sequence_processing.progress import progress_bar
-from rollwright.sequence_processing.prompts import Prompt, dataset_prompts, encoded, sampled
+from rollwright.sequence_processing.batches import BatchedSequences, LogprobResults, agreed_seed, gathered, own_share
+from rollwright.sequence_processing.generation import (
+    BatchSize,
+    GenerationConfig,
+    Prompt,
+    check_batch_size,
+    check_lengths,
+    context_of,
+    dataset_prompts,
+    encoded,
+    generate,
+    make_requests,
+    sampled,
+)
+from rollwright.sequence_processing.models import (
+    generation_batch_size,
+    module_with_gradients,
+    plain_model,
+    scoring_batch_size,
+    unwrapped,
+)
 from rollwright.sequence_processing.scoring import score
+from rollwright.sequence_processing.shards import Experiment, ShardedExperiment, ShardOptions, run_experiment
+from rollwright.tracking.progress import progress_bar
 from rollwright.training.parallel import world_size
 
 
@@ -97,18 +115,30 @@ class SequenceProcessor:
             DataError: an unknown dataset or split.
             PromptTooLongError: a prompt fills the model's context.
         """
-        chosen = self.chosen_prompts(prompts, G, dataset_name, split, num_prompts, seed, dataset_kwargs)
+        chosen = self._chosen(prompts, G, dataset_name, split, num_prompts, seed, dataset_kwargs)
+        ids = encoded(chosen, self.tokenizer)
+        first_seed = int(torch.randint(1 << 62, ())) if seed is None else seed
         if across_processes and world_size() > 1:
             if with_grad:
                 raise ConfigError(
                     "with_grad keeps a graph on its process: leave across_processes off and give each its prompts."
                 )
-            return self._across_processes(chosen, G, seed, gen_batch_size, tf_batch_size)
-        ids = encoded(chosen, self.tokenizer)
+            check_lengths(ids, self._inner)  # on every process, so that none waits for one that was refused
+            first_seed, own = agreed_seed(first_seed, self.device), own_share(len(ids))
+            with plain_model(self.model) as model:
+                part = ids[own.start : own.stop]
+                mine = (
+                    self._generate_and_score(model, part, G, first_seed, own.start, gen_batch_size, tf_batch_size)
+                    if own
+                    else None
+                )
+            dtype = torch.promote_types(self._inner.dtype, torch.float32)
+            return gathered(ids, G, mine, self.tokenizer, self.device, dtype)
         with plain_model(self.model) as model:
-            sequences = self._generate(model, ids, G, self._seed(seed), gen_batch_size)
-            module = module_with_gradients(self.model) if with_grad else model
-            return sequences, self._score(module, sequences, with_grad, tf_batch_size)
+            if not with_grad:
+                return self._generate_and_score(model, ids, G, first_seed, 0, gen_batch_size, tf_batch_size)
+            sequences = self._generate(model, ids, G, first_seed, gen_batch_size)
+            return sequences, self._score(module_with_gradients(self.model), sequences, True, tf_batch_size)
 
     def generate_batched(
         self,
@@ -118,9 +148,9 @@ class SequenceProcessor:
         gen_batch_size: BatchSize | None = None,
     ) -> BatchedSequences:
         """Generate ``G`` responses to each prompt; arguments and errors as for ``generate_with_logprobs``."""
-        _check_group(G)
+        ids = encoded(self._chosen(prompts, G), self.tokenizer)
         with plain_model(self.model) as model:
-            return self._generate(model, encoded(prompts, self.tokenizer), G, self._seed(seed), gen_batch_size)
+            return self._generate(model, ids, G, int(torch.randint(1 << 62, ())) if seed is None else seed, gen_batch_size)
 
     def teacher_force_logprobs(
         self,
@@ -184,7 +214,7 @@ class SequenceProcessor:
         *,
         dataset_kwargs: dict[str, Any] | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> ShardedExperiment:
         """Generate and score shard by shard, each written to a file when it is done; only one is ever in memory.
 
         Arguments and errors are those of ``generate_with_logprobs``, and ``options`` those of
@@ -194,25 +224,34 @@ class SequenceProcessor:
         Returns:
             A ``ShardedExperiment``, whose ``rows()`` reads the files back.
         """
-        from rollwright.sequence_processing.shards import ShardOptions, run_experiment
+        chosen = self._chosen(prompts, G, dataset_name, split, num_prompts, seed, dataset_kwargs)
+        ids, wanted = encoded(chosen, self.tokenizer), ShardOptions(**options)
+        check_lengths(ids, self._inner)
 
-        chosen = self.chosen_prompts(prompts, G, dataset_name, split, num_prompts, seed, dataset_kwargs)
-        return run_experiment(self, Path(directory), chosen, G, seed, ShardOptions(**options))
+        def produce(part: list[list[int]], group: int, seed: int, first_prompt: int) -> tuple[BatchedSequences, LogprobResults]:
+            with plain_model(self.model) as model:
+                sizes = wanted.gen_batch_size, wanted.tf_batch_size
+                return self._generate_and_score(model, part, group, seed, first_prompt, *sizes)
+
+        generation = dataclasses.asdict(self.config)
+        experiment = Experiment(chosen, ids, G, seed, generation, self.model, self.tokenizer, produce)
+        return run_experiment(experiment, Path(directory), wanted, self.progress)
 
     # ------------------------------------------------------------------ inside
 
-    def chosen_prompts(
+    def _chosen(
         self,
         prompts: Sequence[Prompt] | None,
         G: int,
-        dataset_name: str | None,
-        split: str,
-        num_prompts: int | None,
-        seed: int | None,
-        dataset_kwargs: dict[str, Any] | None,
+        dataset_name: str | None = None,
+        split: str = "train",
+        num_prompts: int | None = None,
+        seed: int | None = None,
+        dataset_kwargs: dict[str, Any] | None = None,
     ) -> Sequence[Prompt]:
         """The explicit prompts, or those of the dataset; see ``generate_with_logprobs``."""
-        _check_group(G)
+        if isinstance(G, bool) or not isinstance(G, int) or G < 1:
+            raise ConfigError(f"G is {G!r}: give the number of responses to each prompt, from 1 on.")
         if prompts is not None and dataset_name is not None:
             raise ConfigError("prompts and dataset_name are both given: give one of them.")
         if prompts is not None:
@@ -223,37 +262,46 @@ class SequenceProcessor:
             raise ConfigError("There is nothing to generate from: give prompts or dataset_name.")
         return self.sample_prompts(dataset_name, split, num_prompts, seed, **(dataset_kwargs or {}))
 
-    def _seed(self, seed: int | None) -> int:
-        return int(torch.randint(1 << 62, ())) if seed is None else seed
+    def _generate_and_score(
+        self,
+        model: Any,
+        prompts: list[list[int]],
+        group: int,
+        seed: int,
+        first_prompt: int,
+        gen_batch_size: BatchSize | None,
+        tf_batch_size: BatchSize | None,
+    ) -> tuple[BatchedSequences, LogprobResults]:
+        """A part of an experiment, drawn as it would be within the whole; ``first_prompt`` is the number of its first prompt."""
+        sequences = self._generate(model, prompts, group, seed, gen_batch_size, first_prompt)
+        return sequences, self._score(model, sequences, False, tf_batch_size)
 
     def _generate(
         self, model: Any, prompts: list[list[int]], group: int, seed: int, batch_size: BatchSize | None, first_prompt: int = 0
     ) -> BatchedSequences:
-        config = self.config
+        config, total = self.config, len(prompts) * group
         config.check()
-        generation.check_lengths(prompts, model)
-        if config.max_new_tokens == 0:
-            nothing: list[list[list[int]]] = [[[] for _ in range(group)] for _ in prompts]
-            return self._batched(prompts, nothing, [["length"] * group for _ in prompts])
-        total = len(prompts) * group
-        size = self._batch_size("gen_batch_size", batch_size)
-        if size == "auto":
-            longest = max(map(len, prompts)) + config.max_new_tokens
-            size = memory.generation_batch_size(model, total, min(longest, generation.context_of(model) or longest))
-        requests = generation.make_requests(prompts, group, config.hyperparameters(), seed, first_prompt)
-        with progress_bar(total, "generating", self.progress) as advance:
-            responses = generation.generate(
-                model, self.tokenizer, requests, size, may_halve=not config.deterministic, advance=advance
-            )
-        rows = [responses[start : start + group] for start in range(0, total, group)]
-        tokens = [[response.output_tokens for response in row] for row in rows]
-        return self._batched(prompts, tokens, [[response.stop_reason for response in row] for row in rows])
-
-    def _batched(
-        self, prompts: list[list[int]], responses: list[list[list[int]]], stop_reasons: list[list[str]]
-    ) -> BatchedSequences:
-        texts = [self.tokenizer.batch_decode(row, skip_special_tokens=True) for row in responses]
-        return BatchedSequences.from_tokens(prompts, responses, texts, self.tokenizer.pad_token_id, self.device, stop_reasons)
+        check_lengths(prompts, model)
+        tokens: list[list[int]] = [[]] * total
+        reasons: list[str] = ["length"] * total
+        if config.max_new_tokens > 0:
+            size = self._batch_size("gen_batch_size", batch_size)
+            if size == "auto":
+                longest = max(map(len, prompts)) + config.max_new_tokens
+                size = generation_batch_size(model, total, min(longest, context_of(model) or longest))
+            requests = make_requests(prompts, group, config.hyperparameters(), seed, first_prompt)
+            with progress_bar(total, "generating", self.progress) as advance:
+                responses = generate(model, self.tokenizer, requests, size, may_halve=not config.deterministic, advance=advance)
+            tokens, reasons = zip(*((response.output_tokens, response.stop_reason) for response in responses), strict=True)
+        rows = [slice(start, start + group) for start in range(0, total, group)]
+        return BatchedSequences.from_tokens(
+            prompts,
+            [list(tokens[row]) for row in rows],
+            [self.tokenizer.batch_decode(list(tokens[row]), skip_special_tokens=True) for row in rows],
+            self.tokenizer.pad_token_id,
+            self.device,
+            [list(reasons[row]) for row in rows],
+        )
 
     def _score(
         self,
@@ -270,7 +318,7 @@ class SequenceProcessor:
         prompts, group, length = sequences.sequences.shape
         size = self._batch_size("tf_batch_size", batch_size)
         if size == "auto":
-            size = memory.scoring_batch_size(self._inner, prompts * group, length, with_grad)
+            size = scoring_batch_size(self._inner, prompts * group, length, with_grad)
         with progress_bar(prompts * group, "scoring", self.progress) as advance:
             return score(
                 module,
@@ -287,50 +335,3 @@ class SequenceProcessor:
         size = getattr(self.config, name) if override is None else override
         check_batch_size(name, size, self.config.deterministic)
         return size
-
-    def shard(
-        self,
-        prompts: list[list[int]],
-        group: int,
-        seed: int,
-        first_prompt: int,
-        gen_batch_size: BatchSize | None = None,
-        tf_batch_size: BatchSize | None = None,
-    ) -> tuple[BatchedSequences, LogprobResults]:
-        """A part of an experiment, drawn as it would be within the whole.
-
-        Args:
-            prompts: ids of its prompts.
-            group: responses to each.
-            seed: of the whole experiment.
-            first_prompt: number of its first prompt in the experiment.
-            gen_batch_size, tf_batch_size: in place of the config's.
-        """
-        with plain_model(self.model) as model:
-            sequences = self._generate(model, prompts, group, seed, gen_batch_size, first_prompt)
-            return sequences, self._score(model, sequences, False, tf_batch_size)
-
-    def _across_processes(
-        self,
-        prompts: Sequence[Prompt],
-        group: int,
-        seed: int | None,
-        gen_batch_size: BatchSize | None,
-        tf_batch_size: BatchSize | None,
-    ) -> tuple[BatchedSequences, LogprobResults]:
-        ids = encoded(prompts, self.tokenizer)
-        generation.check_lengths(ids, self._inner)  # on every process, so that none waits for one that was refused
-        seed = processes.agreed_seed(self._seed(seed), self.device)
-        own = processes.own_share(len(ids))
-        mine = None
-        with plain_model(self.model) as model:
-            if own:
-                part = self._generate(model, ids[own.start : own.stop], group, seed, gen_batch_size, own.start)
-                mine = part, self._score(model, part, False, tf_batch_size)
-        dtype = torch.promote_types(self._inner.dtype, torch.float32)
-        return processes.gathered(ids, group, mine, self.tokenizer, self.device, dtype)
-
-
-def _check_group(G: int) -> None:
-    if isinstance(G, bool) or not isinstance(G, int) or G < 1:
-        raise ConfigError(f"G is {G!r}: give the number of responses to each prompt, from 1 on.")

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rollwright.sequence_processing.batches import BatchedSequences, LogprobResults
-from rollwright.sequence_processing.memory import halved, is_out_of_memory, release
-from rollwright.sequence_processing.models import evaluation_mode
+from rollwright.sequence_processing.models import evaluation_mode, halved_after
 from rollwright.training.logprobs import TokenScorer
 
 #: Logits computed at a time, in entries: each takes several float32 tensors of this size while it is worked on.
@@ -62,11 +61,7 @@ def score(
         try:
             logprobs_T, entropy_T = _score_batch(scorer, sequences, batch, temperature, device, with_grad, recompute)
         except Exception as error:
-            if not (may_halve and len(batch) > 1 and is_out_of_memory(error)):
-                raise
-            batch_size, recompute = halved(len(batch), "tf_batch_size", error), with_grad
-            error.__traceback__ = None
-            release()
+            batch_size, recompute = halved_after(error, len(batch), "tf_batch_size", may_halve), with_grad
             continue
         sizes = [sequences.gen_lens[b][g] for b, g in batch]
         pieces = zip(logprobs_T.split(sizes), entropy_T.split(sizes), strict=True)

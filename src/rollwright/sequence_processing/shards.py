@@ -10,30 +10,29 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import dataclasses
 import hashlib
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
 from rollwright.atomic import replaced_file, write_json
 from rollwright.data.rows import read_rows
 from rollwright.errors import CheckpointError, ConfigError
-from rollwright.sequence_processing import processes
-from rollwright.sequence_processing.batches import BatchedSequences, LogprobResults, experiment_metrics
-from rollwright.sequence_processing.generation import check_lengths
+from rollwright.sequence_processing.batches import BatchedSequences, LogprobResults, agreed_seed, experiment_metrics
+from rollwright.sequence_processing.generation import Prompt
 from rollwright.sequence_processing.models import unwrapped
-from rollwright.sequence_processing.progress import progress_bar
-from rollwright.sequence_processing.prompts import Prompt, encoded
+from rollwright.tracking.progress import progress_bar
 from rollwright.tracking.sinks import MetricsLogger, read_metrics
 from rollwright.training.parallel import full_tensor, rank, summed, wait_for_all, world_size
-
-if TYPE_CHECKING:
-    from rollwright.sequence_processing.processor import SequenceProcessor
 
 MANIFEST, METRICS = "experiment.json", "metrics.jsonl"
 
@@ -86,40 +85,64 @@ class ShardedExperiment:
             yield from read_rows(file)
 
 
+@dataclasses.dataclass
+class Experiment:
+    """What is generated and scored.
+
+    Attributes:
+        prompts: as they were given.
+        ids: tokens of each prompt.
+        group: responses to each.
+        seed: None: drawn, and the same for all processes.
+        generation: settings that decide the results.
+        model, tokenizer: that carry it out.
+        produce: generates and scores part of it, from ids, group, seed and the number of the first prompt.
+    """
+
+    prompts: Sequence[Prompt]
+    ids: list[list[int]]
+    group: int
+    seed: int | None
+    generation: dict[str, Any]
+    model: nn.Module
+    tokenizer: Any
+    produce: Callable[[list[list[int]], int, int, int], tuple[BatchedSequences, LogprobResults]]
+
+
 def run_experiment(
-    processor: SequenceProcessor,
-    directory: Path,
-    prompts: Sequence[Prompt],
-    group: int,
-    seed: int | None,
-    options: ShardOptions,
+    experiment: Experiment, directory: Path, options: ShardOptions, show_progress: bool | None = None
 ) -> ShardedExperiment:
     """Carry out what of the experiment is not on disk yet.
 
     Raises:
         CheckpointError: the directory holds another experiment, or one that ``resume`` was not given for.
     """
-    ids = encoded(prompts, processor.tokenizer)
-    check_lengths(ids, unwrapped(processor.model))
-    drawn = int(torch.randint(1 << 62, ())) if seed is None else seed
-    drawn = processes.agreed_seed(drawn, processor.device)
-    wanted = _manifest(processor, ids, group, options)
-    seed = _open_directory(directory, wanted, drawn, seed is not None, options.resume, processor.device)
-    starts = range(0, len(ids), options.prompts_per_shard)
+    manifest = _manifest(experiment, options)
+    seed = _open_directory(directory, manifest, experiment, options.resume)
+    starts = range(0, len(experiment.ids), options.prompts_per_shard)
     files = [directory / f"shard-{number:05d}.{options.file_format}" for number in range(len(starts))]
     mine = [(number, start) for number, start in enumerate(starts) if number % world_size() == rank()]
     todo = [(number, start) for number, start in mine if not files[number].exists()]
     write = {"parquet": _write_parquet, "jsonl": _write_jsonl}[options.file_format]
-    bar = progress_bar(len(mine), "shards", processor.progress)
-    with _ShardMetrics(directory, options, wanted) as metrics, bar as advance:
+    metrics = directory / (METRICS if rank() == 0 else f"metrics-rank{rank()}.jsonl")  # rank 0 logs to the sinks, too
+    steps = len(read_metrics(metrics)) if metrics.exists() else 0
+    log = MetricsLogger(
+        metrics,
+        options.sinks if rank() == 0 else (),
+        project=options.project,
+        run_name=options.run_name or directory.name,
+        config=manifest,
+        resume_step=steps or None,
+    )
+    with contextlib.closing(log), progress_bar(len(mine), "shards", show_progress) as advance:
         advance(len(mine) - len(todo))
-        for number, start in todo:
+        for step, (number, start) in enumerate(todo, steps + 1):
             part = slice(start, start + options.prompts_per_shard)
-            sequences, results = processor.shard(ids[part], group, seed, start, options.gen_batch_size, options.tf_batch_size)
-            rows = _rows(processor.tokenizer, prompts[part], sequences, results, start)
+            sequences, results = experiment.produce(experiment.ids[part], experiment.group, seed, start)
+            rows = _rows(experiment.tokenizer, experiment.prompts[part], sequences, results, start)
             with replaced_file(files[number], durable=True) as draft:
                 write(draft, rows)
-            metrics({"shard": float(number), **experiment_metrics(sequences, results)})
+            log.log(step, {"shard": float(number), **experiment_metrics(sequences, results)})
             advance(1)
     wait_for_all()
     return ShardedExperiment(directory, files)
@@ -128,23 +151,18 @@ def run_experiment(
 # ------------------------------------------------------------------ which experiment
 
 
-def _manifest(processor: SequenceProcessor, ids: list[list[int]], group: int, options: ShardOptions) -> dict[str, Any]:
+def _manifest(experiment: Experiment, options: ShardOptions) -> dict[str, Any]:
     """What decides the results; batch sizes do so only by rounding, and are left out."""
-    config = dataclasses.asdict(processor.config)
     sizes = ("gen_batch_size", "tf_batch_size", "deterministic")
     return {
-        "prompts": len(ids),
-        "prompts_digest": _digest(json.dumps(ids).encode()),
-        "G": group,
+        "prompts": len(experiment.ids),
+        "prompts_digest": hashlib.blake2b(json.dumps(experiment.ids).encode(), digest_size=16).hexdigest(),
+        "G": experiment.group,
         "prompts_per_shard": options.prompts_per_shard,
         "file_format": options.file_format,
-        "generation": {key: value for key, value in config.items() if key not in sizes},
-        "weights_digest": _weights_digest(processor.model),
+        "generation": {key: value for key, value in experiment.generation.items() if key not in sizes},
+        "weights_digest": _weights_digest(experiment.model),
     }
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _weights_digest(model: nn.Module) -> str:
@@ -155,18 +173,17 @@ def _weights_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _open_directory(
-    directory: Path, wanted: dict[str, Any], drawn: int, is_given: bool, resume: bool, device: torch.device
-) -> int:
+def _open_directory(directory: Path, manifest: dict[str, Any], experiment: Experiment, resume: bool) -> int:
     """Make or check the directory on rank 0, and agree on the seed.
 
     Returns:
-        The experiment's seed: ``drawn``, or that of the experiment that is resumed.
+        The experiment's seed: the one given or drawn, or that of the experiment that is resumed.
     """
-    seed, fault = drawn, None
+    device, fault = next(experiment.model.parameters()).device, None
+    seed = int(torch.randint(1 << 62, ())) if experiment.seed is None else experiment.seed
     if rank() == 0:
         try:
-            seed = _claim(directory, wanted, drawn, is_given, resume)
+            seed = _claim(directory, manifest, seed, experiment.seed is not None, resume)
         except (CheckpointError, OSError) as error:
             fault = error
     failed = int(summed(torch.tensor(int(fault is not None), device=device)))
@@ -174,7 +191,7 @@ def _open_directory(
         raise fault
     if failed:
         raise CheckpointError(f"Process 0 could not open {directory}: its message says why.")
-    return processes.agreed_seed(seed, device)
+    return agreed_seed(seed, device)
 
 
 def _claim(directory: Path, wanted: dict[str, Any], drawn: int, is_given: bool, resume: bool) -> int:
@@ -241,27 +258,41 @@ def _write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-class _ShardMetrics:
-    """Logs one record for each shard: rank 0 to the sinks too, other ranks to a file of their own."""
+def prompt_table(experiment: ShardedExperiment) -> list[dict[str, Any]]:
+    """Means over each prompt's responses.
 
-    def __init__(self, directory: Path, options: ShardOptions, settings: dict[str, Any]) -> None:
-        file = directory / (METRICS if rank() == 0 else f"metrics-rank{rank()}.jsonl")
-        self._step = len(read_metrics(file)) if file.exists() else 0
-        self._logger = MetricsLogger(
-            file,
-            options.sinks if rank() == 0 else (),
-            project=options.project,
-            run_name=options.run_name or directory.name,
-            config=settings,
-            resume_step=self._step if self._step else None,
+    Returns:
+        Rows with the prompt's number and text, how many responses it has, their mean length in tokens, the share that a limit
+        cut, the mean of the token entropies and the variance between the responses' mean entropies, and the mean
+        log-probability of a token and of a response, in nats.
+    """
+    rows = []
+    for index, group in itertools.groupby(experiment.rows(), key=lambda row: row["prompt_index"]):
+        responses = list(group)
+        lengths = np.array([len(row["response_ids"]) for row in responses], dtype=float)
+        totals = np.array([row["sequence_logprob"] for row in responses])
+        entropies = np.array([float(np.sum(row["entropies"])) for row in responses])
+        tokens = max(1.0, float(lengths.sum()))
+        rows.append(
+            {
+                "index": index,
+                "prompt": responses[0]["prompt"],
+                "responses": len(responses),
+                "length": float(lengths.mean()),
+                "truncated": sum(row["stop_reason"] == "length" for row in responses) / len(responses),
+                "entropy": float(entropies.sum()) / tokens,
+                "entropy_variance": float(np.var(entropies / np.maximum(lengths, 1.0))),
+                "token_logprob": float(totals.sum()) / tokens,
+                "sequence_logprob": float(totals.mean()),
+            }
         )
+    return rows
 
-    def __call__(self, metrics: dict[str, float]) -> None:
-        self._step += 1
-        self._logger.log(self._step, metrics)
 
-    def __enter__(self) -> _ShardMetrics:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._logger.close()
+def write_prompt_table(rows: list[dict[str, Any]], path: Path) -> Path:
+    """Write what ``prompt_table`` gave as CSV; returns the file."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path

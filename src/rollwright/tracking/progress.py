@@ -8,13 +8,15 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
@@ -301,3 +303,33 @@ class ProgressDisplay:
             text=Text.assemble(phase or "working", (f"  step {min(self._step + 1, self._total)}, {since:.0f}s", "dim"))
         )
         return self._spinner
+
+
+_shown: list[str] = []  # a terminal has room for one bar: those inside another show nothing
+
+
+@contextmanager
+def progress_bar(total: int, description: str, show: bool | None = None) -> Iterator[Callable[[int], None]]:
+    """A bar that is advanced by the function it gives; any thread may call it.
+
+    Args:
+        total: steps of the whole.
+        description: what is done.
+        show: None: on a terminal and in a notebook, nowhere else.
+    """
+    console = logging.console()
+    if show is None:
+        show = logging.output_is_terminal() or console.is_jupyter
+    if not show or _shown:
+        yield lambda steps: None
+        return
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    _shown.append(description)
+    try:
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task(description, total=total)
+            yield lambda steps: progress.advance(task, steps)
+    finally:
+        _shown.pop()

@@ -6,7 +6,7 @@ from processed_models import small_model, tokenizer
 
 from rollwright.errors import EngineError
 from rollwright.inference.backends.builtin.model import ModelRunner
-from rollwright.sequence_processing import GenerationConfig, SequenceProcessor, memory
+from rollwright.sequence_processing import GenerationConfig, SequenceProcessor, models
 from rollwright.training.logprobs import TokenScorer
 
 PROMPTS = ["ab+c=", "jihg?", "b"]
@@ -88,28 +88,28 @@ def test_another_failure_is_raised_at_once(monkeypatch):
 
 def test_batch_sizes_from_free_memory(monkeypatch):
     model = small_model()
-    per_sequence = memory.cache_bytes(model, 1, 64)
+    per_sequence = models.cache_bytes(model, 1, 64)
     assert per_sequence == 64 * 2 * 2 * 2 * 8 * 4  # tokens, keys and values, layers, heads, size, bytes
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 100 * per_sequence)
-    few = memory.generation_batch_size(model, 1000, 64)
+    monkeypatch.setattr(models, "free_bytes", lambda device: 100 * per_sequence)
+    few = models.generation_batch_size(model, 1000, 64)
     assert 10 < few < 50
-    assert memory.generation_batch_size(model, 5, 64) == 5
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
-    assert memory.generation_batch_size(model, 1000, 64) == 1
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 1 << 40)
-    assert memory.scoring_batch_size(model, 1000, 64, True) == 256
+    assert models.generation_batch_size(model, 5, 64) == 5
+    monkeypatch.setattr(models, "free_bytes", lambda device: 0)
+    assert models.generation_batch_size(model, 1000, 64) == 1
+    monkeypatch.setattr(models, "free_bytes", lambda device: 1 << 40)
+    assert models.scoring_batch_size(model, 1000, 64, True) == 256
     sequences, _ = processor_of(model, gen_batch_size="auto", tf_batch_size="auto").generate_with_logprobs(PROMPTS, 2, seed=1)
     assert sequences.sequences.shape[:2] == (3, 2)
 
 
 def test_what_running_out_of_memory_looks_like():
-    assert memory.is_out_of_memory(MemoryError())
-    assert memory.is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"))
+    assert models.is_out_of_memory(MemoryError())
+    assert models.is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"))
     wrapped = EngineError("step failed")
     wrapped.__cause__ = torch.OutOfMemoryError("x")
-    assert memory.is_out_of_memory(wrapped)
-    assert not memory.is_out_of_memory(RuntimeError("shape mismatch"))
-    assert memory.free_bytes(torch.device("cpu")) > 0
+    assert models.is_out_of_memory(wrapped)
+    assert not models.is_out_of_memory(RuntimeError("shape mismatch"))
+    assert models.free_bytes(torch.device("cpu")) > 0
 
 
 @pytest.mark.parametrize("with_grad", [False, True])
