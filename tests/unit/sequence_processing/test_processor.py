@@ -199,9 +199,7 @@ def test_prompts_may_be_ids_or_conversations(model):
 
 
 def test_datasets_by_name_and_by_file(model, tmp_path, monkeypatch):
-    monkeypatch.setitem(
-        DATASET_REGISTRY._builders, "letters", lambda split="train", n=9: [Example(c) for c in "abcdefghij"[:n]]
-    )
+    monkeypatch.setitem(DATASET_REGISTRY._entries, "letters", lambda split="train", n=9: [Example(c) for c in "abcdefghij"[:n]])
     processor = processor_of(model)
     assert processor.sample_prompts("letters", num_prompts=None) == list("abcdefghi")
     drawn = processor.sample_prompts("letters", "train", 4, seed=42)

@@ -94,7 +94,7 @@ def test_metrics_go_to_the_sinks(processor, tmp_path):
     pytest.importorskip("tensorboard")
     processor.generate_to_shards(tmp_path / "x", PROMPTS, 1, seed=1, prompts_per_shard=3, sinks=["tensorboard"])
     assert list((tmp_path / "x" / "tensorboard").iterdir())
-    with pytest.raises(ConfigError, match="metric sink .nowhere. was not found"):
+    with pytest.raises(ConfigError, match="metric sink 'nowhere' was not found"):
         processor.generate_to_shards(tmp_path / "y", PROMPTS, 1, sinks=["nowhere"])
 
 
