@@ -121,8 +121,8 @@ def measure_bm25s(corpus: Path, queries: list[str], backend: str) -> float:
     """Queries a second of bm25s alone, all queries in one call."""
     import bm25s
 
+    from rollwright.environments.bm25 import terms
     from rollwright.environments.corpus import Corpus
-    from rollwright.environments.text_analysis import terms
 
     vocabulary: dict[str, int] = {}
     ids = [[vocabulary.setdefault(term, len(vocabulary)) for term in terms(text)] for text in Corpus.from_file(corpus).texts()]

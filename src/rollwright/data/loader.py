@@ -10,13 +10,11 @@ Invariants:
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from rollwright.config.tasksets import DatasetConfig
 from rollwright.errors import CheckpointError, DataError
@@ -31,58 +29,15 @@ def shuffled(size: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-class EpochBatches:
-    """Positions of the rows, batch by batch, in the order of an epoch; its state is the epoch and the batches drawn."""
-
-    def __init__(self, size: int, batch_size: int, shuffle: bool, seed: int, drop_last: bool) -> None:
-        self.size = size
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
-        self.epoch = 0
-        self.drawn = 0  # batches of this epoch
-
-    def __len__(self) -> int:
-        return self.size // self.batch_size if self.drop_last else -(-self.size // self.batch_size)
-
-    @property
-    def tasks_per_epoch(self) -> int:
-        """Tasks that one epoch draws."""
-        return len(self) * self.batch_size if self.drop_last else self.size
-
-    def order(self) -> list[int]:
-        """Positions of the current epoch, in the order in which they are drawn."""
-        return shuffled(self.size, self.seed, self.epoch) if self.shuffle else list(range(self.size))
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        """Batches of ``(position, ordinal)`` until the epoch ends; the next call begins the next epoch."""
-        order = self.order()
-        while self.drawn < len(self):
-            first = self.drawn * self.batch_size
-            ordinal = self.epoch * self.tasks_per_epoch + first
-            self.drawn += 1
-            yield [(position, ordinal + i) for i, position in enumerate(order[first : first + self.batch_size])]
-        self.epoch += 1
-        self.drawn = 0
-
-
 class _NumberedRows(Dataset[Row]):
-    """The rows as the dataloader reads them: ``(position, ordinal)`` gives the row with its ordinal."""
+    """The rows as they are read: ``(position, ordinal)`` gives the row with its ordinal."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def __getitem__(self, key: tuple[int, int]) -> Row:
         position, ordinal = key
         return {**self.rows[position], "ordinal": ordinal}
-
-
-def _as_list(batch: list[Row]) -> list[Row]:
-    return batch
 
 
 class TaskLoader:
@@ -128,7 +83,9 @@ class TaskLoader:
             raise DataError(f"{name} has a column 'ordinal', which is where the loader puts the number of the draw; rename it.")
         self.rows = rows
         self.batch_size = batch_size
-        self._sampler = EpochBatches(size, batch_size, shuffle, seed, drop_last)
+        self._draws_from = {"rows": size, "batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+        self._batches = size // batch_size if drop_last else -(-size // batch_size)
+        self._tasks = self._batches * batch_size if drop_last else size
         self._position = {"epoch": 0, "drawn": 0}  # of what was handed out, which workers may be ahead of
         self._num_workers = num_workers
         self._reader: Iterator[list[Row]] | None = None
@@ -140,7 +97,7 @@ class TaskLoader:
 
     def __len__(self) -> int:
         """Batches in one epoch."""
-        return len(self._sampler)
+        return self._batches
 
     @property
     def epoch(self) -> int:
@@ -150,7 +107,7 @@ class TaskLoader:
     @property
     def ordinal(self) -> int:
         """The ordinal of the next task that is drawn: the number of tasks drawn so far."""
-        return self._position["epoch"] * self._sampler.tasks_per_epoch + self._position["drawn"] * self.batch_size
+        return self._position["epoch"] * self._tasks + self._position["drawn"] * self.batch_size
 
     def __iter__(self) -> Iterator[list[Row]]:
         """Batches until the current epoch ends."""
@@ -166,17 +123,7 @@ class TaskLoader:
     def draw(self) -> list[Row]:
         """The next batch, of the next epoch where this one is at its end."""
         if self._reader is None:
-            self._sampler.epoch, self._sampler.drawn = self._position["epoch"], self._position["drawn"]
-            with warnings.catch_warnings():  # torchdata 0.11 calls what torch 2.13 deprecates
-                warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-                loader = StatefulDataLoader(
-                    _NumberedRows(self.rows),
-                    batch_sampler=self._sampler,
-                    collate_fn=_as_list,
-                    num_workers=self._num_workers,
-                    generator=torch.Generator(),  # else every epoch would draw from the process's random state
-                )
-            self._reader = iter(loader)
+            self._reader = self._rest_of_epoch()
         batch = next(self._reader)
         self._position["drawn"] += 1
         if self._position["drawn"] == len(self):
@@ -184,9 +131,25 @@ class TaskLoader:
             self._reader = None
         return batch
 
+    def _rest_of_epoch(self) -> Iterator[list[Row]]:
+        """The batches of the current epoch that were not drawn yet."""
+        size, first = len(self.rows), self._position["epoch"] * self._tasks
+        is_shuffled, seed = self._draws_from["shuffle"], self._draws_from["seed"]
+        order = shuffled(size, seed, self._position["epoch"]) if is_shuffled else range(size)
+        keys = [(position, first + place) for place, position in enumerate(order[: self._tasks])]
+        starts = range(self._position["drawn"] * self.batch_size, self._tasks, self.batch_size)
+        batches = [keys[start : start + self.batch_size] for start in starts]
+        rows = _NumberedRows(self.rows)
+        if self._num_workers == 0:
+            return ([rows[key] for key in batch] for batch in batches)
+        # A generator of its own: else every epoch would draw from the process's random state.
+        return iter(
+            DataLoader(rows, batch_sampler=batches, collate_fn=list, num_workers=self._num_workers, generator=torch.Generator())
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, and what it draws from."""
-        return {**self._position, "ordinal": self.ordinal, "draws_from": self._draws_from()}
+        return {**self._position, "ordinal": self.ordinal, "draws_from": self._draws_from}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another loader stood.
@@ -194,7 +157,7 @@ class TaskLoader:
         Raises:
             CheckpointError: the state is of a loader over other rows, or with another batch size, order or seed.
         """
-        here, there = self._draws_from(), state["draws_from"]
+        here, there = self._draws_from, state["draws_from"]
         if different := [f"{key} was {there.get(key)}, is {here[key]}" for key in here if here[key] != there.get(key)]:
             raise CheckpointError(
                 f"the checkpoint's data position does not fit this dataset ({'; '.join(different)}): tasks would be skipped or "
@@ -202,13 +165,3 @@ class TaskLoader:
             )
         self._position = {"epoch": state["epoch"], "drawn": state["drawn"]}
         self._reader = None
-
-    def _draws_from(self) -> dict[str, Any]:
-        sampler = self._sampler
-        return {
-            "rows": sampler.size,
-            "batch_size": sampler.batch_size,
-            "shuffle": sampler.shuffle,
-            "seed": sampler.seed,
-            "drop_last": sampler.drop_last,
-        }

@@ -7,11 +7,15 @@ built again.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import json
 import os
+import re
 import shutil
 import threading
+import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from rollwright.atomic import replaced_directory
-from rollwright.environments import text_analysis
 from rollwright.environments.corpus import Corpus, file_digest
 from rollwright.environments.retrieval import SearchHits
 from rollwright.errors import DataError
@@ -28,17 +31,8 @@ from rollwright.tracking import logging
 logger = logging.getLogger("retrieval")
 
 K1, B = 1.5, 0.75
-#: Raised when what is stored changes its form or its terms.
+#: Raised when what is stored changes its form.
 _FORMAT = "1"
-
-
-def _bm25s() -> Any:
-    try:
-        import bm25s
-        import numba  # noqa: F401  (the search loop is compiled)
-    except ModuleNotFoundError as error:
-        raise DataError(f"BM25 search needs the package {error.name}: pip install 'rollwright[retrieval]'.") from error
-    return bm25s
 
 
 class BM25Retriever:
@@ -46,11 +40,9 @@ class BM25Retriever:
 
     name = "bm25"
 
-    def __init__(self, weights: np.ndarray, rows: np.ndarray, starts: np.ndarray, vocabulary: dict[str, int], row_count: int):
-        from rollwright.environments.bm25_kernel import top_rows
-
-        self._top_rows = top_rows
-        self._index = (weights, rows, starts)
+    def __init__(self, index: Any, vocabulary: dict[str, int], row_count: int) -> None:
+        self._search = _compiled()
+        self._index = tuple(index.scores[name] for name in ("data", "indices", "indptr"))
         self._vocabulary = vocabulary
         self.row_count = row_count
         self._scratch = threading.local()
@@ -58,42 +50,20 @@ class BM25Retriever:
     @classmethod
     def build(cls, texts: Iterable[str]) -> BM25Retriever:
         """Index texts in memory."""
-        vocabulary: dict[str, int] = {}
-        ids = [[vocabulary.setdefault(term, len(vocabulary)) for term in text_analysis.terms(text)] for text in texts]
-        if not vocabulary:
-            raise DataError("No text holds a single word: there is nothing to index. Check the corpus's 'contents'.")
-        return cls._from_index(_index_ids(ids, vocabulary), vocabulary, len(ids))
-
-    @classmethod
-    def _from_index(cls, index: Any, vocabulary: dict[str, int], row_count: int) -> BM25Retriever:
-        scores = index.scores
-        return cls(scores["data"], scores["indices"], scores["indptr"], vocabulary, row_count)
+        return cls(*_index(texts, "there is nothing to index"))
 
     def search(self, queries: list[str], topk: int) -> list[SearchHits]:
         """See ``Retriever``. Thread-safe: each thread has its own scratch memory."""
         topk = min(topk, self.row_count)
-        scratch = self._scratch_arrays()
+        if not hasattr(self._scratch, "arrays"):
+            self._scratch.arrays = (np.zeros(self.row_count, np.float32), np.empty(self.row_count, np.int32))
         hits = []
         for query in queries:
-            known = [self._vocabulary[term] for term in text_analysis.terms(query) if term in self._vocabulary]
+            known = [self._vocabulary[term] for term in terms(query) if term in self._vocabulary]
             best_rows, best_scores = np.empty(topk, np.int64), np.empty(topk, np.float32)
-            count = self._top_rows(*self._index, np.asarray(known, np.int64), topk, *scratch, best_rows, best_scores)
+            count = self._search(*self._index, np.asarray(known, np.int64), topk, *self._scratch.arrays, best_rows, best_scores)
             hits.append(SearchHits(best_rows[:count], best_scores[:count]))
         return hits
-
-    def _scratch_arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        arrays = getattr(self._scratch, "arrays", None)
-        if arrays is None:
-            arrays = (np.zeros(self.row_count, np.float32), np.empty(self.row_count, np.int32))
-            self._scratch.arrays = arrays
-        return arrays
-
-
-def _index_ids(ids: list[list[int]], vocabulary: dict[str, int]) -> Any:
-    bm25s = _bm25s()
-    index = bm25s.BM25(method="lucene", k1=K1, b=B, backend="numpy")
-    index.index((ids, vocabulary), show_progress=False, create_empty_token=False)
-    return index
 
 
 def open_index(corpus_path: str | Path, index_root: str | Path | None = None) -> tuple[Corpus, BM25Retriever]:
@@ -108,27 +78,21 @@ def open_index(corpus_path: str | Path, index_root: str | Path | None = None) ->
     """
     bm25s = _bm25s()
     path = Path(corpus_path)
-    analysis = hashlib.blake2b(Path(text_analysis.__file__).read_bytes(), digest_size=4).hexdigest()
-    digest = f"{file_digest(path)[:24]}-{_FORMAT}-{analysis}"
-    root = Path(index_root) if index_root else _index_root(path)
-    folder = root / digest
+    analysis = "".join(map(inspect.getsource, (fold, stem, terms))) + " ".join(sorted(STOP_WORDS))
+    digest = f"{file_digest(path)[:24]}-{_FORMAT}-{hashlib.blake2b(analysis.encode(), digest_size=4).hexdigest()}"
+    folder = (Path(index_root) if index_root else _index_root(path)) / digest
     if not (folder / "complete.json").exists():
         _build(path, folder)
     corpus = Corpus.with_layout(path, folder)
-    index = bm25s.BM25.load(str(folder), mmap=True, load_vocab=False)
     vocabulary = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
-    return corpus, BM25Retriever._from_index(index, vocabulary, len(corpus))
+    return corpus, BM25Retriever(bm25s.BM25.load(str(folder), mmap=True, load_vocab=False), vocabulary, len(corpus))
 
 
 def _build(path: Path, folder: Path) -> None:
     """Build into a temporary folder and rename, so that a reader sees a whole index or none."""
     logger.info("building the index of %s", path)
     corpus = Corpus.from_file(path)
-    vocabulary: dict[str, int] = {}
-    ids = [[vocabulary.setdefault(term, len(vocabulary)) for term in text_analysis.terms(text)] for text in corpus.texts()]
-    if not vocabulary:
-        raise DataError(f"No document holds a single word: {path}. Check the rows' 'contents'.")
-    index = _index_ids(ids, vocabulary)
+    index, vocabulary, _ = _index(corpus.texts(), str(path))
 
     def not_built_elsewhere() -> None:
         if (folder / "complete.json").exists():
@@ -156,3 +120,198 @@ def _index_root(path: Path) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     place = hashlib.blake2b(str(path.resolve()).encode(), digest_size=8).hexdigest()
     return cache / "rollwright" / "retrieval" / f"{path.name}-{place}"
+
+
+def _index(texts: Iterable[str], source: str) -> tuple[Any, dict[str, int], int]:
+    """The index of texts, the number of each term, and the number of texts."""
+    vocabulary: dict[str, int] = {}
+    ids = [[vocabulary.setdefault(term, len(vocabulary)) for term in terms(text)] for text in texts]
+    if not vocabulary:
+        raise DataError(f"No text holds a single word: {source}. Check the corpus's 'contents'.")
+    index = _bm25s().BM25(method="lucene", k1=K1, b=B, backend="numpy")
+    index.index((ids, vocabulary), show_progress=False, create_empty_token=False)
+    return index, vocabulary, len(ids)
+
+
+def _bm25s() -> Any:
+    try:
+        import bm25s
+        import numba  # noqa: F401  (the search loop is compiled)
+    except ModuleNotFoundError as error:
+        raise DataError(f"BM25 search needs the package {error.name}: pip install 'rollwright[retrieval]'.") from error
+    return bm25s
+
+
+# -- terms -----------------------------------------------------------------------------------------------------------
+
+#: Function words that say nothing about a passage's subject.
+STOP_WORDS = frozenset(
+    [
+        "a",
+        "an",
+        "and",
+        "are",
+        "as",
+        "at",
+        "be",
+        "been",
+        "but",
+        "by",
+        "did",
+        "do",
+        "does",
+        "for",
+        "from",
+        "had",
+        "has",
+        "have",
+        "he",
+        "her",
+        "his",
+        "how",
+        "i",
+        "if",
+        "in",
+        "into",
+        "is",
+        "it",
+        "its",
+        "me",
+        "my",
+        "no",
+        "not",
+        "of",
+        "on",
+        "or",
+        "our",
+        "she",
+        "so",
+        "such",
+        "that",
+        "the",
+        "their",
+        "them",
+        "then",
+        "there",
+        "these",
+        "they",
+        "this",
+        "to",
+        "was",
+        "we",
+        "were",
+        "what",
+        "when",
+        "where",
+        "which",
+        "who",
+        "whom",
+        "whose",
+        "why",
+        "will",
+        "with",
+        "you",
+        "your",
+    ]
+)
+
+
+def fold(text: str) -> str:
+    """Lower case without diacritics: ``"Röntgen"`` becomes ``"rontgen"``."""
+    text = text.lower()
+    if text.isascii():
+        return text
+    return "".join(char for char in unicodedata.normalize("NFKD", text) if not unicodedata.combining(char))
+
+
+def stem(word: str) -> str:
+    """Merge a plural with its singular, and nothing more (Harman's S-stemmer, JASIS 42(1), 1991)."""
+    if len(word) < 4 or not word.endswith("s"):
+        return word
+    if word.endswith("ies") and word[-4] not in "ae":
+        return word[:-3] + "y"
+    if word.endswith("es") and word[-3] not in "aeo":
+        return word[:-1]
+    if word[-2] not in "us":
+        return word[:-1]
+    return word
+
+
+def terms(text: str) -> list[str]:
+    """The index terms of a text, in order, with repetitions.
+
+    Text that consists of function words only keeps them, so that "The Who" can be found.
+    """
+    words = re.findall(r"\w+", fold(text))
+    kept = [stem(word) for word in words if word not in STOP_WORDS]
+    return kept or words
+
+
+# -- the inner loop --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _compiled() -> Any:
+    """The inner loop of search, compiled. It holds no GIL, so that searches run beside an event loop."""
+    from numba import njit
+
+    return njit(nogil=True, cache=True)(_top_rows)
+
+
+def _top_rows(
+    weights: np.ndarray,
+    rows: np.ndarray,
+    starts: np.ndarray,
+    term_ids: np.ndarray,
+    topk: int,
+    scores: np.ndarray,
+    touched: np.ndarray,
+    best_rows: np.ndarray,
+    best_scores: np.ndarray,
+) -> int:
+    """Add up the posting lists of a query's terms and keep the best rows; ties go to the lower row.
+
+    Only rows that hold a term are looked at, and only they are reset, so a query costs its posting lists and not the corpus.
+
+    Args:
+        weights, rows, starts: the index: BM25 weight and row of each posting, and where each term's postings start.
+        term_ids: the query's terms, ``[Q]``.
+        topk: rows to keep.
+        scores: scratch, ``[N]`` float32, all zero before and after.
+        touched: scratch, ``[N]`` int32.
+        best_rows, best_scores: results, ``[topk]``.
+
+    Returns:
+        How many of the results are filled.
+    """
+    count = 0
+    for term in term_ids:
+        for posting in range(starts[term], starts[term + 1]):
+            row = rows[posting]
+            if scores[row] == 0.0:
+                touched[count] = row
+                count += 1
+            scores[row] += weights[posting]
+
+    kept = 0
+    for position in range(count):
+        row = touched[position]
+        score = scores[row]
+        scores[row] = 0.0
+        if kept == topk:
+            worst = best_scores[topk - 1]
+            if score < worst or (score == worst and row > best_rows[topk - 1]):
+                continue
+            place = topk - 1
+        else:
+            place = kept
+            kept += 1
+        while place > 0 and (
+            score > best_scores[place - 1] or (score == best_scores[place - 1] and row < best_rows[place - 1])
+        ):
+            best_scores[place] = best_scores[place - 1]
+            best_rows[place] = best_rows[place - 1]
+            place -= 1
+        best_scores[place] = score
+        best_rows[place] = row
+    return kept

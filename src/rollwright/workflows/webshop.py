@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rollwright.environments.shop.session import parse_shop_action
-from rollwright.environments.shop.shop import shop
-from rollwright.environments.shop.webshop_package import WebShopPackageSession
+from rollwright.environments.shop.shop import WebShopPackageSession, parse_shop_action, shop
 from rollwright.errors import PromptTooLongError, WorkflowError
 from rollwright.experience.experience import Experience
 from rollwright.tracking.metrics import get_tracker

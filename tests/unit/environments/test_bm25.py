@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollwright.environments import text_analysis
+from rollwright.environments import bm25
 from rollwright.environments.bm25 import BM25Retriever, open_index
 
 
 def reference_scores(texts, query, k1=1.5, b=0.75):
     """Lucene's BM25 in float64, from its definition."""
-    documents = [Counter(text_analysis.terms(text)) for text in texts]
+    documents = [Counter(bm25.terms(text)) for text in texts]
     lengths = [sum(document.values()) for document in documents]
     mean_length = sum(lengths) / len(lengths)
     scores = np.zeros(len(texts))
-    for term in text_analysis.terms(query):
+    for term in bm25.terms(query):
         frequency = sum(term in document for document in documents)
         idf = math.log(1 + (len(texts) - frequency + 0.5) / (frequency + 0.5))
         for row, document in enumerate(documents):
@@ -94,7 +94,7 @@ def test_the_index_is_kept_and_built_again_only_when_the_corpus_changes(tmp_path
     ],
 )
 def test_terms(text, terms):
-    assert text_analysis.terms(text) == terms
+    assert bm25.terms(text) == terms
 
 
 def test_a_corpus_row_can_be_any_json(tmp_path):

@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 from rollwright.data.tokenizer import build_word_tokenizer
 from rollwright.environments.shop import make_catalogue, parse_shop_action
 from rollwright.environments.shop.catalogue import Goal, Product
-from rollwright.environments.shop.reward import purchase_reward, type_score
-from rollwright.environments.shop.shop import shop
+from rollwright.environments.shop.shop import WebShopPackageSession, purchase_reward, shop, type_score
 from rollwright.environments.shop.tasks import tasks, vocabulary, worked_steps
-from rollwright.environments.shop.webshop_package import WebShopPackageSession
 from rollwright.errors import ConfigError, DataError
 
 

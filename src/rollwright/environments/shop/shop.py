@@ -1,15 +1,27 @@
-"""A shop: one catalogue and one index, read-only, shared by all its sessions."""
+"""A shop: search over a catalogue, visits that search, look, choose and buy, and the reward of a purchase.
+
+A shop is one catalogue and one index, read-only, shared by all its sessions. A session holds a page name, a query, a page number, a
+product and chosen options; everything else is the shop's. ``WebShopPackageSession`` is the same interface over the real WebShop, for
+users who have installed it. Nothing of WebShop comes with Rollwright: it needs Python 3.8 to 3.10, Java and its data, and is licensed
+for academic use only; install it from https://github.com/princeton-nlp/WebShop into the environment that runs the workflow.
+"""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any, NamedTuple
 
-from rollwright.environments.bm25 import BM25Retriever
-from rollwright.environments.shop.catalogue import Catalogue, Product, make_catalogue
-from rollwright.environments.shop.session import ShopSession
-from rollwright.errors import DataError
+from rollwright.environments.bm25 import BM25Retriever, terms
+from rollwright.environments.shop.catalogue import Catalogue, Goal, Product, make_catalogue
+from rollwright.errors import ConfigError, DataError
 
 MAX_RESULTS = 50
+SEPARATOR = " [SEP] "
+BACK, NEXT, PREVIOUS, BUY = "Back to Search", "Next >", "< Prev", "Buy Now"
+SUB_PAGES = ("Description", "Features", "Reviews")
+_ACTION = re.compile(r"(search|click)\s*\[(.+)\]", re.DOTALL | re.IGNORECASE)
 
 
 class Shop:
@@ -51,3 +63,220 @@ class Shop:
 def shop(seed: int = 1, products: int = 1000, goals: int = 500, page_size: int = 10) -> Shop:
     """The shop of a seed; the same arguments give the same object, so that sessions share its index."""
     return Shop(make_catalogue(seed, products, goals), page_size)
+
+
+class StepResult(NamedTuple):
+    """What an action led to."""
+
+    observation: str
+    reward: float
+    done: bool
+    info: dict[str, Any]
+
+
+def parse_shop_action(text: str) -> tuple[str, str] | None:
+    """``("search", words)`` or ``("click", target)`` from ``search[words]`` or ``click[target]``; None for anything else.
+
+    The argument is lower-cased.
+    """
+    match = _ACTION.fullmatch(text.strip())
+    if match is None or not match[2].strip():
+        return None
+    return match[1].lower(), match[2].strip().lower()
+
+
+@dataclass
+class ShopSession:
+    """See the module. ``shop.session(...)`` makes one.
+
+    Attributes:
+        goal: what the customer wants.
+        rich: observations mark buttons.
+        done: bought; nothing can be done any more.
+        options: chosen values by option name.
+    """
+
+    shop: Shop = field(repr=False)
+    goal: Goal
+    rich: bool = False
+    page: str = "search"
+    query: str = ""
+    page_number: int = 1
+    product: Product | None = None
+    options: dict[str, str] = field(default_factory=dict)
+    done: bool = False
+    _results: list[Product] = field(default_factory=list, repr=False)
+
+    def get_available_actions(self) -> dict[str, Any]:
+        """``{"has_search_bar": bool, "clickables": [str]}``, targets in lower case."""
+        buttons = [text.lower() for kind, text in self._fields() if kind in ("button", "clicked")]
+        searching = self.page == "search" and not self.done
+        return {"has_search_bar": searching, "clickables": ["search"] * searching + buttons}
+
+    def observation(self) -> str:
+        """The page as text: fields joined by `` [SEP] ``; in the rich form with its buttons marked."""
+        if not self.rich:
+            return SEPARATOR.join(text for _, text in self._fields())
+        marks = {"button": "[button] {} [button_]", "clicked": "[clicked button] {} [clicked button_]", "text": "{}"}
+        return "\n".join(marks[kind].format(text) for kind, text in self._fields())
+
+    def step(self, action: str) -> StepResult:
+        """Do ``search[words]`` or ``click[target]``.
+
+        An action that is malformed or not available here changes nothing and gives reward 0; ``info["valid"]`` is then false.
+
+        Returns:
+            The observation after it, the reward (only a purchase has one), whether the session is over, and ``info``.
+        """
+        parsed = parse_shop_action(action)
+        available = self.get_available_actions()
+        if parsed is None or self.done:
+            valid = False
+        elif parsed[0] == "search":
+            valid = available["has_search_bar"]
+        else:
+            valid = parsed[1] in available["clickables"] and parsed[1] != "search"
+        if parsed is None or not valid:
+            return StepResult(self.observation(), 0.0, self.done, {"valid": False})
+        kind, argument = parsed
+        if kind == "search":
+            self._search(argument)
+            return StepResult(self.observation(), 0.0, False, {"valid": True})
+        reward = self._click(argument)
+        return StepResult(self.observation(), reward, self.done, {"valid": True})
+
+    def _search(self, words: str) -> None:
+        self.query, self._results, self.page, self.page_number = words, self.shop.search(words), "results", 1
+
+    def _click(self, target: str) -> float:
+        if target == BACK.lower():
+            self.page, self.product, self.options = "search", None, {}
+        elif target == NEXT.lower():
+            self.page_number += 1
+        elif target == PREVIOUS.lower():
+            self._previous()
+        elif target == BUY.lower():
+            assert self.product is not None
+            self.done, self.page = True, "done"
+            return purchase_reward(self.product, self.options, self.goal)
+        elif target in (name.lower() for name in SUB_PAGES):
+            self.page = target
+        elif self.page == "results":
+            self.product, self.options, self.page = self.shop.catalogue.product(target), {}, "item"
+        else:
+            assert self.product is not None
+            name = next(name for name, values in self.product.options.items() if target in values)
+            self.options[name] = target
+        return 0.0
+
+    def _previous(self) -> None:
+        if self.page == "results":
+            self.page_number -= 1
+        elif self.page == "item":
+            self.page, self.product, self.options = "results", None, {}
+        else:
+            self.page = "item"
+
+    def _fields(self) -> list[tuple[str, str]]:
+        """Kind (text, button, clicked) and text of each field of the page, from top to bottom."""
+        if self.done:
+            return [("text", "Thank you for shopping with us!")]
+        fields = [("text", f"Instruction: {self.goal.instruction}")]
+        if self.page == "search":
+            return [*fields, ("text", "Search")]
+        fields.append(("button", BACK))
+        if self.page == "results":
+            return fields + self._result_fields()
+        fields.append(("button", PREVIOUS))
+        assert self.product is not None
+        if self.page == "item":
+            return fields + self._item_fields(self.product)
+        lines = {"description": (self.product.description,), "features": self.product.features, "reviews": self.product.reviews}
+        return fields + [("text", line) for line in lines[self.page]]
+
+    def _result_fields(self) -> list[tuple[str, str]]:
+        size = self.shop.page_size
+        pages = max(1, -(-len(self._results) // size))
+        fields = [("text", f"Page {self.page_number} of {pages}, {len(self._results)} results")]
+        if self.page_number > 1:
+            fields.append(("button", PREVIOUS))
+        if self.page_number < pages:
+            fields.append(("button", NEXT))
+        for product in self._results[(self.page_number - 1) * size : self.page_number * size]:
+            fields += [("button", product.id), ("text", product.title), ("text", f"${product.price:.2f}")]
+        return fields
+
+    def _item_fields(self, product: Product) -> list[tuple[str, str]]:
+        fields = []
+        for name, values in product.options.items():
+            fields.append(("text", name))
+            fields += [("clicked" if self.options.get(name) == value else "button", value) for value in values]
+        fields += [("text", product.title), ("text", f"Price: ${product.price:.2f}")]
+        return [*fields, *(("button", name) for name in SUB_PAGES), ("button", BUY)]
+
+
+def type_score(bought: Product, wanted: Product) -> float:
+    """1 for the same kind of product; 0.5 for the same aisle and a title word in common; 0.1 for one of the two; else 0."""
+    if bought.kind == wanted.kind:
+        return 1.0
+    same_aisle = bought.category[:2] == wanted.category[:2]
+    common_word = bool(set(terms(bought.title)) & set(terms(wanted.title)))
+    return {2: 0.5, 1: 0.1, 0: 0.0}[same_aisle + common_word]
+
+
+def purchase_reward(bought: Product, chosen: dict[str, str], goal: Goal) -> float:
+    """``type · (attribute hits + option hits + [price ≤ limit]) / (attributes + options + 1)``, from 0 to 1.
+
+    An option is hit where the goal's value was chosen under its name, so there are never more hits than the goal has options.
+
+    Args:
+        bought: the product.
+        chosen: option name -> value, as chosen before buying.
+        goal: what was wanted.
+    """
+    text = set(terms(f"{bought.title} {bought.description}")) | set(bought.attributes)
+    attribute_hits = sum(attribute in text for attribute in goal.attributes)
+    option_hits = sum(chosen.get(name) == value for name, value in goal.options.items())
+    hits = attribute_hits + option_hits + (bought.price <= goal.price_limit)
+    return type_score(bought, goal.product) * hits / (len(goal.attributes) + len(goal.options) + 1)
+
+
+class WebShopPackageSession:
+    """One session of ``web_agent_site.envs.WebAgentTextEnv``.
+
+    Args:
+        session_id: the goal, as the environment's ``reset(session=...)`` takes it.
+        rich: observations mark buttons (``text_rich``).
+        environment: an environment to use; None: one is made with ``options``.
+        options: arguments of ``WebAgentTextEnv``, such as ``num_products``.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+
+    def __init__(self, session_id: int, *, rich: bool = False, environment: Any = None, **options: Any) -> None:
+        if environment is None:
+            try:
+                from web_agent_site.envs import WebAgentTextEnv
+            except ImportError as error:
+                raise ConfigError(
+                    f"the WebShop package cannot be imported ({error}); install it, or leave out `package: true` to use the "
+                    "shop that comes with Rollwright."
+                ) from error
+            environment = WebAgentTextEnv(observation_mode="text_rich" if rich else "text", **options)
+        self.environment = environment
+        self.environment.reset(session=session_id)
+        self.done = False
+
+    def observation(self) -> str:
+        """The page as text."""
+        return self.environment.observation
+
+    def get_available_actions(self) -> dict[str, Any]:
+        """``{"has_search_bar", "clickables"}``."""
+        return self.environment.get_available_actions()
+
+    def step(self, action: str) -> StepResult:
+        """Do an action; its reward is the environment's."""
+        observation, reward, self.done, info = self.environment.step(action)
+        return StepResult(observation, float(reward), bool(self.done), info or {})

@@ -7,9 +7,7 @@ from typing import Any
 
 from rollwright.environments.shop import catalogue as goods
 from rollwright.environments.shop.catalogue import Goal, Product
-from rollwright.environments.shop.reward import purchase_reward
-from rollwright.environments.shop.session import BACK, BUY, NEXT, PREVIOUS, SUB_PAGES
-from rollwright.environments.shop.shop import shop
+from rollwright.environments.shop.shop import BACK, BUY, NEXT, PREVIOUS, SUB_PAGES, purchase_reward, shop
 from rollwright.errors import DataError
 
 #: Share of a catalogue's goals, from its end, that are held out.
