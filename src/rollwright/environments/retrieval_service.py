@@ -80,6 +80,7 @@ class QueryBatcher:
         self._retriever = retriever
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="retrieval")
         self._idle = threads
+        self._searching: set[asyncio.Task[None]] = set()
         self._waiting: deque[_Waiting] = deque()
         self._waiting_queries = 0
 
@@ -93,47 +94,44 @@ class QueryBatcher:
         item = _Waiting(queries, topk, loop.create_future())
         self._waiting.append(item)
         self._waiting_queries += len(queries)
-        self._start(loop)
+        if self._idle:
+            self._idle -= 1
+            task = loop.create_task(self._search_waiting())
+            self._searching.add(task)
+            task.add_done_callback(self._searching.discard)
         return await item.result
 
     def close(self) -> None:
         """Stop the threads; what is waiting is not searched."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        while self._idle and self._waiting:
-            batch: list[_Waiting] = []
-            size = 0
-            while self._waiting and (not batch or size + len(self._waiting[0].queries) <= _BATCH_QUERIES):
-                item = self._waiting.popleft()
-                self._waiting_queries -= len(item.queries)
-                if not item.result.cancelled():
-                    batch.append(item)
-                    size += len(item.queries)
-            if batch:
-                self._idle -= 1
-                self._executor.submit(self._search_batch, loop, batch)
-
-    def _search_batch(self, loop: asyncio.AbstractEventLoop, batch: list[_Waiting]) -> None:
-        outcomes: list[list[SearchHits] | BaseException] = []
-        try:
+    async def _search_waiting(self) -> None:
+        """Search what waits, one batch after the other, until nothing does."""
+        loop = asyncio.get_running_loop()
+        while batch := self._next_batch():
+            queries = [query for item in batch for query in item.queries]
             topk = max(item.topk for item in batch)
-            hits = iter(self._retriever.search([query for item in batch for query in item.queries], topk))
-            outcomes = [[next(hits).first(item.topk) for _ in item.queries] for item in batch]
-        except BaseException as error:  # whatever it is, each query of the batch is answered with it
-            outcomes = [error] * len(batch)
-        loop.call_soon_threadsafe(self._deliver, loop, batch, outcomes)
-
-    def _deliver(self, loop: asyncio.AbstractEventLoop, batch: list[_Waiting], outcomes: list[Any]) -> None:
+            try:
+                hits = iter(await loop.run_in_executor(self._executor, self._retriever.search, queries, topk))
+                outcomes: list[Any] = [[next(hits).first(item.topk) for _ in item.queries] for item in batch]
+            except BaseException as error:  # whatever it is, each query of the batch is answered with it
+                outcomes = [error] * len(batch)
+            for item, outcome in zip(batch, outcomes, strict=True):
+                if not item.result.done():
+                    deliver = item.result.set_exception if isinstance(outcome, BaseException) else item.result.set_result
+                    deliver(outcome)
         self._idle += 1
-        self._start(loop)
-        for item, outcome in zip(batch, outcomes, strict=True):
-            if item.result.done():
-                continue
-            if isinstance(outcome, BaseException):
-                item.result.set_exception(outcome)
-            else:
-                item.result.set_result(outcome)
+
+    def _next_batch(self) -> list[_Waiting]:
+        batch: list[_Waiting] = []
+        size = 0
+        while self._waiting and (not batch or size + len(self._waiting[0].queries) <= _BATCH_QUERIES):
+            item = self._waiting.popleft()
+            self._waiting_queries -= len(item.queries)
+            if not item.result.cancelled():
+                batch.append(item)
+                size += len(item.queries)
+        return batch
 
 
 _Body = TypeVar("_Body", bound=BaseModel)

@@ -11,7 +11,7 @@ import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
@@ -103,57 +103,52 @@ class TaskRunner(RolloutWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Experience] | None:
         """Run the row's workflow once."""
-        task = self.task_of(data)
-        repeatable = class_trait(task.workflow_class(), "repeatable", task)
-        task.rollout_args = task.rollout_args.new(n_samples=1 if repeatable else self._samples(task))
+        task, taskset = self.task_of(data), self._taskset_of(data)
+        kind = task.workflow_class()
+        n_samples = 1 if class_trait(kind, "repeatable", task) else self._samples(task)
+        task.rollout_args = task.rollout_args.new(n_samples=n_samples)
+        name = f"{kind.__name__} of task {task.task_id}"
         model = self._model(engine, task)
         try:
-            return await self._run(self._taskset_of(data), task, engine, model)
+            if taskset.isolation == "process":
+                if taskset.name not in self._processes:
+                    self._processes[taskset.name] = IsolatedWorkflows(self.tokenizer, taskset.isolated_processes)
+                experiences = await self._processes[taskset.name].run(
+                    task,
+                    engine,
+                    model,
+                    auxiliary_models=self.auxiliary_models,
+                    has_front=self.openai_front is not None,
+                    template_kwargs=_template_arguments(task),
+                )
+            elif class_trait(kind, "asynchronous", task):
+                workflow = self._take(taskset, task, model)
+                experiences = returned_experiences(name, await workflow.run_async())
+                self._keep(taskset, workflow)
+            else:
+                experiences = await self.threads.run(lambda: self._run_in_thread(taskset, task, model, name), name=name)
         finally:
             model.close()
+        self._note_small_group(task, experiences)
+        rewards = [e.reward for e in experiences or [] if e.reward is not None]
+        if self.feedback is not None and rewards and task.index is not None:
+            self.feedback(task.index, sum(rewards) / len(rewards))
+        return experiences
 
     def _model(self, engine: InferenceEngine, task: Task) -> ModelWrapper:
         template_kwargs = _template_arguments(task)
-
-        def open_episode() -> Any:
-            assert self.openai_front is not None
-            return self.openai_front.episode(engine, gconfig=task.rollout_args, template_kwargs=template_kwargs)
-
+        front = self.openai_front
+        open_episode = front and partial(front.episode, engine, gconfig=task.rollout_args, template_kwargs=template_kwargs)
         return ModelWrapper(
             engine,
             self.tokenizer,
             gconfig=task.rollout_args,
             recorder=engine.recorder,
             loop=asyncio.get_running_loop(),
-            open_episode=None if self.openai_front is None else open_episode,
+            open_episode=open_episode,
             model_path=self.model_path,
             template_kwargs=template_kwargs,
         )
-
-    async def _run(
-        self, taskset: TasksetConfig, task: Task, engine: InferenceEngine, model: ModelWrapper
-    ) -> list[Experience] | None:
-        name = f"{task.workflow_class().__name__} of task {task.task_id}"
-        if taskset.isolation == "process":
-            experiences = await self._isolated(taskset).run(
-                task,
-                engine,
-                model,
-                auxiliary_models=self.auxiliary_models,
-                has_front=self.openai_front is not None,
-                template_kwargs=_template_arguments(task),
-            )
-        elif class_trait(task.workflow_class(), "asynchronous", task):
-            workflow = self._take(taskset, task, model)
-            experiences = returned_experiences(name, await workflow.run_async())
-            self._keep(taskset, workflow)
-        else:
-            experiences = await self.threads.run(lambda: self._run_in_thread(taskset, task, model, name), name=name)
-        self._note_small_group(task, experiences)
-        rewards = [e.reward for e in experiences or [] if e.reward is not None]
-        if self.feedback is not None and rewards and task.index is not None:
-            self.feedback(task.index, sum(rewards) / len(rewards))
-        return experiences
 
     def _run_in_thread(self, taskset: TasksetConfig, task: Task, model: ModelWrapper, name: str) -> list[Experience] | None:
         """Build (or reset) and run: a workflow that is heavy to build holds nobody up."""
@@ -161,11 +156,6 @@ class TaskRunner(RolloutWorkflow):
         experiences = returned_experiences(name, workflow.run())
         self._keep(taskset, workflow)
         return experiences
-
-    def _isolated(self, taskset: TasksetConfig) -> IsolatedWorkflows:
-        if taskset.name not in self._processes:
-            self._processes[taskset.name] = IsolatedWorkflows(self.tokenizer, taskset.isolated_processes)
-        return self._processes[taskset.name]
 
     def _samples(self, task: Task) -> int:
         return task.repeat_times or self.n_samples or task.rollout_args.n_samples
@@ -215,44 +205,38 @@ class AbandonableThreads:
                 f"{self.abandoned} workflow threads do not end after their time limit (the last: {name}). A Python thread cannot "
                 "be killed: give the code a limit of its own, or run the workflow with isolation: process."
             )
-        future: Future[Any] = Future()
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[Any] = loop.create_future()
+
+        def finish(result: Any, error: BaseException | None) -> None:
+            if outcome.cancelled():
+                self.abandoned -= 1
+            elif error is not None:
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(result)
 
         def call() -> None:
+            result, error = None, None
             try:
                 result = function()
-            except BaseException as error:  # handed over whole: the awaiting sample reports it
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+            except StopIteration:  # no future takes it
+                error = RuntimeError(f"{name} raised StopIteration")
+            except BaseException as raised:  # handed over whole: the awaiting sample reports it
+                error = raised
+            try:
+                loop.call_soon_threadsafe(finish, result, error)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                self.abandoned -= outcome.cancelled()
 
         threading.Thread(target=call, name=name, daemon=True).start()
         try:
-            return await asyncio.wrap_future(_uncancellable(future))
+            return await outcome
         except asyncio.CancelledError:
-            if not future.done():
+            if outcome.cancelled():
                 self.abandoned += 1
-                future.add_done_callback(self._returned)
                 logger.warning("%s did not end in time: its thread is left behind (%d such)", name, self.abandoned)
             raise
-
-    def _returned(self, _: Future[Any]) -> None:
-        self.abandoned -= 1
-
-
-def _uncancellable(future: Future[Any]) -> Future[Any]:
-    """A future that follows ``future`` but whose cancellation leaves it alone, so that its thread can still report."""
-    follower: Future[Any] = Future()
-    follower.set_running_or_notify_cancel()
-
-    def copy(done: Future[Any]) -> None:
-        error = done.exception()
-        if error is not None:
-            follower.set_exception(error)
-        else:
-            follower.set_result(done.result())
-
-    future.add_done_callback(copy)
-    return follower
 
 
 def _template_arguments(task: Task) -> dict[str, Any]:
