@@ -6,6 +6,8 @@ weighs a row by one over the number of rows of its sample, so that a sample of f
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -121,8 +123,8 @@ def estimate(config: PPOActorConfig, rewards_B: Tensor, group_ids_B: Tensor, sam
     if name == "normalised":
         arguments = vars(config.adv_norm) | arguments
     result = ADVANTAGE_ESTIMATORS.build(name, rewards_B, group_ids_B, sample_ids_B, **arguments)
-    parts = result if isinstance(result, tuple) else (result,)
-    if len(parts) > 2 or not all(isinstance(part, Tensor) and part.shape == rewards_B.shape for part in parts):
+    parts: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
+    if len(parts) not in (1, 2) or not all(isinstance(part, Tensor) and part.shape == rewards_B.shape for part in parts):
         shapes = [list(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
         raise TrainingError(
             f"the advantage estimator {name!r} returned {shapes}: return the advantage of each row, a tensor of "

@@ -61,7 +61,6 @@ class Group:
     missing: int = 0  # samples that are not at an end
     running: dict[asyncio.Task[Any], SampleEngine] = field(default_factory=dict)
     head_version: int | None = None  # of the oldest token
-    finished_order: int = 0
     trajectory: Trajectory | None = None
     reason: str = ""  # why it was dropped or given up
     failure: Failure | None = None  # of the sample that it was given up for
@@ -173,7 +172,6 @@ class Delivery:
         self._deterministic = deterministic
         self._drop = drop
         self._on_free = on_free
-        self._completed = 0
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
@@ -186,8 +184,6 @@ class Delivery:
 
     def complete(self, group: Group) -> None:
         """A group is complete and accepted; it waits to be taken."""
-        self._completed += 1
-        group.finished_order = self._completed
         if group.in_stream:
             self.running.discard(group)
             self.staleness.finish()
@@ -228,7 +224,7 @@ class Delivery:
                 ready = [group for group in ready if group.ordinal < first_running]
             ready.sort(key=lambda group: group.ordinal)
         elif self._waits_for_old:
-            ready.sort(key=lambda group: (group.admitted, group.finished_order))
+            ready.sort(key=lambda group: group.admitted)  # stable: then in order of completion
         picked = ready[:count]
         if not picked or (len(picked) < count and not final):
             return None
@@ -313,8 +309,6 @@ class Delivery:
         for group in finished:
             group.state = GroupState.READY
             group.trajectory = group.assemble()
-            self._completed += 1
-            group.finished_order = self._completed
             self.ready[group] = None
             self.staleness.restore(group.admitted)
 

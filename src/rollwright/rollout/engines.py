@@ -77,7 +77,7 @@ class RolloutEngine(InferenceEngine):
         """Load or connect, and wait until requests are answered. Once more is a no-op.
 
         Args:
-            args, kwargs: handed on to the inference engine.
+            args, kwargs: for the inference engine.
         """
         if self._executor is not None:
             return
@@ -175,7 +175,7 @@ class RolloutEngine(InferenceEngine):
         return self.client.get_version()
 
     def set_version(self, version: int) -> None:
-        """Confirm a published version; the batches that were taken give their places back.
+        """Confirm a published version; the batches that were taken release their places.
 
         Raises:
             WeightUpdateError: the engine holds another version.

@@ -4,7 +4,7 @@ Invariants:
 
 * a call whose messages go on from an earlier reply is sent as that reply's tokens and the encoding of what was added: what
   the model sampled is never encoded again;
-* every finished call stands in the recorder before its answer is sent, with its id and the user's turn that it answers;
+* every finished call is in the recorder before its answer is sent, with its id and the user's turn that it answers;
 * the agent's requests are taken as they are; what they leave out comes from the run's own generation arguments.
 """
 

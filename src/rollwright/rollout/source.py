@@ -126,7 +126,8 @@ class GroupFactory:
             place: ordinal of an evaluation task that carries none; None: counted.
         """
         instance = self._instance(workflow, workflow_kwargs)
-        own_size, gconfig = getattr(instance, "group_size", None), getattr(instance, "gconfig", None)
+        own_size: Any = getattr(instance, "group_size", None)
+        gconfig: Any = getattr(instance, "gconfig", None)
         name = workflow_name(instance)
         if callable(own_size):
             group_size = int(own_size(data))
