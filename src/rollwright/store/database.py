@@ -366,11 +366,11 @@ def _engine(url: str) -> Engine:
 
 def _enter_wal(connection: sqlite3.Connection) -> None:
     """Switches the file to write-ahead logging. SQLite does not wait for other processes when it switches, so this does."""
-    limit = time.monotonic() + BUSY_SECONDS
-    while connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
-        try:
+
+    def switch() -> tuple[bool, bool]:
+        with contextlib.suppress(sqlite3.OperationalError):
             connection.execute("PRAGMA journal_mode=WAL").fetchone()
-        except sqlite3.OperationalError:
-            if time.monotonic() > limit:
-                raise
-            time.sleep(0.01)
+        return connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal", False
+
+    if not poll(switch, BUSY_SECONDS, lambda: False):
+        raise sqlite3.OperationalError("database is locked")

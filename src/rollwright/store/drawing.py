@@ -17,6 +17,7 @@ from sqlalchemy import Connection, Select, bindparam, delete, func, insert, or_,
 
 from rollwright.config.modes import StoreConfig
 from rollwright.errors import ConfigError, StoreError
+from rollwright.registry import Registry
 from rollwright.store.database import (
     DROPPED,
     FINISHED,
@@ -38,11 +39,17 @@ from rollwright.store.tasks import TaskClaims
 PriorityFunction = Callable[..., float | None]
 
 
+#: Priority functions by name; a user's own is registered, or named by its import path.
+PRIORITY_FUNCTIONS: Registry[PriorityFunction] = Registry("priority function", ConfigError, variable="PRIORITY_FUNCTIONS")
+
+
+@PRIORITY_FUNCTIONS.register("linear_decay")
 def linear_decay(version: int, uses: int, generator: random.Random, *, decay: float = 2.0) -> float:
     """``version - decay · uses``: the freshest first, and what was used falls behind what is up to ``decay`` versions older."""
     return version - decay * uses
 
 
+@PRIORITY_FUNCTIONS.register("linear_decay_use_count_control_randomization")
 def linear_decay_use_count_control_randomization(
     version: int, uses: int, generator: random.Random, *, decay: float = 2.0, use_count_limit: int = 3, sigma: float = 0.0
 ) -> float | None:
@@ -51,12 +58,6 @@ def linear_decay_use_count_control_randomization(
         return None
     return version - decay * uses + (generator.gauss(0.0, sigma) if sigma else 0.0)
 
-
-#: Priority functions by name; a user's own is added as ``PRIORITY_FUNCTIONS["name"] = function``.
-PRIORITY_FUNCTIONS: dict[str, PriorityFunction] = {
-    "linear_decay": linear_decay,
-    "linear_decay_use_count_control_randomization": linear_decay_use_count_control_randomization,
-}
 
 _COLUMNS = (groups.c.id, groups.c.rows, groups.c.version, groups.c.uses)
 #: Orders that the database makes.
@@ -75,7 +76,7 @@ class Sampling:
         order: ``fifo`` (the order in which groups were completed), ``freshest`` (newest version first), ``priority`` or
             ``uniform``.
         uses: how often each group is trained on; None, where ``order`` is ``priority`` or ``uniform``: without end.
-        priority_fn: name in :data:`PRIORITY_FUNCTIONS`, where ``order`` is ``priority``.
+        priority_fn: name in :data:`PRIORITY_FUNCTIONS` or import path, where ``order`` is ``priority``.
         priority_fn_args: its arguments.
         cooldown_seconds: how long a used group rests before it is used again.
         seed: of ``uniform`` and of noisy priorities. Draws depend on it and on the number of the batch, so that a trainer
@@ -100,9 +101,7 @@ class Sampling:
             raise ConfigError(f"store.uses is {self.uses}: each experience is used at least once.")
         if self.order != "priority":
             return
-        if self.priority_fn not in PRIORITY_FUNCTIONS:
-            raise ConfigError(f"priority_fn is {self.priority_fn!r}: choose from {', '.join(PRIORITY_FUNCTIONS)}.")
-        signature = inspect.signature(PRIORITY_FUNCTIONS[self.priority_fn])
+        signature = inspect.signature(PRIORITY_FUNCTIONS.get(self.priority_fn))
         try:
             signature.bind(0, 0, random.Random(), **self.priority_fn_args)
         except TypeError as error:
@@ -135,7 +134,7 @@ class Sampling:
         generator = random.Random(f"{self.seed}/{batch}")
         if self.order == "uniform":
             return generator.sample(found, len(found) if limit is None else min(limit, len(found)))
-        function = PRIORITY_FUNCTIONS[self.priority_fn]
+        function = PRIORITY_FUNCTIONS.get(self.priority_fn)
         priorities = [function(row.version, row.uses, generator, **self.priority_fn_args) for row in found]
         ranked = [(priority, row) for priority, row in zip(priorities, found, strict=True) if priority is not None]
         ranked.sort(key=lambda each: -each[0])  # stable: ties stay in completion order

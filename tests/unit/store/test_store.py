@@ -124,7 +124,8 @@ class TestSample:
 
     def test_a_priority_function_may_end_the_use_of_a_group(self, store, monkeypatch):
         self.fill(store)
-        monkeypatch.setitem(PRIORITY_FUNCTIONS, "odd", lambda version, uses, generator: None if version == 2 else -version)
+        monkeypatch.setattr(PRIORITY_FUNCTIONS, "_entries", dict(PRIORITY_FUNCTIONS._entries))
+        PRIORITY_FUNCTIONS["odd"] = lambda version, uses, generator: None if version == 2 else -version
         assert ordinals(store.sample(groups=2, sampling=Sampling(order="priority", priority_fn="odd"))) == [0, 2]
         assert store.sample(groups=1, sampling=Sampling(order="priority", priority_fn="odd")) is None
 

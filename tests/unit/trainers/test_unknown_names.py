@@ -128,6 +128,6 @@ def test_a_process_looks_up_what_it_needs(refusal):
     assert "elsewhere" in refusal(missing, "mode=explore")
     assert refusal(missing, "mode=train") == ""
     pytest.importorskip("sqlalchemy")
-    assert "store.priority_fn: priority_fn is 'oldest'" in refusal(
+    assert "store.priority_fn: priority function 'oldest' was not found" in refusal(
         RL, "mode=train", "store.order=priority", "store.priority_fn=oldest"
     )
