@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rollwright.experience.recorder import Recorder
-    from rollwright.inference.weights.ways import Publication, WeightUpdateMeta
+    from rollwright.inference.weights.ways import WeightUpdateMeta
 
 
 class WeightReceiver:
@@ -53,7 +53,7 @@ class WeightReceiver:
         version: int,
         weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
         config: Any = None,
-    ) -> Publication | None:
+    ) -> None:
         """Take new weights; when this returns, the next token is sampled with them.
 
         Args:

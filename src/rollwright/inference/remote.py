@@ -10,9 +10,10 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rollwright.config.sections import RolloutConfig
@@ -60,6 +61,10 @@ class RemoteRequests(ServerPool, InferenceEngine):
         super().__init__(config, addresses=addresses)
         self._version = 0
         self._holding = False  # new requests wait on this side
+        self._restore: Callable[[Server], None] | None = None  # gives one server the current weights
+        self._when_resumed: Callable[[], object] | None = None
+        # Held by a publication, by pause and resume, and while a server is brought back: none of them sees half of another.
+        self._update_lock = threading.RLock()
 
     # -- what a backend defines ----------------------------------------------------------------------------------------
 
@@ -240,15 +245,16 @@ class RemoteRequests(ServerPool, InferenceEngine):
         Raises:
             WeightUpdateError: the servers hold another version.
         """
-        if version == self._version:
-            return
-        held = {server.address: label for server, label in self._each_in_service(self.read_version, "say its version")}
-        if not held or any(str(label) != str(version) for label in held.values()):
-            raise WeightUpdateError(
-                f"set_version({version}) does not match what the {self.kind} servers hold: {held}. Versions are set by "
-                "publishing weights (actor.update_weights); set_version only confirms them."
-            )
-        self._version = version
+        with self._update_lock:
+            if version == self._version:
+                return
+            held = {server.address: label for server, label in self._each_in_service(self.read_version, "say its version")}
+            if not held or any(str(label) != str(version) for label in held.values()):
+                raise WeightUpdateError(
+                    f"set_version({version}) does not match what the {self.kind} servers hold: {held}. Versions are set by "
+                    "publishing weights (actor.update_weights); set_version only confirms them."
+                )
+            self._version, self._restore = version, None  # another client published: what this one has is older
 
     # -- control -------------------------------------------------------------------------------------------------------
 
@@ -258,23 +264,38 @@ class RemoteRequests(ServerPool, InferenceEngine):
         Raises:
             EngineError: all servers that were started for this client have ended.
         """
-        self.is_paused = True
-        try:
-            self._each_in_service(self.pause_server, "be paused")
-        except BaseException:
-            self.is_paused = self._holding = False
-            raise
+        with self._update_lock:
+            self.is_paused = True
+            try:
+                self._each_in_service(self.pause_server, "be paused")
+            except BaseException:
+                self.is_paused = self._holding = False
+                raise
 
     def resume(self) -> None:
-        """Go on after ``pause``. A server that cannot go on is taken out.
+        """Go on after ``pause``; then do what was put off until now. A server that cannot go on is taken out.
 
         Raises:
             EngineError: all servers that were started for this client have ended.
         """
-        try:
-            self._each_in_service(self.resume_server, "go on")
-        finally:
-            self.is_paused = self._holding = False
+        with self._update_lock:
+            try:
+                self._each_in_service(self.resume_server, "go on")
+            finally:
+                self.is_paused = self._holding = False
+        action, self._when_resumed = self._when_resumed, None
+        if action is not None:
+            action()
+
+    def when_resumed(self, action: Callable[[], object]) -> None:
+        """Call ``action`` now, or at the end of ``resume`` where this client is paused: a paused server answers no probe.
+
+        Of several actions the last is called.
+        """
+        if self.is_paused:
+            self._when_resumed = action
+        else:
+            action()
 
     def drain(self) -> None:
         """Hold new requests back and wait until those in flight have ended; ``resume`` lets them go on.
@@ -306,7 +327,7 @@ class RemoteRequests(ServerPool, InferenceEngine):
         On an event loop it does not wait for the servers, as the loop's other tasks would wait with it.
         """
         asked = [self.submit(self._abort_quietly, *entry) for entry in self._in_flight.by_server(rid)]
-        if not _is_on_a_loop():
+        if asyncio._get_running_loop() is None:
             for future in asked:
                 future.result()
 
@@ -315,11 +336,3 @@ class RemoteRequests(ServerPool, InferenceEngine):
             self.abort_on_server(server, wire_ids)
         except EngineError as error:  # its requests end with their connections, or are given up when it is taken out
             logger.warning("The server at %s was asked to abort %d requests: %s", server.address, len(wire_ids), error)
-
-
-def _is_on_a_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

@@ -21,7 +21,7 @@ from rollwright.rollout.executor import RolloutExecutor
 if TYPE_CHECKING:
     from torch import nn
 
-    from rollwright.inference.weights.ways import Publication, WeightUpdateMeta
+    from rollwright.inference.weights.ways import WeightUpdateMeta
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -74,7 +74,7 @@ class RolloutEngine(InferenceEngine):
         )
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
-        """Load or connect, and wait until requests are answered. Once more is a no-op.
+        """Load or connect, and wait until requests are answered. Idempotent.
 
         Args:
             args, kwargs: for the inference engine.
@@ -92,7 +92,7 @@ class RolloutEngine(InferenceEngine):
             raise
 
     def destroy(self) -> None:
-        """Cancel what runs, and give back the thread and the inference engine. Without ``initialize`` there is nothing to do."""
+        """Cancel what runs, and end the thread and the inference engine. Without ``initialize`` there is nothing to do."""
         executor, self._executor = self._executor, None
         client, self._client = self._client, None
         if executor is not None:
@@ -188,15 +188,14 @@ class RolloutEngine(InferenceEngine):
         self.client.publish(version)
         self.executor.set_version(version)
 
-    def update_weights(self, meta: WeightUpdateMeta | None = None, **arguments: Any) -> Publication | None:
+    def update_weights(self, meta: WeightUpdateMeta | None = None, **arguments: Any) -> None:
         """Give the engine new weights; the batches that were taken release their slots.
 
         Args:
             meta, arguments: as ``WeightReceiver.update_weights`` takes them.
         """
-        publication = self.client.update_weights(meta, **arguments)
+        self.client.update_weights(meta, **arguments)
         self.executor.set_version(self.client.get_version())
-        return publication
 
     @property
     def logprob_tolerance(self) -> float | None:

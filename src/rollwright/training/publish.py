@@ -2,8 +2,8 @@
 
 Between the first optimizer step of an update and publication an engine that shares the trainer's weights does not step:
 ``before_first_step`` pauses it, ``publish`` gives it the next version and lets it go on. After each publication the engines'
-log-probabilities of a probe are compared with the trainer's: the first rank asks the engines, all ranks score what they
-answered, and the first compares.
+log-probabilities of a probe are compared with the trainer's: the first rank asks the engines, and all ranks score and compare
+what they answered.
 """
 
 from __future__ import annotations
@@ -32,33 +32,17 @@ if TYPE_CHECKING:
 logger = getLogger("publish")
 
 
-class Publisher:
-    """A way for a trainer's weights to reach an engine.
+class SharedWeights:
+    """The engine in this process computes with the trainer's own tensors: nothing is copied.
 
     Attributes:
-        engine: takes the weights.
-        agreements: how far each engine was from the trainer in the last audit; empty where there was none yet.
+        engine: samples with the weights.
+        agreements: how far the engine was from the trainer in the last audit; empty where there was none yet.
     """
 
-    def __init__(self, engine: WeightReceiver) -> None:
+    def __init__(self, engine: InferenceEngine) -> None:
         self.engine = engine
         self.agreements: list[Agreement] = []
-
-    def before_first_step(self) -> None:
-        """The weights are about to change."""
-        raise NotImplementedError
-
-    def publish(self, trainer: TrainEngine, version: int) -> None:
-        """Give the engines the trainer's present weights as ``version``; they have confirmed it on return."""
-        raise NotImplementedError
-
-
-class SharedWeights(Publisher):
-    """The engine in this process computes with the trainer's own tensors: nothing is copied."""
-
-    def __init__(self, engine: InferenceEngine) -> None:
-        super().__init__(engine)
-        self.engine: InferenceEngine = engine
         self._paused = False
 
     def before_first_step(self) -> None:
@@ -89,16 +73,21 @@ class SharedWeights(Publisher):
         return other
 
 
-class SentWeights(Publisher):
+class SentWeights:
     """The engine has weights of its own: it copies the trainer's, or they are sent to servers by the way that ``meta`` names.
 
     Paused servers answer no probe. Where one process trains, they are asked when they resume. The ranks of a sharded trainer
     have to score the probe together, so they do it when they next come together: before the next first step, which is
     before anything that those servers sampled is trained on.
+
+    Attributes:
+        engine: takes the weights.
+        agreements: how far each engine was from the trainer in the last audit; empty where there was none yet.
     """
 
     def __init__(self, engine: WeightReceiver, meta: WeightUpdateMeta | None) -> None:
-        super().__init__(engine)
+        self.engine = engine
+        self.agreements: list[Agreement] = []
         self.meta = meta
         self._due: tuple[TrainEngine, int] | None = None  # a version that was not audited yet
 
@@ -140,6 +129,9 @@ class SentWeights(Publisher):
             self.agreements = agreements
 
 
+Publisher = SharedWeights | SentWeights
+
+
 def audit_engine(engine: WeightReceiver, trainer: TrainEngine, version: int, new_tokens: int) -> list[Agreement] | None:
     """Have the engines sample the probe, and compare their log-probabilities with the trainer's.
 
@@ -155,45 +147,32 @@ def audit_engine(engine: WeightReceiver, trainer: TrainEngine, version: int, new
     Raises:
         WeightUpdateError: on every rank, where an engine is over the tolerance, or answered with another version.
     """
-    answers: dict[str, ModelResponse] = {}
 
-    def ask() -> list[tuple[list[int], float]] | None:
-        got = engine.probe(probe_request(trainer.model, new_tokens))
-        if got is None:
+    def ask() -> list[Any] | None:
+        answers = engine.probe(probe_request(trainer.model, new_tokens))
+        if answers is None:
             return None
-        answers.update(got)
-        # Servers with the same weights sample the same tokens, which are then scored once.
-        distinct = {tuple(answer.input_tokens + answer.output_tokens): answer.temperature for answer in answers.values()}
-        return [(list(ids), temperature) for ids, temperature in distinct.items()]
+        return [engine.logprob_tolerance, {name: asdict(answer) for name, answer in answers.items()}]
 
     asked = parallel.from_first_rank(ask, trainer.device)
     if asked is None:
         return None
-    scored = {tuple(ids): _score(trainer, torch.tensor([ids]), temperature) for ids, temperature in asked}
+    tolerance, answers = asked
+    scored: dict[tuple[int, ...], Tensor] = {}  # servers with the same weights sample the same tokens, which are scored once
 
-    def judge() -> list[dict[str, Any]]:
-        def score(ids_BL: Tensor, _: float) -> Tensor:
-            return scored[tuple(ids_BL[0].tolist())]
+    def score(ids_BL: Tensor, temperature: float) -> Tensor:
+        ids = tuple(ids_BL[0].tolist())
+        if ids not in scored:
+            mask_BL = torch.ones_like(ids_BL)
+            batch = {"input_ids": ids_BL, "attention_mask": mask_BL.bool(), "loss_mask": mask_BL}
+            scored[ids] = trainer.compute_logp({**batch, "temperature": torch.full((1,), temperature)})
+        return scored[ids]
 
-        return [asdict(one) for one in audit(answers, score, version, engine.logprob_tolerance, trainer.compute_dtype)]
-
-    agreements = [Agreement(**agreement) for agreement in parallel.from_first_rank(judge, trainer.device)]
+    responses = {name: ModelResponse(**answer) for name, answer in answers.items()}
+    agreements = audit(responses, score, version, tolerance, trainer.compute_dtype)
     if agreements:
         logger.debug("audit of version %d: largest mean difference %.1e", version, max(one.mean for one in agreements))
     return agreements
-
-
-def _score(trainer: TrainEngine, ids_BL: Tensor, temperature: float) -> Tensor:
-    """The trainer's log-probabilities ``[B, L]`` of tokens."""
-    mask_BL = torch.ones_like(ids_BL)
-    return trainer.compute_logp(
-        {
-            "input_ids": ids_BL,
-            "attention_mask": mask_BL.bool(),
-            "loss_mask": mask_BL,
-            "temperature": torch.full((len(ids_BL),), temperature),
-        }
-    )
 
 
 def publisher_for(trainer: TrainEngine, engine: WeightReceiver | None, meta: WeightUpdateMeta | None) -> Publisher:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rollwright.atomic import replaced_directory
 from rollwright.errors import WeightUpdateError
+from rollwright.inference.weights.group import buckets
 
 #: Says what a directory of weights holds: ``{"version", "digest"}``.
 MANIFEST = "rollwright_weights.json"
@@ -27,11 +28,11 @@ def content_digest(named: Iterable[tuple[str, Tensor]]) -> str:
 
     Two sets of weights have one digest exactly where they are equal bit for bit, however they were stored.
     """
-    parts = {name: _tensor_digest(name, tensor) for name, tensor in named}
-    total = hashlib.sha256()
-    for name in sorted(parts):
-        total.update(parts[name])
-    return total.hexdigest()
+    return _total_digest({name: _tensor_digest(name, tensor) for name, tensor in named})
+
+
+def _total_digest(digests: dict[str, bytes]) -> str:
+    return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
 
 
 def _tensor_digest(name: str, tensor: Tensor) -> bytes:
@@ -75,44 +76,32 @@ def write_weights(directory: str | Path, named: Iterable[tuple[str, Tensor]], ve
 
 def _write_files(directory: Path, named: Iterable[tuple[str, Tensor]]) -> str:
     """Write shards of at most 4 GiB and their index; returns the digest of all."""
-    parts: dict[str, bytes] = {}
-    shard: dict[str, Tensor] = {}
-    files: list[tuple[Path, list[str]]] = []
-    size = total = 0
-
-    def flush() -> None:
-        nonlocal shard, size
-        if shard:
-            path = directory / f"part-{len(files):05d}.safetensors"
-            save_file(shard, path, metadata={"format": "pt"})
-            files.append((path, list(shard)))
-            shard, size = {}, 0
-
-    for name, tensor in named:
-        if name in parts:
-            raise WeightUpdateError(f"Weight {name} is given twice.")
-        tensor = tensor.detach().to("cpu").contiguous()
-        parts[name] = _tensor_digest(name, tensor)
-        shard[name] = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
-        size += tensor.nbytes
-        total += tensor.nbytes
-        if size >= _FILE_BYTES:
-            flush()
-    flush()
-    if not files:
-        raise WeightUpdateError("There are no weights to write.")
+    digests: dict[str, bytes] = {}
     weight_map: dict[str, str] = {}
-    for index, (path, names) in enumerate(files):
-        final = "model.safetensors" if len(files) == 1 else f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
-        path.rename(directory / final)
-        weight_map |= dict.fromkeys(names, final)
-    if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    size = 0
+
+    def on_cpu() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in named:
+            if name in digests:
+                raise WeightUpdateError(f"Weight {name} is given twice.")
+            tensor = tensor.detach().to("cpu").contiguous()
+            digests[name] = _tensor_digest(name, tensor)
+            yield name, tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+
+    for number, shard in enumerate(buckets(on_cpu(), _FILE_BYTES), 1):
+        file = f"model-{number:05d}.safetensors"
+        save_file(dict(shard), directory / file, metadata={"format": "pt"})
+        weight_map |= {name: file for name, _ in shard}
+        size += sum(tensor.nbytes for _, tensor in shard)
+    if not weight_map:
+        raise WeightUpdateError("There are no weights to write.")
+    files = set(weight_map.values())
+    if len(files) == 1:
+        (directory / files.pop()).rename(directory / "model.safetensors")
+    else:
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    digest = hashlib.sha256()
-    for name in sorted(parts):
-        digest.update(parts[name])
-    return digest.hexdigest()
+    return _total_digest(digests)
 
 
 def read_weights(directory: str | Path) -> Iterator[tuple[str, Tensor]]:

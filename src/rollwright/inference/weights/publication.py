@@ -8,7 +8,6 @@ Invariants:
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +24,7 @@ from rollwright.inference.remote import RemoteRequests
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.router import Server
 from rollwright.inference.weights.files import keep_newest, remove_later, write_weights
-from rollwright.inference.weights.ways import MappedWeights, Publication, WeightUpdateMeta, distinct_weights, shared_directory
+from rollwright.inference.weights.ways import MappedWeights, WeightUpdateMeta, distinct_weights, shared_directory
 from rollwright.tracking.logging import getLogger
 
 if TYPE_CHECKING:
@@ -82,11 +81,7 @@ class RemoteClient(RemoteRequests):
 
     def __init__(self, config: RolloutConfig | None = None, *, addresses: Iterable[str] | None = None) -> None:
         super().__init__(config, addresses=addresses)
-        self._restore: Callable[[Server], None] | None = None
-        self._when_resumed: Callable[[], object] | None = None
         self._mapped: MappedWeights | None = None
-        # Held by a publication, by pause and resume, and while a server is brought back: none of them sees half of another.
-        self._update_lock = threading.RLock()
 
     def destroy(self) -> None:
         """See ``RemoteRequests.destroy``; what was shared with the servers is removed."""
@@ -95,38 +90,6 @@ class RemoteClient(RemoteRequests):
             self._mapped.close()
             self._mapped = None
 
-    def pause(self) -> None:
-        """See ``RemoteRequests.pause``; a server that is being brought back is paused with the others."""
-        with self._update_lock:
-            super().pause()
-
-    def resume(self) -> None:
-        """Go on after ``pause``; then do what was put off until now (``when_resumed``)."""
-        with self._update_lock:
-            super().resume()
-        self._run_action()
-
-    def set_version(self, version: int) -> None:
-        """See ``RemoteRequests.set_version``."""
-        with self._update_lock:
-            if version != self._version:
-                super().set_version(version)
-                self._restore = None  # another client published: what this one has is older
-
-    def when_resumed(self, action: Callable[[], object]) -> None:
-        """Call ``action`` now, or at the end of ``resume`` where this client is paused: a paused server answers no probe.
-
-        Of several actions the last is called.
-        """
-        self._when_resumed = action
-        if not self.is_paused:
-            self._run_action()
-
-    def _run_action(self) -> None:
-        action, self._when_resumed = self._when_resumed, None
-        if action is not None:
-            action()
-
     def update_weights(
         self,
         meta: WeightUpdateMeta | None = None,
@@ -134,7 +97,7 @@ class RemoteClient(RemoteRequests):
         version: int,
         weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
         config: Any = None,
-    ) -> Publication:
+    ) -> None:
         """Publish weights to all servers; when this returns, their next tokens are sampled with them.
 
         Args:
@@ -146,7 +109,7 @@ class RemoteClient(RemoteRequests):
         Raises:
             WeightUpdateError: no server took the weights, or the way does not fit them.
         """
-        started, named, digest = time.perf_counter(), distinct_weights(weights), None
+        started, named = time.perf_counter(), distinct_weights(weights)
         with self._update_lock:  # files that a server may just be brought back with are written, too
             meta = meta or self.default_meta()
             if meta.type not in self.ways:
@@ -162,10 +125,12 @@ class RemoteClient(RemoteRequests):
             elif meta.type == "shared":
                 mapped = self.mapped_weights(meta.path)
                 mapped.write(named, version, config)
-                engines = self.update_weights_from_disk(str(mapped.directory), version, None)
+                engines = self.update_weights_from_disk(str(mapped.directory), version)
             else:
                 engines = self.broadcast_weights(named, version, meta)
-            return Publication.of(named, version, engines, meta.type, started, digest)
+        size, seconds = sum(tensor.nbytes for _, tensor in named) / 1e6, time.perf_counter() - started
+        names = ", ".join(engines)
+        logger.info("published version %d (%.1f MB) to %s by %s in %.2f s", version, size, names, meta.type, seconds)
 
     def update_weights_from_disk(self, directory: str, version: int, digest: str | None = None) -> list[str]:
         """Have every server load safetensors from a directory that it can read.
@@ -258,7 +223,7 @@ class RemoteClient(RemoteRequests):
 
     def _probe(self, server: Server, request: ModelRequest) -> ModelResponse:
         payload = self.payload(request, self._in_flight.new_wire_id("audit-probe"), server)
-        data = self.connections.request("POST", server.url + self.generate_path, payload)
+        data = self.ask(server, "POST", self.generate_path, payload, timeout=self.config.request_timeout)
         return self.read_answer(request, data, self._version)
 
     def apply_update(
@@ -367,33 +332,22 @@ class RemoteClient(RemoteRequests):
         """
         with self._update_lock:
             self.on_connected(server)
-            if not self._holds_current_weights(server):
-                self._give_current_weights(server)
-            if self.is_paused:
-                self.pause_server(server)
-            else:
-                self.resume_server(server)
+            label, doubtful = str(self.read_version(server)), server.has_doubtful_weights
+            # A server that was started again may call its first weights 0, too.
+            if label != str(self._version) or doubtful or (label == "0" and self._restore is not None):
+                if self._restore is not None:
+                    self.pause_server(server)  # what it may still run must not see its weights change
+                    self._restore(server)
+                    server.has_doubtful_weights = False
+                elif self._version == 0 and not label.isdigit() and not doubtful:
+                    self.label_version(server, 0)
+                else:
+                    raise WeightUpdateError(
+                        f"it holds version {label!r}{', which may be incomplete,' if doubtful else ''} and version {self._version} is "
+                        "not on disk; it comes back with the next publication"
+                    )
+            (self.pause_server if self.is_paused else self.resume_server)(server)
             self.router.put_back(server)
-
-    def _holds_current_weights(self, server: Server) -> bool:
-        """What its label says; except that a server that was started again may call its first weights 0, too."""
-        label = str(self.read_version(server))
-        return label == str(self._version) and not server.has_doubtful_weights and (label != "0" or self._restore is None)
-
-    def _give_current_weights(self, server: Server) -> None:
-        label = self.read_version(server)
-        if self._restore is not None:
-            self.pause_server(server)  # what it may still run must not see its weights change
-            self._restore(server)
-            server.has_doubtful_weights = False
-        elif self._version == 0 and not str(label).isdigit() and not server.has_doubtful_weights:
-            self.label_version(server, 0)
-        else:
-            doubt = ", which may be incomplete," if server.has_doubtful_weights else ""
-            raise WeightUpdateError(
-                f"it holds version {label!r}{doubt} and version {self._version} is not on disk; it comes back with the next "
-                "publication"
-            )
 
 
 def _described(failures: Mapping[str, EngineError]) -> str:

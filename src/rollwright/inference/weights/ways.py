@@ -8,7 +8,6 @@ import os
 import shutil
 import struct
 import tempfile
-import time
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -93,34 +92,6 @@ class WeightUpdateMeta:
         if isinstance(allocation, str):
             allocation = AllocationMode.from_str(allocation)
         return cls("xccl", allocation=allocation, backend=backend)
-
-
-@dataclass(frozen=True)
-class Publication:
-    """What a publication did."""
-
-    version: int
-    engines: tuple[str, ...]
-    seconds: float
-    bytes: int
-    digest: str | None = None
-
-    @classmethod
-    def of(
-        cls,
-        named: list[tuple[str, Tensor]],
-        version: int,
-        engines: Iterable[str],
-        way: str,
-        started: float,
-        digest: str | None = None,
-    ) -> Publication:
-        """A publication that began at ``time.perf_counter() == started`` and is over now; it is logged."""
-        size, seconds = sum(tensor.nbytes for _, tensor in named), time.perf_counter() - started
-        made = cls(version, tuple(engines), seconds, size, digest)
-        names = ", ".join(made.engines)
-        logger.info("published version %d (%.1f MB) to %s by %s in %.2f s", version, size / 1e6, names, way, seconds)
-        return made
 
 
 def distinct_weights(weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

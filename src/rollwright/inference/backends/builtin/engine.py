@@ -13,7 +13,6 @@ import asyncio
 import atexit
 import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -37,7 +36,7 @@ from rollwright.inference.backends.builtin.sequence import Sequence
 from rollwright.inference.backends.builtin.step import Finished, Stepper
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.inference.weights.ways import Publication, WeightUpdateMeta, distinct_weights
+from rollwright.inference.weights.ways import WeightUpdateMeta
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger(__name__)
@@ -393,15 +392,13 @@ class BuiltinEngine(InferenceEngine):
         version: int,
         weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
         config: Any = None,
-    ) -> Publication:
+    ) -> None:
         """Copy weights into the model and publish them as ``version``; see ``WeightReceiver.update_weights``.
 
         Raises:
             WeightUpdateError: a name or shape is not the model's; then no weight has changed.
         """
-        started, named = time.perf_counter(), distinct_weights(weights)
-        self.load_weights(named, version)
-        return Publication.of(named, version, [type(self).__name__], "memory", started)
+        self.load_weights(dict(weights), version)
 
     def go_back(self, version: int, *, finish: bool = False) -> None:
         """End all requests, and give the present weights an earlier version, as whose weights others are loaded next.
