@@ -71,6 +71,7 @@ from rollwright.registry import Registry as Registry
 from rollwright.rewards.registry import REWARD_FUNCTIONS as REWARD_FUNCTIONS
 from rollwright.rewards.wrapper import AsyncRewardWrapper as AsyncRewardWrapper
 from rollwright.rollout.engines import LocalRolloutEngine as LocalRolloutEngine
+from rollwright.rollout.engines import RemoteEngine as RemoteEngine
 from rollwright.rollout.engines import RemoteSGLangEngine as RemoteSGLangEngine
 from rollwright.rollout.engines import RemoteVLLMEngine as RemoteVLLMEngine
 from rollwright.rollout.engines import RolloutEngine as RolloutEngine
