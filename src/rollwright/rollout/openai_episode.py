@@ -24,10 +24,10 @@ from rollwright.errors import WorkflowError
 from rollwright.experience.experience import Experience
 from rollwright.experience.recorder import Recorder, RequestRecord, experiences_of
 from rollwright.inference.engine import InferenceEngine
-from rollwright.inference.server.chat_messages import template_messages
-from rollwright.inference.server.errors import RequestError
+from rollwright.inference.server.chat import template_messages
+from rollwright.inference.server.exchange import RequestError
 from rollwright.inference.server.openai import OpenAIProtocol
-from rollwright.inference.server.openai_call import OpenAICall
+from rollwright.inference.server.openai_answer import OpenAICall
 from rollwright.rollout.sample import SampleEngine
 
 #: Sampling parameters that a request may leave out, and the generation argument that then holds.
@@ -246,7 +246,7 @@ class OpenAIEpisode(OpenAIProtocol):
             call.requests[0].rid = self._conversation_of(call.requests[0].input_ids) or call.requests[0].rid
         turn = sum(message["role"] == "user" for message in fields.get("messages", []))
         for request in call.requests:
-            request.metadata |= {"call": _answer_id(call), "user_turn": max(0, turn - 1)}
+            request.metadata |= {"call": call.answer_id, "user_turn": max(0, turn - 1)}
         return call
 
     def _conversation_of(self, prompt: list[int]) -> str | None:
@@ -259,7 +259,7 @@ class OpenAIEpisode(OpenAIProtocol):
         return end[1]
 
     def _keep(self, call: OpenAICall) -> None:
-        self._turn_of_call[_answer_id(call)] = call.requests[0].metadata["user_turn"]
+        self._turn_of_call[call.answer_id] = call.requests[0].metadata["user_turn"]
         given = {name: value for name, value in call.body.items() if value is not None}
         for request, response, choice in zip(call.requests, call.responses, call.choices, strict=True):
             if self._records_itself:
@@ -270,7 +270,3 @@ class OpenAIEpisode(OpenAIProtocol):
                 (reply,) = template_messages([choice["message"]])
                 messages = template_messages(given["messages"])
                 conversation.remember(messages, reply, request.input_ids, response.output_tokens, self._tools(given))
-
-
-def _answer_id(call: OpenAICall) -> str:
-    return ("chatcmpl-" if call.is_chat else "cmpl-") + call.id

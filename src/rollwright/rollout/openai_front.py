@@ -30,9 +30,7 @@ try:
     from fastapi.responses import Response
     from starlette.exceptions import HTTPException
 
-    from rollwright.inference.server.errors import RequestError, error_response, path_refusal
-    from rollwright.inference.server.exchange import read_object
-    from rollwright.inference.server.openai import bearer_token
+    from rollwright.inference.server.exchange import AnsweringRoute, RequestError, bearer_token, path_refusal, read_object
     from rollwright.rollout.openai_episode import OpenAIEpisode
 except ModuleNotFoundError as error:
     raise ConfigError(
@@ -204,13 +202,10 @@ def _application(front: OpenAIFront) -> FastAPI:
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    async def refuse(_: Request, error: Exception) -> Response:
-        return error_response(error)
-
     async def refuse_path(request: Request, error: Exception) -> Response:
         return path_refusal(request, error, sorted(getattr(route, "path", "") for route in app.routes))
 
-    app.add_exception_handler(RequestError, refuse)
+    app.router.route_class = AnsweringRoute
     app.add_exception_handler(HTTPException, refuse_path)
     app.add_api_route("/health", health, methods=["GET"])
     for method, path, serve in (

@@ -33,9 +33,7 @@ from rollwright.errors import ConfigError, RollwrightError
 from rollwright.experience.experience import ExperienceId
 from rollwright.experience.operators import ExperiencePipeline
 from rollwright.inference.engine import InferenceEngine
-from rollwright.inference.server.errors import RequestError, error_response
-from rollwright.inference.server.exchange import read_object
-from rollwright.inference.server.openai import bearer_token
+from rollwright.inference.server.exchange import RequestError, bearer_token, error_response, read_object
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.rollout.openai_episode import OpenAIEpisode
 from rollwright.rollout.openai_front import OpenAIFront, ServerThread

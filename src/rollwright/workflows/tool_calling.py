@@ -17,7 +17,7 @@ from typing import Any
 
 from rollwright.errors import PromptTooLongError, WorkflowError
 from rollwright.experience.experience import Experience
-from rollwright.inference.server.tool_calls import ToolCall, tool_convention
+from rollwright.inference.server.chat import ToolCall, tool_convention
 from rollwright.processes.sandbox import SandboxResult, run_python
 from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.model_wrapper import ModelWrapper

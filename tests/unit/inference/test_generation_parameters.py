@@ -11,7 +11,7 @@ from rollwright.errors import EngineError
 from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.backends.vllm import VLLMClient
 from rollwright.inference.request import ModelRequest
-from rollwright.inference.server.native_fields import NEUTRAL_SAMPLING, SAMPLING, generation_arguments
+from rollwright.inference.server.bodies import Sampling
 
 #: A value of each field that is not its default.
 OTHER = {
@@ -72,8 +72,9 @@ def test_our_server_reads_back_what_the_client_wrote(name):
         return
     gconfig = GenerationHyperparameters(**{name: OTHER[name]})
     assert TABLES["sglang"].check(gconfig, "x", gives_contract_logprobs=True) is False
-    read, keep_stop = generation_arguments(TABLES["sglang"].sampling_params(gconfig, gconfig.seed))
-    assert keep_stop
+    sampling = Sampling.of(TABLES["sglang"].sampling_params(gconfig, gconfig.seed))
+    read = sampling.gconfig()
+    assert sampling.no_stop_trim
     if gconfig.greedy:
         assert read.is_greedy
         return
@@ -105,7 +106,10 @@ def test_every_way_to_say_all_tokens_is_neutral(top_k):
 
 
 def test_our_server_knows_every_key_that_the_client_sends():
-    assert set(TABLES["sglang"].sampling_params(GenerationHyperparameters(), None)) <= set(SAMPLING) | set(NEUTRAL_SAMPLING)
+    assert set(TABLES["sglang"].sampling_params(GenerationHyperparameters(), None)) <= {
+        *Sampling.model_fields,
+        *Sampling.neutral,
+    }
 
 
 def test_a_request_takes_generation_arguments_and_no_dict():

@@ -289,8 +289,10 @@ def test_health_metrics_and_memory(server):
     text = server.get("/metrics").text
     assert 'rollwright_requests_total{path="/generate",status="200"}' in text
     assert "# TYPE rollwright_request_seconds histogram" in text
-    assert "# TYPE rollwright_running gauge\nrollwright_running 0\n" in text
-    assert re.search(r"# TYPE rollwright_generated_tokens_total counter\nrollwright_generated_tokens_total [1-9]\d*\n", text)
+    assert "# TYPE rollwright_running gauge\nrollwright_running 0.0\n" in text
+    assert re.search(
+        r"# TYPE rollwright_generated_tokens_total counter\nrollwright_generated_tokens_total [1-9][\d.e+]*\n", text
+    )
     assert server.post("/flush_cache").json()["success"]
     assert server.post("/release_memory_occupation", json={}).json()["success"]
     assert server.post("/resume_memory_occupation", json={"tags": ["kv_cache"]}).json()["success"]

@@ -14,10 +14,10 @@ from server_parts import served, tiny_engine
 
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.inference.server.errors import RequestError
+from rollwright.inference.server.bodies import Chat, Completion
+from rollwright.inference.server.exchange import RequestError
 from rollwright.inference.server.openai import OpenAIProtocol
-from rollwright.inference.server.openai_call import OpenAICall
-from rollwright.inference.server.openai_fields import CHAT, COMPLETION, FIELDS, check_fields
+from rollwright.inference.server.openai_answer import OpenAICall
 
 TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}]
 ASK = [{"role": "user", "content": "hi"}]
@@ -305,21 +305,43 @@ def test_a_stream_that_cannot_start_has_an_error_status(address):
     assert httpx.post(f"http://{address}/v1/completions", json=body, timeout=120).status_code == 400
 
 
-def test_the_table_is_walked_for_both_endpoints():
-    values = {str: "x", list: [1], int: 3, float: 0.5, bool: False, dict: {"x": 1}}
-    for endpoint in (CHAT, COMPLETION):
-        for field in FIELDS:
-            value = values[field.kinds[0]]
-            if endpoint not in field.endpoints:
-                with pytest.raises(RequestError, match=field.name):
-                    check_fields({field.name: value}, endpoint)
-            elif field.use == "honoured":
-                given = dict.fromkeys(field.keys, True) if field.keys else 1 if field.high else value
-                assert check_fields({field.name: given}, endpoint)
-            elif field.use == "ignored":
-                assert check_fields({field.name: value}, endpoint) == {}
-            else:
-                for neutral in field.neutral:
-                    assert check_fields({field.name: neutral}, endpoint) == {}
-                with pytest.raises(RequestError, match=field.name):
-                    check_fields({field.name: value if value not in field.neutral else 2}, endpoint)
+#: A value of each honoured parameter.
+GIVEN = {
+    **dict.fromkeys(("model", "stop", "rid", "prompt"), "x"),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens", "top_k", "n", "seed"), 3),
+    **dict.fromkeys(("temperature", "top_p", "frequency_penalty"), 0.5),
+    **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "stream", "logprobs"), True),
+    **dict.fromkeys(("return_token_ids", "add_generation_prompt", "continue_final_message"), True),
+    **{"messages": ASK, "stop_token_ids": [1], "tools": TOOLS, "tool_choice": "auto", "best_of": 1},
+    **{"stream_options": {"include_usage": True}, "chat_template_kwargs": {"x": 1}},
+}
+#: The OpenAI parameters that each endpoint alone takes.
+ALONE = {
+    Chat: {
+        *("messages", "max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt"),
+        *("continue_final_message", "top_logprobs", "parallel_tool_calls", "response_format", "functions", "function_call"),
+        "modalities",
+    },
+    Completion: {"prompt", "best_of", "echo", "suffix"},
+}
+
+
+@pytest.mark.parametrize(("body", "other"), [(Chat, Completion), (Completion, Chat)])
+def test_every_parameter_is_honoured_ignored_or_refused(body, other):
+    base = {"messages": ASK} if body is Chat else {"prompt": "x"}
+    assert {*body.model_fields, *body.neutral} - {*other.model_fields, *other.neutral} == ALONE[body]
+    for name in body.model_fields:
+        assert body.of({**base, name: GIVEN[name]}).given()[name] == GIVEN[name]
+        with pytest.raises(RequestError, match=name):
+            body.of({**base, name: object()})
+        assert name in base or name not in body.of({**base, name: None}).given()
+    for name in body.ignored:
+        assert body.of({**base, name: object()}).given().keys() == base.keys()
+    for name, (neutral, _) in body.neutral.items():
+        for value in neutral:
+            assert body.of({**base, name: value}).given().keys() == base.keys()
+        with pytest.raises(RequestError, match=name):
+            body.of({**base, name: 7})
+    for name in ALONE[other] - {"best_of"}:
+        with pytest.raises(RequestError, match=f"Unknown parameter '{name}'"):
+            body.of({**base, name: 1})

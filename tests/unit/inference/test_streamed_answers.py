@@ -12,7 +12,7 @@ from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelResponse
 from rollwright.inference.server.application import create_application
-from rollwright.inference.server.errors import RequestError
+from rollwright.inference.server.exchange import RequestError
 from rollwright.inference.server.openai import OpenAIProtocol
 from rollwright.inference.server.settings import ServerSettings
 

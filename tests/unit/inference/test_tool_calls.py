@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from rollwright.inference.server.chat_messages import template_messages
-from rollwright.inference.server.errors import RequestError
-from rollwright.inference.server.tool_calls import HERMES, LLAMA, MISTRAL, tool_convention
+from rollwright.inference.server.chat import HERMES, LLAMA, MISTRAL, template_messages, tool_convention
+from rollwright.inference.server.exchange import RequestError
 
 
 def calls(convention, text):

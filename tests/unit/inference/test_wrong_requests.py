@@ -15,8 +15,7 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.server.application import create_application
-from rollwright.inference.server.native_fields import NEUTRAL_REQUEST, REQUEST, SAMPLING
-from rollwright.inference.server.openai_fields import CHAT, FIELDS
+from rollwright.inference.server.bodies import Chat, Completion, Generate, Sampling
 from rollwright.inference.server.settings import ServerSettings
 
 HUGE = 1 << 70
@@ -114,16 +113,22 @@ CONTROL = {
 }
 
 
+def parameters(body):
+    """Names of all parameters that a body knows: honoured, neutral and ignored."""
+    return [*body.model_fields, *body.neutral, *sorted(body.ignored)]
+
+
 def bodies():
     """Every parameter of every path, one odd value after the other."""
-    for field in FIELDS:
-        for endpoint in field.endpoints:
-            base = {"messages": [{"role": "user", "content": "hi"}]} if endpoint == CHAT else {"prompt": "hi"}
-            path = "/v1/chat/completions" if endpoint == CHAT else "/v1/completions"
-            yield from ((path, {**base, "max_tokens": 2, field.name: value}) for value in ODD)
-    for name in SAMPLING:
+    for body, path, base in (
+        (Chat, "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        (Completion, "/v1/completions", {"prompt": "hi"}),
+    ):
+        for name in parameters(body):
+            yield from ((path, {**base, "max_tokens": 2, name: value}) for value in ODD)
+    for name in parameters(Sampling):
         yield from (("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 2, name: value}}) for value in ODD)
-    for name in [*sorted(REQUEST), *NEUTRAL_REQUEST]:
+    for name in parameters(Generate):
         prompt = {} if name in ("text", "input_ids") else {"input_ids": [5]}
         yield from (("/generate", {**prompt, "sampling_params": {"max_new_tokens": 2}, name: value}) for value in ODD)
     for path, names in CONTROL.items():

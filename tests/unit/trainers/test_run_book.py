@@ -15,7 +15,7 @@ from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import StoreError
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.inference.server.errors import RequestError
+from rollwright.inference.server.exchange import RequestError
 from rollwright.rollout.openai_front import OpenAIFront
 from rollwright.store import ExperienceStore
 from rollwright.trainers.serve import RunBook

@@ -1,15 +1,25 @@
-"""Reading requests and writing answers while other clients are served: bodies, connections, server-sent events."""
+"""Requests in, answers and refusals out, while other clients are served: bodies, connections, errors, server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-from fastapi import Request
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 
-from rollwright.inference.server.errors import RequestError
+from rollwright.errors import (
+    EngineError,
+    EngineStepError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestAborted,
+    WeightUpdateError,
+)
 
 Result = TypeVar("Result")
 
@@ -17,8 +27,86 @@ Result = TypeVar("Result")
 _LARGE = 1 << 16
 
 
+class RequestError(Exception):
+    """A request that is refused, with an HTTP status."""
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, kind: str = "invalid_request_error"
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.kind = kind
+
+    def body(self) -> dict[str, Any]:
+        """The body of the answer, in the form that clients of both protocols read."""
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.status}}
+
+
 class ClientGoneError(Exception):
     """The client closed its connection; nobody waits for the answer."""
+
+
+def as_request_error(error: Exception) -> RequestError:
+    """The refusal that an engine's error becomes."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, PromptTooLongError):
+        return RequestError(str(error), param="prompt")
+    if isinstance(error, RequestAborted):
+        return RequestError(str(error), status=503, kind="server_error")
+    if isinstance(error, QueueFullError):
+        return RequestError(str(error), status=429, kind="rate_limit_error")
+    if isinstance(error, EngineError) and not isinstance(error, EngineStepError):
+        return RequestError(str(error))
+    return RequestError(f"{type(error).__name__}: {error}", status=500, kind="server_error")
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """The response that reports ``error``."""
+    refusal = as_request_error(error)
+    headers = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(refusal.status)
+    return JSONResponse(refusal.body(), status_code=refusal.status, headers=headers)
+
+
+def path_refusal(request: Request, error: Exception, paths: Iterable[str]) -> JSONResponse:
+    """The response to a path or method that nothing answers, in the form of every other error.
+
+    Args:
+        request: it.
+        error: Starlette's ``HTTPException``.
+        paths: those that there are.
+    """
+    assert isinstance(error, HTTPException)
+    path, message = request.url.path, str(error.detail)
+    if error.status_code == 404:
+        message = f"There is no {path} here; there are {', '.join(known for known in paths if known)}."
+    elif error.status_code == 405:
+        message = f"{path} takes {(error.headers or {}).get('Allow', 'another method')}, not {request.method}."
+    refusal = RequestError(message, status=error.status_code)
+    return JSONResponse(refusal.body(), status_code=error.status_code, headers=dict(error.headers or {}))
+
+
+class AnsweringRoute(APIRoute):
+    """A route whose handler's exceptions become responses that say what is wrong."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler that FastAPI calls."""
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except ClientGoneError:
+                return Response(status_code=499)
+            except HTTPException:
+                raise
+            except WeightUpdateError as error:  # SGLang's form of a failed update
+                return JSONResponse({"success": False, "message": str(error)}, status_code=400)
+            except Exception as error:  # whatever it is, the client is told
+                return error_response(error)
+
+        return answer
 
 
 async def read_object(request: Request) -> dict[str, Any]:
@@ -39,6 +127,12 @@ async def read_object(request: Request) -> dict[str, Any]:
     return value
 
 
+def bearer_token(request: Request) -> str | None:
+    """The bearer token of a request, or None."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() or None if scheme.lower() == "bearer" else None
+
+
 async def beside_the_loop(size: int, work: Callable[..., Result], *arguments: Any) -> Result:
     """``work``, in a thread where it reads much: health checks and other requests are answered meanwhile.
 
@@ -56,23 +150,21 @@ async def while_connected(request: Request, work: Awaitable[Result]) -> Result:
     Raises:
         ClientGoneError: the client closed the connection first.
     """
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnect(request))
+
+    async def disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGoneError
         return task.result()
     finally:
-        for pending in (task, watcher):
-            if not pending.done():
-                pending.cancel()
+        task.cancel()
+        watcher.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
-
-
-async def _disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def event_line(value: Any) -> str:

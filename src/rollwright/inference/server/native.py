@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from rollwright.config.generation import GenerationHyperparameters
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse, version_spans
-from rollwright.inference.server.errors import RequestError, as_request_error, error_body, error_response
-from rollwright.inference.server.exchange import ClientGoneError, beside_the_loop, event_line, read_object, while_connected
-from rollwright.inference.server.native_fields import check_request, generation_arguments
+from rollwright.inference.server.bodies import Generate, Sampling
+from rollwright.inference.server.exchange import (
+    AnsweringRoute,
+    RequestError,
+    as_request_error,
+    beside_the_loop,
+    event_line,
+    read_object,
+    while_connected,
+)
 from rollwright.inference.server.text_stream import completion_text
 
 
@@ -26,36 +32,22 @@ class _Completion:
     request: ModelRequest
     keep_stop: bool
     return_logprob: bool
-    token_texts: bool
-    prompt_token_ids: bool
-
-
-@dataclass
-class _Generation:
-    """A parsed ``/generate``."""
-
-    completions: list[_Completion]
-    as_list: bool
-    stream: bool
-
-    @property
-    def requests(self) -> list[ModelRequest]:
-        """What the engine is asked."""
-        return [completion.request for completion in self.completions]
+    body: Generate
 
 
 class NativeProtocol:
-    """``/generate`` over an engine."""
+    """``/generate`` over an engine.
 
-    def __init__(
-        self, engine: InferenceEngine, tokenizer: Any, *, max_prompt_tokens: int | None = None, max_samples: int = 256
-    ) -> None:
-        """Args:
+    Args:
         engine: answers the requests.
         tokenizer: encodes ``text`` and decodes answers; None: ids only.
         max_prompt_tokens: a longer prompt is refused.
         max_samples: most completions of one request.
-        """
+    """
+
+    def __init__(
+        self, engine: InferenceEngine, tokenizer: Any, *, max_prompt_tokens: int | None = None, max_samples: int = 256
+    ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
@@ -64,112 +56,83 @@ class NativeProtocol:
     @property
     def router(self) -> APIRouter:
         """The route."""
-        router = APIRouter()
+        router = APIRouter(route_class=AnsweringRoute)
         router.add_api_route("/generate", self._generate, methods=["POST", "PUT"], response_model=None)
         return router
 
     async def _generate(self, request: Request) -> Response:
-        try:
-            body = await read_object(request)
-            generation = await beside_the_loop(len(await request.body()), self._parse, body)
-            if generation.stream:
-                return await self._stream(request, generation.completions[0])
-            responses = await while_connected(request, self.engine.agenerate_batch(generation.requests))
-            answers = [
-                self.answer(completion, response)
-                for completion, response in zip(generation.completions, responses, strict=True)
-            ]
-        except ClientGoneError:
-            return Response(status_code=499)
-        except Exception as error:  # every failure becomes a response that says what is wrong
-            return error_response(error)
-        return JSONResponse(answers if generation.as_list else answers[0])
+        body = await read_object(request)
+        completions, as_list = await beside_the_loop(len(await request.body()), self._parse, body)
+        if completions[0].body.stream:
+            return await self._stream(request, completions[0])
+        requests = [completion.request for completion in completions]
+        responses = await while_connected(request, self.engine.agenerate_batch(requests))
+        answers = [self.answer(*pair) for pair in zip(completions, responses, strict=True)]
+        return JSONResponse(answers if as_list else answers[0])
 
-    def _parse(self, body: dict[str, Any]) -> _Generation:
-        check_request(body)
-        prompts, is_batch = self._prompts(body)
-        count = len(prompts)
-        arguments = [generation_arguments(given) for given in _one_each("sampling_params", body, count)]
-        asked = sum(gconfig.n_samples for gconfig, _ in arguments)
-        if asked > self._max_samples:
-            raise self._too_many(asked)
-        stream, as_list = bool(body.get("stream")), is_batch or asked > 1
-        if as_list and stream:
+    def _parse(self, given: dict[str, Any]) -> tuple[list[_Completion], bool]:
+        """The completions that are asked for, and whether the answer is a list."""
+        body = Generate.of(given)
+        prompts, as_list = self._prompts(body)
+        samplings = [Sampling.of(params or {}) for params in _one_each(body, "sampling_params", len(prompts))]
+        asked = sum(sampling.n for sampling in samplings)
+        self._check_number(asked)
+        as_list = as_list or asked > 1
+        if as_list and body.stream:
             raise RequestError("stream is served for one prompt with n=1.", param="stream")
-        completions = [
-            _Completion(
-                self._request(body, prompt, gconfig, rid, index),
-                keep_stop,
-                bool(return_logprob),
-                bool(body.get("return_text_in_logprobs")),
-                bool(body.get("return_prompt_token_ids")),
+        body.rid = body.rid or uuid.uuid4().hex
+        rids = _one_each(body, "rid", len(prompts))
+        if isinstance(body.rid, str) and len(prompts) > 1:
+            rids = [f"{rid}_{index}" for index, rid in enumerate(rids)]
+        completions = []
+        returns = _one_each(body, "return_logprob", len(prompts))
+        for prompt, sampling, rid, return_logprob in zip(prompts, samplings, rids, returns, strict=True):
+            gconfig = sampling.gconfig()
+            for index in range(sampling.n):
+                request = ModelRequest(
+                    input_ids=prompt,
+                    gconfig=gconfig.new(n_samples=1, seed=None if gconfig.seed is None else gconfig.seed + index),
+                    rid=rid,
+                    tokenizer=self.tokenizer,
+                    position_ids=body.position_ids,
+                    branch_ids=body.branch_ids,
+                )
+                completions.append(_Completion(request, sampling.no_stop_trim, bool(return_logprob), body))
+        return completions, as_list
+
+    def _check_number(self, asked: int) -> None:
+        if asked > self._max_samples:
+            raise RequestError(
+                f"{asked} completions are over the limit of {self._max_samples} (--max-samples); send fewer in one request.",
+                param="sampling_params",
             )
-            for prompt, (gconfig, keep_stop), rid, return_logprob in zip(
-                prompts, arguments, _rids(body, count), _one_each("return_logprob", body, count), strict=True
-            )
-            for index in range(gconfig.n_samples)
-        ]
-        return _Generation(completions, as_list, stream)
 
-    def _request(
-        self, body: dict[str, Any], prompt: list[int], gconfig: GenerationHyperparameters, rid: str, index: int
-    ) -> ModelRequest:
-        seed = None if gconfig.seed is None else gconfig.seed + index
-        return ModelRequest(
-            input_ids=prompt,
-            gconfig=gconfig.new(n_samples=1, seed=seed),
-            rid=rid,
-            tokenizer=self.tokenizer,
-            position_ids=body.get("position_ids"),
-            branch_ids=body.get("branch_ids"),
-        )
-
-    def _too_many(self, asked: int) -> RequestError:
-        return RequestError(
-            f"{asked} completions are over the limit of {self._max_samples} (--max-samples); send fewer in one request.",
-            param="sampling_params",
-        )
-
-    def _prompts(self, body: dict[str, Any]) -> tuple[list[list[int]], bool]:
-        ids: Any = body.get("input_ids")
-        text = body.get("text")
-        if (ids is None) == (text is None):
-            raise RequestError("Give either input_ids or text.", param="input_ids")
-        is_batch = isinstance(text, list) or (isinstance(ids, list) and bool(ids) and isinstance(ids[0], list))
-        given = (ids if text is None else text) if is_batch else [ids if text is None else text]
-        if len(given) > self._max_samples:
-            raise self._too_many(len(given))
-        prompts = given if text is None else self._encoded(given)
-        vocabulary = len(self.tokenizer) if self.tokenizer is not None else None
+    def _prompts(self, body: Generate) -> tuple[list[list[int]], bool]:
+        """The prompts' ids, and whether they were given as a list."""
+        given: Any = body.input_ids if body.text is None else body.text
+        is_batch = isinstance(given, list) and not isinstance(given[0], int)
+        prompts = given if is_batch else [given]
+        self._check_number(len(prompts))
+        if body.text is not None:
+            if self.tokenizer is None:
+                raise RequestError("This server has no tokenizer; give input_ids.", param="text")
+            prompts = [self.tokenizer.encode(text) for text in prompts]
+        vocabulary = None if self.tokenizer is None else len(self.tokenizer)
         for prompt in prompts:
-            self._check_prompt(prompt, vocabulary)
+            if not prompt:
+                raise RequestError("text is empty: there is no token to continue from.", param="text")
+            if min(prompt) < 0 or (vocabulary is not None and max(prompt) >= vocabulary):
+                raise RequestError(f"input_ids holds ids outside 0 to {(vocabulary or 0) - 1}.", param="input_ids")
+            if self._max_prompt_tokens and len(prompt) > self._max_prompt_tokens:
+                raise RequestError(
+                    f"The prompt has {len(prompt)} tokens, longer than the limit of {self._max_prompt_tokens}.",
+                    param="input_ids",
+                )
         return prompts, is_batch
-
-    def _encoded(self, texts: list[Any]) -> list[list[int]]:
-        if self.tokenizer is None:
-            raise RequestError("This server has no tokenizer; give input_ids.", param="text")
-        if not texts or not all(isinstance(text, str) for text in texts):
-            raise RequestError("text has to be a text or a list of texts.", param="text")
-        prompts = [self.tokenizer.encode(text) for text in texts]
-        if not all(prompts):
-            raise RequestError("text is empty: there is no token to go on from.", param="text")
-        return prompts
-
-    def _check_prompt(self, prompt: Any, vocabulary: int | None) -> None:
-        if not isinstance(prompt, list) or not prompt or any(type(token) is not int for token in prompt):
-            raise RequestError(
-                "input_ids has to be a list of token ids that is not empty, or a list of such lists.", param="input_ids"
-            )
-        if min(prompt) < 0 or (vocabulary is not None and max(prompt) >= vocabulary):
-            raise RequestError(f"input_ids holds ids outside 0 to {(vocabulary or 0) - 1}.", param="input_ids")
-        if self._max_prompt_tokens and len(prompt) > self._max_prompt_tokens:
-            raise RequestError(
-                f"The prompt has {len(prompt)} tokens, longer than the limit of {self._max_prompt_tokens}.", param="input_ids"
-            )
 
     def answer(self, completion: _Completion, response: ModelResponse, *, final: bool = True) -> dict[str, Any]:
         """One answer in SGLang's form; ``final`` is False for the chunks of a stream before the last."""
-        request = completion.request
+        request, body = completion.request, completion.body
         meta: dict[str, Any] = {
             "id": request.rid,
             "finish_reason": _finish_reason(response) if final else None,
@@ -180,18 +143,16 @@ class NativeProtocol:
             "e2e_latency": response.latency,
             "ttft": response.ttft,
         }
+        text, tokenizer = "", self.tokenizer
         if completion.return_logprob:
-            texts = [
-                self.tokenizer.decode([token]) if completion.token_texts and self.tokenizer else None
-                for token in response.output_tokens
-            ]
+            has_texts = body.return_text_in_logprobs and tokenizer
+            texts = [tokenizer.decode([token]) if has_texts else None for token in response.output_tokens]
             meta["output_token_logprobs"] = list(zip(response.output_logprobs, response.output_tokens, texts, strict=True))
-        if completion.prompt_token_ids:
+        if body.return_prompt_token_ids:
             meta["prompt_token_ids"] = request.input_ids
-        text = ""
-        if self.tokenizer is not None:
+        if tokenizer is not None:
             text = completion_text(
-                self.tokenizer,
+                tokenizer,
                 response.output_tokens,
                 skip_special_tokens=request.gconfig.skip_special_tokens,
                 stop_match=None if completion.keep_stop else response.stop_match,
@@ -202,7 +163,7 @@ class NativeProtocol:
         partials = self.engine.astream(completion.request)
         first = await while_connected(asked, anext(partials))
 
-        async def events() -> AsyncIterator[str]:
+        async def events() -> AsyncGenerator[str, None]:
             try:
                 latest = first
                 async for partial in partials:
@@ -211,30 +172,21 @@ class NativeProtocol:
                 yield event_line(self.answer(completion, latest))
                 yield "data: [DONE]\n\n"
             except Exception as error:  # the status is sent already: the stream says what is wrong
-                refusal = as_request_error(error)
-                yield event_line(error_body(str(refusal), kind=refusal.kind, status=refusal.status))
+                yield event_line(as_request_error(error).body())
             finally:
                 await partials.aclose()
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
 
-def _one_each(name: str, body: dict[str, Any], count: int) -> list[Any]:
+def _one_each(body: Generate, name: str, count: int) -> list[Any]:
     """A field that holds one value for all prompts, or a list with one for each."""
-    value = body.get(name)
+    value = getattr(body, name)
     if not isinstance(value, list):
         return [value] * count
     if len(value) != count:
         raise RequestError(f"{len(value)} {name} for {count} prompts.", param=name)
     return value
-
-
-def _rids(body: dict[str, Any], count: int) -> list[str]:
-    """Names of the prompts' conversations: those given, or one given (or made) name, numbered where there are several."""
-    rid = body.get("rid") or uuid.uuid4().hex
-    if isinstance(rid, list):
-        return [str(name) for name in _one_each("rid", body, count)]
-    return [str(rid)] if count == 1 else [f"{rid}_{index}" for index in range(count)]
 
 
 def _finish_reason(response: ModelResponse) -> dict[str, Any]:

@@ -22,19 +22,28 @@ from fastapi.responses import StreamingResponse
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.inference.server.chat_messages import template_messages
-from rollwright.inference.server.errors import RequestError, as_request_error, error_body, error_response
-from rollwright.inference.server.exchange import ClientGoneError, beside_the_loop, event_line, read_object, while_connected
+from rollwright.inference.server.bodies import Chat, Completion
+from rollwright.inference.server.chat import template_messages, tool_convention
+from rollwright.inference.server.exchange import (
+    AnsweringRoute,
+    RequestError,
+    as_request_error,
+    bearer_token,
+    beside_the_loop,
+    event_line,
+    read_object,
+    while_connected,
+)
 from rollwright.inference.server.openai_answer import (
+    CHAT,
+    COMPLETION,
     ChoiceStream,
+    OpenAICall,
     answer_choice,
     opening,
     partial_responses,
     usage_of,
 )
-from rollwright.inference.server.openai_call import OpenAICall
-from rollwright.inference.server.openai_fields import CHAT, COMPLETION, check_fields
-from rollwright.inference.server.tool_calls import tool_convention
 
 
 class OpenAIProtocol:
@@ -42,6 +51,17 @@ class OpenAIProtocol:
 
     Include ``router`` in a FastAPI application. The engine may be any ``InferenceEngine``: the built-in one, a client of
     servers, or an engine bound to a sample.
+
+    Args:
+        engine: answers every call; None where ``engine_for_key`` chooses.
+        tokenizer: the model's, with its chat template.
+        model_name: the name that requests give.
+        on_call: sees each finished call (plain or async); an exception of it fails the call.
+        engine_for_key: the engine for a bearer token; raises ``RequestError`` (status 401) for one it does not know.
+        defaults: sampling of parameters that a request leaves out; the protocol's own where None.
+        context_length: prompt and new tokens together; None: the engine's.
+        max_prompt_tokens: a longer prompt is refused.
+        max_samples: the largest ``n``.
     """
 
     def __init__(
@@ -57,17 +77,6 @@ class OpenAIProtocol:
         max_prompt_tokens: int | None = None,
         max_samples: int = 256,
     ) -> None:
-        """Args:
-        engine: answers every call; None where ``engine_for_key`` chooses.
-        tokenizer: the model's, with its chat template.
-        model_name: the name that requests give.
-        on_call: sees each finished call (plain or async); an exception of it fails the call.
-        engine_for_key: the engine for a bearer token; raises ``RequestError`` (status 401) for one it does not know.
-        defaults: sampling of parameters that a request leaves out; the protocol's own where None.
-        context_length: prompt and new tokens together; None: the engine's.
-        max_prompt_tokens: a longer prompt is refused.
-        max_samples: the largest ``n``.
-        """
         if (engine is None) == (engine_for_key is None):
             raise ValueError("give either engine or engine_for_key")
         self._engine_for_key: Callable[[str | None], Any] = engine_for_key or (lambda _: engine)
@@ -83,7 +92,7 @@ class OpenAIProtocol:
     @property
     def router(self) -> APIRouter:
         """The routes."""
-        router = APIRouter()
+        router = APIRouter(route_class=AnsweringRoute)
         router.add_api_route("/v1/models", self._models, methods=["GET"])
         router.add_api_route("/v1/models/{name:path}", self._model, methods=["GET"])
         router.add_api_route("/v1/completions", self._completions, methods=["POST"], response_model=None)
@@ -101,46 +110,40 @@ class OpenAIProtocol:
     async def _models(self) -> dict[str, Any]:
         return {"object": "list", "data": [self._card()]}
 
-    async def _model(self, name: str) -> Any:
-        if name != self.model_name:
-            return error_response(self._unknown_model(name))
+    async def _model(self, name: str) -> dict[str, Any]:
+        self._check_model({"model": name})
         return self._card()
 
     async def _completions(self, request: Request) -> Response | dict[str, Any]:
-        return await self._serve(request, COMPLETION, self._completion_prompts)
+        return await self._serve(request, COMPLETION)
 
     async def _chat(self, request: Request) -> Response | dict[str, Any]:
-        return await self._serve(request, CHAT, lambda fields: [self.chat_prompt(fields)])
+        return await self._serve(request, CHAT)
 
-    async def _serve(
-        self, request: Request, endpoint: str, prompts_of: Callable[[dict[str, Any]], list[list[int]]]
-    ) -> Response | dict[str, Any]:
-        try:
-            body = await read_object(request)
-            fields = check_fields(body, endpoint)
-            self._check_model(fields)
-            api_key = bearer_token(request)
-            engine = self._engine_for_key(api_key)
-            prompts = await beside_the_loop(len(await request.body()), prompts_of, fields)
-            call = self._call(api_key, endpoint, body, fields, prompts)
-            if fields.get("stream"):
-                include_usage = bool((fields.get("stream_options") or {}).get("include_usage"))
-                return await self._stream(request, engine, call, include_usage)
-            await while_connected(request, self._run(engine, call))
-        except ClientGoneError:
-            return Response(status_code=499)
-        except Exception as error:  # every failure becomes a response that says what is wrong
-            return error_response(error)
-        return self._answer(call)
+    async def _serve(self, request: Request, endpoint: str) -> Response | dict[str, Any]:
+        body = await read_object(request)
+        fields = (Chat if endpoint == CHAT else Completion).of(body).given()
+        self._check_model(fields)
+        api_key = bearer_token(request)
+        engine = self._engine_for_key(api_key)
+        prompts_of = self._chat_prompts if endpoint == CHAT else self._completion_prompts
+        prompts = await beside_the_loop(len(await request.body()), prompts_of, fields)
+        call = self._call(api_key, endpoint, body, fields, prompts)
+        if fields.get("stream"):
+            return await self._stream(request, engine, call, bool(fields.get("stream_options", {}).get("include_usage")))
+        await while_connected(request, self._run(engine, call))
+        answer = self._head(call, "chat.completion") | {"choices": call.choices, "usage": usage_of(call)}
+        return answer | ({"prompt_token_ids": call.requests[0].input_ids} if call.return_token_ids and call.is_chat else {})
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def _unknown_model(self, name: str) -> RequestError:
-        return RequestError(f"There is no model {name!r}; this server serves {self.model_name!r}.", status=404, param="model")
-
     def _check_model(self, fields: dict[str, Any]) -> None:
-        if fields.get("model") not in (None, "", self.model_name):
-            raise self._unknown_model(fields["model"])
+        if (name := fields.get("model", "")) not in ("", self.model_name):
+            said = f"There is no model {name!r}; this server serves {self.model_name!r}."
+            raise RequestError(said, status=404, param="model")
+
+    def _chat_prompts(self, fields: dict[str, Any]) -> list[list[int]]:
+        return [self.chat_prompt(fields)]
 
     def chat_prompt(self, fields: dict[str, Any]) -> list[int]:
         """Token ids of a chat request's prompt, by the model's chat template.
@@ -199,24 +202,12 @@ class OpenAIProtocol:
         return self.convention.beginning_of_call(name)
 
     def _completion_prompts(self, fields: dict[str, Any]) -> list[list[int]]:
-        prompt = fields.get("prompt")
-        if isinstance(prompt, str):
-            return [self._encode(prompt)]
-        if not isinstance(prompt, list) or not prompt:
-            raise RequestError("prompt has to be text, token ids, or a list of either.", param="prompt")
-        if all(type(item) is int for item in prompt):
-            return [prompt]
-        prompts = [self._encode(item) if isinstance(item, str) else item for item in prompt]
-        for index, item in enumerate(prompts):
-            if not isinstance(item, list) or not item or any(type(token) is not int for token in item):
-                raise RequestError(f"prompt[{index}] is neither text nor token ids.", param="prompt")
-        return prompts
-
-    def _encode(self, text: str) -> list[int]:
-        ids = self.tokenizer.encode(text, add_special_tokens=True)
-        if not ids:
+        given: Any = fields["prompt"]
+        items = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        prompts = [self.tokenizer.encode(item, add_special_tokens=True) if isinstance(item, str) else item for item in items]
+        if not all(prompts):
             raise RequestError("prompt is empty.", param="prompt")
-        return ids
+        return prompts
 
     def _call(
         self, api_key: str | None, endpoint: str, body: dict[str, Any], fields: dict[str, Any], prompts: list[list[int]]
@@ -257,15 +248,7 @@ class OpenAIProtocol:
         )
 
     def _gconfig(self, fields: dict[str, Any], endpoint: str, prompt_length: int) -> GenerationHyperparameters:
-        if type(fields.get("logprobs")) is int and fields["logprobs"] > 1:
-            raise RequestError(
-                "logprobs above 1 asks for alternatives, and only the sampled token's is known.", param="logprobs"
-            )
-        stop = fields.get("stop")
-        stop = [stop] if isinstance(stop, str) else stop
-        if stop is not None and any(not isinstance(text, str) or not text for text in stop):
-            raise RequestError("stop has to be texts that are not empty.", param="stop")
-        defaults = self._defaults
+        defaults, stop = self._defaults, fields.get("stop")
         given = fields.get("max_completion_tokens", fields.get("max_tokens"))
         if given is None:
             room = (self._context_length or prompt_length + defaults.max_new_tokens) - prompt_length
@@ -278,7 +261,7 @@ class OpenAIProtocol:
             top_p=float(fields.get("top_p", defaults.top_p)),
             top_k=fields.get("top_k", defaults.top_k),
             frequency_penalty=float(fields.get("frequency_penalty", defaults.frequency_penalty)),
-            stop=stop,
+            stop=[stop] if isinstance(stop, str) else stop,
             stop_token_ids=fields.get("stop_token_ids", []),
             ignore_eos=bool(fields.get("ignore_eos", False)),
             skip_special_tokens=bool(fields.get("skip_special_tokens", True)),
@@ -301,18 +284,13 @@ class OpenAIProtocol:
             if inspect.isawaitable(result):
                 await result
 
-    def _answer(self, call: OpenAICall) -> dict[str, Any]:
-        answer: dict[str, Any] = {
-            "id": ("chatcmpl-" if call.is_chat else "cmpl-") + call.id,
-            "object": "chat.completion" if call.is_chat else "text_completion",
+    def _head(self, call: OpenAICall, kind: str) -> dict[str, Any]:
+        return {
+            "id": call.answer_id,
+            "object": kind if call.is_chat else "text_completion",
             "created": int(call.started),
             "model": self.model_name,
-            "choices": call.choices,
-            "usage": usage_of(call),
         }
-        if call.return_token_ids and call.is_chat:
-            answer["prompt_token_ids"] = call.requests[0].input_ids
-        return answer
 
     async def _stream(
         self, request: Request, engine: InferenceEngine, call: OpenAICall, include_usage: bool
@@ -334,12 +312,7 @@ class OpenAIProtocol:
 
     async def _events(self, engine: InferenceEngine, call: OpenAICall, include_usage: bool) -> AsyncGenerator[str, None]:
         """The server-sent events of a streamed call. The first is yielded only after the engine took every request."""
-        head = {
-            "id": ("chatcmpl-" if call.is_chat else "cmpl-") + call.id,
-            "object": "chat.completion.chunk" if call.is_chat else "text_completion",
-            "created": int(call.started),
-            "model": self.model_name,
-        }
+        head = self._head(call, "chat.completion.chunk")
         streams = [ChoiceStream(call, index, self.tokenizer, self.convention) for index in range(len(call.requests))]
         latest: dict[int, ModelResponse] = {}
         async with contextlib.aclosing(partial_responses(engine, call.requests)) as partials:
@@ -355,8 +328,7 @@ class OpenAIProtocol:
             except Exception as error:  # of the engine or of on_call: whatever it is, the client is told
                 if not latest:
                     raise  # nothing was sent: the request gets a status
-                refusal = as_request_error(error)
-                yield event_line(error_body(str(refusal), kind=refusal.kind, status=refusal.status))
+                yield event_line(as_request_error(error).body())
                 return
         for index, stream in enumerate(streams):
             for chunk in stream.last(latest[index], call.choices[index]):
@@ -364,9 +336,3 @@ class OpenAIProtocol:
         if include_usage:
             yield event_line({**head, "choices": [], "usage": usage_of(call)})
         yield "data: [DONE]\n\n"
-
-
-def bearer_token(request: Request) -> str | None:
-    """The bearer token of a request, or None."""
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    return token.strip() or None if scheme.lower() == "bearer" else None

@@ -1,15 +1,61 @@
-"""Answers of the OpenAI protocol: choices, log-probabilities, usage, and the chunks of a stream."""
+"""A call of the OpenAI protocol and its answer: choices, log-probabilities, usage, and the chunks of a stream."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+import uuid
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollwright.inference.request import ModelRequest, ModelResponse, version_spans
-from rollwright.inference.server.openai_call import OpenAICall
+from rollwright.inference.server.chat import ToolCall, ToolConvention
 from rollwright.inference.server.text_stream import TextStream, completion_text, held_back
-from rollwright.inference.server.tool_calls import ToolCall, ToolConvention
+
+CHAT, COMPLETION = "chat", "completion"
+
+
+@dataclass
+class OpenAICall:
+    """One call of the OpenAI protocol, with everything that was asked and answered.
+
+    Attributes:
+        api_key: the bearer token that the client sent, or None.
+        endpoint: ``"chat"`` or ``"completion"``.
+        body: the request as it came.
+        requests: one for each choice, in the order of the choices.
+        responses: what the engine answered to each; complete when ``on_call`` sees the call.
+        choices: the choices of the answer, in the protocol's form.
+        started: ``time.time()`` at arrival.
+    """
+
+    api_key: str | None
+    endpoint: str
+    body: dict[str, Any]
+    requests: list[ModelRequest]
+    responses: list[ModelResponse] = field(default_factory=list)
+    choices: list[dict[str, Any]] = field(default_factory=list)
+    started: float = field(default_factory=time.time)
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    # How the answer is written.
+    samples: int = 1
+    tools: bool = False
+    begun: str = ""  # text that every reply begins with, given and not sampled: of a forced tool call
+    logprobs: bool = False
+    return_token_ids: bool = False
+    keep_stop: bool = False
+
+    @property
+    def is_chat(self) -> bool:
+        """True for ``/v1/chat/completions``."""
+        return self.endpoint == CHAT
+
+    @property
+    def answer_id(self) -> str:
+        """The id of the answer, as the client sees it."""
+        return ("chatcmpl-" if self.is_chat else "cmpl-") + self.id
 
 
 def usage_of(call: OpenAICall) -> dict[str, int]:

@@ -312,7 +312,7 @@ class BuiltinEngine(InferenceEngine):
     def on_weight_update(self, value: OnWeightUpdate) -> None:
         if value not in ("recompute", "keep", "wait"):
             raise ConfigError(f"on_weight_update is {value!r}; use 'recompute', 'keep' or 'wait'.")
-        self._on_weight_update = value
+        self._on_weight_update: OnWeightUpdate = value
 
     def flush_cache(self) -> None:
         """Forget the keys and values of finished sequences."""

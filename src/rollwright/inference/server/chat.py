@@ -1,4 +1,7 @@
-"""Tool calls in a model's text, by the convention of its chat template."""
+"""Chats in the OpenAI protocol: messages as chat templates want them, and tool calls in a model's text.
+
+A model writes tool calls by the convention of its chat template.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,76 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from rollwright.inference.server.exchange import RequestError
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def template_messages(messages: Any) -> list[dict[str, Any]]:
+    """Messages whose content is text and whose tool calls carry their arguments as objects, as chat templates expect.
+
+    Args:
+        messages: as they stand in a request; content may be a list of ``{"type": "text", "text": ...}`` blocks.
+
+    Returns:
+        New dicts; the request's are left as they are.
+
+    Raises:
+        RequestError: a message is malformed, or holds what the model cannot see.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise RequestError("messages has to be a list with at least one message.", param="messages")
+    return [_template_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _template_message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        role = message.get("role") if isinstance(message, dict) else message
+        raise RequestError(f"{where} has role {role!r}; roles are {', '.join(ROLES)}.", param=where)
+    rendered = {key: value for key, value in message.items() if value is not None}
+    if rendered["role"] == "developer":
+        rendered["role"] = "system"
+    rendered["content"] = _text(message.get("content"), where, required=not message.get("tool_calls"))
+    if message.get("tool_calls"):
+        rendered["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message["tool_calls"])]
+    return rendered
+
+
+def _text(content: Any, where: str, required: bool) -> str:
+    if content is None:
+        if required:
+            raise RequestError(f"{where} has no content.", param=where)
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(
+            f"{where}.content is a {type(content).__name__}; it has to be text or a list of blocks.", param=where
+        )
+    parts: list[str] = []
+    for index, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, dict) else None
+        text = block.get("text") if isinstance(block, dict) else block
+        if kind not in (None, "text", "input_text", "output_text") or not isinstance(text, str):
+            raise RequestError(
+                f"{where}.content[{index}] is of type {kind!r}; this server's model reads text only.", param=f"{where}.content"
+            )
+        parts.append(text)
+    return "".join(parts)
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{where} has no function with a name.", param=where)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError:
+            arguments = {"": arguments}  # what the model once wrote may be broken JSON; the history keeps it
+    return {"id": call.get("id", ""), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 @dataclass(frozen=True)

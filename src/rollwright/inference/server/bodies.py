@@ -1,0 +1,424 @@
+"""The bodies of requests, in the names of SGLang's native protocol and of the OpenAI protocol, validated by pydantic.
+
+A parameter is honoured (a field of a model), ignored (it cannot change what is sampled) or neutral (the server has no
+counterpart: only a value that asks for nothing is taken). Any other is refused by name. None means "not given".
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from fastapi import Request
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.inference.parameters import limits_top_k
+from rollwright.inference.server.exchange import RequestError, beside_the_loop, read_object
+from rollwright.inference.weights.group import DEFAULT_GROUP
+
+
+class Body(BaseModel):
+    """Parameters of a request.
+
+    Attributes:
+        noun: what a parameter is called in messages.
+        ignored: names of parameters that cannot change what is sampled.
+        neutral: name -> the values that ask for nothing, and why another is refused; a list may hold one for each prompt.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    noun: ClassVar[str] = "parameter"
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    neutral: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {}
+
+    @classmethod
+    async def read(cls, request: Request) -> Self:
+        """The parameters in a request's body; a FastAPI dependency.
+
+        Raises:
+            RequestError: the body is not a JSON object, or a parameter is wrong.
+        """
+        body = await read_object(request)
+        return await beside_the_loop(len(await request.body()), cls.of, body)
+
+    @classmethod
+    def of(cls, body: dict[str, Any]) -> Self:
+        """The parameters of a parsed body.
+
+        Raises:
+            RequestError: a parameter is unknown, of a wrong type, out of range or cannot be honoured.
+        """
+        given = {name: value for name, value in body.items() if value is not None and name not in cls.ignored}
+        for name in cls.neutral.keys() & given.keys():
+            value, (neutral, why) = given.pop(name), cls.neutral[name]
+            for_each = value if isinstance(value, list) else [value]
+            if value not in neutral and any(item is not None and item not in neutral for item in for_each):
+                raise RequestError(f"{name}={value!r:.100} cannot be honoured: {why}. Leave it out.", param=name)
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            raise cls._refusal(error.errors(include_url=False)[0], given) from None
+
+    @classmethod
+    def _refusal(cls, error: ErrorDetails, given: dict[str, Any]) -> RequestError:
+        name, kind = str(error["loc"][0]), error["type"]
+        if kind == "extra_forbidden":
+            known = ", ".join(sorted([*cls.model_fields, *cls.neutral]))
+            return RequestError(f"Unknown {cls.noun} {name!r}; known are {known}.", param=name)
+        field, said = cls.model_fields[name], f"{name} is missing"
+        if name in given:
+            said = f"{name}={given[name]!r:.100}"
+        wanted = field.description or ("given" if kind == "missing" else error["msg"].removeprefix("Input should be "))
+        if kind in ("greater_than_equal", "less_than_equal"):
+            bounds = {side: getattr(limit, side) for limit in field.metadata for side in ("ge", "le") if hasattr(limit, side)}
+            limits = error.get("ctx", {}) | bounds
+            both = "between {ge} and {le}" if len(limits) == 2 else "at least {ge}" if "ge" in limits else "at most {le}"
+            wanted = both.format(**limits)
+        return RequestError(f"{said}; it has to be {wanted}.", param=name)
+
+
+def _leaves_a_token(top_p: float) -> float:
+    if top_p == 0:
+        raise RequestError("top_p=0 leaves no token; use temperature=0 for greedy sampling.", param="top_p")
+    return top_p
+
+
+TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+TopP = Annotated[float, Field(ge=0.0, le=1.0), AfterValidator(_leaves_a_token)]
+Temperature = Annotated[float, Field(ge=0.0, le=100.0)]
+FrequencyPenalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+NotEmpty = Annotated[str, Field(min_length=1)]
+Flag = Annotated[bool, Field(strict=False)]
+
+# ------------------------------------------------------------------ SGLang's native protocol
+
+
+def _none(*names: str, value: Any) -> dict[str, tuple[tuple[Any, ...], str]]:
+    return {name: ((value,), "this server has no such thing") for name in names}
+
+
+class Sampling(Body):
+    """``sampling_params`` of ``/generate``."""
+
+    noun = "sampling parameter"
+    neutral = {
+        **_none("min_p", "presence_penalty", value=0),
+        **_none("repetition_penalty", "beam_width", "stream_interval", value=1),
+        **_none("logit_bias", "custom_params", value={}),
+        **_none("json_schema", "regex", "ebnf", "structural_tag", value=""),
+        "stop_regex": (("", []), "this server has no such thing"),
+        "watermark": ((), "this server has no such thing"),
+    }
+
+    n: int = Field(1, ge=1)
+    max_new_tokens: int = Field(128, ge=1)
+    min_new_tokens: int = Field(0, ge=0)
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: int = Field(0, ge=-1)
+    frequency_penalty: FrequencyPenalty = 0.0
+    stop: str | list[str] | None = Field(None, description="text or a list of texts")
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+    sampling_seed: int | None = None
+    spaces_between_special_tokens: bool = True
+
+    def gconfig(self) -> GenerationHyperparameters:
+        """The generation arguments; ``n_samples`` holds n."""
+        same = self.model_dump(exclude={"n", "no_stop_trim", "sampling_seed", "spaces_between_special_tokens"})
+        gconfig = GenerationHyperparameters(**same, n_samples=self.n, seed=self.sampling_seed)
+        return gconfig if limits_top_k(gconfig) else gconfig.new(top_k=0)
+
+
+class Generate(Body):
+    """``/generate``. What is ignored tells SGLang's routers, queues, caches and logs how to handle a request."""
+
+    noun = "field of /generate"
+    ignored = frozenset(
+        [
+            "session_id",
+            "conversation_id",
+            "routing_key",
+            "routed_dp_rank",
+            "data_parallel_rank",
+            "priority",
+            "extra_key",
+            "cache_salt",
+            "kv_hints",
+            "log_metrics",
+            "no_logs",
+            "custom_labels",
+            "external_trace_header",
+            "received_time",
+            "http_worker_ipc",
+        ]
+    )
+    neutral = {
+        "logprob_start_len": ((-1,), "the prompt is not scored"),
+        "top_logprobs_num": ((0,), "only the sampled token's log-probability is known"),
+        "image_data": (
+            ([],),
+            "the model behind this server reads token ids only; pixel values travel only to the built-in engine in process",
+        ),
+        "lora_path": (("",), "this server serves one set of weights"),
+        **_none("token_ids_logprob", "video_data", "audio_data", "modalities", "input_embeds", value=[]),
+        **_none("use_audio_in_video", "return_hidden_states", "return_routed_experts", "return_indexer_topk", value=False),
+        **_none("return_sampling_mask", "return_entropy", "return_bytes", "background", "require_reasoning", value=False),
+        **_none("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", value=False),
+        **_none("return_flat_raw_top_logprobs_b64", value=False),
+        **_none("routed_experts_start_len", value=0),
+        **_none("session_params", value={}),
+        **_none("custom_logit_processor", value=""),
+    }
+
+    rid: str | list[str] | None = None
+    text: NotEmpty | Annotated[list[NotEmpty], Field(min_length=1, fail_fast=True)] | None = Field(
+        None, description="text, or a list of texts; where text is empty, there is no token to continue from"
+    )
+    input_ids: TokenIds | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)] | None = Field(
+        None, description="a list of token ids that is not empty, or a list of such lists"
+    )
+    sampling_params: dict[str, Any] | list[dict[str, Any] | None] | None = Field(
+        None, description="an object, or a list with one for each prompt"
+    )
+    return_logprob: Flag | list[Flag | None] = Field(False, description="true or false, or a list with one for each prompt")
+    stream: Flag = False
+    position_ids: list[int] | None = None
+    branch_ids: list[int] | None = None
+    return_text_in_logprobs: Flag = False
+    return_prompt_token_ids: Flag = False
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        if (self.input_ids is None) == (self.text is None):
+            raise RequestError("Give either input_ids or text.", param="input_ids")
+        return self
+
+
+# ------------------------------------------------------------------ the OpenAI protocol
+
+#: What the tokenizer's method takes besides the variables of its template: another template, or a shortened prompt, would be
+#: trained on as if the model's own had made it.
+_TEMPLATE_METHOD = frozenset(
+    [
+        "chat_template",
+        "conversation",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    ]
+)
+
+
+class OpenAIBody(Body):
+    """What chat and completions have in common; ``given`` is what the protocol works with."""
+
+    ignored = frozenset({"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"})
+    neutral = {
+        "presence_penalty": ((0,), "the engine has no presence penalty"),
+        "repetition_penalty": ((1,), "the engine has no repetition penalty"),
+        "min_p": ((0,), "the engine has no min-p"),
+        "logit_bias": (({},), "logits are not biased"),
+    }
+
+    model: str | None = None
+    max_tokens: int = Field(16, ge=1)
+    min_tokens: int = Field(0, ge=0)
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: int = Field(0, ge=-1)
+    frequency_penalty: FrequencyPenalty = 0.0
+    n: int = Field(1, ge=1)
+    seed: int | None = None
+    stop: NotEmpty | list[NotEmpty] | None = Field(None, description="text or a list of texts that are not empty")
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    logprobs: bool | Annotated[int, Field(le=1)] = Field(
+        False, description="true, false, 0 or 1: only the sampled token's log-probability is known, no alternatives"
+    )
+    return_token_ids: bool = False
+    rid: str | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Name to value of the honoured parameters that the request gives."""
+        return {name: getattr(self, name) for name in self.model_fields_set}
+
+    @field_validator("stream_options", "chat_template_kwargs", check_fields=False)
+    @classmethod
+    def _may_be_set(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        refused, takes = set(value) & _TEMPLATE_METHOD, "the variables of the model's own template"
+        if info.field_name == "stream_options":
+            refused, takes = set(value) - {"include_usage"}, "include_usage"
+        if refused:
+            raise RequestError(f"{info.field_name} cannot set {min(refused)!r}; it takes {takes}.", param=info.field_name)
+        return value
+
+
+class Chat(OpenAIBody):
+    """``/v1/chat/completions``."""
+
+    neutral = {
+        **OpenAIBody.neutral,
+        "top_logprobs": ((0,), "only the sampled token's log-probability is known"),
+        "parallel_tool_calls": ((True,), "the number of calls cannot be limited"),
+        "response_format": (({"type": "text"},), "decoding is not constrained"),
+        "functions": (([],), "use tools"),
+        "function_call": (("auto", "none"), "use tool_choice"),
+        "modalities": ((["text"],), "the server gives text"),
+    }
+
+    messages: list[Any] = Field(min_length=1, description="a list with at least one message")
+    max_completion_tokens: int = Field(16, ge=1)
+    tools: list[Any] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class Completion(OpenAIBody):
+    """``/v1/completions``."""
+
+    neutral = {
+        **OpenAIBody.neutral,
+        "echo": ((False,), "the prompt is not scored"),
+        "suffix": (("",), "there is no insertion mode"),
+    }
+
+    prompt: NotEmpty | TokenIds | Annotated[list[NotEmpty | TokenIds], Field(min_length=1, fail_fast=True)] = Field(
+        description="text, token ids, or a list of either, and not empty"
+    )
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _best_of_all(self) -> Self:
+        if self.best_of not in (None, self.n):
+            raise RequestError(f"best_of={self.best_of} cannot be honoured: only best_of = n can be served.", param="best_of")
+        return self
+
+
+# ------------------------------------------------------------------ control, in SGLang's names
+
+#: A version; trajectories hold it in 32 bits.
+_VERSION: Any = Field(None, ge=0, le=(1 << 31) - 1, description="a whole number: versions count weight updates")
+
+
+class ControlBody(Body):
+    """What steers a server: numbers may be texts, and what is unknown is ignored."""
+
+    model_config = ConfigDict(strict=False, extra="ignore", coerce_numbers_to_str=True)
+
+
+class Pause(ControlBody):
+    """``/pause_generation``."""
+
+    mode: Literal["abort", "retract", "in_place"] = Field("abort", description="one of retract, in_place, abort")
+
+
+class Abort(ControlBody):
+    """``/abort_request``."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+    @model_validator(mode="after")
+    def _says_which(self) -> Self:
+        if not self.abort_all and not self.rid:
+            raise RequestError("Give rid, the id of one request in text, or abort_all: true.", param="rid")
+        return self
+
+
+class NewVersion(ControlBody):
+    """``/update_weight_version``."""
+
+    new_version: int | None = _VERSION
+    abort_all_requests: bool = True
+
+
+class FromDisk(ControlBody):
+    """``/update_weights_from_disk``."""
+
+    model_path: NotEmpty = Field(description="a directory")
+    weight_version: int | None = _VERSION
+    content_digest: str | None = None
+    abort_all_requests: bool = False
+
+
+class Group(ControlBody):
+    """``/destroy_weights_update_group``."""
+
+    group_name: str = DEFAULT_GROUP
+
+
+class JoinGroup(Group):
+    """``/init_weights_update_group``."""
+
+    master_address: str
+    master_port: int = Field(ge=1, le=65535)
+    rank_offset: int
+    world_size: int
+    backend: str = "nccl"
+
+    @model_validator(mode="after")
+    def _rank_is_a_servers(self) -> Self:
+        if not 0 < self.rank_offset < self.world_size:
+            raise RequestError(
+                f"rank_offset={self.rank_offset} of world_size={self.world_size}: rank 0 is the trainer, and the server's rank is "
+                "below world_size.",
+                param="rank_offset",
+            )
+        return self
+
+
+class FromDistributed(Group):
+    """``/update_weights_from_distributed``."""
+
+    names: list[str] = []
+    dtypes: list[str] = []
+    shapes: list[list[int]] = []
+    weight_version: int | None = _VERSION
+    abort_all_requests: bool = False
+
+    @model_validator(mode="after")
+    def _one_for_each(self) -> Self:
+        if not len(self.names) == len(self.dtypes) == len(self.shapes):
+            raise RequestError(
+                f"{len(self.names)} names, {len(self.dtypes)} dtypes and {len(self.shapes)} shapes; give one for each."
+            )
+        return self
+
+
+class Checker(ControlBody):
+    """``/weights_checker``."""
+
+    action: Literal["checksum"] = Field("checksum", description="checksum")
+
+
+class Memory(ControlBody):
+    """``/release_memory_occupation`` and ``/resume_memory_occupation``."""
+
+    tags: list[Literal["kv_cache"]] = Field([], description="a list of kv_cache alone: this engine keeps its weights")
