@@ -30,16 +30,17 @@ def replaced_file(path: str | Path, *, durable: bool = False, mode: int | None =
         mode: permission bits of the file; None: those of any new file.
     """
     target = Path(path).absolute()
-    draft = _beside(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
     try:
         yield draft
         if mode is not None:
             draft.chmod(mode)
         if durable:
-            flush(draft)
+            _flush(draft)
         os.replace(draft, target)
         if durable:
-            flush(target.parent)
+            _flush(target.parent)
     finally:
         draft.unlink(missing_ok=True)
 
@@ -57,20 +58,20 @@ def replaced_directory(
             raises, nothing appears.
     """
     target = Path(directory).absolute()
-    draft, old = _beside(target), _beside(target)
-    draft.mkdir()
+    draft, old = (target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp" for _ in range(2))
+    draft.mkdir(parents=True)
     try:
         yield draft
         if durable:
             for path in (*draft.rglob("*"), draft):
-                flush(path)
+                _flush(path)
         if before_visible is not None:
             before_visible()
         if target.exists():
             target.rename(old)
         draft.rename(target)
         if durable:
-            flush(target.parent)
+            _flush(target.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
         if old.exists() and not target.exists():
@@ -78,16 +79,11 @@ def replaced_directory(
         shutil.rmtree(old, ignore_errors=True)
 
 
-def write_bytes(path: str | Path, content: bytes, *, durable: bool = False, mode: int | None = None) -> Path:
-    """Write a file whole or not at all; see ``replaced_file``. Returns its path."""
-    with replaced_file(path, durable=durable, mode=mode) as draft:
-        draft.write_bytes(content)
-    return Path(path)
-
-
 def write_text(path: str | Path, text: str, *, durable: bool = False, mode: int | None = None) -> Path:
     """Write a UTF-8 file whole or not at all; see ``replaced_file``. Returns its path."""
-    return write_bytes(path, text.encode(), durable=durable, mode=mode)
+    with replaced_file(path, durable=durable, mode=mode) as draft:
+        draft.write_text(text, encoding="utf-8")
+    return Path(path)
 
 
 def write_json(
@@ -124,15 +120,10 @@ def sweep(directory: str | Path, *, older_than: float = 3600.0) -> list[Path]:
     return removed
 
 
-def flush(path: Path) -> None:
+def _flush(path: Path) -> None:
     """Have a file's content, or a directory's entries, reach the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _beside(target: Path) -> Path:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    return target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"

@@ -17,7 +17,9 @@ def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> Non
     assert atomic.write_text(path, "one") == path
     atomic.write_text(path, "zwei ⟦2⟧", durable=True)
     assert path.read_text("utf-8") == "zwei ⟦2⟧"
-    assert atomic.write_bytes(path, b"\x00").read_bytes() == b"\x00"
+    with atomic.replaced_file(path) as draft:
+        draft.write_bytes(b"\x00")
+    assert path.read_bytes() == b"\x00"
     assert os.listdir(path.parent) == ["file.txt"]
 
 

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from rollwright.rewards.registry import REWARD_FUNCTIONS
-from rollwright.rewards.text import format_reward, gsm8k_answer, has_think_answer_format, last_tagged, references, to_number
+from rollwright.rewards.text import format_reward, gsm8k_answer, last_tagged, references, to_number
 
 _IMPORTS = ("math_verify",)  # takes a second, and is not needed where these functions are only looked up
 _LONGEST_ANSWER = 2000  # characters that are parsed; an answer stands at the end
@@ -27,18 +27,23 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def equivalent(found: str, wanted: str) -> bool:
+def equivalent(found: str, wanted: str, *, is_free_text: bool = False) -> bool:
     """True where two answers are mathematically the same.
 
     No limit is set here: math-verify's own works only in a main thread. Call it where it can be killed.
+
+    Args:
+        found: an answer, or, where ``is_free_text``, a completion from whose end math-verify extracts one.
+        wanted: the reference.
     """
-    number = to_number(found)
+    number = None if is_free_text else to_number(found)
     if number is not None and number == to_number(wanted):
         return True
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call that has no limit
-    gold, guess = (math_verify.parse(part, parsing_timeout=0) for part in (_delimited(wanted), _delimited(found)))
+    texts = (_delimited(wanted), found[-_LONGEST_ANSWER:] if is_free_text else _delimited(found))
+    gold, guess = (math_verify.parse(text, parsing_timeout=0) for text in texts)
     return bool(gold) and bool(guess) and math_verify.verify(gold, guess, timeout_seconds=None)
 
 
@@ -55,21 +60,10 @@ def accuracy(completion: str, answer: Any) -> float:
         part = last_boxed(completion)
     if part is None and "####" in completion:
         part = gsm8k_answer(completion)
-    wanted = [gsm8k_answer(one) for one in references(answer)]
-    if part is not None:
-        boxed = last_boxed(part)
-        return float(any(equivalent(part if boxed is None else boxed, one) for one in wanted))
-    return float(any(_ends_with(completion, one) for one in wanted))
-
-
-def _ends_with(completion: str, wanted: str) -> bool:
-    """math-verify's own extraction from free text, for completions that mark no answer."""
-    import math_verify
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    gold = math_verify.parse(_delimited(wanted), parsing_timeout=0)
-    guess = math_verify.parse(completion[-_LONGEST_ANSWER:], parsing_timeout=0)
-    return bool(gold) and bool(guess) and math_verify.verify(gold, guess, timeout_seconds=None)
+    if part is None:
+        return float(any(equivalent(completion, gsm8k_answer(one), is_free_text=True) for one in references(answer)))
+    boxed = last_boxed(part)
+    return float(any(equivalent(part if boxed is None else boxed, gsm8k_answer(one)) for one in references(answer)))
 
 
 @REWARD_FUNCTIONS.register_module("accuracy_reward", worker_imports=_IMPORTS)
@@ -158,14 +152,3 @@ def overlong_penalty(length: int, max_response_length: int | None, cache_length:
     if length >= max_response_length or cache_length <= 0:
         return -penalty_factor
     return penalty_factor * (free - length) / cache_length
-
-
-__all__ = [
-    "accuracy_reward",
-    "has_think_answer_format",
-    "last_boxed",
-    "math_boxed_reward",
-    "math_dapo_reward",
-    "math_reward",
-    "overlong_penalty",
-]

@@ -39,11 +39,8 @@ def to_number(text: str) -> Fraction | None:
 
 def last_number(text: str) -> Fraction | None:
     """The last number in a text; ``5-3`` ends with 3, ``= -3`` with minus 3."""
-    found = None
-    for match in _NUMBER.finditer(text):
-        if match.group():
-            found = match.group()
-    return None if found is None else to_number(found)
+    found = [match for match in _NUMBER.findall(text) if match]
+    return to_number(found[-1]) if found else None
 
 
 def gsm8k_answer(text: str) -> str:
@@ -70,7 +67,7 @@ def references(answer: Any) -> list[str]:
 
 
 def _same_number(found: Fraction | None, answer: Any) -> float:
-    return float(found is not None and any(found == to_number(gsm8k_answer(one)) for one in references(answer)))
+    return float(found is not None and any(found == to_number(one.rsplit("####", 1)[-1]) for one in references(answer)))
 
 
 @REWARD_FUNCTIONS.register_module("numeric_reward", runs_inline=True)
@@ -86,10 +83,10 @@ def gsm8k_reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any = None, **_: Any
 ) -> float:
     """1 where the number after the completion's last ``####``, or else its last number, is that of the GSM8K solution."""
-    part = gsm8k_answer(completion)
-    first = next((match.group() for match in _NUMBER.finditer(part) if match.group()), None)
-    found = (None if first is None else to_number(first)) if "####" in completion else last_number(completion)
-    return _same_number(found, answer)
+    if "####" not in completion:
+        return numeric_reward(prompt, completion, prompt_ids, completion_ids, answer=answer)
+    first = next(filter(None, _NUMBER.findall(gsm8k_answer(completion))), "")
+    return _same_number(to_number(first), answer)
 
 
 @REWARD_FUNCTIONS.register_module("arithmetic_reward", runs_inline=True)
