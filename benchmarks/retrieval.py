@@ -104,7 +104,7 @@ async def drive(port: int, queries: list[str], clients: int, seconds: float) -> 
 
 def measure_service(corpus: Path, queries: list[str], clients: int, seconds: float) -> dict[str, float]:
     """Start the service and drive it from a process of its own."""
-    serve = "import typer; from rollwright.cli.retrieve import retrieve; typer.run(retrieve)"
+    serve = "import typer; from rollwright.cli.serve import retrieve; typer.run(retrieve)"
     service = subprocess.Popen(
         [sys.executable, "-c", serve, "--corpus", str(corpus), "--port", "0"], stdout=subprocess.PIPE, text=True
     )

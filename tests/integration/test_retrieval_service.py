@@ -10,7 +10,7 @@ import pytest
 from rollwright.environments.retrieval import RetrievalClient, ToolError
 
 WIKI_QA = Path(__file__).resolve().parents[3] / "shared" / "data" / "wiki_qa"
-SERVE = "import typer; from rollwright.cli.retrieve import retrieve; typer.run(retrieve)"
+SERVE = "import typer; from rollwright.cli.serve import retrieve; typer.run(retrieve)"
 
 
 def start(*arguments):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rollwright.cli.plugins import PluginDirectories
+from rollwright.cli.plan import describe, resolved_yaml
+from rollwright.cli.run import PluginDirectories, load_with_plugins, look_up_names
+from rollwright.config.loading import load_stages, split_arguments
+from rollwright.config.validation import class_at, schema_of_class, schema_of_files
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -19,9 +23,6 @@ Arguments = Annotated[
 @app.command()
 def show(arguments: Arguments) -> None:
     """Print a config with every key and the value it has after overrides and interpolation."""
-    from rollwright.cli.plan import resolved_yaml
-    from rollwright.config.loading import load_stages, split_arguments
-
     typer.echo(resolved_yaml(load_stages(*split_arguments(arguments))))
 
 
@@ -31,13 +32,8 @@ def check(arguments: Arguments, plugin_dir: PluginDirectories = None) -> None:
 
     Workflows, rewards and operators are looked up by their names, as a run would; models and data are not.
     """
-    from rollwright.cli.plan import describe
-    from rollwright.cli.plugins import announce_plugins, look_up_names
-    from rollwright.config.loading import load_stages, split_arguments
-
-    announce_plugins(plugin_dir)
     file, overrides = split_arguments(arguments)
-    stages = load_stages(file, overrides)
+    stages = load_with_plugins(file, overrides, plugin_dir)
     look_up_names(stages)
     typer.echo(f"{file}: nothing is wrong.{describe(stages)}")
 
@@ -54,10 +50,6 @@ def schema(
 
     In VS Code with the YAML extension, begin a file with `# yaml-language-server: $schema=rollwright.schema.json`.
     """
-    import json
-
-    from rollwright.config.validation import class_at, schema_of_class, schema_of_files
-
     text = json.dumps(schema_of_class(class_at(class_name)) if class_name else schema_of_files(), indent=2)
     if output:
         output.write_text(text + "\n", encoding="utf-8")

@@ -34,15 +34,15 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "run": Command("rollwright.cli.run:run", "Carry out a config: train, warm up, evaluate, whatever its stages say."),
-    "eval": Command("rollwright.cli.evaluate:evaluate", "Score a model on a dataset, greedy and sampled."),
+    "eval": Command("rollwright.cli.run:evaluate", "Score a model on a dataset, greedy and sampled."),
     "sequences": Command("rollwright.cli.sequences:sequences", "Generate and score responses, and write them as a table."),
     "config": Command("rollwright.cli.config:app", "Show, check and describe configs."),
-    "model": Command("rollwright.cli.model:app", "Make models."),
+    "model": Command("rollwright.cli.new:models", "Make models."),
     "new": Command("rollwright.cli.new:app", "Write files to begin with: a workflow, its config and its test."),
     "serve-model": Command(
-        "rollwright.cli.serve_model:serve_model", "Serve a model: the built-in engine over SGLang's and the OpenAI protocol."
+        "rollwright.cli.serve:serve_model", "Serve a model: the built-in engine over SGLang's and the OpenAI protocol."
     ),
-    "retrieve": Command("rollwright.cli.retrieve:retrieve", "Serve a corpus to search agents."),
+    "retrieve": Command("rollwright.cli.serve:retrieve", "Serve a corpus to search agents."),
 }
 
 

@@ -1,13 +1,27 @@
-"""``rollwright run``: carry out a config."""
+"""``rollwright run`` and ``rollwright eval``: carry out a config, or score a model."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rollwright.cli.plugins import PluginDirectories, announce_plugins, look_up_names
+from rollwright.cli.failures import keep_tracebacks_in
+from rollwright.cli.plan import describe, resolved_yaml, run_directory_of
+from rollwright.config.loading import Stage, load_eval_stages, load_stages, split_arguments
+from rollwright.registry import PLUGINS
+
+ConfigOption = Annotated[str | None, typer.Option("--config", help="The YAML file, in place of the first argument.")]
+PluginDirectories = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--plugin-dir",
+        help="Python file, or directory of such, that registers workflows, rewards, losses and so on; repeatable.",
+    ),
+]
 
 
 def run(
@@ -15,7 +29,7 @@ def run(
         list[str] | None,
         typer.Argument(metavar="[CONFIG] [key=value]...", help="A YAML file, then keys that win over it.", show_default=False),
     ] = None,
-    config: Annotated[str | None, typer.Option("--config", help="The YAML file, in place of the first argument.")] = None,
+    config: ConfigOption = None,
     plugin_dir: PluginDirectories = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved config and what would happen, and do nothing.")
@@ -29,21 +43,73 @@ def run(
     Everything that the run writes is in <cluster.fileroot>/<experiment_name>/<trial_name>/. Running the same command again
     after an interruption goes on where it stopped (recover.mode).
     """
-    from rollwright.cli.failures import keep_tracebacks_in
-    from rollwright.cli.plan import describe, resolved_yaml, run_directory_of
-    from rollwright.config.loading import load_stages, split_arguments
-
-    announce_plugins(plugin_dir)
     file, overrides = split_arguments([*(["--config", config] if config else []), *(arguments or [])])
-    stages = load_stages(file, overrides)
+    stages = load_with_plugins(file, overrides, plugin_dir)
     if dry_run:
         look_up_names(stages)
         typer.echo(resolved_yaml(stages))
         typer.echo(describe(stages))
         return
+    _carry_out(stages, file)
+
+
+def evaluate(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG] [key=value]...",
+            help="A file whose eval stages are carried out (or whose shared keys an evaluation is made of), and keys that win.",
+            show_default=False,
+        ),
+    ] = None,
+    config: ConfigOption = None,
+    model: Annotated[str | None, typer.Option(help="Model directory or Hugging Face name.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="File, directory, registered dataset or Hugging Face name.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split of the dataset.")] = None,
+    workflow: Annotated[str | None, typer.Option(help="Import path or registered name of the workflow.")] = None,
+    reward: Annotated[str | None, typer.Option(help="Import path or registered name of the reward function.")] = None,
+    samples: Annotated[int | None, typer.Option(min=0, help="Sampled completions of each task beside the greedy one.")] = None,
+) -> None:
+    """Score a model on a dataset: one greedy completion of each task, and the mean of several samples beside it.
+
+    Without a file: `rollwright eval --model runs/quickstart/first/model --dataset arithmetic --reward arithmetic_reward --samples 8`. With one:
+    its eval stages are carried out, and the options win over what they say.
+    """
+    options = {
+        "path": model,
+        "dataset.path": dataset,
+        "dataset.split": split,
+        "workflow": workflow,
+        "reward_fn": reward,
+        "samples": samples,
+    }
+    given = [f"{key}={value}" for key, value in options.items() if value is not None]
+    words = [*(["--config", config] if config else []), *(arguments or [])]
+    file, overrides = split_arguments(words) if any("=" not in word for word in words) else (None, words)
+    stages = load_eval_stages(file, [*overrides, *given])
+    for stage in stages:  # a run's own directory is never written to again
+        stage.config.trial_name += time.strftime("-eval-%Y%m%d-%H%M%S")
+    _carry_out(stages, file)
+
+
+def load_with_plugins(file: str, overrides: Sequence[str], plugins: Sequence[Path] | None) -> list[Stage]:
+    """The stages of a config, after plugins were added for this process and those that it starts."""
+    for plugin in plugins or ():
+        PLUGINS.add(plugin)
+    return load_stages(file, overrides)
+
+
+def look_up_names(stages: Sequence[Stage]) -> None:
+    """Refuse workflows, rewards, operators and so on that nothing has, plugins included."""
+    from rollwright.trainers.unknown_names import refuse_unknown_names
+
+    PLUGINS.load()
+    refuse_unknown_names(stages)
+
+
+def _carry_out(stages: list[Stage], file: str | None) -> None:
     keep_tracebacks_in(run_directory_of(stages) / "logs")
     from rollwright.trainers.stages import run_config
 
-    status = run_config(stages, source_path=Path(file))
-    if isinstance(status, int) and status:
+    if status := run_config(stages, source_path=Path(file) if file else None):
         raise typer.Exit(status)
