@@ -1,4 +1,4 @@
-"""Losses per token, the importance ratios in them, and the weights that make one number of them.
+"""Losses per token, the importance ratios in them, KL to a reference, and the weights that make one number of them.
 
 A policy loss takes ``logp_BL`` (with gradient), ``old_logp_BL`` (the policy that the ratio is taken against), ``advantages_BL``
 and ``mask_BL``, and returns a ``PolicyLoss``, or its values alone. ``POLICY_LOSSES`` names them for the config. The loss of a
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollwright.config.recipes import POLICY_LOSSES
+from rollwright.config.recipes import KL_ESTIMATORS, POLICY_LOSSES
 from rollwright.config.sections import PPOActorConfig
 from rollwright.errors import ConfigError
 
@@ -321,6 +321,57 @@ def interpolated_prox_logp(logp_BL: Tensor, behaviour_logp_BL: Tensor, versions_
     age_BL = (current_version - versions_BL).clamp(min=0).to(logp_BL.dtype)
     share_BL = age_BL / (age_BL + 1)
     return behaviour_logp_BL + share_BL * (logp_BL.detach() - behaviour_logp_BL)
+
+
+# -- KL ----------------------------------------------------------------------------------------------------------------
+# Schulman, "Approximating KL Divergence" (2020): with x sampled from p, and r = q(x) / p(x), of KL(p || q).
+
+
+def k1(logp_BL: Tensor, ref_logp_BL: Tensor) -> Tensor:
+    """``-log r``: unbiased, noisy."""
+    return logp_BL - ref_logp_BL
+
+
+def k2(logp_BL: Tensor, ref_logp_BL: Tensor) -> Tensor:
+    """``(log r)² / 2``: low variance, small bias."""
+    return 0.5 * (ref_logp_BL - logp_BL).square()
+
+
+def k3(logp_BL: Tensor, ref_logp_BL: Tensor) -> Tensor:
+    """``(r - 1) - log r``: unbiased, never negative."""
+    log_ratio_BL = ref_logp_BL - logp_BL
+    return torch.expm1(log_ratio_BL.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) - log_ratio_BL
+
+
+def kl_estimate(logp_BL: Tensor, ref_logp_BL: Tensor, estimator: str) -> Tensor:
+    """KL(policy || reference) for each token, sampled from the policy.
+
+    Args:
+        logp_BL: log-probabilities of the tokens under the policy.
+        ref_logp_BL: the same under the reference.
+        estimator: ``k1``, ``k2``, ``k3``, or a name or import path of ``KL_ESTIMATORS``.
+
+    Returns:
+        ``[B, L]``, in nats.
+
+    Raises:
+        ConfigError: there is no such estimator.
+    """
+    return KL_ESTIMATORS.get(estimator)(logp_BL, ref_logp_BL)
+
+
+def kl_loss(logp_BL: Tensor, ref_logp_BL: Tensor, estimator: str) -> Tensor:
+    """The KL term of a loss: the estimate as its value, and a gradient that lowers the KL.
+
+    The derivative of k1 itself is the score function, whose mean is zero: as a loss it would be pure noise. Its value is
+    therefore kept and its gradient taken by the score function, ``k1 · ∇ log p``, which is that of k2 and an unbiased
+    estimate of the gradient of KL(policy || reference) on on-policy samples.
+    """
+    estimate_BL = kl_estimate(logp_BL, ref_logp_BL, estimator)
+    if estimator != "k1":
+        return estimate_BL
+    estimate_BL = estimate_BL.detach()
+    return estimate_BL + estimate_BL * (logp_BL - logp_BL.detach())
 
 
 # -- aggregation -------------------------------------------------------------------------------------------------------

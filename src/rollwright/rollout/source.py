@@ -130,7 +130,7 @@ class GroupFactory:
         gconfig: Any = getattr(instance, "gconfig", None)
         name = workflow_name(instance)
         if callable(own_size):
-            group_size = int(own_size(data))
+            group_size = int(instance.group_size(data))
         if group_size < 1:
             raise RolloutError(f"group_size={group_size}: a group has at least one sample.")
         if group_size > 1 and not is_eval and isinstance(own_size, int) and own_size > 1 and not self._has_warned:

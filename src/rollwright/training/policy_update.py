@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 
 from rollwright.algorithms.advantages import groups_without_variance
-from rollwright.algorithms.kl import k3, kl_estimate, kl_loss
-from rollwright.algorithms.losses import PolicyLoss, behaviour_weight, interpolated_prox_logp
+from rollwright.algorithms.losses import (
+    PolicyLoss,
+    behaviour_weight,
+    interpolated_prox_logp,
+    k3,
+    kl_estimate,
+    kl_loss,
+)
 from rollwright.config.sections import PPOActorConfig
 from rollwright.experience.trajectory import Trajectory
 from rollwright.training.parallel import TokenStatistics
