@@ -17,11 +17,10 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, DatasetEnded, RolloutError
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.inference.engine import InferenceEngine
-from rollwright.rollout.delivery import AcceptFunction, Batch, Group, GroupState
 from rollwright.rollout.event_loop import LoopThread
 from rollwright.rollout.failures import Failure
 from rollwright.rollout.runner import Runner, Waiter
-from rollwright.rollout.source import GroupFactory, TaskSource
+from rollwright.rollout.task_group import AcceptFunction, Batch, Group, GroupFactory, GroupState, TaskSource
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("rollout")

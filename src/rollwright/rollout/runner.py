@@ -24,10 +24,11 @@ from rollwright.experience.contract import check_trajectory
 from rollwright.experience.normaliser import normalise
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
-from rollwright.rollout.delivery import Delivery, Group, GroupState
 from rollwright.rollout.deterministic import WaveGate, place_of
 from rollwright.rollout.failures import Failure, FailureLog
 from rollwright.rollout.sample import CURRENT_SAMPLE, SampleEngine, SampleName
+from rollwright.rollout.staleness import Delivery
+from rollwright.rollout.task_group import Group, GroupState
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.metrics import get_tracker
 

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import DatasetEnded
-from rollwright.rollout.delivery import Frontier
 from rollwright.rollout.executor import RolloutExecutor
-from rollwright.rollout.staleness import Staleness
+from rollwright.rollout.staleness import Frontier, Staleness
 
 
 @settings(max_examples=200, deadline=None)

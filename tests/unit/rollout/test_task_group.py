@@ -2,8 +2,8 @@
 
 import pytest
 
-from rollwright.rollout import source
-from rollwright.rollout.source import GroupFactory
+from rollwright.rollout import task_group
+from rollwright.rollout.task_group import GroupFactory
 
 
 class Grouped:
@@ -15,7 +15,7 @@ class Grouped:
 @pytest.mark.parametrize(("repeated", "is_eval", "told"), [(1, False, 0), (8, True, 0), (8, False, 1)])
 def test_groups_of_groups_are_told_once(monkeypatch, repeated, is_eval, told):
     messages = []
-    monkeypatch.setattr(source.logger, "warning", lambda text, *arguments: messages.append(text % arguments))
+    monkeypatch.setattr(task_group.logger, "warning", lambda text, *arguments: messages.append(text % arguments))
     factory = GroupFactory()
     for _ in range(3):
         assert factory.make({}, Grouped(), None, None, repeated, is_eval).size == repeated

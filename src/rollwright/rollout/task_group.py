@@ -1,22 +1,149 @@
-"""Where groups come from: rows drawn from dataloaders over epochs, their ordinals, and the workflow that runs them."""
+"""Groups of samples: their tasks drawn from dataloaders, the workflow that runs them, and the rows that they become.
+
+``TaskSource`` gives rows over epochs, ``GroupFactory`` makes a ``Group`` of each, with its ordinal and workflow.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
-from rollwright.errors import DataError, RolloutError
-from rollwright.rollout.delivery import AcceptFunction, Group
+import torch
+
+from rollwright.errors import DataError, RolloutError, WorkflowError
+from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
+from rollwright.rollout.failures import Failure
+from rollwright.rollout.sample import SampleEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.workflows.registry import resolve_function, resolve_workflow, workflow_name
 
 logger = getLogger("rollout")
 
+AcceptFunction = Callable[[Trajectory], bool]
+
 WORKFLOWS_KEPT = 8  # instances that are used again for the same arguments
+_SAMPLE_BITS = 20  # a sample's id is its group's id shifted by these, plus its number in the group
+
+
+class GroupState(Enum):
+    """A group leaves ``RUNNING`` once, and every group reaches one of the last three."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    READY = "ready"
+    DELIVERED = "delivered"
+    DROPPED = "dropped"  # rejected, filtered, stale or cut
+    FAILED = "failed"
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """All samples of one task."""
+
+    task_id: int
+    ordinal: int
+    data: dict[str, Any]
+    workflow: Any
+    workflow_name: str
+    size: int
+    is_eval: bool = False
+    should_accept: AcceptFunction | None = None
+    batch: Batch | None = None  # the rollout_batch call that it belongs to; None: submit, wait and prepare_batch
+    state: GroupState = GroupState.QUEUED
+    admitted: int = 0  # version at which it was admitted
+    rows: list[Trajectory | None] = field(default_factory=list)  # of its samples
+    missing: int = 0  # samples that are not at an end
+    running: dict[asyncio.Task[Any], SampleEngine] = field(default_factory=dict)
+    head_version: int | None = None  # of the oldest token
+    trajectory: Trajectory | None = None
+    reason: str = ""  # why it was dropped or given up
+    failure: Failure | None = None  # of the sample that it was given up for
+
+    @property
+    def in_stream(self) -> bool:
+        """True where the admission rule counts the group: not evaluation, and not of a ``rollout_batch`` call."""
+        return self.batch is None and not self.is_eval
+
+    @property
+    def is_over(self) -> bool:
+        """True where no sample of the group has anything left to do."""
+        return self.state is not GroupState.QUEUED and self.state is not GroupState.RUNNING
+
+    def __str__(self) -> str:
+        text = repr(self.data)
+        kind = "evaluation task" if self.is_eval else "task"
+        return f"{kind} {self.ordinal} ({text if len(text) <= 160 else text[:157] + '…'})"
+
+    def cancel(self, because: str) -> list[asyncio.Task[Any]]:
+        """End the samples that run; a workflow that goes on all the same gets no answers.
+
+        Returns:
+            Their tasks.
+        """
+        for task, sample in self.running.items():
+            sample.close(because)
+            task.cancel()
+        return list(self.running)
+
+    def assemble(self) -> Trajectory:
+        """Join the samples' rows, fill ``group_ids`` and ``sample_ids``, and find the oldest version."""
+        samples = [rows for rows in self.rows if rows is not None]
+        first_id = self.task_id << _SAMPLE_BITS
+        for rows in samples:
+            count = rows["input_ids"].shape[0]
+            own = rows.get("sample_ids")
+            if own is not None:
+                local = torch.unique(own, return_inverse=True)[1].to(torch.int64)
+            elif self.size == 1:
+                local = torch.arange(count)  # the workflow makes its own group: a row is a sample
+            else:
+                local = torch.zeros(count, dtype=torch.int64)
+            rows["sample_ids"] = local + first_id
+            rows["group_ids"] = torch.full((count,), self.task_id, dtype=torch.int64)
+            first_id += int(local.max()) + 1
+        joined = samples[0] if len(samples) == 1 else concat_padded_tensors(samples)
+        sampled = joined["versions"][joined["versions"] >= 0]
+        self.head_version = int(sampled.min()) if sampled.numel() else None
+        self.rows = []
+        return joined
+
+    def refused_by(self, dynamic_filter: str | None) -> str | None:
+        """The name of the policy that refuses the complete group; None where it is accepted.
+
+        Raises:
+            WorkflowError: ``should_accept_fn`` returned something that is no truth value.
+        """
+        assert self.trajectory is not None
+        if self.should_accept is not None:
+            verdict = self.should_accept(self.trajectory)
+            if not isinstance(verdict, bool | int) and not hasattr(verdict, "__bool__"):
+                raise WorkflowError(
+                    f"should_accept_fn returned {verdict!r} for {self}; it is given the group's trajectory and returns True or False."
+                )
+            if not verdict:
+                return "should_accept_fn"
+        if dynamic_filter == "no_variance" and not self.is_eval:
+            rewards = self.trajectory["rewards"]  # all equal: no advantage tells the samples apart
+            if self.trajectory["sample_ids"].unique().numel() > 1 and bool((rewards == rewards[0]).all()):
+                return "no_variance"
+        return None
+
+
+class Batch:
+    """The groups of one ``rollout_batch`` call."""
+
+    def __init__(self, groups: list[Group]) -> None:
+        self.groups = groups
+        self.missing = len(groups)  # that are not at an end
+        for group in groups:
+            group.batch = self
 
 
 class TaskSource:
