@@ -2,9 +2,9 @@
 
 Invariants:
 
-* a claimed task starts with weights at least as new as those whose publication gave it its place;
+* a claimed task starts with weights at least as new as those whose publication made room for it;
 * a task is finished by storing its group (or that there is none) in one transaction; what is left when the explorer ends is
-  given back.
+  released.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from rollwright.experience.operators import ExperiencePipeline, PipelineResult, 
 from rollwright.experience.trajectory import Trajectory
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.rollout.staleness import Staleness
-from rollwright.store import Announcement, ExperienceStore, TaskClaim
+from rollwright.store import Announcement, TaskClaim
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.evaluation import evaluate
@@ -37,7 +37,7 @@ from rollwright.trainers.shared_run import (
     EvaluationTurns,
     give_weights,
     newest_weights,
-    open_run_store,
+    open_run_database,
     run_length,
     trial_path,
 )
@@ -57,7 +57,7 @@ class Finished:
     """How a task ended."""
 
     claim: TaskClaim
-    group: Trajectory | None = None  # None: rejected or failed, or given back
+    group: Trajectory | None = None  # None: rejected or failed
     operated: PipelineResult | None = None  # what the operators made of it
     stored: int = 0  # experiences
     reason: str = ""  # why there is no group
@@ -83,7 +83,6 @@ class Explorer:
         self.limit = int(staleness.places)  # groups of all explorers that run, wait, or are trained on
         self.loaded: Announcement | None = None  # of the weights that sample now
         self.turns = EvaluationTurns(trial_path(config) / "evaluation.lock")
-        self.services: TaskServices | None = None
         self.groups = 0  # stored so far
         self.missed = 0  # tasks in a row that gave no group
 
@@ -91,37 +90,33 @@ class Explorer:
 
     def __enter__(self) -> Explorer:
         config = self.config
-        store = open_run_store(config)
-        if not isinstance(store, ExperienceStore):
-            raise ConfigError("mode explore claims its tasks in a database: set store.type to sql or queue, not file.")
-        self.store = store
-        assert config.store is not None
-        self.lease_seconds = config.store.lease_seconds
-        torch.manual_seed(config.seed)
-        self.pipeline = ExperiencePipeline(config.store.operators)
-        self.operating = threading.Lock()
-        self.workflow = self._workflow()
-        rows, *self.evaluated = held_out_tasks(config, self.tokenizer, self.services)
-        self.evaluation_tasks = rows[: config.evaluator.limit]
-        self.pool = ThreadPoolExecutor(self.limit, thread_name_prefix="explored-task")
-        self.running: dict[Future[Finished], TaskClaim] = {}
-        self._ending = False
-        self.rollout = self._start_engine()
+        with ExitStack() as opened:  # closes what is open where something fails here
+            self.store = opened.enter_context(open_run_database(config))
+            assert config.store is not None
+            self.lease_seconds = config.store.lease_seconds
+            torch.manual_seed(config.seed)
+            self.pipeline = ExperiencePipeline(config.store.operators)
+            self.operating = threading.Lock()
+            services = opened.enter_context(TaskServices(config, self.tokenizer, self.directory.logs))
+            self.workflow = self._workflow(services)
+            rows, *self.evaluated = held_out_tasks(config, self.tokenizer, services)
+            self.evaluation_tasks = rows[: config.evaluator.limit]
+            self.pool = ThreadPoolExecutor(self.limit, thread_name_prefix="explored-task")
+            opened.callback(self.pool.shutdown, wait=True, cancel_futures=True)
+            self.running: dict[Future[Finished], TaskClaim] = {}
+            self._ending = False
+            self.rollout = self._start_engine()
+            opened.callback(self._stop_engine)
+            self._opened = opened.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stop_engine()
-        self.pool.shutdown(wait=True, cancel_futures=True)
-        if self.services is not None:
-            self.services.close()
-        self.store.close()
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
 
-    def _workflow(self) -> Any:
+    def _workflow(self, services: TaskServices) -> Any:
         config = self.config
-        if config.tasksets:
-            assert isinstance(self.tasks.source, TaskMixture)
-            self.services = TaskServices(config, self.tokenizer, self.directory.logs)
-            return training_runner(config, self.tokenizer, self.tasks.source, self.services)
+        if isinstance(self.tasks.source, TaskMixture):
+            return training_runner(config, self.tokenizer, self.tasks.source, services)
         if config.workflow is None:
             raise ConfigError("no workflow: set `workflow:` in the config, or give tasksets that name theirs.")
         kwargs = workflow_arguments(config, config.workflow, config.workflow_kwargs, self.tokenizer)
@@ -172,7 +167,7 @@ class Explorer:
             self.follow_trainer()
             self._report(run)
             self._evaluate(run, evaluations, last=stop.received is None)
-            self._stop_engine()  # before the claims that are left are given back
+            self._stop_engine()  # before the claims that are left are released
         return {"groups": self.groups, "version": self.rollout_version, "eval": evaluations}
 
     def _claim(self) -> list[TaskClaim]:
@@ -191,7 +186,7 @@ class Explorer:
             )
         except RolloutError as error:
             if self._ending or rollout.executor.stopped_by is not None:
-                raise  # the task goes back to the store
+                raise  # the claim is released
             self.store.finish_task(claim, [], drops={"no_group": 1})
             return Finished(claim, reason=str(error))
         with self.operating:  # an operator may count what it sees

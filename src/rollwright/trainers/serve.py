@@ -19,6 +19,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +30,7 @@ from starlette.exceptions import HTTPException
 from rollwright.atomic import write_json
 from rollwright.config.experiment import PPOConfig
 from rollwright.data.tokenizer import load_tokenizer
-from rollwright.errors import ConfigError, RollwrightError
+from rollwright.errors import RollwrightError
 from rollwright.experience.experience import ExperienceId
 from rollwright.experience.operators import ExperiencePipeline
 from rollwright.inference.engine import InferenceEngine
@@ -43,7 +44,7 @@ from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.loop import StopSignal
 from rollwright.trainers.rollout_backend import make_explorer_engine
-from rollwright.trainers.shared_run import give_weights, newest_weights, open_run_store
+from rollwright.trainers.shared_run import give_weights, newest_weights, open_run_database
 
 logger = getLogger("service")
 
@@ -236,17 +237,16 @@ def serve(config: PPOConfig, directory: RunDirectory, *, is_over: Callable[[], b
     Returns:
         The service's counts.
     """
-    store = open_run_store(config)
-    if not isinstance(store, ExperienceStore):
-        raise ConfigError("mode serve stores the samples of a group one by one: set store.type to sql or queue, not file.")
-    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, config.actor.trust_remote_code)
-    rollout = make_explorer_engine(config, tokenizer, directory)
-    rollout.initialize()
     api_key = config.service.api_key or f"service-{secrets.token_urlsafe(24)}"
-    front = OpenAIFront(tokenizer, config.actor.path, host=config.service.host)
-    book = RunBook(front, rollout.client, store, config, directory.trial)
-    server = ServerThread(application(book, api_key), config.service.host, config.service.port)
-    try:
+    with ExitStack() as opened:
+        store = opened.enter_context(open_run_database(config))
+        tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, config.actor.trust_remote_code)
+        rollout = opened.enter_context(make_explorer_engine(config, tokenizer, directory))
+        front = OpenAIFront(tokenizer, config.actor.path, host=config.service.host)
+        opened.callback(front.close)
+        book = RunBook(front, rollout.client, store, config, directory.trial)
+        server = ServerThread(application(book, api_key), config.service.host, config.service.port)
+        opened.callback(server.stop)
         write_json(directory.path / "service.json", {"url": server.url, "api_key": api_key}, mode=0o600)
         logging.console().print(f"serving at {server.url}; the key is in {directory.path / 'service.json'}")
         loaded: Announcement | None = None
@@ -258,11 +258,6 @@ def serve(config: PPOConfig, directory: RunDirectory, *, is_over: Callable[[], b
         server.stop()
         book.end()
         return book.status()
-    finally:
-        server.stop()
-        front.close()
-        rollout.destroy()
-        store.close()
 
 
 def follow_trainer(

@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # a benchmark needs no store
 
 logger = getLogger("weights")
 
-#: Modes whose process is one of several of its run; a finished ``train`` may be gone on with, the others begin anew.
+#: Modes whose process is one of several of its run; a finished ``train`` may be continued, the others begin anew.
 PARTS = {"explore": "explorer", "train": "trainer", "bench": "bench", "serve": "service"}
 
 
@@ -55,23 +55,18 @@ def trial_path(config: PPOConfig) -> Path:
     return Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
 
 
-def part_directory(config: PPOConfig) -> RunDirectory:
-    """The run directory of this process; not claimed yet."""
-    name = PARTS[config.mode]
-    if config.mode != "train":
-        name += time.strftime("-%Y%m%d-%H%M%S-") + str(os.getpid())
-    return RunDirectory(Path(config.cluster.fileroot) / config.experiment_name, config.trial_name, name)
-
-
 def claim_part(config: PPOConfig) -> RunDirectory:
     """Claim the run directory of this process."""
-    mode = config.recover.mode if config.mode == "train" else "off"
-    if config.mode == "train" and mode == "off":
+    trial = trial_path(config)
+    if config.mode != "train":
+        name = PARTS[config.mode] + time.strftime("-%Y%m%d-%H%M%S-") + str(os.getpid())
+        return RunDirectory(trial.parent, trial.name, name).claim(config_to_dict(config), "off")
+    if config.recover.mode == "off":
         raise ConfigError(
             "recover.mode is off, but a trainer that restarts must know what it trained on: the store's cursor is committed with "
             "its checkpoints. Leave recover.mode at auto."
         )
-    return part_directory(config).claim(config_to_dict(config), mode)
+    return RunDirectory(trial.parent, trial.name, PARTS["train"]).claim(config_to_dict(config), config.recover.mode)
 
 
 def open_run_store(config: PPOConfig) -> ExperienceStore | FileStore:
@@ -83,6 +78,16 @@ def open_run_store(config: PPOConfig) -> ExperienceStore | FileStore:
     directory = trial_path(config)
     directory.mkdir(parents=True, exist_ok=True)
     return open_store(config.store, directory, run=f"{config.experiment_name}/{config.trial_name}")
+
+
+def open_run_database(config: PPOConfig) -> ExperienceStore:
+    """The store of this run, for modes that claim tasks or store the samples of a group one by one."""
+    from rollwright.store import ExperienceStore
+
+    store = open_run_store(config)
+    if not isinstance(store, ExperienceStore):
+        raise ConfigError(f"mode {config.mode} needs a database: set store.type to sql or queue, not file.")
+    return store
 
 
 def run_length(config: PPOConfig, dataset_size: int = 0) -> FinetuneSpec:
