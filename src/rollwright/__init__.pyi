@@ -39,6 +39,7 @@ from rollwright.data.loader import TaskLoader as TaskLoader
 from rollwright.data.tokenizer import build_character_tokenizer as build_character_tokenizer
 from rollwright.data.tokenizer import build_word_tokenizer as build_word_tokenizer
 from rollwright.data.tokenizer import load_tokenizer as load_tokenizer
+from rollwright.environments.retrieval import SEARCH_TOOLS as SEARCH_TOOLS
 from rollwright.environments.retrieval import RetrievalClient as RetrievalClient
 from rollwright.errors import ConfigError as ConfigError
 from rollwright.errors import DataError as DataError
@@ -103,6 +104,7 @@ from rollwright.workflows.episode import EpisodeWorkflow as EpisodeWorkflow
 from rollwright.workflows.model_wrapper import ModelWrapper as ModelWrapper
 from rollwright.workflows.multi_turn import MultiTurnWorkflow as MultiTurnWorkflow
 from rollwright.workflows.parallel_generation import ParallelGenerationWorkflow as ParallelGenerationWorkflow
+from rollwright.workflows.registry import FUNCTIONS as FUNCTIONS
 from rollwright.workflows.registry import WORKFLOWS as WORKFLOWS
 from rollwright.workflows.rlvr import RLVRWorkflow as RLVRWorkflow
 from rollwright.workflows.search_agent import GroupedSearchAgentWorkflow as GroupedSearchAgentWorkflow
