@@ -35,6 +35,11 @@ class WeightReceiver:
         return None
 
     @property
+    def sampler(self) -> WeightReceiver:
+        """What samples with the weights: this engine, or the one that it holds."""
+        return self
+
+    @property
     def local_model(self) -> nn.Module | None:
         """The model in this process that computes the tokens; None: they are computed elsewhere."""
         return None

@@ -142,7 +142,8 @@ class RemoteRequests(ServerPool, InferenceEngine):
             except ConnectionLostError as error:
                 lost += 1
                 logger.debug("%s Trying again (%d of %d).", error, lost, self.config.request_retries)
-                await asyncio.to_thread(self._suspect, server, str(error))
+                if self._monitor is not None:
+                    await asyncio.to_thread(self._monitor.suspect, server, str(error))
                 if lost > self.config.request_retries:
                     raise EngineError(
                         f"A request of conversation {request.rid!r} failed {lost} times (rollout.request_retries); servers: "

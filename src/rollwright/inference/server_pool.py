@@ -128,7 +128,6 @@ class ServerPool(ABC):
             self.destroy()
             raise
         self._monitor = HealthMonitor(self)
-        self._monitor.start()
         _CONNECTED[next(_connections_made)] = self
         logger.info("%s servers in use: %s", self.kind, ", ".join(server.address for server in router.servers))
 
@@ -231,11 +230,6 @@ class ServerPool(ABC):
 
     # -- in service and out ---------------------------------------------------------------------------------------------
 
-    def _suspect(self, server: Server, reason: str) -> None:
-        """Take ``server`` out unless it answers: one check for a burst of failures."""
-        if self._monitor is not None:
-            self._monitor.suspect(server, reason)
-
     def _take_out(self, server: Server, reason: str) -> bool:
         """Send nothing more to ``server``, and ask others what it was asked; True where it was in service until now.
 
@@ -293,9 +287,6 @@ class HealthMonitor:
         self._locks = {server.address: threading.Lock() for server in self._router.servers}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="health-monitor", daemon=True)
-
-    def start(self) -> None:
-        """Begin to watch."""
         self._thread.start()
 
     def stop(self) -> None:

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, RolloutError
 from rollwright.inference.backends import BACKENDS
-from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.engine import InferenceEngine, WeightReceiver
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.weights.publication import RemoteClient
 from rollwright.rollout.executor import RolloutExecutor
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from rollwright.inference.weights.ways import WeightUpdateMeta
 
 Arguments = ParamSpec("Arguments")
@@ -203,21 +201,9 @@ class RolloutEngine(InferenceEngine):
         return self.config.logprob_tolerance
 
     @property
-    def local_model(self) -> nn.Module | None:
-        """The inference engine's model, where that is in this process."""
-        return None if self._client is None else self._client.local_model
-
-    def probe(self, request: ModelRequest) -> dict[str, ModelResponse] | None:
-        """What the inference engine samples for the audit's request."""
-        return self.client.probe(request)
-
-    def when_resumed(self, action: Callable[[], object]) -> None:
-        """Call ``action`` as soon as the inference engine can be asked for the probe."""
-        self.client.when_resumed(action)
-
-    def go_back(self, version: int, *, finish: bool = False) -> None:
-        """Get ready for weights of an earlier version; see ``InferenceEngine.go_back``."""
-        self.client.go_back(version, finish=finish)
+    def sampler(self) -> WeightReceiver:
+        """The inference engine."""
+        return self if self._client is None else self._client
 
     def stats(self) -> dict[str, float]:
         """Counts of the inference engine and, under ``rollout/``, of the executor."""

@@ -79,9 +79,13 @@ def _make_server_engine(
     addresses = find_server_addresses(rollout.addresses) if backend.finds_servers else []
     servers: LocalServers | None = None
     if not addresses:
+        model_path = config.actor.path
+        if config.actor.init_from_scratch:  # random weights, which exist nowhere yet
+            model_path = str(directory.path / "engine_model")
+            actor.save(directory.path / "engine_model", tokenizer)
         servers = LocalServers(
             rollout,
-            model_path=_served_model(config, actor, tokenizer, directory),
+            model_path=model_path,
             logs=directory.logs,
             count=rollout.servers,
             tensor_parallel=rollout.tensor_parallel,
@@ -109,15 +113,6 @@ def _first_gpu(rollout: RolloutConfig, needs_gpu: bool, trains_here: bool) -> in
         last = first + needed - 1
         logger.info("the servers' GPUs are %d to %d of %d; %d processes train on the first", first, last, present, training)
     return first
-
-
-def _served_model(config: PPOConfig, actor: Any, tokenizer: Any, directory: RunDirectory) -> str:
-    """The directory that servers load: the actor's, or its random weights where those exist nowhere yet."""
-    if not config.actor.init_from_scratch:
-        return config.actor.path
-    path = directory.path / "engine_model"
-    actor.save(path, tokenizer)
-    return str(path)
 
 
 def _engine_threads(config: PPOConfig) -> int:

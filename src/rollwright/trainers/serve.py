@@ -276,7 +276,7 @@ def follow_trainer(
         assert loaded is not None
         logger.warning("the trainer went back behind version %d, and is at %d", loaded.version, newest.version)
     if newest.version < rollout.get_version():
-        rollout.go_back(newest.version, finish=True)
+        rollout.client.go_back(newest.version, finish=True)
     give_weights(rollout, weights, newest.version, tolerance)
     logger.info("version %d samples now", newest.version)
     return newest

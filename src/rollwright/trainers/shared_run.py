@@ -195,9 +195,9 @@ def give_weights(rollout: InferenceEngine, weights: Mapping[str, Tensor], versio
     """
     rollout.pause()
     rollout.update_weights(version=version, weights=weights)
-    model = rollout.local_model
+    model = rollout.sampler.local_model
     if model is not None:
-        answers = rollout.probe(probe_request(model, NEW_TOKENS_IN_PROCESS)) or {}
+        answers = rollout.sampler.probe(probe_request(model, NEW_TOKENS_IN_PROCESS)) or {}
         dtype = next(model.parameters()).dtype
         audit(answers, lambda ids_BL, temperature: _plain_logprobs(model, ids_BL, temperature), version, tolerance, dtype)
     rollout.resume()

@@ -114,14 +114,14 @@ class SentWeights:
         parallel.from_first_rank(send, trainer.device)
         self._due = trainer, version
         if parallel.world_size() == 1:
-            self.engine.when_resumed(self.before_first_step)
+            self.engine.sampler.when_resumed(self.before_first_step)
         else:
             self._audit()
 
     def _audit(self) -> None:
         assert self._due is not None
         (trainer, version), self._due = self._due, None
-        new_tokens = NEW_TOKENS if self.engine.local_model is None else NEW_TOKENS_IN_PROCESS
+        new_tokens = NEW_TOKENS if self.engine.sampler.local_model is None else NEW_TOKENS_IN_PROCESS
         agreements = audit_engine(self.engine, trainer, version, new_tokens)
         if agreements is None:
             self._due = trainer, version
@@ -149,7 +149,7 @@ def audit_engine(engine: WeightReceiver, trainer: TrainEngine, version: int, new
     """
 
     def ask() -> list[Any] | None:
-        answers = engine.probe(probe_request(trainer.model, new_tokens))
+        answers = engine.sampler.probe(probe_request(trainer.model, new_tokens))
         if answers is None:
             return None
         return [engine.logprob_tolerance, {name: asdict(answer) for name, answer in answers.items()}]
@@ -191,7 +191,7 @@ def publisher_for(trainer: TrainEngine, engine: WeightReceiver | None, meta: Wei
     engine = engine if engine is not None else _find_servers(meta)
     if not isinstance(engine, WeightReceiver):
         raise takes_no_weights(engine)
-    model = engine.local_model
+    model = engine.sampler.local_model
     if model is None:
         return SentWeights(engine, meta)
     if parallel.world_size() > 1:

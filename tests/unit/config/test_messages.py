@@ -96,7 +96,7 @@ IN_A_FILE = [
     ("many: [[1],[x]]", "many.1.0: expected a whole number, got 'x' (text)"),
     (
         "rollout: {backend: sgl}",
-        "rollout.backend: must be one of builtin, builtin_process, sglang, vllm, got 'sgl' (text); did you mean 'sglang'?",
+        "rollout.backend: must be one of builtin, builtin_process, sglang, vllm, or an import path, got 'sgl' (text); did you mean 'sglang'?",
     ),
     ("rollout: {backend: 3}", "rollout.backend: expected text, got 3 (whole number); put it in quotes"),
     ("rollout: {addresses: a:1}", "rollout.addresses: expected a list, got 'a:1' (text); write [a:1]"),
