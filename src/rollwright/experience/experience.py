@@ -247,18 +247,14 @@ class Experience:
         sequences = [name for name in SEQUENCES if name in trajectory]
         scalars = [name for name in ("temperature", "truncated", "logprobs_shifted") if name in trajectory]
         for row, length in enumerate(lengths):
-            details = trajectory["details"][row] if "details" in trajectory else {}
-            out.append(
-                cls(
-                    tokens=trajectory["input_ids"][row, :length].clone(),
-                    action_mask=trajectory["loss_mask"][row, :length].bool(),
-                    reward=trajectory["rewards"][row].item(),
-                    multi_modal_inputs=trajectory["multi_modal_inputs"][row] if "multi_modal_inputs" in trajectory else None,
-                    **{name: trajectory[name][row, :length].clone() for name in sequences},
-                    **{name: trajectory[name][row].item() for name in scalars},
-                    **{key: dict(value) for key, value in details.items()},
-                )
-            )
+            values: dict[str, Any] = {name: trajectory[name][row, :length].clone() for name in sequences}
+            values |= {name: trajectory[name][row].item() for name in scalars}
+            if "details" in trajectory:
+                values |= {key: dict(value) for key, value in trajectory["details"][row].items()}
+            if "multi_modal_inputs" in trajectory:
+                values["multi_modal_inputs"] = trajectory["multi_modal_inputs"][row]
+            tokens, mask = trajectory["input_ids"][row, :length].clone(), trajectory["loss_mask"][row, :length].bool()
+            out.append(cls(tokens=tokens, action_mask=mask, reward=trajectory["rewards"][row].item(), **values))
         return out
 
     def serialize(self) -> bytes:

@@ -134,7 +134,7 @@ def _fill_from_record(trajectory: Trajectory, masked: np.ndarray, matcher: RowMa
             shifted[row] = any(placement.record.logprobs_shifted for placement in placements)
             last = placements[-1]  # a response that the workflow cut short was not cut by the engine
             truncated[row] = last.record.truncated and last.outputs.stop == len(last.record.output_ids)
-    has_masked = masked.any(axis=1)
+    has_masked: np.ndarray = np.any(masked, axis=1)
     if "temperature" in given:  # rows that train nothing keep what they were given
         temperature = np.where(has_masked, temperature, given["temperature"])
     filled = {"logprobs": logprobs, "versions": versions, "temperature": temperature}

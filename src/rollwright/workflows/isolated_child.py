@@ -128,7 +128,7 @@ class BridgedEngine(InferenceEngine):
 
     def __init__(self, parent: Parent) -> None:
         self.parent = parent
-        self.recorder = Recorder()
+        self.recorder: Recorder = Recorder()
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Ask the parent.
