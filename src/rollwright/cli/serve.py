@@ -39,7 +39,7 @@ def serve_model(
     from rollwright.inference.server.settings import ServerSettings
 
     try:
-        from rollwright.inference.server.serving import EngineSettings, serve
+        from rollwright.inference.server.application import serve
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"rollwright serve-model needs the package {error.name}: pip install 'rollwright[server]'."
@@ -56,8 +56,11 @@ def serve_model(
         max_prompt_tokens=max_prompt_tokens,
         max_pending=max_waiting + max_running_requests,
     )
-    engine = EngineSettings(
-        model=model,
+    serve(
+        model,
+        settings,
+        threads=threads,
+        log_level=log_level,
         tokenizer=tokenizer,
         device=device,
         dtype=dtype,
@@ -66,11 +69,9 @@ def serve_model(
         max_waiting=max_waiting,
         kv_cache_bytes=kv_cache_bytes,
         prefix_cache=prefix_cache,
-        random_seed=random_seed,
+        seed=random_seed,
         trust_remote_code=trust_remote_code,
-        threads=threads,
     )
-    serve(engine, settings, log_level=log_level)
 
 
 def retrieve(

@@ -145,7 +145,7 @@ def test_a_bug_is_one_line_too(config, run_config, capsys, cache):
 @pytest.mark.parametrize(
     ("command", "service", "package", "extra"),
     [
-        (["serve-model", "directory"], "rollwright.inference.server.serving", "uvicorn", "server"),
+        (["serve-model", "directory"], "rollwright.inference.server.application", "uvicorn", "server"),
         (["retrieve", "--corpus", "file"], "rollwright.environments.retrieval_service", "fastapi", "retrieval"),
     ],
 )

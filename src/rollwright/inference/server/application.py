@@ -1,12 +1,16 @@
-"""The server's application: both protocols and control over one engine, behind a key, limits and metrics."""
+"""The server: its application (both protocols and control over one engine, behind a key, limits and metrics), and serving it."""
 
 from __future__ import annotations
 
 import hmac
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
+import torch
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
@@ -14,12 +18,17 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollwright import __version__
+from rollwright.errors import ConfigError
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
+from rollwright.inference.network import allow_many_connections
 from rollwright.inference.server.control import Control, ServerMetrics
 from rollwright.inference.server.exchange import RequestError, error_response, path_refusal
 from rollwright.inference.server.native import NativeProtocol
 from rollwright.inference.server.openai import OpenAIProtocol
 from rollwright.inference.server.settings import ServerSettings
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("ServeModel")
 
 #: Paths that need no key: they say nothing but that the server lives.
 _OPEN_PATHS = frozenset({"/health", "/ping"})
@@ -69,6 +78,45 @@ def create_application(engine: BuiltinEngine, settings: ServerSettings, *, model
     app.add_exception_handler(HTTPException, refuse_path)
     app.add_middleware(Gate, settings=settings, metrics=metrics)
     return app
+
+
+def serve(
+    model: str, settings: ServerSettings, *, threads: int | None = None, log_level: str = "warning", **engine_settings: Any
+) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    The port is bound before the model is loaded, so a port that is taken is said at once.
+
+    Args:
+        model: a directory or name.
+        settings: of the server.
+        threads: compute threads; None: one for each core.
+        log_level: of the HTTP server.
+        engine_settings: of the ``BuiltinEngine``.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        raise ConfigError(f"{settings.host}:{settings.port} cannot be bound ({error}): choose another --port.") from error
+    settings.port = listener.getsockname()[1]
+    if threads is not None:
+        torch.set_num_threads(threads)
+    engine = BuiltinEngine(model, **engine_settings)
+    app = create_application(engine, settings, model_path=model)
+    logger.info("Serving %s at http://%s:%d", settings.model_name, settings.host, settings.port)
+    allow_many_connections()
+    config = uvicorn.Config(app, log_level=log_level, timeout_keep_alive=30, timeout_graceful_shutdown=5, access_log=False)
+    try:
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        engine.destroy()
+        listener.close()
 
 
 class Gate:

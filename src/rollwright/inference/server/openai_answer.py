@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -69,20 +70,12 @@ def usage_of(call: OpenAICall) -> dict[str, int]:
     }
 
 
-def _token_text(tokenizer: Any, token: int) -> str:
-    return tokenizer.decode([token], skip_special_tokens=False)
-
-
 def logprobs_of(call: OpenAICall, response: ModelResponse, tokenizer: Any, start: int = 0) -> dict[str, Any]:
     """Log-probabilities of the output tokens from ``start`` on, in the endpoint's form."""
-    tokens = response.output_tokens[start:]
-    texts = [_token_text(tokenizer, token) for token in tokens]
-    values = response.output_logprobs[start:]
+    every_text = [tokenizer.decode([token], skip_special_tokens=False) for token in response.output_tokens]
+    texts, values = every_text[start:], response.output_logprobs[start:]
     if not call.is_chat:
-        offsets, position = [], sum(len(_token_text(tokenizer, token)) for token in response.output_tokens[:start])
-        for text in texts:
-            offsets.append(position)
-            position += len(text)
+        offsets = list(itertools.accumulate(map(len, every_text), initial=0))[start:-1]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
     return {
         "content": [
@@ -104,56 +97,30 @@ def _without(text: str, marks: list[str]) -> str:
     return text
 
 
-def _text_of(call: OpenAICall, request: ModelRequest, response: ModelResponse, tokenizer: Any, *, with_marks: bool) -> str:
-    return completion_text(
-        tokenizer,
-        response.output_tokens,
-        skip_special_tokens=request.gconfig.skip_special_tokens and not with_marks,
-        stop_match=None if call.keep_stop else response.stop_match,
-    )
-
-
-def split_tool_calls(
-    call: OpenAICall, request: ModelRequest, response: ModelResponse, tokenizer: Any, convention: ToolConvention
-) -> tuple[str, list[ToolCall]]:
-    """The text of a response without its tool calls, and the calls.
-
-    Marks of some conventions are special tokens, so the calls are looked for before special tokens are left out.
-    """
-    raw = _text_of(call, request, response, tokenizer, with_marks=True)
-    if tokenizer.eos_token and raw.endswith(tokenizer.eos_token):
-        raw = raw.removesuffix(tokenizer.eos_token)
-    content, calls = convention.parse(call.begun + raw)
-    return _without(content, _special_texts(tokenizer)) if request.gconfig.skip_special_tokens else content, calls
-
-
-def _extras(call: OpenAICall, request: ModelRequest, response: ModelResponse, start: int = 0) -> dict[str, Any]:
-    if not call.return_token_ids:
-        return {}
-    extras: dict[str, Any] = {
-        "token_ids": response.output_tokens[start:],
-        "weight_versions": version_spans(response.output_versions),
-    }
-    if not call.is_chat:
-        extras["prompt_token_ids"] = request.input_ids
-    return extras
-
-
 def answer_choice(
     call: OpenAICall, index: int, response: ModelResponse, tokenizer: Any, convention: ToolConvention
 ) -> dict[str, Any]:
-    """One choice of an answer that is not streamed."""
-    request = call.requests[index]
+    """One choice of an answer that is not streamed.
+
+    Marks of some conventions are special tokens, so tool calls are looked for before special tokens are left out.
+    """
+    request, calls = call.requests[index], list[ToolCall]()
+    skips = request.gconfig.skip_special_tokens
     choice: dict[str, Any] = {"index": index, "finish_reason": response.stop_reason, "stop_reason": response.stop_match}
     choice["logprobs"] = logprobs_of(call, response, tokenizer) if call.logprobs else None
-    choice |= _extras(call, request, response)
-    calls: list[ToolCall] = []
-    if call.tools:
-        text, calls = split_tool_calls(call, request, response, tokenizer, convention)
-    else:
-        text = _text_of(call, request, response, tokenizer, with_marks=False)
+    if call.return_token_ids:
+        choice |= {"token_ids": response.output_tokens, "weight_versions": version_spans(response.output_versions)}
+    text = completion_text(
+        tokenizer,
+        response.output_tokens,
+        skip_special_tokens=skips and not call.tools,
+        stop_match=None if call.keep_stop else response.stop_match,
+    )
     if not call.is_chat:
-        return choice | {"text": text}
+        return choice | ({"prompt_token_ids": request.input_ids} if call.return_token_ids else {}) | {"text": text}
+    if call.tools:
+        text, calls = convention.parse(call.begun + text.removesuffix(tokenizer.eos_token or ""))
+        text = _without(text, _special_texts(tokenizer)) if skips else text
     message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
     if calls:
         message["tool_calls"] = [tool_call.as_openai() for tool_call in calls]
