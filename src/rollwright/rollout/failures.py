@@ -71,14 +71,11 @@ class FailureLog:
             report("%s failed in %s and is %s: %s: %s", sample, workflow, then, task, failure.cause)
         return failure
 
-    @property
-    def too_many(self) -> bool:
-        """True where more of the last 64 samples failed than may."""
-        return sum(self.outcomes) > self.max_share * WINDOW
-
-    def error(self) -> RolloutError:
-        """The error that stops the run; it names the first cause."""
+    def too_many(self) -> RolloutError | None:
+        """The error that stops the run, with the first cause, where more of the last 64 samples failed than may."""
         failed = sum(self.outcomes)
+        if failed <= self.max_share * WINDOW:
+            return None
         return RolloutError(
             f"{failed} of the last {len(self.outcomes)} samples failed after their retries; "
             f"rollout.max_failed_share={self.max_share} allows {int(self.max_share * WINDOW)} of {WINDOW}. {self.describe_first()}"

@@ -223,12 +223,10 @@ class ServerThread:
     """uvicorn in a daemon thread, on a socket that is bound before it starts."""
 
     def __init__(self, app: FastAPI, host: str, port: int) -> None:
-        self._listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listener.bind((host, port))
+            self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         except OSError as error:
-            self._listener.close()
             raise RolloutError(f"the OpenAI front cannot bind {host}:{port} ({error}): choose another port, or 0.") from error
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._listener.getsockname()[1]}"

@@ -312,8 +312,8 @@ class Runner:
         self.failures.outcomes.append(True)
         group.failure = group.failure or failure
         self._end(group, GroupState.FAILED, "failed", reason)
-        if self.failures.too_many:
-            self.stop(self.failures.error())
+        if error := self.failures.too_many():
+            self.stop(error)
 
     def _drop(self, group: Group, policy: str, reason: str) -> None:
         self._end(group, GroupState.DROPPED, f"dropped/{policy}", reason)

@@ -331,6 +331,3 @@ class Frontier:
             while self.frontier in self._beyond:
                 self._beyond.remove(self.frontier)
                 self.frontier += 1
-
-    def __contains__(self, ordinal: int) -> bool:
-        return ordinal < self.frontier or ordinal in self._beyond
