@@ -172,40 +172,37 @@ class Runner:
 
     async def _run(self, group: Group, sample: SampleEngine) -> Trajectory | BaseException | None:
         """One episode, its rows normalised and checked; an exception of the workflow is returned, not raised."""
-        limit = None if self.deterministic else self.config.sample_timeout
-        # The timer that refuses model calls fires before the one that cancels: a workflow that catches its cancellation
-        # finds them refused already.
-        closing = None
-        if limit is not None:
-            closing = self.loop.call_later(limit, self._out_of_time, group, sample, asyncio.current_task(), limit)
-        scope = asyncio.timeout(limit)
+        limit, timer = self.config.sample_timeout, None
+        if limit is not None and not self.deterministic:
+            timer = self.loop.call_later(limit, self._cancel_late, group, sample)
         try:
-            async with scope:
-                result = await group.workflow.arun_episode(sample, dict(group.data))
+            result = await group.workflow.arun_episode(sample, dict(group.data))
             name = str(sample.name)
             trajectory = normalise(result, sample.recorder, workflow=group.workflow_name, task=name)
             if trajectory is not None and self.config.check_trajectories:
                 check_trajectory(trajectory, workflow=group.workflow_name, task=name)
             return trajectory
-        except asyncio.CancelledError:
-            return RolloutError("the workflow ended by a CancelledError of its own; a cancelled part must be caught there.")
-        except (Exception, SystemExit) as error:  # a workflow that fails is data: it is retried, counted and reported
-            if not (isinstance(error, TimeoutError) and scope.expired()):
-                return error
+        except asyncio.CancelledError as error:
+            if sample.closed_because is None:
+                return RolloutError("the workflow ended by a CancelledError of its own; a cancelled part must be caught there.")
             late = RolloutError(
-                f"{sample.name} took longer than rollout.sample_timeout={limit:g} s (it had made {len(sample.recorder)} "
+                f"{sample.name} took longer than rollout.sample_timeout={limit or 0:g} s (it had made {len(sample.recorder)} "
                 "model calls); raise the limit, or look for a tool that hangs."
             )
             late.__cause__ = error
             return late
+        except (Exception, SystemExit) as error:  # a workflow that fails is data: it is retried, counted and reported
+            return error
         finally:
-            if closing is not None:
-                closing.cancel()
+            if timer is not None:
+                timer.cancel()
 
-    def _out_of_time(self, group: Group, sample: SampleEngine, task: asyncio.Task[Any] | None, limit: float) -> None:
-        sample.close(f"ran out of its {limit:g} s")
-        if task is not None:
-            self._abandon_later(group, [task])
+    def _cancel_late(self, group: Group, sample: SampleEngine) -> None:
+        # First: a workflow that catches its cancellation finds its model calls refused already.
+        sample.close(f"ran out of its {self.config.sample_timeout:g} s")
+        (task,) = (task for task, running in group.running.items() if running is sample)
+        task.cancel()
+        self._abandon_later(group, [task])
 
     def _leave(self, group: Group, task: asyncio.Task[Any], abandoned: RolloutError | None = None) -> None:
         """A sample ended, or is abandoned: it releases its place, and its group hears how it ended."""
