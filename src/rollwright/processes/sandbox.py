@@ -191,14 +191,15 @@ class _Run:
     def _watch(self, deadline: float, *outputs: _Output) -> bool:
         """Read what the script says until it ends; False where its time is over first."""
         with selectors.DefaultSelector() as selector:
-            for each in (self._socket, *outputs):
-                selector.register(each, selectors.EVENT_READ)
+            selector.register(self._socket, selectors.EVENT_READ)
+            for output in outputs:
+                selector.register(output, selectors.EVENT_READ, output.take)
             while True:
                 left = deadline - time.monotonic()
                 for key, _ in selector.select(max(0.0, left)):
-                    if key.fileobj is self._socket:
+                    if key.data is None:
                         return True
-                    if not key.fileobj.take():
+                    if not key.data():
                         selector.unregister(key.fileobj)
                 if left <= 0:
                     return False

@@ -292,15 +292,15 @@ class SequenceProcessor:
             requests = make_requests(prompts, group, config.hyperparameters(), seed, first_prompt)
             with progress_bar(total, "generating", self.progress) as advance:
                 responses = generate(model, self.tokenizer, requests, size, may_halve=not config.deterministic, advance=advance)
-            tokens, reasons = zip(*((response.output_tokens, response.stop_reason) for response in responses), strict=True)
+            tokens, reasons = [each.output_tokens for each in responses], [each.stop_reason for each in responses]
         rows = [slice(start, start + group) for start in range(0, total, group)]
         return BatchedSequences.from_tokens(
             prompts,
-            [list(tokens[row]) for row in rows],
-            [self.tokenizer.batch_decode(list(tokens[row]), skip_special_tokens=True) for row in rows],
+            [tokens[row] for row in rows],
+            [self.tokenizer.batch_decode(tokens[row], skip_special_tokens=True) for row in rows],
             self.tokenizer.pad_token_id,
             self.device,
-            [list(reasons[row]) for row in rows],
+            [reasons[row] for row in rows],
         )
 
     def _score(
