@@ -132,7 +132,7 @@ class Connections:
         return session
 
     async def post(self, url: str, payload: Any) -> dict[str, Any]:
-        """POST JSON and give back the JSON of a 2xx response.
+        """POST JSON and return the JSON of a 2xx response.
 
         Raises:
             ConnectionLostError: the connection failed before a response began.

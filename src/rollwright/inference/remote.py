@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from abc import abstractmethod
@@ -30,6 +31,8 @@ logger = getLogger("RemoteEngine")
 
 #: Statuses of a server that is busy or restarting, not of a wrong request.
 _TRY_AGAIN_STATUSES = {429, 502, 503, 504}
+#: What vLLM writes for a log-probability of minus infinity.
+_NO_LOGPROB = -9999.0
 _STOP_REASONS = ("stop", "length", "abort")
 
 
@@ -180,6 +183,15 @@ class RemoteRequests(ServerPool, InferenceEngine):
                 f"An answer is not in the form of {self.kind}'s {self.generate_path} ({type(error).__name__}: {error}): "
                 f"{str(data)[:200]!r}. See that the addresses are those of {self.kind} servers: {', '.join(self.addresses)}."
             ) from error
+        if len(response.output_logprobs) != len(response.output_tokens):
+            raise EngineError(
+                f"The {self.kind} server returned {len(response.output_tokens)} tokens and {len(response.output_logprobs)} "
+                "log-probabilities; a request needs both from one sampling."
+            )
+        if any(not math.isfinite(value) or value <= _NO_LOGPROB for value in response.output_logprobs):
+            raise EngineError(
+                f"The {self.kind} server returned log-probabilities that are not finite: {response.output_logprobs[:8]}."
+            )
         response.rid, response.temperature = request.rid, request.gconfig.effective_temperature
         if response.stop_reason not in _STOP_REASONS:
             raise EngineError(

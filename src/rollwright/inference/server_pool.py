@@ -2,7 +2,7 @@
 
 Invariants:
 
-* a server that stops answering is taken out, whoever notices it, and the others go on;
+* a server that stops answering is taken out, and the others go on;
 * it is put back only after the client has made it fit to serve again (``bring_back``);
 * what a server was asked that is taken out is asked elsewhere, where there is another.
 """
@@ -98,7 +98,7 @@ class ServerPool(ABC):
             addresses: servers, as a list or in one text with commas; None: those given on construction, in the config or in
                 the environment.
             addr: AReaL's name of ``addresses``.
-            kwargs: what AReaL's engines are told of the trainer besides (``engine_id``, ``train_data_parallel_size``,
+            kwargs: AReaL's arguments about the trainer (``engine_id``, ``train_data_parallel_size``,
                 ``ft_spec``); not used.
 
         Raises:
@@ -132,7 +132,7 @@ class ServerPool(ABC):
         logger.info("%s servers in use: %s", self.kind, ", ".join(server.address for server in router.servers))
 
     def destroy(self) -> None:
-        """Stop watching the servers and close every connection. Servers run on unless they were handed over with ``own``."""
+        """Stop watching the servers and close every connection. Servers run on, except those that it owns (``own``)."""
         for number in [number for number, client in _CONNECTED.items() if client is self]:
             del _CONNECTED[number]
         if self._monitor is not None:

@@ -215,7 +215,7 @@ class LocalRolloutEngine(RolloutEngine):
 
     Args:
         config: settings; ``config.path`` names the model where none is given.
-        model: a live model, whose weights are shared with whoever trains it; or a directory or name.
+        model: a live model, whose weights are shared with its trainer; or a directory or name.
         tokenizer: the model's tokenizer, or where to load it from.
         seed: the run's seed.
         deterministic: see docs/determinism.md.

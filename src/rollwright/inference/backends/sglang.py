@@ -159,7 +159,7 @@ class SGLangClient(RemoteClient):
         }
 
     def _within_context(self, request: ModelRequest, server: Server) -> GenerationHyperparameters:
-        """The generation arguments with no more new tokens than there is room for: as every engine, but SGLang refuses more."""
+        """The generation arguments with ``max_new_tokens`` cut to the context: other servers cut it themselves, SGLang refuses."""
         gconfig, context = request.gconfig, self._facts[server.address].context_length
         room = gconfig.max_new_tokens if context is None else context - len(request.input_ids)
         if room >= gconfig.max_new_tokens or room < 1:  # a prompt that leaves no room is refused by the server, as it should
@@ -182,8 +182,6 @@ class SGLangClient(RemoteClient):
                 f"The SGLang server returned {count} tokens and log-probabilities for {len(output_ids)} other tokens; a "
                 "request needs both from one sampling. Check the server's version (0.5.23 is known to agree)."
             )
-        if any(not math.isfinite(value) for value in logprobs):
-            raise EngineError(f"The SGLang server returned log-probabilities that are not finite: {logprobs[:8]}.")
         return ModelResponse(
             input_tokens=list(request.input_ids),
             output_tokens=output_ids,
@@ -239,7 +237,7 @@ class SGLangClient(RemoteClient):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def load_from_disk(self, server: Server, directory: str, version: int, digest: str | None) -> None:
-        """Load files; ``serve-model`` is told the digest, too."""
+        """Load files; ``serve-model`` also checks the digest."""
         body: dict[str, Any] = {
             "model_path": str(directory),
             "weight_version": str(version),
@@ -290,7 +288,7 @@ class SGLangClient(RemoteClient):
             return self._broadcast(named, version, meta)
         except WeightUpdateError as error:  # a server that goes in the middle takes the whole group with it
             logger.warning(
-                "The broadcast of version %d failed, and is begun anew with the servers that answer: %s", version, error
+                "The broadcast of version %d failed, and begins again with the servers that answer: %s", version, error
             )
             return self._broadcast(named, version, meta)
 
@@ -360,7 +358,7 @@ class SGLangClient(RemoteClient):
         self._leave_group()
 
     def _weight_group(self, servers: list[Server], named: list[tuple[str, Tensor]], meta: WeightUpdateMeta) -> WeightGroup:
-        """The group with ``servers``; formed anew where one was taken out or came back since."""
+        """The group with ``servers``; formed again where one was taken out or came back since."""
         members = (tuple(server.address for server in servers), self.router.changes, meta.group)
         if self._group is not None and self._group_members == members:
             return self._group

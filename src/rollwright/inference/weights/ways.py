@@ -129,11 +129,11 @@ class MappedWeights:
         """Put tensors into the file; their names, types and shapes are those of the first time.
 
         Raises:
-            WeightUpdateError: the model changed its shape, or there is no room.
+            WeightUpdateError: the model changed its shape, or the disk is full.
         """
         if not self._mapped:
             write_weights(self.directory, named, version, config)
-            if not self._path.exists():  # sharded: too large for one file, so every version is written anew
+            if not self._path.exists():  # sharded: too large for one file, so every version is written whole
                 return
             self._mapped = _map(self._path)
             return
