@@ -17,6 +17,7 @@ What an operator leaves out is counted under its name. An operator that raises f
 from __future__ import annotations
 
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -94,12 +95,12 @@ class ExperiencePipeline:
         place = {str(experience.eid): index for index, sample in enumerate(nested) for experience in sample}
         result = PipelineResult([])
         current = [experience for sample in nested for experience in sample]
-        for name, operator in self._steps:
+        for name, step in self._steps:
             if not current:
                 break
             before = len(current)
             try:
-                current, metrics = operator.process(list(current))
+                current, metrics = step.process(list(current))
             except Exception as error:  # of a user's operator
                 raise TrajectoryError(
                     f"operator {name!r} failed on the experiences of group {current[0].eid.group!r}: {type(error).__name__}: {error}. "
@@ -257,10 +258,10 @@ class RewardShaping(ExperienceOperator):
     """
 
     _OPERATIONS: ClassVar[dict[str, Callable[[float, float], float]]] = {
-        "ADD": lambda reward, value: reward + value,
-        "SUB": lambda reward, value: reward - value,
-        "MUL": lambda reward, value: reward * value,
-        "DIV": lambda reward, value: reward / value,
+        "ADD": operator.add,
+        "SUB": operator.sub,
+        "MUL": operator.mul,
+        "DIV": operator.truediv,
     }
 
     def __init__(self, reward_shaping_configs: Sequence[Mapping[str, Any]]) -> None:

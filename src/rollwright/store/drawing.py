@@ -125,15 +125,15 @@ class Sampling:
             statement = statement.where(groups.c.version >= min_version)
         return statement
 
-    def draw(self, connection: Connection, limit: int | None, batch: int, now: float, min_version: int | None) -> list[Any]:
-        """The first ``limit`` groups in order, or all there are (also where it is None): rows with ``id`` and ``rows``."""
+    def draw(self, connection: Connection, limit: int, batch: int, now: float, min_version: int | None) -> list[Any]:
+        """The first ``limit`` groups in order, or all there are: rows with ``id`` and ``rows``."""
         statement = self.eligible(now, min_version)
         if self.order in _SORTED_BY:
             return list(connection.execute(statement.order_by(*_SORTED_BY[self.order]).limit(limit)))
         found = connection.execute(statement.order_by(groups.c.sequence)).all()
         generator = random.Random(f"{self.seed}/{batch}")
         if self.order == "uniform":
-            return generator.sample(found, len(found) if limit is None else min(limit, len(found)))
+            return generator.sample(found, min(limit, len(found)))
         function = PRIORITY_FUNCTIONS.get(self.priority_fn)
         priorities = [function(row.version, row.uses, generator, **self.priority_fn_args) for row in found]
         ranked = [(priority, row) for priority, row in zip(priorities, found, strict=True) if priority is not None]
@@ -151,18 +151,14 @@ class _Demand:
     min_version: int | None
     partial_groups: bool
 
-    @property
-    def wanted(self) -> int:
-        return self.groups if self.groups is not None else self.experiences or 0
-
-    def reached(self, group_count: int, row_count: int) -> bool:
-        """True where these are enough."""
-        return (group_count if self.groups is not None else row_count) >= self.wanted
-
-    def unfinished(self) -> Select:
-        """Statement for the groups whose samples have not all come."""
-        oldest = -1 if self.min_version is None else self.min_version
-        return select(*_COLUMNS).where(groups.c.state == OPEN, groups.c.version >= oldest)
+    def first_enough(self, drawn: Sequence[Any]) -> tuple[Sequence[Any], bool]:
+        """The first of the groups that are enough, or all of them; and whether they are enough."""
+        row_count = 0
+        for group_count, group in enumerate(drawn, 1):
+            row_count += group.rows
+            if group_count == self.groups or (self.experiences is not None and row_count >= self.experiences):
+                return drawn[:group_count], True
+        return drawn, False
 
 
 class BatchDrawing(TaskClaims):
@@ -230,46 +226,38 @@ class BatchDrawing(TaskClaims):
             return connection.execute(statement).rowcount
 
     def _look(self, demand: _Demand) -> tuple[bool, bool]:
-        """Whether a batch can be drawn now, and whether production has ended."""
+        """Whether a batch can be drawn now, and whether no more groups will come."""
         with self.reading() as connection:
-            now = self.now(connection)
-            if demand.sampling.order == "priority":  # its function may refuse groups that have uses left
-                batch = self.counter(connection, "batch")
-                found = demand.sampling.draw(connection, None, batch, now, demand.min_version)
-                found += connection.execute(demand.unfinished()).all() if demand.partial_groups else []
-                group_count, row_count = len(found), sum(row.rows for row in found)
-            else:
-                eligible = demand.sampling.eligible(now, demand.min_version)
-                one = (eligible.union_all(demand.unfinished()) if demand.partial_groups else eligible).subquery()
-                total = func.coalesce(func.sum(one.c.rows), 0)
-                group_count, row_count = connection.execute(select(func.count(), total).select_from(one)).one()
+            _, enough = demand.first_enough(self._drawable(connection, demand))
             declared = self._declared_tasks(connection)
             finished = select(func.count()).select_from(tasks).where(tasks.c.state == FINISHED)
             ended = declared is not None and connection.scalars(finished).one() >= declared
-        return demand.reached(group_count, row_count), ended and demand.sampling.cooldown_seconds == 0
+        return enough, ended and demand.sampling.cooldown_seconds == 0
+
+    def _drawable(self, connection: Connection, demand: _Demand) -> list[Any]:
+        """The next groups in order, as many as can be needed; unfinished ones come last."""
+        limit = demand.groups or demand.experiences or 0
+        batch, now = self.counter(connection, "batch"), self.now(connection)
+        drawn = demand.sampling.draw(connection, limit, batch, now, demand.min_version)
+        if demand.partial_groups:
+            oldest = -1 if demand.min_version is None else demand.min_version
+            unfinished = select(*_COLUMNS).where(groups.c.state == OPEN, groups.c.version >= oldest)
+            drawn += connection.execute(unfinished.order_by(groups.c.id).limit(limit)).all()
+        return drawn
 
     def _take(self, connection: Connection, demand: _Demand, batch: int, partial_batch: bool) -> Sequence[int]:
         """Draws a batch and writes its uses; returns the ids of its groups, or none where there are not enough."""
-        now = self.now(connection)
-        drawn = demand.sampling.draw(connection, demand.wanted, batch, now, demand.min_version)
-        if demand.partial_groups:
-            unfinished = demand.unfinished().order_by(groups.c.id).limit(demand.wanted)
-            drawn += connection.execute(unfinished).all()
-        ids: list[int] = []
-        row_count = 0
-        for group in drawn:
-            if not demand.reached(len(ids), row_count):
-                ids.append(group.id)
-                row_count += group.rows
-        if not ids or not (partial_batch or demand.reached(len(ids), row_count)):
+        drawn, enough = demand.first_enough(self._drawable(connection, demand))
+        if not drawn or not (enough or partial_batch):
             return []
+        ids = [group.id for group in drawn]
         if demand.partial_groups:
             still_open = select(groups.c.id).where(groups.c.id.in_(ids), groups.c.state == OPEN).order_by(groups.c.id)
             for group_id in connection.scalars(still_open).all():
                 self._complete(connection, group_id)
         self.add_to(connection, "batch")
         connection.execute(insert(uses), [{"group_id": group_id, "batch": batch, "published": False} for group_id in ids])
-        available_at = now + demand.sampling.cooldown_seconds
+        available_at = self.now(connection) + demand.sampling.cooldown_seconds
         connection.execute(
             update(groups).where(groups.c.id == bindparam("group")).values(uses=groups.c.uses + 1, available_at=available_at),
             [{"group": group_id} for group_id in ids],
