@@ -174,7 +174,7 @@ def test_the_front_stands_before_servers_too(tiny_model, tmp_path):
     from rollwright.config.sections import RolloutConfig
     from rollwright.data.tokenizer import load_tokenizer
     from rollwright.rollout.engines import RemoteSGLangEngine
-    from rollwright.rollout.openai_agent import OpenAIAgentWorkflow
+    from rollwright.rollout.openai_front import OpenAIAgentWorkflow
 
     config = RolloutConfig(backend="builtin_process", device="cpu", kv_cache_bytes=8 << 20, max_running_requests=8)
     with LocalServers(config, model_path=str(tiny_model), logs=tmp_path, threads=1) as servers:

@@ -200,9 +200,10 @@ class Runner:
     def _cancel_late(self, group: Group, sample: SampleEngine) -> None:
         # First: a workflow that catches its cancellation finds its model calls refused already.
         sample.close(f"ran out of its {self.config.sample_timeout:g} s")
-        (task,) = (task for task, running in group.running.items() if running is sample)
-        task.cancel()
-        self._abandon_later(group, [task])
+        tasks = [task for task, running in group.running.items() if running is sample]
+        for task in tasks:
+            task.cancel()
+        self._abandon_later(group, tasks)
 
     def _leave(self, group: Group, task: asyncio.Task[Any], abandoned: RolloutError | None = None) -> None:
         """A sample ended, or is abandoned: it releases its place, and its group hears how it ended."""

@@ -11,7 +11,7 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import RolloutError
 from rollwright.rollout.executor import RolloutExecutor
-from rollwright.rollout.openai_agent import OpenAIAgentWorkflow
+from rollwright.rollout.openai_front import OpenAIAgentWorkflow
 
 GCONFIG = GenerationHyperparameters(temperature=0.5, max_new_tokens=8)
 
