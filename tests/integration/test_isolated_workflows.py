@@ -65,8 +65,9 @@ def test_a_run_elsewhere_is_recorded_here_and_its_process_used_again(tiny_model,
     assert int(sampled.sum()) >= 2
     assert (first["logprobs"][sampled] < 0).all()
     assert first["versions"][sampled].unique().tolist() == [0]
-    (process,) = runner._isolated(runner.default_taskset)._all
-    runner._isolated(runner.default_taskset).close()
+    processes = runner._processes[runner.default_taskset.name]
+    (process,) = processes._all
+    processes.close()
     process._process._process.wait(120)
 
 

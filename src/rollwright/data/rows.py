@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +17,11 @@ Row = dict[str, Any]
 class Rows(list[Row]):
     """Rows that know where each was read: ``places[i]`` is ``file:line``, or the file and the row's number."""
 
-    def __init__(self, rows: Iterable[Row] = (), places: Iterable[str] = ()) -> None:
-        super().__init__(rows)
-        self.places = list(places)
+    def __init__(self, placed: Iterable[tuple[Row, str]] = ()) -> None:
+        placed = list(placed)
+        super().__init__(row for row, _ in placed)
+        self.places = [place for _, place in placed]
 
-    def take(self, row: Row, place: str) -> None:
-        """Append one row."""
-        self.append(row)
-        self.places.append(place)
-
-    def first(self, count: int) -> Rows:
-        """The first ``count`` rows."""
-        return Rows(self[:count], self.places[:count])
-
-
-#: File endings and the kind of file each is.
-ENDINGS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
 
 #: Names under which people keep a split, for each split that is asked for.
 SPLIT_NAMES = {"valid": ("valid", "validation", "val", "dev"), "validation": ("validation", "valid", "val", "dev")}
@@ -56,41 +46,39 @@ def read_rows(path: str | Path, split: str = "train", name: str | None = None, l
     """
     local = Path(path).expanduser()
     if local.is_file():
-        rows = _read_file(local, limit)
+        placed = _file_rows(local)
     elif local.is_dir():
-        rows = _read_directory(local, split, name, limit)
+        placed = _directory_rows(local, split, name)
     elif local.suffix in ENDINGS or str(path).startswith((".", "/", "~")):
         raise DataError(f"there is no file or directory {path} (looked from {Path.cwd()}); check the dataset's path.")
     else:
-        rows = _read_hub(str(path), split, name, limit)
+        placed = _hub_rows(str(path), split, name)
+    rows = Rows(itertools.islice(placed, limit))
     if not rows:
         raise DataError(f"{path} ({split}) holds no rows.")
     return rows
 
 
-def _read_file(file: Path, limit: int | None) -> Rows:
-    kind = ENDINGS.get(file.suffix)
-    if kind is None:
+def _file_rows(file: Path) -> Iterator[tuple[Row, str]]:
+    if file.suffix not in ENDINGS:
         raise DataError(f"{file}: files ending in {file.suffix or 'nothing'} are not read; known: {', '.join(ENDINGS)}.")
-    return {"jsonl": _read_jsonl, "json": _read_json, "parquet": _read_parquet}[kind](file, limit)
+    for row, place in ENDINGS[file.suffix](file):
+        if not isinstance(row, dict):
+            raise DataError(f"{place}: a row is an object of columns, this is {json.dumps(row)[:80]}.")
+        yield row, place
 
 
-def _read_jsonl(file: Path, limit: int | None) -> Rows:
-    rows = Rows()
+def _jsonl_rows(file: Path) -> Iterator[tuple[Any, str]]:
     for number, line in _lines(file):
-        if limit is not None and len(rows) >= limit:
-            break
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            yield json.loads(line), f"{file}:{number}"
         except json.JSONDecodeError as error:
             raise DataError(
                 f"{file}:{number}: this line is not JSON ({error.msg} at column {error.colno}): {line.strip()[:80]!r}. "
                 "A .jsonl file holds one object a line."
             ) from error
-        rows.take(_checked(row, f"{file}:{number}"), f"{file}:{number}")
-    return rows
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
@@ -105,7 +93,7 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
         raise DataError(f"{file} cannot be read: {error}.") from error
 
 
-def _read_json(file: Path, limit: int | None) -> Rows:
+def _json_rows(file: Path) -> Iterator[tuple[Any, str]]:
     text = "".join(line for _, line in _lines(file))
     try:
         content = json.loads(text)
@@ -121,56 +109,48 @@ def _read_json(file: Path, limit: int | None) -> Rows:
         content = content[lists[0]]
     if not isinstance(content, list):
         raise DataError(f"{file}: expected a list of rows, got a {type(content).__name__}.")
-    rows = Rows()
-    for index, row in enumerate(content[:limit]):
-        rows.take(_checked(row, f"{file}: row {index}"), f"{file}: row {index}")
-    return rows
+    return _numbered(content, str(file))
 
 
-def _read_parquet(file: Path, limit: int | None) -> Rows:
+def _parquet_rows(file: Path) -> Iterator[tuple[Any, str]]:
     import pyarrow
     from pyarrow import parquet
 
     try:
-        table = parquet.read_table(file)
+        batches = parquet.ParquetFile(file).iter_batches()
+        yield from _numbered((row for batch in batches for row in batch.to_pylist()), str(file))
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file} cannot be read as Parquet: {' '.join(str(error).split())[:200]}.") from error
-    rows = (table if limit is None else table.slice(0, limit)).to_pylist()
-    return Rows(rows, (f"{file}: row {index}" for index in range(len(rows))))
 
 
-def _checked(row: Any, where: str) -> Row:
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: a row is an object of columns, this is {json.dumps(row)[:80]}.")
-    return row
+def _numbered(rows: Iterable[Any], source: str) -> Iterator[tuple[Any, str]]:
+    return ((row, f"{source}: row {index}") for index, row in enumerate(rows))
 
 
-def _read_directory(directory: Path, split: str, name: str | None, limit: int | None) -> Rows:
+#: File endings, and what reads each kind of file.
+ENDINGS: dict[str, Callable[[Path], Iterator[tuple[Any, str]]]] = {
+    ".jsonl": _jsonl_rows,
+    ".ndjson": _jsonl_rows,
+    ".json": _json_rows,
+    ".parquet": _parquet_rows,
+}
+
+
+def _directory_rows(directory: Path, split: str, name: str | None) -> Iterator[tuple[Row, str]]:
     if (directory / "dataset_dict.json").exists() or (directory / "dataset_info.json").exists():
-        return _read_saved(directory, split, limit)
+        return _saved_rows(directory, split)
     base = directory / name if name else directory
-    wanted = SPLIT_NAMES.get(split, (split,))
     files = sorted(file for file in base.rglob("*") if file.suffix in ENDINGS and file.is_file())
-    for word in wanted:
-        found = [
-            f
-            for f in files
-            if f.stem == word or f.stem.startswith((f"{word}-", f"{word}_", f"{word}.")) or f.parent.name == word
-        ]
+    for word in SPLIT_NAMES.get(split, (split,)):
+        beginnings = (f"{word}-", f"{word}_", f"{word}.")
+        found = [f for f in files if f.stem == word or f.stem.startswith(beginnings) or f.parent.name == word]
         if found:
-            rows = Rows()
-            for file in found:
-                part = _read_file(file, None if limit is None else limit - len(rows))
-                rows.extend(part)
-                rows.places.extend(part.places)
-                if limit is not None and len(rows) >= limit:
-                    break
-            return rows
+            return itertools.chain.from_iterable(map(_file_rows, found))
     listed = ", ".join(str(file.relative_to(base)) for file in files[:10]) or "no data files"
     raise DataError(f"{base} has no file of split {split!r} (such as {split}.jsonl); it has {listed}.")
 
 
-def _read_saved(directory: Path, split: str, limit: int | None) -> Rows:
+def _saved_rows(directory: Path, split: str) -> Iterator[tuple[Row, str]]:
     import datasets
 
     dataset = datasets.load_from_disk(str(directory))
@@ -179,10 +159,10 @@ def _read_saved(directory: Path, split: str, limit: int | None) -> Rows:
         if chosen is None:
             raise DataError(f"{directory} has no split {split!r}; {nearest(split, map(str, dataset))}")
         dataset = dataset[chosen]
-    return _rows_of(dataset, f"{directory} ({split})", limit)
+    return _numbered(map(dict, dataset), f"{directory} ({split})")
 
 
-def _read_hub(path: str, split: str, name: str | None, limit: int | None) -> Rows:
+def _hub_rows(path: str, split: str, name: str | None) -> Iterator[tuple[Row, str]]:
     import datasets
 
     try:
@@ -193,10 +173,4 @@ def _read_hub(path: str, split: str, name: str | None, limit: int | None) -> Row
             f"{path!r} is no file or directory here, no registered dataset, and Hugging Face does not give it (split {split!r}"
             f"{f', subset {name!r}' if name else ''}): {cause}"
         ) from error
-    return _rows_of(dataset, f"{path} ({split})", limit)
-
-
-def _rows_of(dataset: Any, source: str, limit: int | None) -> Rows:
-    if limit is not None and limit < len(dataset):
-        dataset = dataset.select(range(limit))
-    return Rows((dict(row) for row in dataset), (f"{source}: row {index}" for index in range(len(dataset))))
+    return _numbered(map(dict, dataset), f"{path} ({split})")

@@ -117,9 +117,12 @@ class QueryBatcher:
             except BaseException as error:  # whatever it is, each query of the batch is answered with it
                 outcomes = [error] * len(batch)
             for item, outcome in zip(batch, outcomes, strict=True):
-                if not item.result.done():
-                    deliver = item.result.set_exception if isinstance(outcome, BaseException) else item.result.set_result
-                    deliver(outcome)
+                if item.result.done():
+                    continue
+                if isinstance(outcome, BaseException):
+                    item.result.set_exception(outcome)
+                else:
+                    item.result.set_result(outcome)
         self._idle += 1
 
     def _next_batch(self) -> list[_Waiting]:

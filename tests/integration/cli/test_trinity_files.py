@@ -52,4 +52,4 @@ def test_a_plugin_directory_that_is_none_is_told_as_it_was_given(rollwright, tmp
     (tmp_path / "plugins").mkdir()
     unknown = rollwright("config", "check", "trinity.yaml", "--plugin-dir", "plugins")
     assert "buffer.explorer_input.taskset.default_workflow_type (here tasksets.0.workflow)" in unknown.stderr
-    assert "put it into a plugin directory (--plugin-dir, ROLLWRIGHT_PLUGIN_PATH)" in unknown.stderr
+    assert "in a plugin: plugins: in the config, --plugin-dir, ROLLWRIGHT_PLUGIN_PATH" in unknown.stderr

@@ -35,7 +35,7 @@ def test_files_of_each_kind(tmp_path):
 def test_rows_know_their_places(tmp_path):
     rows = read_rows(write(tmp_path / "a.jsonl", '{"a": 1}\n\n{"a": 2}\n'))
     assert [place.rsplit("/", 1)[1] for place in rows.places] == ["a.jsonl:1", "a.jsonl:3"]
-    assert rows.first(1).places == rows.places[:1]
+    assert read_rows(tmp_path / "a.jsonl", limit=1).places == rows.places[:1]
 
 
 def test_directories_by_split(tmp_path):
