@@ -42,7 +42,16 @@ class Trinity(Dialect):
     """Trinity-RFT's files, and the names that its sections have."""
 
     system: ClassVar[str] = "Trinity-RFT"
-    renamed: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    second_names: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "TasksetConfig": {
+            "default_workflow_type": "workflow",
+            "default_reward_fn_type": "reward_fn",
+            "workflow_kwargs": "workflow_args",
+            "rollout_args": "gconfig",
+            "repeat_times": "group_size",
+            "subset_name": "subset",
+        }
+    }
 
     def recognises(self, data: dict[str, Any]) -> bool:
         """True where the top level has sections that only Trinity-RFT's files have."""

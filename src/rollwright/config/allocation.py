@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from rollwright.config.servers import BACKENDS
 from rollwright.errors import ConfigError
 
 GRAMMAR = (
-    "write ENGINE:SIZES+SIZES, such as 'sglang:d1p1t1+d1p1t1': before the + the engine (sglang, vllm, builtin) and its sizes, "
+    "write ENGINE:SIZES+SIZES, such as 'sglang:d1p1t1+d1p1t1': before the + the engine (sglang, vllm, builtin, or a registered one) and its sizes, "
     "after it the trainer's; one side may be left out. SIZES are d (data), p (pipeline) and t (tensor) parallel with a number "
     "each, in any order; what is left out is 1."
 )
-GENERATION_BACKENDS = ("sglang", "vllm", "builtin")
 TRAINING_BACKENDS = ("fsdp",)
 _AXES = {"d": "data", "p": "pipeline", "t": "tensor"}
 
@@ -68,8 +68,8 @@ class AllocationMode:
                 f"allocation {text!r} has {len(sides)} sides around '+', some of them empty or too many; {GRAMMAR}"
             )
         parsed = [_side(side, text) for side in sides]
-        generating = [side for side in parsed if side[0] in GENERATION_BACKENDS]
-        training = [side for side in parsed if side[0] not in GENERATION_BACKENDS]
+        generating = [side for side in parsed if side[0] in BACKENDS]
+        training = [side for side in parsed if side not in generating]
         if len(generating) > 1 or len(training) > 1:
             raise ConfigError(f"allocation {text!r} names two sides of one kind; one generates and one trains; {GRAMMAR}")
         if len(parsed) == 2 and parsed[0] not in generating:
@@ -134,7 +134,7 @@ class AllocationMode:
 
 def _side(side: str, text: str) -> tuple[str | None, ParallelSizes]:
     backend, colon, sizes = side.rpartition(":")
-    if colon and backend not in (*GENERATION_BACKENDS, *TRAINING_BACKENDS):
+    if colon and backend not in BACKENDS and backend not in TRAINING_BACKENDS:
         raise ConfigError(f"allocation {text!r}: there is no engine {backend!r}; {GRAMMAR}")
     if not re.fullmatch(r"([dpt]\d+)+", sizes):
         raise ConfigError(f"allocation {text!r}: {sizes!r} are no sizes; {GRAMMAR}")

@@ -165,6 +165,8 @@ class Dialect:
     system: ClassVar[str] = ""
     #: Name of a config dataclass -> (a key in the user's file -> the field that it means); read with a warning.
     renamed: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    #: The same for names that are as good as this project's: read without a warning.
+    second_names: ClassVar[Mapping[str, Mapping[str, str]]] = {}
 
     def recognises(self, data: dict[str, Any]) -> bool:
         """True where a file with these keys has the other system's shape."""

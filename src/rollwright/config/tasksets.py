@@ -138,16 +138,6 @@ class TasksetConfig:
 #: The same class under the name that it has in ``train_dataset``.
 DatasetConfig = TasksetConfig
 
-#: Further names of a taskset's keys, as good as its own.
-TASKSET_NAMES = {
-    "default_workflow_type": "workflow",
-    "default_reward_fn_type": "reward_fn",
-    "workflow_kwargs": "workflow_args",
-    "rollout_args": "gconfig",
-    "repeat_times": "group_size",
-    "subset_name": "subset",
-}
-
 
 def unread_keys(taskset: TasksetConfig, read_in: str) -> Iterator[tuple[str, str]]:
     """Keys that are set and not read where a taskset stands, each with what to do.

@@ -24,15 +24,11 @@ from typing_extensions import TypedDict
 
 from rollwright.config.experiment import STAGE_CLASSES
 from rollwright.config.generation import ALIASES, GenerationHyperparameters
-from rollwright.config.source import DIALECTS, Faults, KeyPath, Written, dotted, plain
-from rollwright.config.tasksets import TASKSET_NAMES, TasksetConfig
+from rollwright.config.source import DIALECTS, Dialect, Faults, KeyPath, Written, dotted, plain
 from rollwright.errors import ConfigError, RollwrightError
 from rollwright.registry import Registry, import_path, nearest
 
 logger = logging.getLogger("rollwright.config")
-
-#: Second names of keys that are as good as the first: no warning.
-SECOND_NAMES: dict[type, dict[str, str]] = {GenerationHyperparameters: ALIASES, TasksetConfig: TASKSET_NAMES}
 
 
 def validated(cls: type, data: Any, faults: Faults) -> Any:
@@ -112,10 +108,11 @@ def _named(kind: Any, value: Any, path: KeyPath, default: Any, faults: Faults) -
 
 def _named_section(cls: type, data: dict[Any, Any], path: KeyPath, default: Any, faults: Faults) -> _Section:
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
-    hints, second, legacy = annotations_of(cls), _second_names(cls), _legacy_names(cls)
+    hints, legacy = annotations_of(cls), _legacy_names(cls)
+    second: dict[Any, str] = _second_names(cls)
     section, origins = _Section(cls, default), faults.origins
     for key, value in data.items():
-        name = second.get(key, key)
+        name: str = second.get(key, key)
         if name not in fields and key in legacy:
             name = legacy[key]
             logger.warning(
@@ -141,11 +138,19 @@ def _named_section(cls: type, data: dict[Any, Any], path: KeyPath, default: Any,
 
 
 def _second_names(cls: type) -> dict[str, str]:
-    return {old: new for base in cls.__mro__ for old, new in SECOND_NAMES.get(base, {}).items()}
+    """Names that are as good as the first: no warning."""
+    return _from_tables(cls, [{GenerationHyperparameters.__name__: ALIASES}, *(each.second_names for each in _dialects())])
 
 
 def _legacy_names(cls: type) -> dict[str, str]:
-    tables = [DIALECTS.get(name).renamed for name in DIALECTS.built_in]
+    return _from_tables(cls, [each.renamed for each in _dialects()])
+
+
+def _dialects() -> list[type[Dialect]]:
+    return [DIALECTS.get(name) for name in DIALECTS.built_in]
+
+
+def _from_tables(cls: type, tables: Iterable[Mapping[str, Mapping[str, str]]]) -> dict[str, str]:
     return {old: new for base in cls.__mro__ for table in tables for old, new in table.get(base.__name__, {}).items()}
 
 
@@ -206,7 +211,8 @@ def _typed(kind: Any, metadata: Mapping[str, Any]) -> Any:
         return Annotated[union, pydantic.WrapValidator(functools.partial(_one_of, several))] if len(several) > 1 else union
     if origin in (list, tuple, dict):
         choices = {"choices": metadata["item_choices"]} if metadata.get("item_choices") else {}
-        items = origin[tuple(each if each is Ellipsis else _typed(each, choices) for each in arguments)]
+        generic: Any = {list: list, tuple: tuple, dict: dict}[origin]
+        items = generic[tuple(each if each is Ellipsis else _typed(each, choices) for each in arguments)]
         fixed = origin is tuple and Ellipsis not in arguments
         return Annotated[items, pydantic.BeforeValidator(functools.partial(_as_long, len(arguments)))] if fixed else items
     if origin is typing.Literal:
@@ -217,8 +223,8 @@ def _typed(kind: Any, metadata: Mapping[str, Any]) -> Any:
         return kind
     marks: list[Any] = [pydantic.Strict()]
     if kind in (int, float):
-        limits = {name: metadata[name] for name in ("ge", "gt", "le", "lt") if metadata.get(name) is not None}
-        marks.append(pydantic.Field(**limits, **({"allow_inf_nan": False} if kind is float else {})))
+        limits: dict[str, Any] = {name: metadata[name] for name in ("ge", "gt", "le", "lt") if metadata.get(name) is not None}
+        marks.append(pydantic.Field(**limits, allow_inf_nan=False if kind is float else None))
     if kind is int:
         marks.append(pydantic.BeforeValidator(_whole))
     if choices := metadata.get("choices"):
