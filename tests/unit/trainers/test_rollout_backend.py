@@ -9,7 +9,9 @@ import torch
 
 from rollwright.config.experiment import PPOConfig
 from rollwright.config.sections import PPOActorConfig, RolloutConfig
+from rollwright.errors import ConfigError
 from rollwright.inference.backends.vllm import VLLMClient
+from rollwright.inference.engine import InferenceEngine
 from rollwright.trainers import rollout_backend
 
 PRESENT = 8
@@ -57,3 +59,25 @@ def test_the_first_gpu(started, tmp_path, monkeypatch, trains_here, processes, s
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     start(object() if trains_here else None, tmp_path, servers=servers, first_gpu=given)
     assert started["base_gpu"] == first
+
+
+class Own(InferenceEngine):
+    """An engine of a user's that computes in this process."""
+
+    agenerate = get_version = set_version = pause = resume = abort = None  # type: ignore[assignment]
+
+    def __init__(self, model, tokenizer):
+        self.given = model, tokenizer
+
+
+def test_an_engine_of_the_users_own_is_made_of_model_and_tokenizer(tmp_path):
+    config = PPOConfig(actor=PPOActorConfig(path="m"), rollout=RolloutConfig(backend=f"{__name__}:Own"))
+    rollout = rollout_backend.make_rollout_engine(config, SimpleNamespace(model="live"), "tokenizer", None)
+    assert isinstance(rollout.sampler, Own)
+    assert rollout.sampler.given == ("live", "tokenizer")
+
+
+def test_a_backend_that_nobody_registered_is_an_error_that_names_the_nearest():
+    config = PPOConfig(actor=PPOActorConfig(path="m"), rollout=RolloutConfig(backend="sglan"))
+    with pytest.raises(ConfigError, match=r"inference backend 'sglan' was not found. Did you mean 'sglang'\?"):
+        rollout_backend.make_rollout_engine(config, None, None, None)
