@@ -147,7 +147,7 @@ class EpisodeWorkflow(RolloutWorkflow):
         """Run one episode.
 
         Returns:
-            A row with ``input_ids``, ``loss_mask`` and ``reward``, in one dimension; None where the engine gave it up.
+            A row with ``input_ids``, ``loss_mask`` and ``rewards``, in one dimension; None where the engine gave it up.
         """
 
     def stop_at(self, *stops: str) -> None:

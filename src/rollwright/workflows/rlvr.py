@@ -76,6 +76,6 @@ class RLVRWorkflow(EpisodeWorkflow):
         return {
             "input_ids": prompt.ids + response.output_tokens,
             "loss_mask": [0] * len(prompt.ids) + [1] * response.output_len,
-            "reward": reward,
+            "rewards": reward,
             **prompt.columns,
         }

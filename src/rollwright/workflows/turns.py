@@ -62,7 +62,7 @@ class TokenSequence:
 
     def row(self, reward: float) -> dict[str, Any]:
         """The row of the episode, in one dimension, for the normaliser to fill from the record."""
-        return {"input_ids": self.input_ids, "loss_mask": self.loss_mask, "reward": reward, "truncated": self.truncated}
+        return {"input_ids": self.input_ids, "loss_mask": self.loss_mask, "rewards": reward, "truncated": self.truncated}
 
 
 class Turns(TokenSequence):

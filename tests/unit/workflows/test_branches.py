@@ -65,5 +65,5 @@ def test_the_columns_of_each_layout():
         row.append_response(said(2, 10))
         row.close_branches()
         columns = row.row(1.0)
-        assert own == columns.keys() - {"input_ids", "loss_mask", "reward", "truncated"}
+        assert own == columns.keys() - {"input_ids", "loss_mask", "rewards", "truncated"}
         assert {len(columns[name]) for name in own} == {4}

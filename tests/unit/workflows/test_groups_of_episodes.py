@@ -79,7 +79,8 @@ class Says:
         number = len(self.requests)
         self.running += 1
         try:
-            await asyncio.sleep(0.01 if number in (self.fails_at, self.aborts_at) else 0.02)
+            others = 0.02 if self.fails_at is None else 5.0  # so that none of them gets further before the failure
+            await asyncio.sleep(0.01 if number in (self.fails_at, self.aborts_at) else others)
         finally:
             self.running -= 1
         if number == self.fails_at:
