@@ -78,18 +78,16 @@ def main() -> int:
 
 def _end(child: subprocess.Popen[bytes]) -> None:
     """Ask the command and its descendants to end, and kill those that do not."""
-    kill_tree(child.pid, signal.SIGTERM)
+    kill_tree(child.pid, signal.SIGTERM, os.getpid())
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline:
         if child.poll() is not None and not _is_left(child.pid):
             return
         time.sleep(0.02)
-    kill_tree(child.pid)
+    kill_tree(child.pid, signal.SIGKILL, os.getpid())
     child.wait()
     while _is_left(child.pid) and time.monotonic() < deadline + 1.0:
-        for process in descendants(os.getpid()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        kill_tree(child.pid, signal.SIGKILL, os.getpid())  # what was inherited in the meantime
         time.sleep(0.02)
 
 

@@ -46,11 +46,18 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def kill_tree(pid: int, number: int = signal.SIGKILL) -> None:
-    """Send a signal to a process that leads a session, to its group, and to processes below it that left the group."""
-    below = descendants(pid)
+def kill_tree(leader: int, number: int = signal.SIGKILL, root: int | None = None) -> None:
+    """Send a signal to a process group, and to processes that left it.
+
+    Args:
+        leader: of the group.
+        number: of the signal; each process gets it once.
+        root: the process below which those are that left the group; None: the leader.
+    """
+    below = descendants(leader if root is None else root)
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
+        os.killpg(leader, number)
     for process in below:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(process, number)
+            if os.getpgid(process) != leader:
+                os.kill(process, number)

@@ -145,6 +145,14 @@ async def test_failures_are_tried_again_and_then_told_with_the_workers_traceback
         await ask(wrapper, until=9, id="t1")
 
 
+async def test_an_end_of_file_in_a_function_is_its_failure_and_its_worker_lives_on():
+    processes = AsyncRewardWrapper(lambda p, c, pi, ci: float(os.getpid()), max_workers=1)
+    before = await ask(processes)
+    with pytest.raises(RewardError, match="EOFError"):
+        await ask(AsyncRewardWrapper(lambda p, c, pi, ci: float(input()), max_workers=1, max_retries=0))
+    assert await ask(processes) == before
+
+
 async def test_async_functions_have_the_same_limit_and_retries():
     tries = []
 
