@@ -206,7 +206,7 @@ def _deviation(values: Sequence[float]) -> float:
 
 @OPERATORS.register("reward_filter")
 class RewardFilter(ExperienceOperator):
-    """Keeps experiences whose reward lies between two limits, both included; NaN lies nowhere.
+    """Keeps experiences whose reward is between two limits, both included; NaN never is.
 
     Args:
         threshold: lowest reward that is kept.
@@ -253,7 +253,7 @@ class RewardShaping(ExperienceOperator):
 
     Args:
         reward_shaping_configs: steps in order, each ``{"stats_key": …, "op_type": "ADD" | "SUB" | "MUL" | "DIV",
-            "weight": 1.0}``: the reward is combined with ``weight · value``. The value stands in ``info`` or ``metrics``
+            "weight": 1.0}``: the reward is combined with ``weight · value``. The value is in ``info`` or ``metrics``
             under ``stats_key``; ``response_length`` is always there.
     """
 

@@ -89,7 +89,7 @@ class StoreStatus:
     declared_tasks: int | None  # None: no end was declared
     drawn_tasks: int  # ordinals handed out so far
     claimed_tasks: int
-    released_tasks: int  # given back, to be claimed again
+    released_tasks: int  # to be claimed again
     finished_tasks: int
     open_groups: int  # samples are missing
     unused_groups: int  # complete, never trained on

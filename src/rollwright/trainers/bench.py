@@ -208,7 +208,7 @@ def table_of(benchmarks: Sequence[Benchmark]) -> Table:
 
 
 def draw(path: Path, benchmarks: Sequence[Benchmark], config: PPOConfig) -> Path:
-    """Scores over steps, one curve for each score and taskset; what has no step stands one after the last."""
+    """Scores over steps, one curve for each score and taskset; what has no step comes one after the last."""
     last = max((each.step for each in benchmarks if each.step is not None), default=0)
     curves: dict[str, list[tuple[float, float]]] = {}
     for each in benchmarks:

@@ -102,7 +102,7 @@ FIRST_PAUSE = 0.1  # seconds before weights are looked for again; doubled each t
 
 
 class PublishedWeights(WeightReceiver):
-    """Stands where an actor's inference engine stands: what is published is written to ``directory/v…`` and announced.
+    """Takes the place of an actor's inference engine: what is published is written to ``directory/v…`` and announced.
 
     Args:
         directory: which the explorers see under the same name.
@@ -219,7 +219,7 @@ def _plain_logprobs(model: torch.nn.Module, ids_BL: Tensor, temperature: float) 
 
 
 class EvaluationTurns:
-    """A file that explorers lock while they evaluate, and in which stands what was evaluated last.
+    """A file that explorers lock while they evaluate; it says what was evaluated last.
 
     Args:
         path: of the file, the same for all explorers.
