@@ -60,7 +60,8 @@ def execute(notebook, folder, environment):
 @pytest.mark.timeout(900)
 def test_our_notebook_runs_from_top_to_bottom_and_ends_with_new_weights(tmp_path):
     nbformat = pytest.importorskip("nbformat")
-    shutil.copytree(ROOT / "examples" / "search-agent", tmp_path / "examples" / "search-agent")
+    for part in ("search-agent", "worlds"):
+        shutil.copytree(ROOT / "examples" / part, tmp_path / "examples" / part)
     notebook = nbformat.read(ROOT / "examples" / "search_agent.ipynb", as_version=4)
     text = execute(notebook, tmp_path, {"SEARCH_AGENT_DIR": str(tmp_path / "work")})
     for step in range(1, 6):
