@@ -23,7 +23,7 @@ def report(error: Exception) -> Path | None:
     """Print the cause of a failure to stderr, and write the traceback to a file.
 
     Returns:
-        The file; None where the cause is a config that the user can mend, which needs no traceback.
+        The file; None where the cause is a config that the user can fix, which needs no traceback.
     """
     message = str(error).strip() or "no message"
     kind = type(error).__name__

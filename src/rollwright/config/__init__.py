@@ -1,5 +1,6 @@
-"""All that a run can be told: dataclasses, YAML, overrides, interpolation, validation. No torch in this room.
+"""All that a run can be told: standard dataclasses, read from YAML and overrides, validated by pydantic. No torch.
 
-Each section is a dataclass whose fields carry ``metadata={"help": ..., "ge": ..., "le": ..., "choices": ...}``. A key that is
-here does what its help says; a key that is not here is refused with the nearest right name.
+``source`` reads a file, merges overrides and resolves interpolations; ``validation`` makes the dataclasses and their JSON Schema;
+``rules`` are between keys; ``loading`` is the pipeline. A field carries ``metadata={"help": ..., "ge": ..., "le": ..., "choices":
+..., "registry": ...}``. A key that is here does what its help says; another is refused with the nearest right name.
 """

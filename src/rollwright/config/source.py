@@ -399,15 +399,14 @@ def resolve(
 
 
 def default_values(cls: type) -> dict[str, Any]:
-    """The defaults of a dataclass as plain containers, without fields that have none or cannot be written in YAML."""
-    values = {}
-    for item in dataclasses.fields(cls):
-        value = item.default
-        if item.default_factory is not dataclasses.MISSING:
-            value = item.default_factory()
-        if value is not dataclasses.MISSING:
-            values[item.name] = plain(value)
-    return values
+    """The defaults of a dataclass as plain containers, without fields that have none."""
+    defaults = {each.name: default_of(each) for each in dataclasses.fields(cls)}
+    return {name: plain(value) for name, value in defaults.items() if value is not dataclasses.MISSING}
+
+
+def default_of(each: dataclasses.Field) -> Any:
+    """A field's default, made anew; ``MISSING`` where it has none."""
+    return each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
 
 
 def plain(value: Any) -> Any:

@@ -24,7 +24,7 @@ from typing_extensions import TypedDict
 
 from rollwright.config.experiment import STAGE_CLASSES
 from rollwright.config.generation import ALIASES, GenerationHyperparameters
-from rollwright.config.source import DIALECTS, Dialect, Faults, KeyPath, Written, dotted, plain
+from rollwright.config.source import DIALECTS, Dialect, Faults, KeyPath, Written, default_of, dotted, plain
 from rollwright.errors import ConfigError, RollwrightError
 from rollwright.registry import Registry, import_path, nearest
 
@@ -112,7 +112,7 @@ def _named_section(cls: type, data: dict[Any, Any], path: KeyPath, default: Any,
     second: dict[Any, str] = _second_names(cls)
     section, origins = _Section(cls, default), faults.origins
     for key, value in data.items():
-        name: str = second.get(key, key)
+        name: str = second.get(key) or key
         if name not in fields and key in legacy:
             name = legacy[key]
             logger.warning(
@@ -125,10 +125,10 @@ def _named_section(cls: type, data: dict[Any, Any], path: KeyPath, default: Any,
         elif name in section:
             faults.add((*path, key), f"says again what {name!r} says; keep one")
         else:
-            own = _default_of(fields[name]) if default is None else getattr(default, name)
+            own = default_of(fields[name]) if default is None else getattr(default, name)
             section[name] = _named(hints[name], value, (*path, name), own, faults)
     for name, field in fields.items():
-        if name not in section and default is None and _default_of(field) is dataclasses.MISSING:
+        if name not in section and default is None and default_of(field) is dataclasses.MISSING:
             section.lacks_keys = True
             faults.add((*path, name), f"is required: {field.metadata.get('help', 'give it a value')}")
     if isinstance(default, GenerationHyperparameters) and default.greedy and "greedy" not in section:
@@ -152,10 +152,6 @@ def _dialects() -> list[type[Dialect]]:
 
 def _from_tables(cls: type, tables: Iterable[Mapping[str, Mapping[str, str]]]) -> dict[str, str]:
     return {old: new for base in cls.__mro__ for table in tables for old, new in table.get(base.__name__, {}).items()}
-
-
-def _default_of(field: dataclasses.Field) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _choices(kind: Any) -> list[Any]:
@@ -186,7 +182,7 @@ def _mapping_of(cls: type) -> Any:
     hints, keys = annotations_of(cls), {}
     for field in dataclasses.fields(cls):
         if field.init:
-            default, extra = _default_of(field), {}
+            default, extra = default_of(field), {}
             if default is not dataclasses.MISSING and not dataclasses.is_dataclass(default):
                 extra["default"] = plain(default)
             described = pydantic.Field(description=field.metadata.get("help"), json_schema_extra=extra)
