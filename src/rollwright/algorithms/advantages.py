@@ -6,6 +6,8 @@ weighs a row by one over the number of rows of its sample, so that a sample of f
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ from torch import Tensor
 from rollwright.config.recipes import ADVANTAGE_ESTIMATORS
 from rollwright.config.sections import PPOActorConfig
 from rollwright.errors import ConfigError, TrainingError
+
+#: Rewards, group ids and sample ids of rows, each ``[B]`` -> baseline and scale of each row.
+Estimator = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 #: A deviation below this share of the largest reward is rounding, not variance.
 _NO_VARIANCE = 1e-6
@@ -99,40 +104,47 @@ def baseline_and_scale(
     return baseline_B, scale_B
 
 
-def estimate(config: PPOActorConfig, rewards_B: Tensor, group_ids_B: Tensor, sample_ids_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Baseline and scale of each row, by the estimator that ``config.adv_estimator`` names.
+def find_estimator(config: PPOActorConfig) -> Estimator:
+    """The advantage estimator that ``config.adv_estimator`` names, with its arguments, as baseline and scale of each row.
 
     An estimator returns both, or the advantage of each row. Of an advantage the scale is 1 and the baseline is what remains,
     so that with rewards per token a token's advantage is its row's, less what the row collected before the token.
 
-    Args:
-        config: the ``actor`` section.
-        rewards_B: shaped reward of each row (with ``token_rewards``: all that the row collects).
-        group_ids_B, sample_ids_B: as for ``baseline_and_scale``.
-
     Returns:
-        Baseline and scale, both ``[B]`` in the dtype of ``rewards_B``.
+        A function of the shaped reward of each row (with ``token_rewards``: all that the row collects), ``group_ids_B`` and
+        ``sample_ids_B`` as for ``baseline_and_scale``. It returns baseline and scale, both ``[B]`` in the dtype of the rewards,
+        and raises ``TrainingError`` where the estimator returned something of another shape.
 
     Raises:
         ConfigError: there is no such estimator, or it does not take the arguments.
-        TrainingError: it returned something of another shape.
     """
     name, arguments = config.adv_estimator, dict(config.adv_estimator_kwargs)
     if name == "normalised" and config.adv_norm is None:
-        return torch.zeros_like(rewards_B), torch.ones_like(rewards_B)
+        return lambda rewards_B, group_ids_B, sample_ids_B: (torch.zeros_like(rewards_B), torch.ones_like(rewards_B))
     if name == "normalised":
         arguments = vars(config.adv_norm) | arguments
-    result = ADVANTAGE_ESTIMATORS.build(name, rewards_B, group_ids_B, sample_ids_B, **arguments)
-    parts: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
-    if len(parts) not in (1, 2) or not all(isinstance(part, Tensor) and part.shape == rewards_B.shape for part in parts):
-        shapes = [list(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
-        raise TrainingError(
-            f"the advantage estimator {name!r} returned {shapes}: return the advantage of each row, a tensor of "
-            f"{list(rewards_B.shape)}, or a pair of such, baseline and scale."
-        )
-    if len(parts) == 1:
-        return rewards_B - parts[0].to(rewards_B.dtype), torch.ones_like(rewards_B)
-    return parts[0].to(rewards_B.dtype), parts[1].to(rewards_B.dtype)
+    estimator = ADVANTAGE_ESTIMATORS.get(name)
+    try:
+        inspect.signature(estimator).bind(None, None, None, **arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"actor.adv_estimator_kwargs has {', '.join(arguments) or 'no arguments'}, but of the estimator {name!r}: {error}."
+        ) from None
+
+    def estimate(rewards_B: Tensor, group_ids_B: Tensor, sample_ids_B: Tensor) -> tuple[Tensor, Tensor]:
+        result = estimator(rewards_B, group_ids_B, sample_ids_B, **arguments)
+        parts: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
+        if len(parts) not in (1, 2) or not all(isinstance(part, Tensor) and part.shape == rewards_B.shape for part in parts):
+            shapes = [list(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
+            raise TrainingError(
+                f"the advantage estimator {name!r} returned {shapes}: return the advantage of each row, a tensor of "
+                f"{list(rewards_B.shape)}, or a pair of such, baseline and scale."
+            )
+        if len(parts) == 1:
+            return rewards_B - parts[0].to(rewards_B.dtype), torch.ones_like(rewards_B)
+        return parts[0].to(rewards_B.dtype), parts[1].to(rewards_B.dtype)
+
+    return estimate
 
 
 def returns_to_go(token_rewards_BL: Tensor, mask_BL: Tensor) -> Tensor:

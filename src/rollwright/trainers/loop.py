@@ -117,7 +117,8 @@ class Trainer(ABC):
         Returns:
             ``{"steps", "reward" (or "loss"), "eval": {step: reward}, "seconds": {...}, "checkpoint": path}``.
         """
-        config, total = self.config, self.spec.total_steps
+        config = self.config
+        total = self.total_steps = self.spec.total_steps
         saving, recovering, evaluating = (
             Schedule(section, self.spec.steps_per_epoch) for section in (config.saver, config.recover, config.evaluator)
         )

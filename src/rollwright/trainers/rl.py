@@ -59,7 +59,7 @@ class PolicyTrainer(Trainer):
         self.step += 1
         with run.timer.phase("publish"):
             every = self.config.rollout.weight_update_every_steps
-            self.is_published = self.step % every == 0 or self.step == self.spec.total_steps
+            self.is_published = self.step % every == 0 or self.step == self.total_steps
             if self.is_published:
                 self.publish()
             else:
@@ -202,7 +202,7 @@ class PPOTrainer(PolicyTrainer):
         every = config.rollout.weight_update_every_steps
         wanted = 1
         if isinstance(self.rollout, LocalRolloutEngine):
-            wanted = min(every - self.step % every, self.spec.total_steps - self.step)
+            wanted = min(every - self.step % every, self.total_steps - self.step)
         if not self._taken:
             self._taken.extend(
                 self.rollout.prepare_batch(

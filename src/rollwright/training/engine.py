@@ -27,8 +27,7 @@ from rollwright.experience.trajectory import Trajectory, tensor_container_to
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
 from rollwright.training.checkpoint import random_states, restore_random_states
-from rollwright.training.logprobs import TokenScorer, use_fast_norms
-from rollwright.training.microbatch import micro_batches
+from rollwright.training.logprobs import TokenScorer, micro_batches, use_fast_norms
 from rollwright.training.model import load_model, owned_state, resolve_device, resolve_dtype, save_model
 from rollwright.training.parallel import TokenStatistics
 

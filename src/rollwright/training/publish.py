@@ -169,10 +169,7 @@ def audit_engine(engine: WeightReceiver, trainer: TrainEngine, version: int, new
         return scored[ids]
 
     responses = {name: ModelResponse(**answer) for name, answer in answers.items()}
-    agreements = audit(responses, score, version, tolerance, trainer.compute_dtype)
-    if agreements:
-        logger.debug("audit of version %d: largest mean difference %.1e", version, max(one.mean for one in agreements))
-    return agreements
+    return audit(responses, score, version, tolerance, trainer.compute_dtype)
 
 
 def publisher_for(trainer: TrainEngine, engine: WeightReceiver | None, meta: WeightUpdateMeta | None) -> Publisher:
