@@ -36,3 +36,20 @@ def test_every_page_is_in_the_index():
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     linked = set(re.findall(r"\]\(([\w-]+\.md)\)", index))
     assert linked == {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+
+
+def _is_there(dotted: str) -> bool:
+    """A module of the package, or a name in one."""
+    parts = dotted.split(".")
+    for end in range(len(parts), 0, -1):
+        path = (ROOT / "src").joinpath(*parts[:end])
+        for file in (path.with_suffix(".py"), path / "__init__.pyi", path / "__init__.py"):
+            if file.exists():
+                return end == len(parts) or re.search(rf"\b{parts[end]}\b", file.read_text(encoding="utf-8")) is not None
+    return False
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_modules_that_are_named_exist(page):
+    named = set(re.findall(r"\brollwright(?:\.\w+)+", page.read_text(encoding="utf-8"))) - {"rollwright.schema.json"}
+    assert [dotted for dotted in sorted(named) if not _is_there(dotted)] == []
