@@ -2,7 +2,7 @@
 
 from rollwright.store.drawing import ORDERS, PRIORITY_FUNCTIONS, Sampling
 from rollwright.store.files import FileStore
-from rollwright.store.records import Announcement, Batch, StoredGroup, StoreStatus, TaskClaim
+from rollwright.store.groups import Announcement, Batch, StoredGroup, StoreStatus, TaskClaim
 from rollwright.store.store import ExperienceStore, open_store
 
 __all__ = [

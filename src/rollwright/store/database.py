@@ -74,7 +74,6 @@ facts = Table("facts", metadata, Column("name", String(64), primary_key=True), C
 counters = Table(
     "counters", metadata, Column("name", String(64), primary_key=True), Column("value", BigInteger, nullable=False)
 )
-_COUNTERS = ("next_ordinal", "sequence", "batch", "epoch")
 
 tasks = Table(
     "tasks",
@@ -284,7 +283,9 @@ class Database:
                         f"{self.name} has a table {ours[0]!r} that no experience store made: give the store a database of its own."
                     )
                 metadata.create_all(connection, checkfirst=False)
-                connection.execute(insert(counters), [{"name": name, "value": 0} for name in _COUNTERS])
+                connection.execute(
+                    insert(counters), [{"name": name, "value": 0} for name in ("next_ordinal", "sequence", "batch", "epoch")]
+                )
                 connection.execute(insert(facts), [{"name": "schema", "value": str(SCHEMA_VERSION)}])
             if run is not None and self.fact(connection, "run") is None:
                 self.set_fact(connection, "run", run)
@@ -320,6 +321,11 @@ def poll(look: Callable[[], tuple[Any, bool]], timeout: float | None, cancelled:
             return found
         time.sleep(pause if limit is None else max(0.0, min(pause, limit - time.monotonic())))
         pause = min(_LONGEST_POLL, pause * 1.5)
+
+
+def count_rows(connection: Connection, table: Table, *conditions: Any) -> int:
+    """How many rows of a table meet all conditions."""
+    return connection.scalars(select(func.count()).select_from(table).where(*conditions)).one()
 
 
 def _cause(error: Exception) -> str:

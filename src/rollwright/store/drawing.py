@@ -24,6 +24,7 @@ from rollwright.store.database import (
     OPEN,
     READY,
     checkpoints,
+    count_rows,
     counters,
     experiences,
     groups,
@@ -32,12 +33,13 @@ from rollwright.store.database import (
     uses,
     versions,
 )
-from rollwright.store.records import Batch
-from rollwright.store.tasks import TaskClaims
+from rollwright.store.groups import Batch, GroupStorage
 
 #: ``(version of the group, uses so far, random numbers, **arguments) -> priority, or None where it is not to be used again``.
 PriorityFunction = Callable[..., float | None]
 
+#: Number of tasks of the run, among the facts of the store.
+DECLARED = "declared_tasks"
 
 #: Priority functions by name; a user's own is registered, or named by its import path.
 PRIORITY_FUNCTIONS: Registry[PriorityFunction] = Registry("priority function", ConfigError, variable="PRIORITY_FUNCTIONS")
@@ -161,10 +163,14 @@ class _Demand:
         return drawn, False
 
 
-class BatchDrawing(TaskClaims):
+class BatchDrawing(GroupStorage):
     """What :class:`~rollwright.store.store.ExperienceStore` does for the trainer."""
 
     _epoch: int | None = None  # set when this process begins to consume
+
+    def _declared_tasks(self, connection: Connection) -> int | None:
+        value = self.fact(connection, DECLARED)
+        return None if value is None else int(value)
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
@@ -230,8 +236,7 @@ class BatchDrawing(TaskClaims):
         with self.reading() as connection:
             _, enough = demand.first_enough(self._drawable(connection, demand))
             declared = self._declared_tasks(connection)
-            finished = select(func.count()).select_from(tasks).where(tasks.c.state == FINISHED)
-            ended = declared is not None and connection.scalars(finished).one() >= declared
+            ended = declared is not None and count_rows(connection, tasks, tasks.c.state == FINISHED) >= declared
         return enough, ended and demand.sampling.cooldown_seconds == 0
 
     def _drawable(self, connection: Connection, demand: _Demand) -> list[Any]:
@@ -367,8 +372,8 @@ class BatchDrawing(TaskClaims):
         with self.writing() as connection:
             epoch = self.counter(connection, "epoch")
             if self._epoch is None:
-                pending = connection.scalar(select(func.count()).select_from(uses).where(uses.c.checkpoint.is_(None)))
-                known = connection.scalar(select(func.count()).select_from(checkpoints))
+                pending = count_rows(connection, uses, uses.c.checkpoint.is_(None))
+                known = count_rows(connection, checkpoints)
                 if pending or known:
                     raise StoreError(
                         f"{self.name} was used by an earlier trainer ({known} checkpoints, {pending} uses not committed): call "

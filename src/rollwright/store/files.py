@@ -22,7 +22,7 @@ from rollwright.atomic import replaced_file, write_json
 from rollwright.errors import ConfigError, StoreError
 from rollwright.experience.experience import Experience, ExperienceId, plain_json
 from rollwright.store.database import poll
-from rollwright.store.records import Batch, Group, StoredGroup, experiences_of, oldest_version, own_name, task_group
+from rollwright.store.groups import Batch, Group, StoredGroup, experiences_of, oldest_version, own_name, task_group
 
 _FIELDS = sorted(each.name for each in fields(Experience))
 
