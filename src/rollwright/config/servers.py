@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rollwright.errors import ConfigError
@@ -37,7 +37,19 @@ def _help(text: str, **limits: Any) -> dict[str, Any]:
 
 
 @dataclass
-class SGLangConfig:
+class ServerConfig:
+    """What every server can be told."""
+
+    model_path: str = field(default="", metadata=_help("Model directory or name; empty: the actor's."))
+    dtype: str = field(default="auto", metadata=_help("Compute type."))
+    trust_remote_code: bool = field(default=False, metadata=_help("Run code that comes with a model."))
+    extra_args: dict[str, Any] = field(
+        default_factory=dict, metadata=_help("Further arguments of the server, by the server's own names.")
+    )
+
+
+@dataclass
+class SGLangConfig(ServerConfig):
     """Arguments of a server that speaks SGLang's protocol; see build_cmd."""
 
     implementation: str = field(
@@ -47,8 +59,6 @@ class SGLangConfig:
             choices=["sglang", "builtin"],
         ),
     )
-    model_path: str = field(default="", metadata=_help("Model directory or name; empty: the actor's."))
-    dtype: str = field(default="auto", metadata=_help("Compute type."))
     context_length: int | None = field(default=None, metadata=_help("Prompt and new tokens together.", ge=2))
     mem_fraction_static: float | None = field(
         default=None, metadata=_help("Share of GPU memory for weights and cache (SGLang).", gt=0.0, lt=1.0)
@@ -57,10 +67,6 @@ class SGLangConfig:
     log_level: str = field(default="warning", metadata=_help("The server's log level."))
     decode_log_interval: int = field(default=40, metadata=_help("Decode steps between two log lines.", ge=1))
     random_seed: int = field(default=1, metadata=_help("The server's seed for requests that carry none."))
-    trust_remote_code: bool = field(default=False, metadata=_help("Run code that comes with a model."))
-    extra_args: dict[str, Any] = field(
-        default_factory=dict, metadata=_help("Further arguments of the server, by the server's own names.")
-    )
 
     @staticmethod
     def build_cmd(
@@ -79,18 +85,49 @@ class SGLangConfig:
             base_gpu_id: the first of them.
             host, port: where it listens.
             dist_init_addr: ``host:port`` at which several nodes of one server meet.
+
+        Raises:
+            ConfigError: no model is named, or the built-in engine is asked for tensor parallelism.
         """
-        return sglang_command(
-            config, tp_size=tp_size, base_gpu_id=base_gpu_id, host=host, port=port, dist_init_addr=dist_init_addr
+        if config.implementation == "builtin":
+            if tp_size != 1:
+                raise ConfigError(
+                    f"sglang.implementation is builtin, which has no tensor parallelism: tp_size is {tp_size}, use 1."
+                )
+            logger.info("SGLang's protocol at %s:%d is served by the built-in engine (sglang.implementation: builtin)", host, port)
+            local = LocalServerConfig.like(config)
+            return LocalServerConfig.build_cmd(local, host=host, port=port)
+        logger.info(
+            "SGLang's protocol at %s:%d is served by SGLang, GPU %d on (sglang.implementation: sglang)", host, port, base_gpu_id
         )
+        options: dict[str, Any] = {
+            "model-path": _model(config.model_path, "SGLang"),
+            "host": host,
+            "port": port,
+            "tp-size": tp_size,
+            "base-gpu-id": base_gpu_id,
+            "dist-init-addr": dist_init_addr,
+            "dtype": config.dtype,
+            "context-length": config.context_length,
+            "mem-fraction-static": config.mem_fraction_static,
+            "max-running-requests": config.max_running_requests,
+            "log-level": config.log_level,
+            "decode-log-interval": config.decode_log_interval,
+            "random-seed": config.random_seed,
+            "trust-remote-code": config.trust_remote_code,
+            **config.extra_args,
+        }
+        if options.get("skip_tokenizer_init") or options.get("skip-tokenizer-init"):
+            raise ConfigError(
+                "sglang.extra_args.skip_tokenizer_init: requests with stop strings fail without a tokenizer; leave it out."
+            )
+        return [sys.executable, "-m", "sglang.launch_server", *option_list(options)]
 
 
 @dataclass
-class VLLMConfig:
+class VLLMConfig(ServerConfig):
     """Arguments of a vLLM server; see build_cmd."""
 
-    model_path: str = field(default="", metadata=_help("Model directory or name; empty: the actor's."))
-    dtype: str = field(default="auto", metadata=_help("Compute type."))
     max_model_len: int | None = field(default=None, metadata=_help("Prompt and new tokens together.", ge=2))
     gpu_memory_utilization: float | None = field(default=None, metadata=_help("Share of GPU memory.", gt=0.0, le=1.0))
     max_num_seqs: int | None = field(default=None, metadata=_help("Sequences decoded together.", ge=1))
@@ -106,34 +143,59 @@ class VLLMConfig:
     python: str | None = field(
         default=None, metadata=_help("Interpreter of the environment that vLLM is installed in; None: this one.")
     )
-    trust_remote_code: bool = field(default=False, metadata=_help("Run code that comes with a model."))
-    extra_args: dict[str, Any] = field(
-        default_factory=dict, metadata=_help("Further arguments of the server, by the server's own names.")
-    )
     env: dict[str, str] = field(default_factory=dict, metadata=_help("Environment variables of the server."))
 
     @staticmethod
     def build_cmd(
         config: VLLMConfig, tp_size: int = 1, base_gpu_id: int = 0, host: str = "127.0.0.1", port: int = 8000
     ) -> list[str]:
-        """The command line of the server, for ``subprocess.Popen``.
+        """The command line of the server, for ``subprocess.Popen``: with the token endpoint, its versions and processed
+        log-probabilities switched on.
 
         Args:
             config: the section of the experiment.
             tp_size: GPUs that share one copy of the model.
             base_gpu_id: the first of them.
             host, port: where it listens.
+
+        Raises:
+            ConfigError: no model is named, or fewer GPUs are visible.
         """
-        return vllm_command(config, tp_size=tp_size, base_gpu_id=base_gpu_id, host=host, port=port)
+        environment = {"VLLM_SERVER_DEV_MODE": "1", **{name: str(value) for name, value in config.env.items()}}
+        whole_prompts: dict[str, Any] = {}
+        if config.device == "cpu":
+            environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; its default is most of the memory
+            tokens = max(_PREFILL_TOKENS, config.max_model_len or _PREFILL_TOKENS)
+            whole_prompts = {"no-enable-chunked-prefill": True, "max-num-batched-tokens": tokens}
+        if base_gpu_id:
+            environment.setdefault("CUDA_VISIBLE_DEVICES", ",".join(_gpus(base_gpu_id, tp_size)))
+        options: dict[str, Any] = {
+            "model": _model(config.model_path, "vLLM"),
+            "host": host,
+            "port": port,
+            "tensor-parallel-size": tp_size if tp_size > 1 else None,
+            "dtype": config.dtype,
+            "max-model-len": config.max_model_len,
+            "gpu-memory-utilization": config.gpu_memory_utilization,
+            "max-num-seqs": config.max_num_seqs,
+            "enforce-eager": config.enforce_eager or config.device == "cpu",
+            "trust-remote-code": config.trust_remote_code,
+            **whole_prompts,
+            "enable-scale-out": True,
+            "logprobs-mode": "processed_logprobs",
+            **config.extra_args,
+        }
+        python = config.python or sys.executable
+        assignments = [f"{name}={value}" for name, value in environment.items()]
+        logger.info("vLLM at %s:%d runs in %s", host, port, python)
+        return ["env", *assignments, python, "-m", "vllm.entrypoints.openai.api_server", *option_list(options)]
 
 
 @dataclass
-class LocalServerConfig:
+class LocalServerConfig(ServerConfig):
     """Arguments of ``rollwright serve-model``; see build_cmd."""
 
-    model_path: str = field(default="", metadata=_help("Model directory or name."))
     device: str = field(default="auto", metadata=_help("Device of the engine."))
-    dtype: str = field(default="auto", metadata=_help("Compute type."))
     context_length: int | None = field(default=None, metadata=_help("Prompt and new tokens together.", ge=2))
     max_running_requests: int | None = field(default=None, metadata=_help("Sequences decoded together.", ge=1))
     kv_cache_bytes: int | None = field(default=None, metadata=_help("Memory of the engine's cache.", ge=1))
@@ -141,8 +203,17 @@ class LocalServerConfig:
     weights_roots: list[str] = field(default_factory=list, metadata=_help("Where updates from files may be read."))
     random_seed: int = field(default=1, metadata=_help("Seed of requests that bring none."))
     log_level: str = field(default="warning", metadata=_help("The server's log level."))
-    trust_remote_code: bool = field(default=False, metadata=_help("Run code that comes with a model."))
-    extra_args: dict[str, Any] = field(default_factory=dict, metadata=_help("Further options, by their names."))
+
+    @classmethod
+    def like(cls, section: Any, **settings: Any) -> LocalServerConfig:
+        """A server with the settings that another section has under the same names.
+
+        Args:
+            section: a dataclass, such as the ``rollout`` section, whose built-in engine has the same settings.
+            settings: that it has instead.
+        """
+        names = {one.name for one in fields(cls)} & {one.name for one in fields(section)}
+        return cls(**{name: getattr(section, name) for name in names} | settings)
 
     @staticmethod
     def build_cmd(config: LocalServerConfig, *, host: str = "127.0.0.1", port: int = 30000) -> list[str]:
@@ -200,91 +271,3 @@ def option_list(options: Mapping[str, Any]) -> list[str]:
         elif value is not None and value is not False:
             arguments += [flag, str(value)]
     return arguments
-
-
-def sglang_command(
-    config: SGLangConfig, *, tp_size: int, base_gpu_id: int, host: str, port: int, dist_init_addr: str | None
-) -> list[str]:
-    """The command of a server that speaks SGLang's protocol; which one is ``config.implementation``, and is logged.
-
-    Raises:
-        ConfigError: no model is named, or the built-in engine is asked for tensor parallelism.
-    """
-    if config.implementation == "builtin":
-        if tp_size != 1:
-            raise ConfigError(
-                f"sglang.implementation is builtin, which has no tensor parallelism: tp_size is {tp_size}, use 1."
-            )
-        logger.info("SGLang's protocol at %s:%d is served by the built-in engine (sglang.implementation: builtin)", host, port)
-        local = LocalServerConfig(
-            model_path=config.model_path,
-            dtype=config.dtype,
-            context_length=config.context_length,
-            max_running_requests=config.max_running_requests,
-            random_seed=config.random_seed,
-            log_level=config.log_level,
-            trust_remote_code=config.trust_remote_code,
-            extra_args=dict(config.extra_args),
-        )
-        return LocalServerConfig.build_cmd(local, host=host, port=port)
-    logger.info(
-        "SGLang's protocol at %s:%d is served by SGLang, GPU %d on (sglang.implementation: sglang)", host, port, base_gpu_id
-    )
-    options: dict[str, Any] = {
-        "model-path": _model(config.model_path, "SGLang"),
-        "host": host,
-        "port": port,
-        "tp-size": tp_size,
-        "base-gpu-id": base_gpu_id,
-        "dist-init-addr": dist_init_addr,
-        "dtype": config.dtype,
-        "context-length": config.context_length,
-        "mem-fraction-static": config.mem_fraction_static,
-        "max-running-requests": config.max_running_requests,
-        "log-level": config.log_level,
-        "decode-log-interval": config.decode_log_interval,
-        "random-seed": config.random_seed,
-        "trust-remote-code": config.trust_remote_code,
-        **config.extra_args,
-    }
-    if options.get("skip_tokenizer_init") or options.get("skip-tokenizer-init"):
-        raise ConfigError(
-            "sglang.extra_args.skip_tokenizer_init: requests with stop strings fail without a tokenizer; leave it out."
-        )
-    return [sys.executable, "-m", "sglang.launch_server", *option_list(options)]
-
-
-def vllm_command(config: VLLMConfig, *, tp_size: int, base_gpu_id: int, host: str, port: int) -> list[str]:
-    """The command of a vLLM server with the token endpoint, its versions and processed log-probabilities switched on.
-
-    Raises:
-        ConfigError: no model is named.
-    """
-    environment = {"VLLM_SERVER_DEV_MODE": "1", **{name: str(value) for name, value in config.env.items()}}
-    whole_prompts: dict[str, Any] = {}
-    if config.device == "cpu":
-        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; its default is most of the memory
-        tokens = max(_PREFILL_TOKENS, config.max_model_len or _PREFILL_TOKENS)
-        whole_prompts = {"no-enable-chunked-prefill": True, "max-num-batched-tokens": tokens}
-    if base_gpu_id:
-        environment.setdefault("CUDA_VISIBLE_DEVICES", ",".join(_gpus(base_gpu_id, tp_size)))
-    options: dict[str, Any] = {
-        "model": _model(config.model_path, "vLLM"),
-        "host": host,
-        "port": port,
-        "tensor-parallel-size": tp_size if tp_size > 1 else None,
-        "dtype": config.dtype,
-        "max-model-len": config.max_model_len,
-        "gpu-memory-utilization": config.gpu_memory_utilization,
-        "max-num-seqs": config.max_num_seqs,
-        "enforce-eager": config.enforce_eager or config.device == "cpu",
-        "trust-remote-code": config.trust_remote_code,
-        **whole_prompts,
-        "enable-scale-out": True,
-        "logprobs-mode": "processed_logprobs",
-        **config.extra_args,
-    }
-    python = config.python or sys.executable
-    assignments = [f"{name}={value}" for name, value in environment.items()]
-    logger.info("vLLM at %s:%d runs in %s", host, port, python)
-    return ["env", *assignments, python, "-m", "vllm.entrypoints.openai.api_server", *option_list(options)]

@@ -115,15 +115,7 @@ class TaskServices:
 
 
 def _command(model: AuxiliaryModelConfig, threads: int) -> Any:
-    local = LocalServerConfig(
-        model_path=model.model_path,
-        device=model.device,
-        dtype=model.dtype,
-        context_length=model.context_length,
-        max_running_requests=model.max_running_requests,
-        kv_cache_bytes=model.kv_cache_bytes,
-        threads=threads,
-    )
+    local = LocalServerConfig.like(model, threads=threads)
     return lambda host, port, index: LocalServerConfig.build_cmd(local, host=host, port=port)
 
 

@@ -408,15 +408,8 @@ class BuiltinServersClient(SGLangClient):
     @classmethod
     def command(cls, launch: ServerLaunch) -> list[str]:
         """See ``LocalServerConfig.build_cmd``; the settings are those of the ``rollout`` section."""
-        rollout = launch.rollout
-        server = LocalServerConfig(
-            model_path=rollout.path or launch.model_path,
-            device=rollout.device,
-            dtype=rollout.dtype,
-            context_length=rollout.context_length,
-            max_running_requests=rollout.max_running_requests,
-            kv_cache_bytes=rollout.kv_cache_bytes,
-            threads=launch.threads,
-            weights_roots=launch.weights_roots,
+        model = launch.rollout.path or launch.model_path
+        server = LocalServerConfig.like(
+            launch.rollout, model_path=model, threads=launch.threads, weights_roots=launch.weights_roots
         )
         return LocalServerConfig.build_cmd(server, host=launch.host, port=launch.port)
