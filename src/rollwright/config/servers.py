@@ -94,7 +94,9 @@ class SGLangConfig(ServerConfig):
                 raise ConfigError(
                     f"sglang.implementation is builtin, which has no tensor parallelism: tp_size is {tp_size}, use 1."
                 )
-            logger.info("SGLang's protocol at %s:%d is served by the built-in engine (sglang.implementation: builtin)", host, port)
+            logger.info(
+                "SGLang's protocol at %s:%d is served by the built-in engine (sglang.implementation: builtin)", host, port
+            )
             local = LocalServerConfig.like(config)
             return LocalServerConfig.build_cmd(local, host=host, port=port)
         logger.info(

@@ -27,7 +27,6 @@ from rollwright.config.experiment import FinetuneSpec, PPOConfig
 from rollwright.config.loading import config_to_dict
 from rollwright.errors import ConfigError, WeightUpdateError
 from rollwright.inference.engine import InferenceEngine, WeightReceiver
-from rollwright.inference.weights.audit import NEW_TOKENS_IN_PROCESS, audit, probe_request
 from rollwright.inference.weights.files import (
     MANIFEST,
     content_digest,
@@ -40,6 +39,7 @@ from rollwright.inference.weights.ways import distinct_weights
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.training.logprobs import TokenScorer
+from rollwright.training.publish import NEW_TOKENS_IN_PROCESS, audit, probe_request
 
 if TYPE_CHECKING:  # a benchmark needs no store
     from rollwright.store import Announcement, ExperienceStore, FileStore

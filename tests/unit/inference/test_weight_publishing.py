@@ -15,7 +15,6 @@ from rollwright.errors import WeightUpdateError
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.request import ModelResponse
-from rollwright.inference.weights import audit as auditing
 from rollwright.inference.weights.files import MANIFEST, content_digest, keep_newest, read_weights, write_weights
 from rollwright.inference.weights.group import buckets
 from rollwright.inference.weights.ways import (
@@ -24,6 +23,7 @@ from rollwright.inference.weights.ways import (
     distinct_weights,
     shared_directory,
 )
+from rollwright.training import publish as auditing
 
 
 def some_weights(seed=0):

@@ -14,11 +14,10 @@ from rollwright.errors import WeightUpdateError
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.engine import WeightReceiver
 from rollwright.inference.request import ModelRequest
-from rollwright.inference.weights.audit import NEW_TOKENS_IN_PROCESS, probe_request
 from rollwright.inference.weights.ways import WeightUpdateMeta
 from rollwright.rollout.engines import LocalRolloutEngine
 from rollwright.training.actor import FSDPPPOActor
-from rollwright.training.publish import SentWeights, SharedWeights, publisher_for
+from rollwright.training.publish import NEW_TOKENS_IN_PROCESS, SentWeights, SharedWeights, probe_request, publisher_for
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""New weights on their way to inference engines: the ways there are, files, the distributed group, publication, the audit."""
+"""New weights on their way to inference engines: the ways there are, files, the distributed group, publication."""
 
 from rollwright.inference.weights.ways import WeightUpdateMeta
 
