@@ -217,16 +217,15 @@ class RolloutExecutor:
             self._factory.make(data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval, place=place)
             for place, data in enumerate(tasks)
         ]
-        batch = Batch(groups)
+        batch = Batch(len(groups))
+        for group in groups:
+            group.batch = batch
 
         def take() -> list[Group] | None:
             if batch.missing:
                 return None
             accepted = [group for group in groups if group.state is GroupState.READY]
-            for group in accepted:
-                group.state = GroupState.DELIVERED
-                if not group.is_eval:
-                    self._delivery.in_training.append(group)
+            self._delivery.deliver(accepted)
             return accepted
 
         accepted = self._await(Waiter(take, own_groups=groups), None, "rollout_batch", groups)
@@ -372,16 +371,17 @@ class RolloutExecutor:
         return self._call(self._read_state)
 
     def _read_state(self) -> dict[str, Any]:
-        delivery, unfinished = self._delivery, self._runner.unfinished_groups()
+        delivery, runner = self._delivery, self._runner
+        untrained = {*delivery.running, *runner.stream, *delivery.in_training}
         drawn = [*self._restored, *(row for source in self._sources for row in source.rows)]
         return {
             "version": delivery.staleness.version,
             "next_ordinal": self._factory.next_ordinal,
             "frontier": delivery.frontier.frontier,
             "beyond": delivery.frontier.beyond,
-            "pending": [*(_task(group) for group in unfinished), *map(dict, drawn)],
+            "pending": [*(group.task for group in sorted(untrained, key=lambda group: group.ordinal)), *map(dict, drawn)],
             "finished": [
-                {"task": _task(group), "trajectory": group.trajectory, "admitted": group.admitted, "size": group.size}
+                {"task": group.task, "trajectory": group.join(), "admitted": group.admitted, "size": group.size}
                 for group in delivery.ready
                 if not group.is_eval
             ],
@@ -438,11 +438,7 @@ class RolloutExecutor:
         if not waiter.future.done():
             raise TimeoutError(f"{what}: not complete after {timeout:g} s ({self._runner.describe()}).")
         taken = waiter.future.result()
-        trajectories = [group.trajectory for group in taken if group.trajectory is not None]
+        samples = [rows for group in taken for rows in group.rows]
         for group in taken:
-            group.trajectory = None
-        return concat_padded_tensors(trajectories) if trajectories else {}
-
-
-def _task(group: Group) -> dict[str, Any]:
-    return {**group.data, "ordinal": group.ordinal}
+            group.rows = []
+        return concat_padded_tensors(samples) if samples else {}

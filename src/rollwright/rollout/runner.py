@@ -283,7 +283,7 @@ class Runner:
 
     def _complete(self, group: Group) -> None:
         try:
-            group.trajectory = group.assemble()
+            group.complete()
             policy = group.refused_by(self.config.dynamic_filter)
         except Exception as error:  # of a should_accept_fn, or rows of a workflow that cannot be joined
             failure = self._failed(group, error, str(group), is_final=True)
@@ -320,7 +320,7 @@ class Runner:
         """A group that will not be used: release what it counted for, and stop its samples."""
         self.delivery.remove(group)
         group.state, group.reason = state, reason
-        group.trajectory, group.rows = None, []
+        group.rows = []
         self.groups[count] += 1
         self._abandon_later(group, group.cancel(f"belongs to a group that has come to its end ({reason})"))
         self._active.discard(group)
@@ -428,8 +428,3 @@ class Runner:
         """A fault of ours in a callback of the loop would only be logged there, and callers would wait for ever."""
         logger.exception("rollout stops for a fault of its own")
         self.stop(error)
-
-    def unfinished_groups(self) -> list[Group]:
-        """Groups of the stream that were drawn and not trained, in order of their ordinals, without the ready ones."""
-        members = {*self.delivery.running, *self.stream, *self.delivery.in_training}
-        return sorted((group for group in members if not group.is_eval), key=lambda group: group.ordinal)

@@ -246,11 +246,10 @@ class Delivery:
     def deliver(self, groups: list[Group]) -> None:
         """Hand over groups that are ready."""
         for group in groups:
-            del self.ready[group]
+            self.ready.pop(group, None)  # those of rollout_batch were never in it
             group.state = GroupState.DELIVERED
-        training = [group for group in groups if not group.is_eval]
-        self.staleness.train(group.admitted for group in training)
-        self.in_training.extend(training)
+        self.staleness.train(group.admitted for group in groups if group.in_stream)
+        self.in_training.extend(group for group in groups if not group.is_eval)
 
     def _stragglers(self, picked: list[Group]) -> list[Group]:
         """The groups that over-sampling started in excess: those that run longest, then the youngest that are ready."""
@@ -304,7 +303,7 @@ class Delivery:
         self.frontier = Frontier(frontier, beyond)
         for group in finished:
             group.state = GroupState.READY
-            group.trajectory = group.assemble()
+            group.complete()
             self.ready[group] = None
             self.staleness.restore(group.admitted)
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
+import functools
 import itertools
 import threading
 from collections import deque
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 
 from rollwright.errors import DataError, RolloutError, WorkflowError
+from rollwright.experience.contract import COLUMNS
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.rollout.failures import Failure
 from rollwright.rollout.sample import SampleEngine
@@ -58,11 +61,10 @@ class Group:
     batch: Batch | None = None  # the rollout_batch call that it belongs to; None: submit, wait and prepare_batch
     state: GroupState = GroupState.QUEUED
     admitted: int = 0  # version at which it was admitted
-    rows: list[Trajectory | None] = field(default_factory=list)  # of its samples
+    rows: list[Any] = field(default_factory=list)  # a trajectory of each sample, None where it is not at an end
     missing: int = 0  # samples that are not at an end
     running: dict[asyncio.Task[Any], SampleEngine] = field(default_factory=dict)
     head_version: int | None = None  # of the oldest token
-    trajectory: Trajectory | None = None
     reason: str = ""  # why it was dropped or given up
     failure: Failure | None = None  # of the sample that it was given up for
 
@@ -75,6 +77,11 @@ class Group:
     def is_over(self) -> bool:
         """True where no sample of the group has anything left to do."""
         return self.state is not GroupState.QUEUED and self.state is not GroupState.RUNNING
+
+    @property
+    def task(self) -> dict[str, Any]:
+        """The task as a checkpoint keeps it: it is drawn again with the same ordinal."""
+        return {**self.data, "ordinal": self.ordinal}
 
     def __str__(self) -> str:
         text = repr(self.data)
@@ -92,11 +99,14 @@ class Group:
             task.cancel()
         return list(self.running)
 
-    def assemble(self) -> Trajectory:
-        """Join the samples' rows, fill ``group_ids`` and ``sample_ids``, and find the oldest version."""
-        samples = [rows for rows in self.rows if rows is not None]
+    def complete(self) -> None:
+        """Fill ``group_ids`` and ``sample_ids`` of the samples' rows, and find the oldest version.
+
+        Samples are joined once, with their batch. Those whose keys or further columns differ are joined here: what cannot be
+        joined fails its group, not the batch.
+        """
         first_id = self.task_id << _SAMPLE_BITS
-        for rows in samples:
+        for rows in self.rows:
             count = rows["input_ids"].shape[0]
             own = rows.get("sample_ids")
             if own is not None:
@@ -108,11 +118,17 @@ class Group:
             rows["sample_ids"] = local + first_id
             rows["group_ids"] = torch.full((count,), self.task_id, dtype=torch.int64)
             first_id += int(local.max()) + 1
-        joined = samples[0] if len(samples) == 1 else concat_padded_tensors(samples)
-        sampled = joined["versions"][joined["versions"] >= 0]
+        versions = torch.cat([rows["versions"].flatten() for rows in self.rows])
+        sampled = versions[versions >= 0]
         self.head_version = int(sampled.min()) if sampled.numel() else None
-        self.rows = []
-        return joined
+        if any(_layout(rows) != _layout(self.rows[0]) for rows in self.rows[1:]):
+            self.join()
+
+    def join(self) -> Trajectory:
+        """The rows of all samples, as one trajectory."""
+        if len(self.rows) > 1:
+            self.rows = [concat_padded_tensors(self.rows)]
+        return self.rows[0]
 
     def refused_by(self, dynamic_filter: str | None) -> str | None:
         """The name of the policy that refuses the complete group; None where it is accepted.
@@ -120,9 +136,8 @@ class Group:
         Raises:
             WorkflowError: ``should_accept_fn`` returned something that is no truth value.
         """
-        assert self.trajectory is not None
         if self.should_accept is not None:
-            verdict = self.should_accept(self.trajectory)
+            verdict = self.should_accept(self.join())
             if not isinstance(verdict, bool | int) and not hasattr(verdict, "__bool__"):
                 raise WorkflowError(
                     f"should_accept_fn returned {verdict!r} for {self}; it is given the group's trajectory and returns True or False."
@@ -130,20 +145,25 @@ class Group:
             if not verdict:
                 return "should_accept_fn"
         if dynamic_filter == "no_variance" and not self.is_eval:
-            rewards = self.trajectory["rewards"]  # all equal: no advantage tells the samples apart
-            if self.trajectory["sample_ids"].unique().numel() > 1 and bool((rewards == rewards[0]).all()):
+            rewards, samples = (torch.cat([rows[key] for rows in self.rows]) for key in ("rewards", "sample_ids"))
+            if samples.unique().numel() > 1 and bool((rewards == rewards[0]).all()):  # no advantage tells the samples apart
                 return "no_variance"
         return None
 
 
+def _layout(rows: Trajectory) -> dict[str, Any]:
+    """The keys of a sample's rows, each with what decides whether it can be joined; columns of the contract always can."""
+    return {
+        key: None if key in COLUMNS else value.shape[1:] if isinstance(value, torch.Tensor) else type(value)
+        for key, value in rows.items()
+    }
+
+
+@dataclass
 class Batch:
     """The groups of one ``rollout_batch`` call."""
 
-    def __init__(self, groups: list[Group]) -> None:
-        self.groups = groups
-        self.missing = len(groups)  # that are not at an end
-        for group in groups:
-            group.batch = self
+    missing: int  # that are not at an end
 
 
 class TaskSource:
@@ -162,19 +182,16 @@ class TaskSource:
         self.rows: list[dict[str, Any]] = []  # taken from the loader and not drawn yet
         self._restored = restored
         self._batches: Iterator[Any] | None = None
-        self._batch_size: int | None = None
         self._has_ended = False
         self._pass_is_empty = True
 
-    @property
+    @functools.cached_property
     def batch_size(self) -> int:
         """Rows in a batch of the loader: what it says, else the length of its first batch; 0 where it has none."""
-        if self._batch_size is None:
-            said = getattr(self.loader, "batch_size", None)
-            while not said and not self.rows and not self._has_ended:
-                self._read_batch()
-            self._batch_size = int(said or len(self.rows))
-        return self._batch_size
+        said = getattr(self.loader, "batch_size", None)
+        while not said and not self.rows and not self._has_ended:
+            self._read_batch()
+        return int(said or len(self.rows))
 
     @property
     def is_over(self) -> bool:
@@ -230,7 +247,7 @@ class GroupFactory:
         self.next_ordinal = 0  # of training tasks that carry none
         self._task_ids = itertools.count()
         self._eval_ordinals = itertools.count()
-        self._instances: list[tuple[Any, dict[str, Any] | None, Any]] = []
+        self._instances: list[tuple[Any, dict[str, Any] | None, Any, str]] = []
         self._lock = threading.Lock()
         self._has_warned = False
 
@@ -252,10 +269,9 @@ class GroupFactory:
         Args:
             place: ordinal of an evaluation task that carries none; None: counted.
         """
-        instance = self._instance(workflow, workflow_kwargs)
+        instance, name = self._instance(workflow, workflow_kwargs)
         own_size: Any = getattr(instance, "group_size", None)
         gconfig: Any = getattr(instance, "gconfig", None)
-        name = workflow_name(instance)
         if callable(own_size):
             group_size = int(instance.group_size(data))
         if group_size < 1:
@@ -293,19 +309,19 @@ class GroupFactory:
         group.admitted, group.rows = entry["admitted"], [entry["trajectory"]]
         return group
 
-    def _instance(self, workflow: Any, kwargs: dict[str, Any] | None) -> Any:
-        """The workflow's instance; the same one for equal arguments, since building one may load a tokenizer."""
-        with self._lock:
-            for known, known_kwargs, instance in self._instances:
-                if known is workflow and known_kwargs == kwargs:
-                    return instance
+    def _instance(self, workflow: Any, kwargs: dict[str, Any] | None) -> tuple[Any, str]:
+        """The workflow's instance and name; the same for equal arguments, since building one may load a tokenizer."""
+        for known, known_kwargs, instance, name in self._instances:
+            if known is workflow and known_kwargs == kwargs:
+                return instance, name
         instance = resolve_workflow(workflow, kwargs)
-        kept = None if kwargs is None else {name: _snapshot(value) for name, value in kwargs.items()}
+        name = workflow_name(instance)
+        kept = None if kwargs is None else {key: _snapshot(value) for key, value in kwargs.items()}
         with self._lock:
-            self._instances = [(workflow, kept, instance), *self._instances[: WORKFLOWS_KEPT - 1]]
-        return instance
+            self._instances = [(workflow, kept, instance, name), *self._instances[: WORKFLOWS_KEPT - 1]]
+        return instance, name
 
 
 def _snapshot(value: Any) -> Any:
     """Arguments that their owner may change later are compared with what they were."""
-    return copy.copy(value) if hasattr(value, "__dataclass_fields__") or isinstance(value, dict | list) else value
+    return copy.copy(value) if dataclasses.is_dataclass(value) or isinstance(value, dict | list) else value

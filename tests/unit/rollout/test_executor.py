@@ -11,6 +11,7 @@ from echo import EchoEngine
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, DatasetEnded, RequestAborted, RolloutError, WorkflowError
+from rollwright.experience.trajectory import concat_padded_tensors
 from rollwright.inference.request import ModelRequest
 from rollwright.rollout.executor import RolloutExecutor
 from rollwright.rollout.sample import SampleName, request_seed
@@ -269,6 +270,38 @@ def test_should_accept_fn_and_filters_are_counted_by_name(make):
     assert counters["groups/dropped/should_accept_fn"] == 1
     with pytest.raises(WorkflowError, match="there is no module 'accepting'"):
         executor.rollout_batch(rows, OneTurn, group_size=2, should_accept_fn="accepting.nothing")
+
+
+class OfAnyLength:
+    """Rows of several lengths; those of a task that is ``odd`` cannot be joined with each other."""
+
+    async def arun_episode(self, engine, data):
+        index = engine.name.index
+        response = await engine.agenerate(ModelRequest(input_ids=[1] * (1 + (data["id"] + index) % 3), gconfig=GCONFIG))
+        ids = response.input_tokens + response.output_tokens
+        columns = {"scores": torch.zeros(1, 2)} if index or not data.get("odd") else {}
+        mask = [0] * response.input_len + [1] * response.output_len
+        return {"input_ids": ids, "loss_mask": mask, "reward": float(index), **columns}
+
+
+def test_samples_are_joined_once_and_as_if_group_by_group(make, monkeypatch):
+    joined = []
+    monkeypatch.setattr(
+        "rollwright.rollout.executor.concat_padded_tensors",
+        lambda samples: joined.append(len(samples)) or concat_padded_tensors(samples),
+    )
+    once = make().rollout_batch(tasks(4), OfAnyLength(), group_size=3)
+    twice = make().rollout_batch(tasks(4), OfAnyLength(), group_size=3, should_accept_fn=lambda trajectory: True)
+    assert joined == [12, 4]
+    assert list(once) == list(twice)
+    assert all(torch.equal(once[key], twice[key]) and once[key].dtype == twice[key].dtype for key in once)
+
+
+def test_samples_that_cannot_be_joined_fail_their_group_alone(make):
+    executor = make()
+    batch = executor.rollout_batch([*tasks(2), {"id": 2, "odd": True}], OfAnyLength(), group_size=2)
+    assert batch["input_ids"].shape[0] == 4
+    assert "key 'scores' is in 1 of 2 items" in executor.failures[0].cause
 
 
 def test_synchronous_calls_work_while_the_callers_loop_runs(make):
