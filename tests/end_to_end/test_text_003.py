@@ -12,7 +12,7 @@ import pytest
 from rollwright import WORKFLOWS, Experience, ModelWrapper, Task, Workflow
 from rollwright.compat.trinity import Trinity
 from rollwright.config.loading import load_stages
-from rollwright.config.source import parse_yaml
+from rollwright.config.source import Origins, parse_yaml
 
 IMPORTS = "from typing import List\n\nfrom rollwright import Experience, ModelWrapper, Task, Workflow\n"
 
@@ -104,7 +104,7 @@ def test_the_yaml_of_the_guide_is_understood(text, tmp_path, monkeypatch, number
 
 def test_the_guide_s_name_for_the_taskset_section_is_read_too():
     document = parse_yaml("buffer: {explorer_input: {task_set: {path: a.jsonl, default_workflow_type: w}}}", "guide.yaml")
-    assert Trinity().translate(document.data, document).document.data["tasksets"][0]["path"] == "a.jsonl"
+    assert Trinity().translate(document.data, Origins(document)).data["tasksets"][0]["path"] == "a.jsonl"
 
 
 class Model:

@@ -174,13 +174,12 @@ TASKSET_RENAMED: dict[str, str] = {
     "repeat_times": "group_size",
     "ratio": "ratio",
 }
-#: Defaults of every taskset that has none of its own.
+#: Defaults of the tasksets, or of the evaluation tasksets alone, that have none of their own.
 TASKSET_DEFAULTS = {
-    "buffer.explorer_input.default_workflow_type": "workflow",
-    "buffer.explorer_input.default_reward_fn_type": "reward_fn",
+    "buffer.explorer_input.default_workflow_type": ("", "workflow"),
+    "buffer.explorer_input.default_reward_fn_type": ("", "reward_fn"),
+    "buffer.explorer_input.default_eval_workflow_type": ("evaluation ", "workflow"),
 }
-#: The same for evaluation tasksets alone.
-EVAL_TASKSET_DEFAULTS = {"buffer.explorer_input.default_eval_workflow_type": "workflow"}
 #: Sections that are refused as a whole: beginning of their keys, and why.
 REFUSED: dict[str, str] = {
     "trainer.trainer_config": "holds the keys of another trainer (veRL), which does not train here; use algorithm and trainer, or "
@@ -203,7 +202,6 @@ KNOWN = (
     *ALREADY_SO,
     *TOGETHER,
     *TASKSET_DEFAULTS,
-    *EVAL_TASKSET_DEFAULTS,
     "buffer.explorer_input.taskset",
 )
 

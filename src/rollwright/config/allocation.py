@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from rollwright.config.servers import BACKENDS
 from rollwright.errors import ConfigError
@@ -37,6 +38,11 @@ class ParallelSizes:
 
     def __str__(self) -> str:
         return f"d{self.data}p{self.pipeline}t{self.tensor}"
+
+
+def _size(side: str, axis: str, meaning: str) -> Any:
+    """A property of an allocation: a size of one side; 0 where that side is not given."""
+    return property(lambda allocation: getattr(getattr(allocation, side), axis, 0), doc=meaning)
 
 
 @dataclass(frozen=True)
@@ -78,58 +84,20 @@ class AllocationMode:
         train_backend, train_sizes = training[0] if training else (None, None)
         return cls(gen_backend, generation, (train_backend or "fsdp") if train_sizes else None, train_sizes)
 
-    @property
-    def gen_dp_size(self) -> int:
-        """Copies of the model that generate; 0 where none is given."""
-        return self.generation.data if self.generation else 0
-
-    @property
-    def gen_pp_size(self) -> int:
-        """Pipeline stages of a generating copy; 0 where none is given."""
-        return self.generation.pipeline if self.generation else 0
-
-    @property
-    def gen_tp_size(self) -> int:
-        """Tensor-parallel devices of a generating copy's stage; 0 where none is given."""
-        return self.generation.tensor if self.generation else 0
-
-    @property
-    def gen_world_size(self) -> int:
-        """Devices that generate."""
-        return self.generation.world_size if self.generation else 0
-
-    @property
-    def gen_instance_size(self) -> int:
-        """Devices of one generating copy."""
-        return self.generation.instance_size if self.generation else 0
-
-    @property
-    def train_dp_size(self) -> int:
-        """Data-parallel ranks of the trainer; 0 where none is given."""
-        return self.training.data if self.training else 0
-
-    @property
-    def train_pp_size(self) -> int:
-        """Pipeline stages of the trainer; 0 where none is given."""
-        return self.training.pipeline if self.training else 0
-
-    @property
-    def train_tp_size(self) -> int:
-        """Tensor-parallel ranks of the trainer; 0 where none is given."""
-        return self.training.tensor if self.training else 0
-
-    @property
-    def train_world_size(self) -> int:
-        """Devices that train."""
-        return self.training.world_size if self.training else 0
+    gen_dp_size = _size("generation", "data", "Copies of the model that generate; 0 where none is given.")
+    gen_pp_size = _size("generation", "pipeline", "Pipeline stages of a generating copy; 0 where none is given.")
+    gen_tp_size = _size("generation", "tensor", "Tensor-parallel devices of a generating copy's stage; 0 where none is given.")
+    gen_world_size = _size("generation", "world_size", "Devices that generate.")
+    gen_instance_size = _size("generation", "instance_size", "Devices of one generating copy.")
+    train_dp_size = _size("training", "data", "Data-parallel ranks of the trainer; 0 where none is given.")
+    train_pp_size = _size("training", "pipeline", "Pipeline stages of the trainer; 0 where none is given.")
+    train_tp_size = _size("training", "tensor", "Tensor-parallel ranks of the trainer; 0 where none is given.")
+    train_world_size = _size("training", "world_size", "Devices that train.")
 
     def __str__(self) -> str:
-        sides = []
-        if self.generation:
-            sides.append(f"{self.gen_backend}:{self.generation}")
-        if self.training:
-            sides.append(str(self.training) if self.generation else f"{self.train_backend}:{self.training}")
-        return "+".join(sides)
+        trained = str(self.training) if self.generation else f"{self.train_backend}:{self.training}"
+        sides = [(self.generation, f"{self.gen_backend}:{self.generation}"), (self.training, trained)]
+        return "+".join(text for given, text in sides if given)
 
 
 def _side(side: str, text: str) -> tuple[str | None, ParallelSizes]:

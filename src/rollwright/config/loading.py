@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import logging
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,6 @@ from rollwright.config.source import (
     Origins,
     Override,
     apply_override,
-    dotted,
     dump_yaml,
     merge,
     parse_override,
@@ -99,7 +98,7 @@ def build_config(document: Document, overrides: Sequence[str | Override], config
     parsed = [parse_override(item) if isinstance(item, str) else item for item in overrides]
     faults = Faults(Origins(document, parsed))
     config = _build(config_class, merge_overrides(document.data, parsed), faults)
-    if faults.messages:
+    if faults.found:
         raise ConfigError.of(faults.messages)
     return config
 
@@ -109,7 +108,7 @@ def _build(cls: type, data: dict[str, Any], faults: Faults, around: dict[str, An
     resolved = resolve(data, [BaseExperimentConfig, cls], faults.origins, around)
     _import_plugins(resolved, faults)
     config = validated(cls, resolved, faults)
-    if faults.messages:
+    if faults.found:
         return None
     if hasattr(config, "actor"):
         try:
@@ -156,20 +155,13 @@ def config_to_dict(config: Any) -> dict[str, Any]:
     return plain(config)
 
 
-def to_yaml(config: Any) -> str:
-    """A config as YAML that loads to the same config."""
-    return dump_yaml(config_to_dict(config))
-
-
 def save_config(config: Any, file: str | Path) -> None:
-    """Write ``to_yaml(config)`` to a file."""
-    Path(file).write_text(to_yaml(config), encoding="utf-8")
+    """Write a config as YAML that loads to the same config."""
+    Path(file).write_text(dump_yaml(config_to_dict(config)), encoding="utf-8")
 
 
-#: Keys of a stage, and of a file, that are no settings of the stage's config.
-_STAGE_KEYS = ("kind", "name")
-_FILE_KEYS = ("stages", "kind", "name")
-
+#: Keys that are no settings of a stage's config.
+_STAGE_KEYS = ("stages", "kind", "name")
 
 #: What an evaluation from the command line alone starts from.
 _EVALUATION = {"experiment_name": "eval", "workflow": "rollwright.workflows.rlvr.RLVRWorkflow"}
@@ -182,17 +174,16 @@ class Stage:
     name: str
     kind: str
     config: Any
-    index: int = 0
-    source: str = ""
-    origins: Origins | None = field(default=None, repr=False, compare=False)
+    index: int
+    origins: Origins = field(repr=False, compare=False)
 
     def place(self, path: KeyPath) -> str:
         """Where a key was written: ``file:line``, or the override's text."""
-        return self.source if self.origins is None else self.origins.of(path)
+        return self.origins.of(path)
 
     def written(self, path: KeyPath) -> str:
         """What messages call a key."""
-        return dotted(path) if self.origins is None else self.origins.name(path)
+        return self.origins.name(path)
 
     def to_dict(self) -> dict[str, Any]:
         """Kind, name and every setting, as plain containers."""
@@ -218,17 +209,18 @@ def load_stages(file: str | Path, overrides: Sequence[str] = ()) -> list[Stage]:
 
 def _translated(document: Document, overrides: Sequence[Override]) -> tuple[Document, list[Override]]:
     """A file of another system's shape in the project's own; overrides may be written in either."""
-    dialect = next((DIALECTS.get(name)() for name in DIALECTS if DIALECTS.get(name)().recognises(document.data)), None)
+    dialects = [DIALECTS.get(name)() for name in DIALECTS]
+    dialect = next((each for each in dialects if each.recognises(document.data)), None)
     if dialect is None:
         return document, list(overrides)
     ours = {field.name for field in dataclasses.fields(GRPOConfig)} - set(document.data) - {"mode", "cluster"}
     theirs = [override for override in overrides if override.path[0] not in ours]
     origins = Origins(document, theirs)
-    translation = dialect.translate(resolve(merge_overrides(document.data, theirs), [], origins), document, theirs)
+    translated = dialect.translate(resolve(merge_overrides(document.data, theirs), [], origins), origins)
     logger.info("%s has %s's shape; it is read as this project's config:", document.file, dialect.system)
-    for note in translation.notes:
+    for note in translated.notes:
         logger.info("  %s", note)
-    return translation.document, [override for override in overrides if override not in theirs]
+    return translated, [override for override in overrides if override not in theirs]
 
 
 def load_eval_stages(file: str | Path | None, overrides: Sequence[str] = ()) -> list[Stage]:
@@ -254,13 +246,14 @@ def load_eval_stages(file: str | Path | None, overrides: Sequence[str] = ()) -> 
 def build_stages(document: Document, overrides: Sequence[Override], only: str | None = None) -> list[Stage]:
     """Build the stages of a document, all or ``only`` those of one kind; see ``load_stages``."""
     file = _File(document, overrides)
-    stages = [file.stage(index, keys) for index, keys in enumerate(file.listed) if only in (None, (keys or {}).get("kind"))]
-    file.refuse_repeated_names([stage for stage in stages if stage is not None])
+    built = [file.stage(index, keys) for index, keys in enumerate(file.listed) if only in (None, keys.get("kind"))]
+    stages = [stage for stage in built if stage is not None]
+    file.refuse_repeated_names(stages)
     if only is None:
         file.refuse_unused_keys()
     if file.faults:
         raise ConfigError.of(file.faults)
-    return [stage for stage in stages if stage is not None]
+    return stages
 
 
 class _File:
@@ -272,56 +265,55 @@ class _File:
 
     def __init__(self, document: Document, overrides: Sequence[Override]) -> None:
         self.document = document
-        self.origins = Origins(document, list(overrides))
         self.own = [override for override in overrides if override.path[0] == "stages"]
         self.shared = [override for override in overrides if override.path[0] != "stages"]
+        self.origins = Origins(document, list(overrides))
         self.written = merge_overrides(document.data, self.own)
+        self.around = merge_overrides(self.written, self.shared)
         self.faults: list[str] = []
-        #: The stages' own keys; ``None`` stands for the one stage of a file that lists none.
-        self.listed: list[dict[str, Any] | None] = self.written.get("stages", [None])
+        #: A file that lists no stages is one.
+        self.alone = "stages" not in self.written
+        self.listed: list[dict[str, Any]] = [{"kind": "rl", **self.around}] if self.alone else self.written["stages"]
         where = self.origins.of(("stages",))
         if not isinstance(self.listed, list) or not self.listed:
             raise ConfigError(f"{where}: stages: expected a list of stages, each with a kind: {', '.join(STAGE_CLASSES)}.")
         for index, keys in enumerate(self.listed):
-            if "stages" in self.written and not isinstance(keys, dict):
+            if not isinstance(keys, dict):
                 where = self.origins.of(("stages", index))
                 raise ConfigError(f"{where}: stages.{index}: expected a mapping with kind and the stage's keys, got {keys!r}.")
 
-    def stage(self, index: int, own_keys: dict[str, Any] | None) -> Stage | None:
-        """One stage; where it has faults, they are noted and the result is of no use."""
-        alone, place = own_keys is None, () if own_keys is None else ("stages", index)
-        head = merge_overrides(self.written, self.shared) if own_keys is None else own_keys
-        kind = head.get("kind", "rl" if alone else None)
-        name = head.get("name", kind)
+    def stage(self, index: int, keys: dict[str, Any]) -> Stage | None:
+        """One stage of its own keys; where it has faults, they are noted and the result is of no use."""
+        kind = keys.get("kind")
+        name = keys.get("name", kind)
         mine = [
             dataclasses.replace(override, path=override.path[2:])
             for override in self.own
-            if place and len(override.path) > 2 and override.path[1] in (index, name)
+            if len(override.path) > 2 and override.path[1] in (index, name)
         ]
-        origins = Origins(self.document, [*self.shared, *mine], (place, ()) if place else ((),))
+        origins = Origins(self.document, [*self.shared, *mine], (() if self.alone else ("stages", index), ()))
         if kind not in STAGE_CLASSES:
             label = "has no kind" if kind is None else f"kind: there is no kind {kind!r}"
             self.faults.append(f"{origins.of(('kind',))}: stages.{index}: {label}; {nearest(kind or '', STAGE_CLASSES)}")
             return None
-        cls, common = STAGE_CLASSES[kind], {key: value for key, value in self.written.items() if key not in _FILE_KEYS}
-        known = _keys_of(cls)
-        data = merge(
-            {key: value for key, value in common.items() if key in known or alone},
-            {key: value for key, value in (own_keys or {}).items() if key not in _STAGE_KEYS},
-        )
-        reaching = [o for o in self.shared if o.path[0] in known or (alone and o.path[0] not in _FILE_KEYS)]
-        data = merge_overrides(data, [*reaching, *(override for override in mine if override.path[0] not in _STAGE_KEYS)])
+        data = {key: value for key, value in keys.items() if key not in _STAGE_KEYS}
+        if not self.alone:
+            known = _keys_of(STAGE_CLASSES[kind]).difference(_STAGE_KEYS)
+            reaching = [override for override in self.shared if override.path[0] in known]
+            own = [override for override in mine if override.path[0] not in _STAGE_KEYS]
+            data = merge({key: value for key, value in self.written.items() if key in known}, data)
+            data = merge_overrides(data, [*reaching, *own])
         faults = Faults(origins)
         try:
-            config = _build(cls, data, faults, merge_overrides(self.written, self.shared))
+            config = _build(STAGE_CLASSES[kind], data, faults, self.around)
         except ConfigError as error:  # of an interpolation
             self.faults.append(str(error))
             return None
-        if not faults.messages:
+        if not faults.found:
             for path, message in _missing(kind, config):
                 faults.add(path, message)
         self.faults += faults.messages
-        return Stage(name=str(name), kind=kind, config=config, index=index, source=self.document.file, origins=origins)
+        return Stage(str(name), kind, config, index, origins)
 
     def refuse_repeated_names(self, stages: Sequence[Stage]) -> None:
         """Stages are known by their names: in overrides, and in the run directory."""
@@ -335,9 +327,9 @@ class _File:
 
     def refuse_unused_keys(self) -> None:
         """A shared key that no stage has would do nothing."""
-        kinds = [keys.get("kind") if keys else None for keys in self.listed]
-        if not all(kind in STAGE_CLASSES for kind in kinds):
-            return  # a file without stages; or a stage of unknown kind, which is told already and might have the key
+        kinds = [keys.get("kind") for keys in self.listed]
+        if self.alone or not all(kind in STAGE_CLASSES for kind in kinds):
+            return  # its keys are validated; or a stage of unknown kind, which is told already, might have the key
         known = {name for kind in kinds for name in _keys_of(STAGE_CLASSES[str(kind)])}
         given = [*(key for key in self.document.data if key != "stages"), *(str(override.path[0]) for override in self.shared)]
         for key in dict.fromkeys(given):
@@ -374,8 +366,6 @@ def _missing(kind: str, config: Any) -> list[tuple[KeyPath, str]]:
     needed = dict(_NEEDED[kind])
     if kind == "rl" and (config.tasksets or config.mode != "both"):
         del needed["train_dataset.path"], needed["workflow"]  # tasksets bring both; other modes say what they need
-    paths = [tuple(key.split(".")) for key in needed]
-    values = [functools.reduce(getattr, path, config) for path in paths]
     return [
-        (path, f"is not set: {what}") for path, what, value in zip(paths, needed.values(), values, strict=True) if not value
+        (tuple(key.split(".")), f"is not set: {what}") for key, what in needed.items() if not operator.attrgetter(key)(config)
     ]

@@ -57,6 +57,11 @@ def dotted(path: KeyPath) -> str:
     return ".".join(str(part) for part in path)
 
 
+def undotted(key: str) -> KeyPath:
+    """The path that ``dotted`` writes as ``key``."""
+    return tuple(int(part) if part.isdigit() else part for part in key.split("."))
+
+
 @dataclass
 class Override:
     """One ``key=value`` argument of the command line."""
@@ -79,13 +84,15 @@ class Written:
 class Document:
     """What a YAML file says, before interpolation: containers, lines and the file's name.
 
-    ``written`` is of files in another system's shape: what their author called the keys.
+    ``written`` and ``notes`` are of files in another system's shape: what their author called the keys, and a line on each
+    key for the user to read.
     """
 
     data: dict[str, Any]
     lines: dict[KeyPath, int] = field(default_factory=dict)
     file: str = "<config>"
     written: dict[KeyPath, Written] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -103,16 +110,17 @@ class Origins:
 
     def of(self, path: KeyPath) -> str:
         """``file:line``, or the override's text; of the nearest key above where the path itself was not written."""
-        for length in range(len(path), -1, -1):
-            if override := self._override(path[:length]):
+        for above in (path[:length] for length in range(len(path), -1, -1)):
+            if override := self._override(above):
                 return f"override {override.text!r}"
-            if written := self._written(path[:length]):
+            if written := self._written(above):
                 return written.place
-            for prefix in self.prefixes:
-                if line := self.document.lines.get((*prefix, *path[:length])):
-                    return f"{self.document.file}:{line}"
-            if override := self._override_below(path[:length]):
-                return f"override {override.text!r}"
+            places = [(*prefix, *above) for prefix in self.prefixes]
+            if lines := [self.document.lines[place] for place in places if place in self.document.lines]:
+                return f"{self.document.file}:{lines[0]}"
+            below = [each for each in self.overrides if above and any(each.path[: len(place)] == place for place in places)]
+            if below:  # the last one brought a mapping into being
+                return f"override {below[-1].text!r}"
         return self.document.file
 
     def name(self, path: KeyPath) -> str:
@@ -135,27 +143,9 @@ class Origins:
         override = self._override(path)
         return override.raw if override else None
 
-    def _override_below(self, path: KeyPath) -> Override | None:
-        """The override that brought a mapping into being: its own path goes on below ``path``."""
-        for override in reversed(self.overrides):
-            if any(path and override.path[: len(prefix) + len(path)] == (*prefix, *path) for prefix in self.prefixes):
-                return override
-        return None
-
     def _override(self, path: KeyPath) -> Override | None:
-        candidates = [(*prefix, *path) for prefix in self.prefixes]
-        for override in reversed(self.overrides):
-            if any(override.path == candidate for candidate in candidates):
-                return override
-        return None
-
-
-@dataclass
-class Translation:
-    """What another system's file is here, and a line on each key for the user to read."""
-
-    document: Document
-    notes: list[str] = field(default_factory=list)
+        places = [(*prefix, *path) for prefix in self.prefixes]
+        return next((override for override in reversed(self.overrides) if override.path in places), None)
 
 
 class Dialect:
@@ -172,13 +162,12 @@ class Dialect:
         """True where a file with these keys has the other system's shape."""
         return False
 
-    def translate(self, data: dict[str, Any], document: Document, overrides: Sequence[Override] = ()) -> Translation:
+    def translate(self, data: dict[str, Any], origins: Origins) -> Document:
         """The same experiment as a document of the project's own shape, which knows how each key was written.
 
         Args:
             data: the file's keys, overrides applied and interpolations resolved.
-            document: where they were written, for messages.
-            overrides: those that were applied, for messages.
+            origins: where they were written, for messages.
 
         Raises:
             ConfigError: naming every key that cannot be honoured, with file and line.
@@ -196,17 +185,21 @@ DIALECTS: Registry[type[Dialect]] = Registry(
 
 @dataclass
 class Faults:
-    """What is wrong with a config, in the order in which it was found."""
+    """What is wrong with a config: of each fault the line (0 where it is no file's), the key and the message."""
 
     origins: Origins
-    paths: list[KeyPath] = field(default_factory=list)
-    messages: list[str] = field(default_factory=list)
+    found: list[tuple[int, KeyPath, str]] = field(default_factory=list)
 
     def add(self, path: KeyPath, message: str) -> None:
         """Note what is wrong with the value at ``path``."""
-        name = f"{self.origins.name(path)}: " if path else ""
-        self.paths.append(path)
-        self.messages.append(f"{self.origins.of(path)}: {name}{message}")
+        place, name = self.origins.of(path), f"{self.origins.name(path)}: " if path else ""
+        line = place.rpartition(":")[2]
+        self.found.append((int(line) if line.isdigit() else 0, path, f"{place}: {name}{message}"))
+
+    @property
+    def messages(self) -> list[str]:
+        """The messages by line."""
+        return [message for _, _, message in sorted(self.found, key=lambda fault: fault[0])]
 
 
 def read_yaml(file: str | Path) -> Document:
@@ -264,8 +257,7 @@ def parse_override(text: str) -> Override:
     key = key.strip().removeprefix("--")
     if not equals or not all(key.split(".")):
         raise ConfigError(f"override {text!r}: write key=value, such as actor.optimizer.lr=1e-5.")
-    path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
-    return Override(text=text, path=path, value=parse_value(raw), raw=raw)
+    return Override(text=text, path=undotted(key), value=parse_value(raw), raw=raw)
 
 
 def _construct(node: yaml.Node, path: KeyPath, document: Document) -> Any:
@@ -275,16 +267,14 @@ def _construct(node: yaml.Node, path: KeyPath, document: Document) -> Any:
         result: dict[Any, Any] = {}
         for key_node, value_node in node.value:
             key: Any = _scalar(key_node, document) if isinstance(key_node, yaml.ScalarNode) else None
+            line, inner = key_node.start_mark.line + 1, (*path, key)
             if key is None:
-                raise ConfigError(f"{document.file}:{key_node.start_mark.line + 1}: a key is a word, not a {key_node.id}.")
+                raise ConfigError(f"{document.file}:{line}: a key is a word, not a {key_node.id}.")
             if key in result:
-                first = document.lines[(*path, key)]
-                raise ConfigError(
-                    f"{document.file}:{key_node.start_mark.line + 1}: {dotted((*path, key))} stands twice "
-                    f"(first on line {first}); keep one."
-                )
-            document.lines[(*path, key)] = key_node.start_mark.line + 1
-            result[key] = _construct(value_node, (*path, key), document)
+                first = document.lines[inner]
+                raise ConfigError(f"{document.file}:{line}: {dotted(inner)} stands twice (first on line {first}); keep one.")
+            document.lines[inner] = line
+            result[key] = _construct(value_node, inner, document)
         return result
     if isinstance(node, yaml.SequenceNode):
         return [_construct(child, (*path, index), document) for index, child in enumerate(node.value)]
@@ -297,9 +287,8 @@ def _flatten_merges(node: yaml.MappingNode) -> None:
         own = [(key, value) for key, value in node.value if key.tag != "tag:yaml.org,2002:merge"]
         names = {key.value for key, _ in own}
         _constructor.flatten_mapping(node)
-        merged = [(key, value) for key, value in node.value if key.value not in names]
-        last = {key.value: (key, value) for key, value in merged}
-        node.value = [*last.values(), *own]
+        merged = {key.value: (key, value) for key, value in node.value if key.value not in names}
+        node.value = [*merged.values(), *own]
 
 
 def _scalar(node: yaml.Node, document: Document) -> Any:
@@ -377,8 +366,9 @@ def resolve(
         ConfigError: an interpolation leads nowhere, or an environment variable is not set and has no default.
     """
     context: dict[str, Any] = {"run_dir": RUN_DIR}
-    for cls in defaults:
-        context = merge(context, default_values(cls))
+    for each in [each for cls in defaults for each in dataclasses.fields(cls)]:
+        if (default := default_of(each)) is not dataclasses.MISSING:
+            context = merge(context, {each.name: plain(default)})
     try:
         config = OmegaConf.create(merge(merge(context, around or {}), data), flags={"allow_objects": True})
         resolved = {}
@@ -390,18 +380,10 @@ def resolve(
         return resolved
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or ""
-        path = tuple(
-            int(part) if part.isdigit() else part for part in key.replace("[", ".").replace("]", "").split(".") if part
-        )
+        path = undotted(key.replace("[", ".").replace("]", "")) if key else ()
         cause = str(error).splitlines()[0].strip()
         name = f"{origins.name(path)}: " if path else ""
         raise ConfigError(f"{origins.of(path)}: {name}{cause}. Name a key that the config has, or give a default.") from error
-
-
-def default_values(cls: type) -> dict[str, Any]:
-    """The defaults of a dataclass as plain containers, without fields that have none."""
-    defaults = {each.name: default_of(each) for each in dataclasses.fields(cls)}
-    return {name: plain(value) for name, value in defaults.items() if value is not dataclasses.MISSING}
 
 
 def default_of(each: dataclasses.Field) -> Any:

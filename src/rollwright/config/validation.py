@@ -38,7 +38,7 @@ def validated(cls: type, data: Any, faults: Faults) -> Any:
         ConfigError: a field has a type that a config cannot hold.
     """
     named = _named(cls, data, (), None, faults)
-    told = set(faults.paths)
+    told = {path for _, path, _ in faults.found}
     try:
         return _adapter(cls).validate_python(named)
     except pydantic.ValidationError as error:

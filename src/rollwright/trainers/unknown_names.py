@@ -42,9 +42,8 @@ def refuse_unknown_names(stages: Sequence[Stage]) -> None:
         for stage in stages
         for path, message in _faults_of(stage.config)
     ]
-    faults = list(dict.fromkeys(faults))
     if faults:
-        raise ConfigError(faults[0] if len(faults) == 1 else f"{len(faults)} faults:\n" + "\n".join(f"  {f}" for f in faults))
+        raise ConfigError.of(faults)
 
 
 def _faults_of(config: Any) -> Iterator[Fault]:

@@ -3,7 +3,7 @@
 import pytest
 
 from rollwright.compat.trinity import Trinity
-from rollwright.config.source import parse_yaml
+from rollwright.config.source import Origins, parse_yaml
 from rollwright.errors import ConfigError
 
 FILE = """
@@ -29,12 +29,12 @@ explorer: {eval_interval: 5}
 
 def translated(text):
     document = parse_yaml(text, "trinity.yaml")
-    return Trinity().translate(document.data, document)
+    return Trinity().translate(document.data, Origins(document))
 
 
 def test_the_keys_of_a_file_are_translated():
     translation = translated(FILE)
-    data = translation.document.data
+    data = translation.data
     assert data["experiment_name"] == "shop"
     assert data["trial_name"] == "first"
     assert data["actor"] == {"path": "/models/tiny", "recipe": "grpo", "optimizer": {"lr": 1e-4}}
@@ -65,7 +65,7 @@ def test_another_name_for_the_workflow_is_read_and_told():
     translation = translated(
         FILE.replace("      default_workflow_type: example_workflow\n", "      default_workflow: example_workflow\n")
     )
-    assert translation.document.data["tasksets"][0]["workflow"] == "example_workflow"
+    assert translation.data["tasksets"][0]["workflow"] == "example_workflow"
     assert any("the name is default_workflow_type" in note for note in translation.notes)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from rollwright.compat.trinity import Trinity
 from rollwright.config.loading import build_stages
-from rollwright.config.source import parse_yaml
+from rollwright.config.source import Origins, parse_yaml
 from rollwright.errors import ConfigError
 
 FILE = """
@@ -22,11 +22,11 @@ buffer:
 
 def translated(more="", mode="both", file=FILE):
     document = parse_yaml(file.format(mode=mode) + more, "trinity.yaml")
-    return Trinity().translate(document.data, document)
+    return Trinity().translate(document.data, Origins(document))
 
 
 def built(more="", mode="both", file=FILE):
-    (stage,) = build_stages(translated(more, mode, file).document, [])
+    (stage,) = build_stages(translated(more, mode, file), [])
     return stage.config
 
 
@@ -67,7 +67,7 @@ def test_the_store_of_two_processes():
 
 def test_mode_both_needs_no_storage_and_says_so():
     translation = translated("  trainer_input: {experience_buffer: {storage_type: queue, path: sqlite:///x.db}}\n")
-    assert "store" not in translation.document.data
+    assert "store" not in translation.data
     assert any("mode both keeps experiences in memory" in note for note in translation.notes)
 
 

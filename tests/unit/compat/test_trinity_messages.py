@@ -4,7 +4,7 @@ import pytest
 
 from rollwright.compat.trinity import Trinity
 from rollwright.config.loading import build_stages, load_stages
-from rollwright.config.source import parse_yaml
+from rollwright.config.source import Origins, parse_yaml
 from rollwright.errors import ConfigError
 
 FILE = """
@@ -22,12 +22,12 @@ buffer:
 
 def translated(more=""):
     document = parse_yaml(FILE + more, "trinity.yaml")
-    return Trinity().translate(document.data, document)
+    return Trinity().translate(document.data, Origins(document))
 
 
 def refusal(more):
     with pytest.raises(ConfigError) as error:
-        build_stages(translated(more).document, [])
+        build_stages(translated(more), [])
     return str(error.value)
 
 
@@ -38,7 +38,7 @@ def of_taskset(keys):
 def test_a_fault_of_what_became_of_a_key_names_the_key_as_it_was_written():
     document = parse_yaml(FILE.replace("batch_size: 4", "batch_size: 0"), "trinity.yaml")
     with pytest.raises(ConfigError) as error:
-        build_stages(Trinity().translate(document.data, document).document, [])
+        build_stages(Trinity().translate(document.data, Origins(document)), [])
     assert str(error.value) == "trinity.yaml:6: buffer.batch_size (here train_dataset.batch_size): must be at least 1, got 0"
 
 
@@ -84,20 +84,20 @@ def test_what_has_the_wrong_shape_is_told(more, message):
 def test_what_a_taskset_cannot_have_is_told(keys, message):
     document = parse_yaml(of_taskset(keys), "trinity.yaml")
     with pytest.raises(ConfigError) as error:
-        Trinity().translate(document.data, document)
+        Trinity().translate(document.data, Origins(document))
     assert message in str(error.value)
 
 
 def test_a_list_of_tasksets_has_a_place_of_its_own():
     document = parse_yaml(FILE.replace("taskset: {path: tasks.jsonl, format: {prompt_key: question}}", "taskset: [{path: x}]"))
     with pytest.raises(ConfigError, match=r"taskset is one taskset; a list stands under buffer\.explorer_input\.tasksets"):
-        Trinity().translate(document.data, document)
+        Trinity().translate(document.data, Origins(document))
 
 
 def test_an_aggregation_that_is_none_of_ours_is_refused_with_the_list():
     document = parse_yaml(FILE.replace("repeat_times: 8", "loss_agg_mode: seq-mean-token-sum"))
     with pytest.raises(ConfigError, match="loss_agg_mode is 'seq-mean-token-sum'; here there are token-mean"):
-        Trinity().translate(document.data, document)
+        Trinity().translate(document.data, Origins(document))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_an_aggregation_that_is_none_of_ours_is_refused_with_the_list():
     ],
 )
 def test_what_says_nothing_is_no_fault(more):
-    build_stages(translated(more + "\n").document, [])
+    build_stages(translated(more + "\n"), [])
 
 
 def test_keys_of_the_facts_that_cannot_be_honoured_say_why():
@@ -135,16 +135,16 @@ def test_a_hint_is_of_the_same_section_or_the_same_word():
 
 def test_an_interval_of_evaluations_where_there_is_nothing_to_evaluate_is_told_and_left_aside():
     translation = translated("explorer: {eval_interval: 100, eval_on_startup: true}\n")
-    assert "evaluator" not in translation.document.data
+    assert "evaluator" not in translation.data
     assert any("there are no eval_tasksets, so nothing is evaluated" in note for note in translation.notes)
-    build_stages(translation.document, [])
+    build_stages(translation, [])
 
 
 def test_a_taskset_s_own_length_wins_over_the_model_s():
     file = of_taskset("rollout_args: {max_tokens: 32}").replace("/models/tiny", "/models/tiny, max_response_tokens: 64")
     document = parse_yaml(file, "trinity.yaml")
-    translation = Trinity().translate(document.data, document)
-    (stage,) = build_stages(translation.document, [])
+    translation = Trinity().translate(document.data, Origins(document))
+    (stage,) = build_stages(translation, [])
     assert stage.config.tasksets[0].gconfig.max_new_tokens == 32
     assert any("max_response_tokens: 64 is of no taskset that is trained on" in note for note in translation.notes)
 
@@ -153,10 +153,10 @@ def test_a_key_that_is_called_the_same_here_is_named_once():
     assert refusal("name: 3\n").startswith("trinity.yaml:11: name (here trial_name): ")
     document = parse_yaml(FILE.replace("mode: both", "mode: explorer"), "trinity.yaml")
     with pytest.raises(ConfigError, match=r"trinity\.yaml:2: mode: must be one of"):
-        build_stages(Trinity().translate(document.data, document).document, [])
+        build_stages(Trinity().translate(document.data, Origins(document)), [])
 
 
 def test_a_group_is_part_of_the_run_s_name():
-    assert translated("project: p\ngroup: ablation\nname: n\n").document.data["trial_name"] == "ablation-n"
-    assert translated("group: ''\nname: n\n").document.data["trial_name"] == "n"
-    assert translated("group: g\n").document.data["trial_name"] == "g-trial"
+    assert translated("project: p\ngroup: ablation\nname: n\n").data["trial_name"] == "ablation-n"
+    assert translated("group: ''\nname: n\n").data["trial_name"] == "n"
+    assert translated("group: g\n").data["trial_name"] == "g-trial"
