@@ -28,14 +28,14 @@ def model_path(tmp_path_factory):
 
 
 def kill(servers: LocalServers, number: int) -> None:
-    (server,) = psutil.Process(servers._launcher.servers[number].pid).children()
+    (server,) = psutil.Process(servers.servers[number].pid).children()
     server.send_signal(signal.SIGKILL)
 
 
 @contextlib.contextmanager
 def started_again(servers: LocalServers, number: int, logs):
     """The same command on the same port, as an operator would run it: the process holds the model's first weights."""
-    before = servers._launcher.servers[number]
+    before = servers.servers[number]
     again = ServerProcess(before.command, before.address, logs / "again.log", {"OMP_NUM_THREADS": "1"})
     try:
         again.wait_healthy(time.monotonic() + 300)
@@ -131,7 +131,7 @@ def test_a_server_that_hangs_loses_what_it_was_asked_and_comes_back(model_path, 
         trainer = Trainer(model_path)
         trainer.step()
         trainer.publish(client)
-        (process,) = psutil.Process(servers._launcher.servers[0].pid).children()
+        (process,) = psutil.Process(servers.servers[0].pid).children()
         try:
             responses = asyncio.run(gather_while(client, ask(100, tokens=60), process.suspend))
             assert all(len(response.output_tokens) == 60 for response in responses)

@@ -21,7 +21,7 @@ logger = getLogger("LocalCluster")
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-class LocalServers:
+class LocalServers(Launcher):
     """Inference servers on this machine, ended with this object or with this process.
 
     Attributes:
@@ -66,7 +66,7 @@ class LocalServers:
             )
         parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK) else None
         self.weights_root = Path(tempfile.mkdtemp(prefix="rollwright-", dir=parent))
-        self._launcher = Launcher(logs)
+        super().__init__(logs)
         roots = [str(self.weights_root), *weights_roots]
 
         def command(host: str, port: int, index: int) -> list[str]:
@@ -81,32 +81,14 @@ class LocalServers:
         if threads is not None:
             environment["OMP_NUM_THREADS"] = str(threads)
         try:
-            self._launcher.start(
-                command, count, name=_file_name(rollout.backend), environment=environment, shared=self.weights_root
-            )
-            self.addresses = self._launcher.wait_healthy(rollout.setup_timeout)
+            name = re.split("[.:]", rollout.backend)[-1]  # of an import path, what is behind its module
+            self.start(command, count, name=name, environment=environment, shared=self.weights_root)
+            self.addresses = self.wait_healthy(rollout.setup_timeout)
         except BaseException:
             self.close()
             raise
 
-    def check(self) -> None:
-        """Raises:
-        EngineError: all servers have ended.
-        """
-        self._launcher.check()
-
     def close(self) -> None:
         """End the servers and remove what was shared with them."""
-        self._launcher.close()
+        super().close()
         shutil.rmtree(self.weights_root, ignore_errors=True)
-
-    def __enter__(self) -> LocalServers:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-def _file_name(backend: str) -> str:
-    """A backend's name as that of a log file: an import path without its module."""
-    return re.split("[.:]", backend)[-1]

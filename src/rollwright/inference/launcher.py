@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 import httpx
 
@@ -217,7 +218,7 @@ class Launcher:
         for thread in threads:
             thread.join()
 
-    def __enter__(self) -> Launcher:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

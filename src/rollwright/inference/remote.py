@@ -40,13 +40,11 @@ class RemoteRequests(ServerPool, InferenceEngine):
     """The half of a client that asks servers for tokens and controls them; ``RemoteClient`` adds weights.
 
     Attributes:
-        kind: the servers' name in messages.
         generate_path: where tokens are asked for.
         parameters: how generation parameters travel.
         refused_inputs: parts of a request that these servers have no place for, and what to do then.
     """
 
-    kind = "remote"
     generate_path = "/generate"
     parameters = ParameterTable({})
     refused_inputs: Mapping[str, str] = {
@@ -138,7 +136,7 @@ class RemoteRequests(ServerPool, InferenceEngine):
             server = await self._lease(request.rid)
             version_when_sent = self._version
             try:
-                async with self._in_flight.send(request.rid, server) as wire_id:
+                async with self.router.send(request.rid, server) as wire_id:
                     payload = self.payload(request, wire_id, server)
                     data = await self.connections.post(server.url + self.generate_path, payload)
                 break
@@ -339,7 +337,8 @@ class RemoteRequests(ServerPool, InferenceEngine):
 
         On an event loop it does not wait for the servers, as the loop's other tasks would wait with it.
         """
-        asked = [self.submit(self._abort_quietly, *entry) for entry in self._in_flight.by_server(rid)]
+        sent = [] if self._router is None else self._router.by_server(rid)
+        asked = [self.submit(self._abort_quietly, *entry) for entry in sent]
         if asyncio._get_running_loop() is None:
             for future in asked:
                 future.result()

@@ -38,8 +38,19 @@ class Server:
         self.url = self.url or server_url(self.address)
 
 
+@dataclass(eq=False)
+class _Sent:
+    """One request on its way."""
+
+    wire_id: str
+    conversation: str
+    server: Server
+    loop: asyncio.AbstractEventLoop
+    scope: asyncio.Timeout
+
+
 class Router:
-    """Chooses servers; safe to use from several threads and event loops."""
+    """Chooses servers and keeps what they were asked; safe to use from several threads and event loops."""
 
     def __init__(self, addresses: Iterable[str], max_conversations: int = 1 << 16) -> None:
         """Args:
@@ -57,6 +68,8 @@ class Router:
             )
         self._max_conversations = max_conversations
         self._server_of: OrderedDict[str, Server] = OrderedDict()
+        self._numbers = itertools.count()
+        self._sent: dict[str, _Sent] = {}  # by the ids that requests have on the wire
         self._lock = threading.Lock()
         self.changes = 0  # how often a server was taken out or put back
 
@@ -115,25 +128,7 @@ class Router:
                 for server in self.servers
             )
 
-
-@dataclass(eq=False)
-class _Sent:
-    """One request on its way."""
-
-    wire_id: str
-    conversation: str
-    server: Server
-    loop: asyncio.AbstractEventLoop
-    scope: asyncio.Timeout
-
-
-class InFlight:
-    """Requests by the ids that they have on the wire; safe to use from several threads and event loops."""
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count()
-        self._sent: dict[str, _Sent] = {}
-        self._lock = threading.Lock()
+    # -- requests on their way --------------------------------------------------------------------------------------------
 
     def new_wire_id(self, conversation: str) -> str:
         """An id that no other request of this client has, nor begins with: several requests of one conversation may run at once.

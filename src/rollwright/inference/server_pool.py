@@ -23,7 +23,7 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, EngineError
 from rollwright.inference.connections import Connections
 from rollwright.inference.network import find_server_addresses, parse_addresses
-from rollwright.inference.router import InFlight, Router, Server
+from rollwright.inference.router import Router, Server
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("RemoteEngine")
@@ -50,7 +50,7 @@ def connected_clients() -> list[Any]:
 
 
 class ServerPool(ABC):
-    """HTTP servers of one kind."""
+    """HTTP servers of one kind, which ``kind`` names in messages."""
 
     kind = "remote"
 
@@ -65,7 +65,6 @@ class ServerPool(ABC):
         self._router: Router | None = None
         self._monitor: HealthMonitor | None = None
         self._threads: ThreadPoolExecutor | None = None  # for calls to several servers at once
-        self._in_flight = InFlight()
         self._owned: list[Any] = []
         self.is_paused = False  # between ``pause`` and ``resume`` of this client
 
@@ -237,7 +236,7 @@ class ServerPool(ABC):
         """
         was_in_service = self.router.take_out(server, reason)
         if was_in_service and self.router.in_service():
-            self._in_flight.give_up(server)
+            self.router.give_up(server)
         return was_in_service
 
     def _each_in_service(self, action: Callable[[Server], Result], what: str) -> list[tuple[Server, Result]]:
@@ -276,9 +275,6 @@ class HealthMonitor:
         """
         self._pool = pool
         self._router = pool.router
-        self._is_healthy = pool._is_healthy
-        self._take_out = pool._take_out
-        self._bring_back = pool._bring_back
         self._interval = interval
         self._check_interval = check_interval
         self._strikes = strikes
@@ -300,11 +296,11 @@ class HealthMonitor:
         with self._locks[server.address]:
             if not server.in_service or time.monotonic() - self._last_suspicion.get(server.address, -1e9) < 0.5:
                 return
-            healthy = self._is_healthy(server)
+            healthy = self._pool._is_healthy(server)
             self._last_suspicion[server.address] = time.monotonic()
         if healthy:
             logger.warning("%s The server answers its health check; the request is sent again.", reason)
-        elif self._take_out(server, reason):
+        elif self._pool._take_out(server, reason):
             logger.error("The server at %s does not answer and is out of service: %s", server.address, reason)
 
     def _run(self) -> None:
@@ -322,10 +318,10 @@ class HealthMonitor:
                     logger.exception("Watching the servers failed, and goes on.")
 
     def _try_back(self, server: Server) -> None:
-        if self._stop.is_set() or not self._is_healthy(server):
+        if self._stop.is_set() or not self._pool._is_healthy(server):
             return
         try:
-            self._bring_back(server)
+            self._pool._bring_back(server)
         except EngineError as error:
             if server.reason != str(error):
                 logger.warning("The server at %s answers again and stays out of service: %s", server.address, error)
@@ -335,9 +331,9 @@ class HealthMonitor:
         logger.info("The server at %s is back in service.", server.address)
 
     def _check(self, server: Server) -> None:
-        if self._is_healthy(server):
+        if self._pool._is_healthy(server):
             self._failed.pop(server.address, None)
             return
         self._failed[server.address] = self._failed.get(server.address, 0) + 1
-        if self._failed[server.address] >= self._strikes and self._take_out(server, "failed its health checks"):
+        if self._failed[server.address] >= self._strikes and self._pool._take_out(server, "failed its health checks"):
             logger.error("The server at %s failed %d health checks and is out of service.", server.address, self._strikes)

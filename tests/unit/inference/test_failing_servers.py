@@ -123,7 +123,7 @@ def test_what_a_server_was_asked_is_asked_elsewhere_when_it_is_taken_out():
             while len(fakes[1].bodies.get("generate", [])) < 5:  # noqa: ASYNC110 - the fake has no event
                 await asyncio.sleep(0.01)
             client._monitor._failed[client.addresses[1]] = 2
-            await asyncio.to_thread(client._monitor._check, _Hanging(client.router.servers[1], client._monitor))
+            await asyncio.to_thread(client._monitor._check, _Hanging(client.router.servers[1], client))
             return await asyncio.wait_for(asyncio.gather(*running), 60)
 
         responses = asyncio.run(scenario())
@@ -132,8 +132,8 @@ def test_what_a_server_was_asked_is_asked_elsewhere_when_it_is_taken_out():
         assert all(server.load == 0 for server in client.router.servers)
 
 
-def _Hanging(server: Server, monitor) -> Server:  # noqa: N802 - stands for a server
-    monitor._is_healthy = lambda _: False
+def _Hanging(server: Server, client) -> Server:  # noqa: N802 - stands for a server
+    client._is_healthy = lambda _: False
     return server
 
 
@@ -258,15 +258,15 @@ def test_versions_on_disk_of_a_run_that_went_back_do_not_take_the_place_of_the_n
 def test_the_watch_over_servers_outlives_what_nobody_foresaw(caplog):
     fakes = FakeSGLang(), FakeSGLang()
     with connected(*fakes) as client:
-        whole = client._monitor._bring_back
+        whole = client._bring_back
         tried = threading.Event()
 
         def fails_once(server):
-            client._monitor._bring_back = whole
+            client._bring_back = whole
             tried.set()
             raise ZeroDivisionError
 
-        client._monitor._bring_back = fails_once
+        client._bring_back = fails_once
         client._take_out(client.router.servers[0], "for a moment")
         assert tried.wait(60)
         wait_until(lambda: in_service(client) == [0, 1])

@@ -13,7 +13,7 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, EngineError, WeightUpdateError
 from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.network import server_url
-from rollwright.inference.router import InFlight
+from rollwright.inference.router import Router
 
 
 @pytest.mark.parametrize("argument", ["addresses", "addr"])
@@ -109,8 +109,8 @@ def test_a_missing_key_says_where_to_set_it():
 @given(names=st.lists(st.sampled_from(["a", "a/1", "a/1/2", "1", ""]), min_size=2, max_size=30))
 def test_no_id_on_the_wire_begins_another(names):
     """SGLang aborts by the beginning of an id."""
-    in_flight = InFlight()
-    ids = [in_flight.new_wire_id(name) for name in names]
+    router = Router(["a:1"])
+    ids = [router.new_wire_id(name) for name in names]
     assert not [(one, other) for one, other in itertools.permutations(ids, 2) if other.startswith(one)]
 
 

@@ -222,7 +222,7 @@ class RemoteClient(RemoteRequests):
         return {f"The {self.kind} server at {server.address}": answer for server, answer in answers}
 
     def _probe(self, server: Server, request: ModelRequest) -> ModelResponse:
-        payload = self.payload(request, self._in_flight.new_wire_id("audit-probe"), server)
+        payload = self.payload(request, self.router.new_wire_id("audit-probe"), server)
         data = self.ask(server, "POST", self.generate_path, payload, timeout=self.config.request_timeout)
         return self.read_answer(request, data, self._version)
 
@@ -270,7 +270,7 @@ class RemoteClient(RemoteRequests):
                     logger.error("The server at %s did not take version %d: %s", address, version, reason)
                 if not confirmed:
                     raise WeightUpdateError(
-                        f"No {self.kind} server took version {version}: {_described(failures) or self.router.describe()}."
+                        f"No {self.kind} server took version {version}: {' '.join(dict.fromkeys(map(str, failures.values()))) or self.router.describe()}."
                     )
                 self._version, self._restore = version, restore
                 for server in confirmed:
@@ -321,7 +321,7 @@ class RemoteClient(RemoteRequests):
                 # Whatever its label says: some of them may have been changed.
                 server.has_doubtful_weights |= not isinstance(failures[server.address], UpdateRefusedError)
                 self.router.take_out(server, f"did not take the published weights: {failures[server.address]}")
-                self._in_flight.give_up(server)  # it stays paused with what it was asked
+                self.router.give_up(server)  # it stays paused with what it was asked
         return failures
 
     def _bring_back(self, server: Server) -> None:
@@ -348,8 +348,3 @@ class RemoteClient(RemoteRequests):
                     )
             (self.pause_server if self.is_paused else self.resume_server)(server)
             self.router.put_back(server)
-
-
-def _described(failures: Mapping[str, EngineError]) -> str:
-    """The reasons, each once."""
-    return " ".join(dict.fromkeys(str(error) for error in failures.values()))
