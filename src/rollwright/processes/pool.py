@@ -21,9 +21,9 @@ import pickle
 import queue
 import threading
 import traceback
-from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 from rollwright.errors import RollwrightError
@@ -52,45 +52,15 @@ class FunctionFailedError(WorkerError):
     """The function raised; the message is the worker's traceback."""
 
 
-@dataclass
-class _Call:
-    future: Future[Any]
-    key: bytes
-    function: bytes
-    arguments: bytes
-    seconds: float
-
-    def run(self, worker: ChildProcess) -> Any:
-        channel, is_running = worker.channel, False
-        try:
-            channel.send(CALL, self.key + self.arguments)
-            kind, body = channel.receive(START_SECONDS)
-            if kind == NEED:
-                channel.send(LOAD, self.function)
-                kind, body = channel.receive(START_SECONDS)
-            if kind == READY:
-                is_running = True
-                kind, body = channel.receive(self.seconds)
-        except TimeoutError:
-            if is_running:
-                raise WorkerTimeoutError("no answer within the limit") from None
-            raise WorkerCrashError(f"the worker process was not ready to run the function after {START_SECONDS:g} s") from None
-        except (EOFError, OSError):
-            raise WorkerCrashError(f"the worker process died ({worker.cause_of_death()})") from None
-        if kind == FAILED:
-            raise FunctionFailedError(body.decode("utf-8", "replace").rstrip())
-        return json.loads(body)
-
-
 class WorkerPool:
     """At most ``size`` workers behind one queue."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[ChildProcess], Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._idle = 0
+        self._idle = threading.Semaphore(0)
         self._closed = False
         self._workers: set[ChildProcess] = set()
 
@@ -106,16 +76,16 @@ class WorkerPool:
         Returns:
             A future of its value, or of a ``WorkerError``.
         """
-        call = _Call(Future(), key, function, arguments, seconds)
+        future: Future[Any] = Future()
         with self._lock:
             if self._closed:
                 raise WorkerError("the reward workers were closed; a closed pool takes no calls.")
-            if self._idle <= self._calls.qsize() and len(self._threads) < self.size:
+            if not self._idle.acquire(blocking=False) and len(self._threads) < self.size:
                 thread = threading.Thread(target=self._serve, name=f"worker-{len(self._threads)}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
-            self._calls.put(call)
-        return call.future
+            self._calls.put((future, partial(_call, key, function, arguments, seconds)))
+        return future
 
     def close(self) -> None:
         """Kill all workers; calls that wait or run raise ``WorkerError``. Idempotent."""
@@ -129,34 +99,24 @@ class WorkerPool:
 
     def _serve(self) -> None:
         worker: ChildProcess | None = None
-        while call := self._next():
-            if not call.future.set_running_or_notify_cancel():
-                continue
-            try:
-                if self._closed:
-                    raise WorkerError("the reward workers were closed while the call waited.")
-                worker = worker or self._start()
-                call.future.set_result(call.run(worker))
-            except FunctionFailedError as error:
-                call.future.set_exception(error)
-            except BaseException as error:  # whatever ended the exchange, half a message may be left in the channel
-                worker = self._discard(worker)
-                call.future.set_exception(error)
+        while waiting := self._calls.get():
+            future, call = waiting
+            if future.set_running_or_notify_cancel():
+                try:
+                    if self._closed:
+                        raise WorkerError("the reward workers were closed while the call waited.")
+                    if worker is None:
+                        worker = ChildProcess("rollwright.processes.pool")
+                        with self._lock:
+                            self._workers.add(worker)
+                    future.set_result(call(worker))
+                except FunctionFailedError as error:
+                    future.set_exception(error)
+                except BaseException as error:  # whatever ended the exchange, half a message may be left in the channel
+                    worker = self._discard(worker)
+                    future.set_exception(error)
+            self._idle.release()
         self._discard(worker)
-
-    def _next(self) -> _Call | None:
-        with self._lock:
-            self._idle += 1
-        call = self._calls.get()
-        with self._lock:
-            self._idle -= 1
-        return call
-
-    def _start(self) -> ChildProcess:
-        worker = ChildProcess("rollwright.processes.pool")
-        with self._lock:
-            self._workers.add(worker)
-        return worker
 
     def _discard(self, worker: ChildProcess | None) -> None:
         if worker is not None:
@@ -165,8 +125,31 @@ class WorkerPool:
             worker.close()
 
 
+def _call(key: bytes, function: bytes, arguments: bytes, seconds: float, worker: ChildProcess) -> Any:
+    """The value of one call; see ``WorkerPool.submit``."""
+    channel, is_running = worker.channel, False
+    try:
+        channel.send(CALL, key + arguments)
+        kind, body = channel.receive(START_SECONDS)
+        if kind == NEED:
+            channel.send(LOAD, function)
+            kind, body = channel.receive(START_SECONDS)
+        if kind == READY:
+            is_running = True
+            kind, body = channel.receive(seconds)
+    except TimeoutError:
+        if is_running:
+            raise WorkerTimeoutError("no answer within the limit") from None
+        raise WorkerCrashError(f"the worker process was not ready to run the function after {START_SECONDS:g} s") from None
+    except (EOFError, OSError):
+        raise WorkerCrashError(f"the worker process died ({worker.cause_of_death()})") from None
+    if kind == FAILED:
+        raise FunctionFailedError(body.decode("utf-8", "replace").rstrip())
+    return json.loads(body)
+
+
 _pools: dict[int, WorkerPool] = {}
-_pools_lock = threading.Lock()
+os.register_at_fork(after_in_child=_pools.clear)  # a forked child has neither our threads nor our workers
 
 
 def processor_count() -> int:
@@ -177,28 +160,14 @@ def processor_count() -> int:
 def shared_pool(max_workers: int | None = None) -> WorkerPool:
     """The pool of that many workers (default: one for each processor), shared by all callers in this process."""
     size = max_workers or processor_count()
-    with _pools_lock:
-        return _pools.setdefault(size, WorkerPool(size))
+    return _pools.setdefault(size, WorkerPool(size))
 
 
 @atexit.register
 def close_pools() -> None:
     """Kill the workers of all shared pools; the next call starts new ones."""
-    with _pools_lock:
-        pools = list(_pools.values())
-        _pools.clear()
-    for pool in pools:
-        pool.close()
-
-
-def _forget_pools() -> None:
-    global _pools_lock
-    _pools_lock = threading.Lock()
-    _pools.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_pools)  # a forked child has neither our threads nor our workers
+    while _pools:
+        _pools.popitem()[1].close()
 
 
 # ------------------------------------------------------------------ in the worker
@@ -207,28 +176,23 @@ if hasattr(os, "register_at_fork"):
 def main() -> None:
     """Serve calls until the parent is gone."""
     channel, _ = connect()
-    functions: OrderedDict[bytes, Any] = OrderedDict()
+
+    @lru_cache(KEPT_FUNCTIONS)
+    def loaded(key: bytes) -> Any:
+        channel.send(NEED)
+        function, modules = pickle.loads(channel.receive()[1])  # noqa: S301 - from our own parent
+        for module in modules:
+            importlib.import_module(module)
+        return function
+
     with contextlib.suppress(EOFError, OSError):
         while True:
             body = channel.receive()[1]
-            key, packed = body[:_KEY_BYTES], body[_KEY_BYTES:]
             try:
-                if key not in functions:
-                    channel.send(NEED)
-                    functions[key] = _load(channel.receive()[1])
-                    if len(functions) > KEPT_FUNCTIONS:
-                        functions.popitem(last=False)
-                functions.move_to_end(key)
-                arguments, keywords = pickle.loads(packed)  # noqa: S301 - from our own parent
+                function = loaded(body[:_KEY_BYTES])
+                arguments, keywords = pickle.loads(body[_KEY_BYTES:])  # noqa: S301 - from our own parent
                 channel.send(READY)
-                answer = VALUE, json.dumps(functions[key](*arguments, **keywords)).encode()
+                answer = VALUE, json.dumps(function(*arguments, **keywords)).encode()
             except Exception:
                 answer = FAILED, traceback.format_exc().encode("utf-8", "backslashreplace")
             channel.send(*answer)
-
-
-def _load(body: bytes) -> Any:
-    function, modules = pickle.loads(body)  # noqa: S301 - from our own parent
-    for module in modules:
-        importlib.import_module(module)
-    return function

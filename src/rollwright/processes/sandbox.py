@@ -102,107 +102,100 @@ async def run_python(
             f"run_python: timeout is {timeout} s and memory {memory_bytes} bytes; allow more than 0 s and 64 MiB."
         )
     settings = {**asdict(limits), "memory_bytes": memory_bytes, "cpu_seconds": int(timeout) + 2}
-    async with _places():
-        run = _Run(settings, timeout)
+    async with _places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(SCRIPTS_AT_ONCE)):
+        ours, theirs = socket.socketpair()
+        future: Future[SandboxResult] = Future()
+        future.set_running_or_notify_cancel()  # a caller that gives up ends the script by its socket
+
+        def run() -> None:  # in a thread of its own: an event loop that comes late loses nothing and ends nothing
+            try:
+                future.set_result(_run(source, stdin, timeout, settings, ours, theirs))
+            except BaseException as error:  # the awaiting call raises it
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="sandbox", daemon=True).start()
         try:
-            return await asyncio.wrap_future(run.start(source, stdin))
+            return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            run.end()
+            _end(ours)
             raise
 
 
 #: Scripts of one event loop that run at once; others wait, and their time does not run.
 SCRIPTS_AT_ONCE = 4 * (os.cpu_count() or 1)
-_places_of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+_places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
-def _places() -> asyncio.Semaphore:
-    return _places_of_loops.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(SCRIPTS_AT_ONCE))
+def _end(script: socket.socket) -> None:
+    """End a script and its session, from any thread."""
+    with contextlib.suppress(OSError):
+        script.shutdown(socket.SHUT_RDWR)
 
 
-class _Run:
-    """One script, watched by a thread of its own: an event loop that comes late loses nothing and ends nothing."""
-
-    def __init__(self, settings: dict[str, Any], timeout: float) -> None:
-        self._settings = settings
-        self._timeout = timeout
-        self._socket, self._theirs = socket.socketpair()
-
-    def start(self, source: str, stdin: str) -> Future[SandboxResult]:
-        future: Future[SandboxResult] = Future()
-
-        def run() -> None:
+def _run(
+    source: str, stdin: str, timeout: float, settings: dict[str, Any], ours: socket.socket, theirs: socket.socket
+) -> SandboxResult:
+    with (
+        tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as directory,
+        _Output(settings["output_bytes"]) as out,
+        _Output(settings["output_bytes"]) as err,
+        ours,
+        ours.makefile("r") as answers,
+    ):
+        Path(directory, "main.py").write_text(source, "utf-8", "surrogatepass")
+        with theirs, tempfile.TemporaryFile() if stdin else open(os.devnull, "rb") as file:
+            if stdin:
+                file.write(stdin.encode("utf-8", "surrogatepass"))
+                file.seek(0)
+            request = json.dumps({**settings, "directory": directory}).encode()
+            server = ForkServer.shared(settings["network"])
             try:
-                result = self._run(source, stdin)
-            except BaseException as error:  # handed over whole: the awaiting call raises it
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+                socket.send_fds(ours, [request], [file.fileno(), out.theirs.fileno(), err.theirs.fileno()])
+                socket.send_fds(server.control, [b"+"], [theirs.fileno()])
+            except OSError as error:
+                raise RewardError(f"run_python cannot reach the sandbox's fork server: {error}.") from error
+        out.theirs.close()
+        err.theirs.close()
+        if reason := _line(answers).removeprefix("begun").removeprefix("refused "):
+            raise _cannot_start(reason)
+        started = time.monotonic()
+        has_ended = _watch(started + timeout, ours, out, err)
+        exit_code = int(_line(answers).removeprefix("exit ")) if has_ended else None
+        seconds = time.monotonic() - started
+        _end(ours)
+        for output in (out, err):  # what a script that has ended has written is there already
+            for _ in range(_READS_AT_THE_END):
+                if not output.take():
+                    break
+        return SandboxResult(
+            stdout=out.text,
+            stderr=err.text,
+            exit_code=exit_code,
+            timed_out=exit_code is None,
+            seconds=seconds,
+            output_truncated=out.truncated or err.truncated,
+        )
 
-        future.set_running_or_notify_cancel()  # a caller that gives up ends the script by ``end``
-        threading.Thread(target=run, name="sandbox", daemon=True).start()
-        return future
 
-    def end(self) -> None:
-        """End the script and its session, from any thread."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+def _watch(deadline: float, script: socket.socket, *outputs: _Output) -> bool:
+    """Read what the script says until it ends; False where its time is over first."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(script, selectors.EVENT_READ)
+        for output in outputs:
+            selector.register(output, selectors.EVENT_READ, output.take)
+        while True:
+            left = deadline - time.monotonic()
+            for key, _ in selector.select(max(0.0, left)):
+                if key.data is None:
+                    return True
+                if not key.data():
+                    selector.unregister(key.fileobj)
+            if left <= 0:
+                return False
 
-    def _run(self, source: str, stdin: str) -> SandboxResult:
-        with (
-            tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as directory,
-            _Output(self._settings["output_bytes"]) as out,
-            _Output(self._settings["output_bytes"]) as err,
-            self._socket,
-            self._socket.makefile("r") as answers,
-        ):
-            Path(directory, "main.py").write_text(source, "utf-8", "surrogatepass")
-            with self._theirs, tempfile.TemporaryFile() if stdin else open(os.devnull, "rb") as file:
-                if stdin:
-                    file.write(stdin.encode("utf-8", "surrogatepass"))
-                    file.seek(0)
-                request = json.dumps({**self._settings, "directory": directory}).encode()
-                server = ForkServer.shared(self._settings["network"])
-                try:
-                    socket.send_fds(self._socket, [request], [file.fileno(), out.theirs.fileno(), err.theirs.fileno()])
-                    server.ask(self._theirs)
-                except OSError as error:
-                    raise RewardError(f"run_python cannot reach the sandbox's fork server: {error}.") from error
-            for output in (out, err):
-                output.theirs.close()
-            if reason := _line(answers).removeprefix("begun").removeprefix("refused "):
-                raise RewardError(f"run_python cannot start a process: {reason}; is the machine out of processes or memory?")
-            started = time.monotonic()
-            has_ended = self._watch(started + self._timeout, out, err)
-            exit_code = int(_line(answers).removeprefix("exit ")) if has_ended else None
-            seconds = time.monotonic() - started
-            self.end()
-            for output in (out, err):
-                output.take_the_rest()
-            return SandboxResult(
-                stdout=out.text,
-                stderr=err.text,
-                exit_code=exit_code,
-                timed_out=exit_code is None,
-                seconds=seconds,
-                output_truncated=out.truncated or err.truncated,
-            )
 
-    def _watch(self, deadline: float, *outputs: _Output) -> bool:
-        """Read what the script says until it ends; False where its time is over first."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._socket, selectors.EVENT_READ)
-            for output in outputs:
-                selector.register(output, selectors.EVENT_READ, output.take)
-            while True:
-                left = deadline - time.monotonic()
-                for key, _ in selector.select(max(0.0, left)):
-                    if key.data is None:
-                        return True
-                    if not key.data():
-                        selector.unregister(key.fileobj)
-                if left <= 0:
-                    return False
+def _cannot_start(reason: object) -> RewardError:
+    return RewardError(f"run_python cannot start a process: {reason}; is the machine out of processes or memory?")
 
 
 def _line(answers: IO[str]) -> str:
@@ -243,12 +236,6 @@ class _Output:
         self.truncated = self.truncated or len(chunk) > room
         return True
 
-    def take_the_rest(self) -> None:
-        """What a script that has ended has written is there already: nothing is waited for."""
-        for _ in range(_READS_AT_THE_END):
-            if not self.take():
-                return
-
     @property
     def text(self) -> str:
         return self._kept.decode("utf-8", "replace")
@@ -259,13 +246,16 @@ class ForkServer:
 
     Args:
         network: its scripts have the machine's network; otherwise one without any other end, where the kernel lets us.
+
+    Attributes:
+        control: takes the socket of each script, as a descriptor with one byte; a process is then forked for it.
     """
 
     _shared: ClassVar[dict[tuple[int, bool], ForkServer]] = {}
     _starting = threading.Lock()
 
     def __init__(self, network: bool) -> None:
-        self._control, theirs = socket.socketpair()
+        self.control, theirs = socket.socketpair()
         with theirs:
             try:
                 self._process = subprocess.Popen(
@@ -278,10 +268,8 @@ class ForkServer:
                     start_new_session=True,
                 )
             except OSError as error:
-                self._control.close()
-                raise RewardError(
-                    f"run_python cannot start a process: {error}; is the machine out of processes or memory?"
-                ) from error
+                self.control.close()
+                raise _cannot_start(error) from error
         atexit.register(self.close)
 
     @classmethod
@@ -296,14 +284,10 @@ class ForkServer:
                 server = cls._shared[key] = cls(network)
             return server
 
-    def ask(self, script: socket.socket) -> None:
-        """Have a process forked for the script whose socket this is."""
-        socket.send_fds(self._control, [b"+"], [script.fileno()])
-
     def close(self) -> None:
         """End the server and all of its scripts."""
         atexit.unregister(self.close)
-        self._control.close()
+        self.control.close()
         try:
             self._process.wait(_SECONDS_TO_END)
         except subprocess.TimeoutExpired:

@@ -52,18 +52,8 @@ _NETWORK_EVENTS = (
     "socket.getaddrinfo",
     "socket.gethostbyname",
 )
-_CHANGING_EVENTS = (
-    "os.remove",
-    "os.rename",
-    "os.mkdir",
-    "os.rmdir",
-    "os.link",
-    "os.symlink",
-    "os.truncate",
-    "os.chmod",
-    "os.chown",
-)
 _WITH_DIRECTORY = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.chmod", "os.chown")
+_CHANGING_EVENTS = (*_WITH_DIRECTORY, "os.truncate")
 _SPECIAL_FILES = ("/dev/null", "/dev/stdout", "/dev/stderr", "/dev/tty")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -178,18 +168,18 @@ def _tell(own: socket.socket, line: str) -> None:
 # ------------------------------------------------------------------ in the forked process
 
 
-def _limit(kind: int, value: int) -> None:
-    _, hard = resource.getrlimit(kind)
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(kind, (value, value))
-
-
 def _set_kernel_limits(settings: dict[str, Any]) -> None:
-    _limit(resource.RLIMIT_CPU, settings["cpu_seconds"])
-    _limit(resource.RLIMIT_FSIZE, settings["file_bytes"])
-    _limit(resource.RLIMIT_NOFILE, settings["open_files"])
-    _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_AS, settings["memory_bytes"])
+    limits = {
+        resource.RLIMIT_CPU: settings["cpu_seconds"],
+        resource.RLIMIT_FSIZE: settings["file_bytes"],
+        resource.RLIMIT_NOFILE: settings["open_files"],
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_AS: settings["memory_bytes"],
+    }
+    for kind, value in limits.items():
+        _, hard = resource.getrlimit(kind)
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
 
 
 def _leave_network() -> None:
@@ -244,11 +234,10 @@ def _install_hooks(settings: dict[str, Any]) -> None:
             directories += [-1] * (len(paths) - len(directories))
             if not all(_inside(path, root, directory) for path, directory in zip(paths, directories, strict=True)):
                 raise PermissionError(f"sandbox: {event} outside of the working directory is not allowed")
-        elif event == "socket.__new__" and not settings["network"]:
-            if arguments[1] != socket.AF_UNIX:  # event loops wake themselves up through pairs of local sockets
-                raise PermissionError("sandbox: the network is not allowed")
         elif event in _NETWORK_EVENTS and not settings["network"]:
-            raise PermissionError("sandbox: the network is not allowed")
+            # Event loops wake themselves up through pairs of local sockets.
+            if event != "socket.__new__" or arguments[1] != socket.AF_UNIX:
+                raise PermissionError("sandbox: the network is not allowed")
         elif event in _PROCESS_EVENTS:
             children[0] -= 1
             if children[0] < 0:
