@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
@@ -13,12 +14,7 @@ from rollwright.rewards.registry import REWARD_FUNCTIONS
 from rollwright.rewards.text import last_tagged
 
 _LONGEST_EQUATION = 500
-_OPERATIONS = {
-    ast.Add: lambda a, b: a + b,
-    ast.Sub: lambda a, b: a - b,
-    ast.Mult: lambda a, b: a * b,
-    ast.Div: lambda a, b: a / b,
-}
+_OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 def evaluate(equation: str) -> tuple[Fraction, list[int]]:

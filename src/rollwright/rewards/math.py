@@ -47,6 +47,11 @@ def equivalent(found: str, wanted: str, *, is_free_text: bool = False) -> bool:
     return bool(gold) and bool(guess) and math_verify.verify(gold, guess, timeout_seconds=None)
 
 
+def _is_right(found: str | None, answer: Any) -> bool:
+    """True where an answer is one of the references."""
+    return found is not None and any(equivalent(found, gsm8k_answer(one)) for one in references(answer))
+
+
 def _delimited(text: str) -> str:
     """math-verify takes LaTeX only between dollars or in a box."""
     text = text[-_LONGEST_ANSWER:]
@@ -63,7 +68,7 @@ def accuracy(completion: str, answer: Any) -> float:
     if part is None:
         return float(any(equivalent(completion, gsm8k_answer(one), is_free_text=True) for one in references(answer)))
     boxed = last_boxed(part)
-    return float(any(equivalent(part if boxed is None else boxed, gsm8k_answer(one)) for one in references(answer)))
+    return float(_is_right(part if boxed is None else boxed, answer))
 
 
 @REWARD_FUNCTIONS.register_module("accuracy_reward", worker_imports=_IMPORTS)
@@ -107,8 +112,7 @@ def math_boxed_reward(
     Args:
         with_think: subtract ``format_weight`` where the thought does not end with exactly one ``</think>`` before the box.
     """
-    boxed = last_boxed(completion)
-    score = float(boxed is not None and any(equivalent(boxed, gsm8k_answer(one)) for one in references(answer)))
+    score = float(_is_right(last_boxed(completion), answer))
     if with_think:
         thought, __, rest = completion.partition("</think>")
         if not rest or "</think>" in rest or "\\boxed" not in rest or thought.count("<think>") > 1:
@@ -138,8 +142,9 @@ def math_dapo_reward(
     part = found[-1].strip() if found else last_boxed(completion)
     if part is not None and (boxed := last_boxed(part)) is not None:
         part = boxed
-    right = part is not None and any(equivalent(part, gsm8k_answer(one)) for one in references(answer))
-    return (1.0 if right else -1.0) + overlong_penalty(len(completion_ids), max_response_length, cache_length, penalty_factor)
+    return (1.0 if _is_right(part, answer) else -1.0) + overlong_penalty(
+        len(completion_ids), max_response_length, cache_length, penalty_factor
+    )
 
 
 def overlong_penalty(length: int, max_response_length: int | None, cache_length: int, penalty_factor: float) -> float:

@@ -76,7 +76,7 @@ class AsyncRewardWrapper:
         if not callable(reward_fn):
             raise RewardError(f"{reward_fn!r} is no reward function; give a callable, a registered name or an import path.")
         inner = _without_partials(reward_fn)
-        self.reward_fn: Callable[..., Any] = reward_fn
+        self.reward_fn = reward_fn
         self.timeout_seconds = float(timeout_seconds)
         self.max_workers = max_workers
         self.max_retries = max_retries
@@ -108,19 +108,14 @@ class AsyncRewardWrapper:
             try:
                 return as_float(self.reward_fn(*arguments, **keywords))
             except Exception as error:
-                raise self._error(prompt, data, f"failed: {type(error).__name__}: {error}") from error
+                raise self._error(error, 1, prompt, data) from error
         attempt = self._awaited if self._is_async else self._apart
         for tries in itertools.count(1):
             try:
                 return await attempt(arguments, keywords)
-            except WorkerTimeoutError as error:
-                remedy = "make it faster or raise timeout_seconds"
-                raise self._error(prompt, data, f"did not return within {self.timeout_seconds:g} s; {remedy}") from error
-            except _NotSendableError as error:
-                raise self._error(prompt, data, str(error)) from error
             except Exception as error:
-                if tries > self.max_retries:
-                    raise self._error(prompt, data, _cause(error, tries)) from error
+                if tries > self.max_retries or isinstance(error, WorkerTimeoutError | _NotSendableError):
+                    raise self._error(error, tries, prompt, data) from error
                 if self._is_async:
                     await asyncio.sleep(FIRST_PAUSE * 2 ** (tries - 1))
         raise AssertionError("unreachable")
@@ -157,7 +152,19 @@ class AsyncRewardWrapper:
                 cloudpickle.unregister_pickle_by_value(module)
         return self._pickled
 
-    def _error(self, prompt: Any, data: dict[str, Any], what: str) -> RewardError:
+    def _error(self, error: Exception, tries: int, prompt: Any, data: dict[str, Any]) -> RewardError:
+        """What a failed call raises; ``error`` is that of its last attempt."""
+        times = f" in each of {tries} attempts" if tries > 1 else ""
+        if isinstance(error, WorkerTimeoutError):
+            what = f"did not return within {self.timeout_seconds:g} s; make it faster or raise timeout_seconds"
+        elif isinstance(error, _NotSendableError):
+            what = str(error)
+        elif isinstance(error, WorkerCrashError):
+            what = f"{error}{times}; the function ended its process: look for native crashes, memory and exit calls"
+        elif isinstance(error, FunctionFailedError):
+            what = f"failed{times}:\n{error}"
+        else:
+            what = f"failed{times}: {type(error).__name__}: {error}"
         return RewardError(f"reward function {self._columns.function_name}, task {task_name(prompt, data)}: {what}")
 
 
@@ -198,10 +205,8 @@ class TaskColumns:
                 f"reward function {self.function_name} needs {', '.join(missing)}, but the task has the columns "
                 f"{', '.join(sorted(map(str, data))) or 'none'}; rename the column or give the parameter a default."
             )
-        if self._takes_all:
-            out = {key: value for key, value in data.items() if key not in self._taken}
-        else:
-            out = {key: value for key, value in data.items() if key in self._keywords}
+        wanted = data.keys() - self._taken if self._takes_all else data.keys() & self._keywords
+        out = {key: value for key, value in data.items() if key in wanted}
         if "data" in self._keywords:
             out["data"] = data
         return out
@@ -243,10 +248,8 @@ def is_async(function: Any) -> bool:
 
 def task_name(prompt: Any, data: dict[str, Any]) -> str:
     """How messages call the task: its ordinal or id, else the beginning of its prompt."""
-    for column in TASK_COLUMNS:
-        if isinstance(data.get(column), int | str):
-            return f"{column} {data[column]}"
-    return f"with prompt {str(prompt)[:80]!r}"
+    names = (f"{column} {data[column]}" for column in TASK_COLUMNS if isinstance(data.get(column), int | str))
+    return next(names, f"with prompt {str(prompt)[:80]!r}")
 
 
 def _without_partials(function: Any) -> Any:
@@ -257,14 +260,12 @@ def _without_partials(function: Any) -> Any:
 
 def _score(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> float:
     """What a worker runs."""
+
+    async def awaited() -> Any:
+        return await value
+
     value = function(*arguments, **keywords)
-    if inspect.isawaitable(value):
-
-        async def result() -> Any:
-            return await value
-
-        value = asyncio.run(result())
-    return as_float(value)
+    return as_float(asyncio.run(awaited()) if inspect.isawaitable(value) else value)
 
 
 class _NotSendableError(RewardError):
@@ -281,15 +282,6 @@ def _cloudpickle(value: Any, what: str) -> bytes:
             f"{what} cannot be sent to a worker process ({type(error).__name__}: {error}); keep clients, locks and open "
             "files out of it, or make the function async"
         ) from error
-
-
-def _cause(error: Exception, tries: int) -> str:
-    times = f" in each of {tries} attempts" if tries > 1 else ""
-    if isinstance(error, WorkerCrashError):
-        return f"{error}{times}; the function ended its process: look for native crashes, memory and exit calls"
-    if isinstance(error, FunctionFailedError):
-        return f"failed{times}:\n{error}"
-    return f"failed{times}: {type(error).__name__}: {error}"
 
 
 def _is_importable(module: ModuleType) -> bool:

@@ -19,6 +19,7 @@ import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
@@ -38,10 +39,10 @@ _SENT_FIELDS = ("input_ids", "rid", "metadata", "seed", "position_ids", "branch_
 
 def main() -> None:
     """Serve tasks until the parent is gone."""
-    channel, setup = connect()
+    channel, tokenizer = connect()
     WORKFLOWS.load_plugins()  # a task may carry what they define
     parent = Parent(channel)
-    tasks = TaskProcess(parent, pickle.loads(setup["tokenizer"]))  # noqa: S301 - from our own parent
+    tasks = TaskProcess(parent, pickle.loads(tokenizer))  # noqa: S301 - from our own parent
     channel.send(READY)
     while True:
         job = parent.jobs.get()
@@ -77,28 +78,21 @@ class Parent:
         self.jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self.version = 0
         self._channel = channel
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._waiting: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
         threading.Thread(target=self.loop.run_forever, name="model calls", daemon=True).start()
         threading.Thread(target=self._read, name="answers", daemon=True).start()
 
-    async def ask(self, call: str, /, **arguments: Any) -> Any:
-        """Have the parent do something; awaited on any loop.
+    def ask(self, call: str, /, **arguments: Any) -> Future[Any]:
+        """Have the parent do something.
 
-        Raises:
-            RollwrightError: what the parent raised.
+        Returns:
+            A future of its answer, or of the ``RollwrightError`` that it raised.
         """
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._ask(call, arguments), self.loop))
-
-    def ask_from_thread(self, call: str, /, **arguments: Any) -> Any:
-        """``ask`` from the workflow's own thread, which waits, whether a loop runs in it or not."""
-        return asyncio.run_coroutine_threadsafe(self._ask(call, arguments), self.loop).result()
-
-    async def _ask(self, call: str, arguments: dict[str, Any]) -> Any:
         number = next(self._numbers)
-        future = self._waiting[number] = self.loop.create_future()
+        future = self._waiting[number] = Future()
         self._channel.send(ASK, json.dumps({"number": number, "call": call, "arguments": arguments}).encode())
-        return await future
+        return future
 
     def _read(self) -> None:
         try:
@@ -107,14 +101,14 @@ class Parent:
                 if kind == RUN:
                     self.jobs.put(body)
                 else:
-                    self.loop.call_soon_threadsafe(self._answered, *pickle.loads(body))  # noqa: S301 - from our own parent
+                    self._answered(*pickle.loads(body))  # noqa: S301 - from our own parent
         except EOFError:
             os._exit(0)  # the parent is gone; a workflow that hangs must not outlive it
 
     def _answered(self, number: int, version: int, value: Any, failure: tuple[type | None, str] | None) -> None:
         self.version = version
         future = self._waiting.pop(number)
-        if future.done():
+        if not future.set_running_or_notify_cancel():
             return
         if failure is None:
             future.set_result(value)
@@ -141,7 +135,9 @@ class BridgedEngine(InferenceEngine):
                 "a workflow with isolation: process sent images to the model, which only goes with isolation: thread."
             )
         fields = {name: getattr(request, name) for name in _SENT_FIELDS}
-        response = await self.parent.ask("generate", request={**fields, "gconfig": asdict(request.gconfig)})
+        response = await asyncio.wrap_future(
+            self.parent.ask("generate", request={**fields, "gconfig": asdict(request.gconfig)})
+        )
         self.recorder.record(request, response)
         return response
 
@@ -151,7 +147,7 @@ class BridgedEngine(InferenceEngine):
 
     def abort(self, rid: str | None = None) -> None:
         """End requests of this sample."""
-        asyncio.run_coroutine_threadsafe(self.parent.ask("abort", rid=rid), self.parent.loop)
+        self.parent.ask("abort", rid=rid)
 
     def set_version(self, version: int) -> None:
         """Refused, as for every workflow."""
@@ -174,7 +170,7 @@ class BridgedEpisode:
 
     def __init__(self, parent: Parent) -> None:
         self._parent = parent
-        opened = parent.ask_from_thread("openai")
+        opened = parent.ask("openai").result()
         self.base_url, self.api_key, self.model_path = opened["base_url"], opened["api_key"], opened["model_path"]
 
     def client(self) -> Any:
@@ -191,7 +187,7 @@ class BridgedEpisode:
 
     def set_reward(self, reward: float, *, call: str | None = None, turn: int | None = None) -> None:
         """Reward the run, or one call or turn of it."""
-        self._parent.ask_from_thread("set_reward", reward=reward, call=call, turn=turn)
+        self._parent.ask("set_reward", reward=reward, call=call, turn=turn).result()
 
     def close(self) -> None:
         """The parent ends the run with the sample."""
@@ -204,7 +200,7 @@ class BridgedModel(ModelWrapper):
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
         """See ``ModelWrapper``."""
-        return self.parent.ask_from_thread("history", clear_history=clear_history)
+        return self.parent.ask("history", clear_history=clear_history).result()
 
 
 class TaskProcess:

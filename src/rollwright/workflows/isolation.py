@@ -123,18 +123,11 @@ class IsolatedProcess:
         self._tokenizer = tokenizer
         self._process: ChildProcess | None = None
         self._result: asyncio.Future[list[Experience] | None] | None = None
-        self._model: ModelWrapper | None = None
-        self._engine: InferenceEngine | None = None
-        self._context = contextvars.copy_context()
         self._calls: set[asyncio.Task[None]] = set()
         threading.Thread(target=self._own, name="isolated workflow", daemon=True).start()
 
     async def run(self, job: dict[str, Any], engine: InferenceEngine, model: ModelWrapper) -> list[Experience] | None:
-        """Run one task; its model calls are answered by ``engine``.
-
-        Raises:
-            WorkflowError: the workflow raised, its process died, or the task cannot be sent to it.
-        """
+        """Run one task; its model calls are answered by ``engine``. Errors are those of ``IsolatedWorkflows.run``."""
         await self.ready
         self._engine, self._model, self._context = engine, model, contextvars.copy_context()
         self._result = self.loop.create_future()
@@ -156,12 +149,7 @@ class IsolatedProcess:
 
     def _own(self) -> None:
         """In a thread: start the process and read what it sends, until it ends."""
-        process = self._process = ChildProcess(
-            "rollwright.workflows.isolated_child",
-            {
-                "tokenizer": pickle.dumps(self._tokenizer),
-            },
-        )
+        process = self._process = ChildProcess("rollwright.workflows.isolated_child", pickle.dumps(self._tokenizer))
         with contextlib.suppress(RuntimeError):  # the loop is closed
             with contextlib.suppress(EOFError, OSError):  # it has ended; what that means, the loop decides
                 while not self.is_over:
@@ -200,7 +188,6 @@ class IsolatedProcess:
                 future.exception()  # somebody may have stopped waiting
 
     async def _answer(self, question: dict[str, Any]) -> None:
-        assert self._engine is not None
         value: Any = None
         failure: tuple[type[RollwrightError] | None, str] | None = None
         try:
@@ -212,8 +199,6 @@ class IsolatedProcess:
         self._send(child.ANSWER, pickle.dumps((question["number"], self._engine.get_version(), value, failure)))
 
     async def _carry_out(self, call: str, arguments: dict[str, Any]) -> Any:
-        assert self._engine is not None
-        assert self._model is not None
         if call == "generate":
             fields = arguments["request"]
             gconfig = GenerationHyperparameters(**fields.pop("gconfig"))
