@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rollwright.errors import ConfigError
-from rollwright.training.parallel import gathered_rows, rank, summed, world_size
+from rollwright.training.parallel import gathered_rows, rank, world_size
 
+Value = TypeVar("Value")
 _REASONS = ("stop", "length", "abort")
 
 
@@ -124,18 +125,46 @@ class LogprobResults:
     entropies: list[list[np.ndarray]]
     sequence_logprobs: list[list[float]]
 
+    @classmethod
+    def from_tensors(cls, logprobs: Sequence[Tensor], entropies: Sequence[Tensor], group: int) -> LogprobResults:
+        """One tensor of log-probabilities and one of entropies for each response, prompt by prompt, ``group`` to each."""
+        return cls(
+            logprobs=grouped(logprobs, group),
+            entropies=grouped([entropy_T.cpu().numpy() for entropy_T in entropies], group),
+            sequence_logprobs=grouped([float(logprobs_T.detach().double().sum()) for logprobs_T in logprobs], group),
+        )
+
+
+def grouped(values: Sequence[Value], group: int) -> list[list[Value]]:
+    """``[B * G]`` values as ``[B][G]``."""
+    return [list(values[start : start + group]) for start in range(0, len(values), group)]
+
+
+def decoded(
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    stop_reasons: list[str],
+    group: int,
+    tokenizer: Any,
+    device: torch.device,
+) -> BatchedSequences:
+    """Prompts with their ``group`` responses each, which stand prompt by prompt, and the responses' text."""
+    rows = grouped(responses, group)
+    texts = [tokenizer.batch_decode(row, skip_special_tokens=True) for row in rows]
+    return BatchedSequences.from_tokens(prompts, rows, texts, tokenizer.pad_token_id, device, grouped(stop_reasons, group))
+
 
 def experiment_metrics(sequences: BatchedSequences, logprobs: LogprobResults) -> dict[str, float]:
     """Means over responses and tokens, for the metric sinks."""
     lengths = np.asarray(sequences.gen_lens, dtype=float)
-    entropies: list[Any] = [entropy for row in logprobs.entropies for entropy in row]
     tokens = max(1.0, float(lengths.sum()))
     totals = np.asarray(logprobs.sequence_logprobs, dtype=float)
+    entropy = sum(float(entropy_T.sum()) for row in logprobs.entropies for entropy_T in row)
     metrics = {
         "sequences": float(lengths.size),
         "generated_tokens": float(lengths.sum()),
         "response_length": float(lengths.mean()),
-        "entropy": float(sum(float(entropy.sum()) for entropy in entropies)) / tokens,
+        "entropy": float(entropy) / tokens,
         "token_logprob": float(totals.sum()) / tokens,
         "sequence_logprob": float(totals.mean()),
     }
@@ -151,11 +180,6 @@ def experiment_metrics(sequences: BatchedSequences, logprobs: LogprobResults) ->
 def own_share(count: int) -> range:
     """The numbers of this process's prompts: contiguous, in rank order, sizes differing by one at most."""
     return range(count * rank() // world_size(), count * (rank() + 1) // world_size())
-
-
-def agreed_seed(seed: int, device: torch.device) -> int:
-    """Rank 0's seed, on every rank."""
-    return int(summed(torch.tensor(seed if rank() == 0 else 0, device=device)))
 
 
 def gathered(
@@ -178,24 +202,8 @@ def gathered(
     lengths, tokens, reasons, logprobs, entropies = (gathered_rows(part)[0] for part in _flat(mine, device, dtype))
     sizes = lengths.tolist()
     responses = [piece.tolist() for piece in tokens.split(sizes)]
-    rows = [responses[start : start + group] for start in range(0, len(responses), group)]
-    names = [_REASONS[code] for code in reasons.tolist()]
-    sequences = BatchedSequences.from_tokens(
-        prompts,
-        rows,
-        [tokenizer.batch_decode(row, skip_special_tokens=True) for row in rows],
-        tokenizer.pad_token_id,
-        device,
-        [names[start : start + group] for start in range(0, len(names), group)],
-    )
-    logprob_pieces, entropy_pieces = list(logprobs.split(sizes)), [p.cpu().numpy() for p in entropies.split(sizes)]
-    totals = [float(piece.double().sum()) for piece in logprob_pieces]
-    starts = range(0, len(sizes), group)
-    return sequences, LogprobResults(
-        logprobs=[logprob_pieces[start : start + group] for start in starts],
-        entropies=[entropy_pieces[start : start + group] for start in starts],
-        sequence_logprobs=[totals[start : start + group] for start in starts],
-    )
+    sequences = decoded(prompts, responses, [_REASONS[code] for code in reasons.tolist()], group, tokenizer, device)
+    return sequences, LogprobResults.from_tensors(logprobs.split(sizes), entropies.split(sizes), group)
 
 
 def _flat(mine: tuple[BatchedSequences, LogprobResults] | None, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -24,7 +24,7 @@ from rollwright.errors import ConfigError, DataError, PromptTooLongError
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.rollout.sample import SampleName, request_seed
-from rollwright.sequence_processing.models import cache_bytes, halved_after
+from rollwright.sequence_processing.models import cache_bytes, generation_batch_size, halved_after
 
 ANSWER_END = "</answer>"
 
@@ -116,46 +116,23 @@ def check_batch_size(name: str, value: BatchSize, deterministic: bool) -> None:
 # ------------------------------------------------------------------ prompts
 
 
-def dataset_prompts(name: str, split: str = "train", **kwargs: Any) -> list[str]:
-    """The prompts of a dataset, in its order.
-
-    Args:
-        name: registered name, local file or directory, ``reasoning_gym:NAME``, ``module:builder``, or ``owner/name`` at
-            Hugging Face.
-        split: its split.
-        **kwargs: arguments of a registered builder, such as ``path`` of ``gsm8k_r1_template``.
-
-    Raises:
-        DataError: no such dataset (with the known names), split or file.
-    """
+def dataset_prompts(name: str, split: str, count: int | None, seed: int | None, **kwargs: Any) -> list[str]:
+    """Prompts of a dataset; see ``SequenceProcessor.sample_prompts``."""
     if name in DATASET_REGISTRY:
-        return [example.prompt for example in DATASET_REGISTRY.examples(name, split, **kwargs)]
-    if not (Path(name).expanduser().exists() or Path(name).suffix in ENDINGS or any(mark in name for mark in "/:~")):
+        prompts = [example.prompt for example in DATASET_REGISTRY.examples(name, split, **kwargs)]
+    elif Path(name).expanduser().exists() or Path(name).suffix in ENDINGS or any(mark in name for mark in "/:~"):
+        rows = get_dataset(DatasetConfig(path=name, split=split, kwargs=kwargs))
+        prompts = [Example.from_row(row).prompt for row in rows]
+    else:
         raise DataError(
             f"no dataset is registered as {name!r}, and there is no file of that name; registered: "
             f"{', '.join(sorted(DATASET_REGISTRY))}. Add yours with DATASET_REGISTRY.register(name), or give a file's path."
         )
-    rows = get_dataset(DatasetConfig(path=name, split=split, kwargs=kwargs))
-    return [Example.from_row(row).prompt for row in rows]
-
-
-def sampled(prompts: Sequence[str], count: int | None, seed: int | None, source: str) -> list[str]:
-    """``count`` prompts drawn without replacement; None: all, in their order.
-
-    Args:
-        prompts: to draw from.
-        count: how many.
-        seed: of the draw; None: another draw each time.
-        source: name of the dataset, for the message.
-
-    Raises:
-        ConfigError: more are asked for than there are, or fewer than one.
-    """
     if count is None:
-        return list(prompts)
+        return prompts
     if not 1 <= count <= len(prompts):
-        raise ConfigError(f"num_prompts is {count}, and {source} has {len(prompts)} prompts: give 1 to {len(prompts)}.")
-    return [prompts[index] for index in random.Random(seed).sample(range(len(prompts)), count)]
+        raise ConfigError(f"num_prompts is {count}, and {name} ({split}) has {len(prompts)} prompts: give 1 to {len(prompts)}.")
+    return random.Random(seed).sample(prompts, count)
 
 
 def encoded(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:
@@ -232,7 +209,7 @@ def generate(
     model: Any,
     tokenizer: Any,
     requests: list[ModelRequest],
-    batch_size: int,
+    batch_size: BatchSize,
     *,
     may_halve: bool = True,
     advance: Callable[[int], None] = lambda steps: None,
@@ -243,7 +220,7 @@ def generate(
         model: the Hugging Face model, in evaluation mode.
         tokenizer: decodes for stop strings and names the end token.
         requests: what to sample.
-        batch_size: sequences decoded at once.
+        batch_size: sequences decoded at once; ``"auto"``: from free memory.
         may_halve: out of memory, go on with half the batch size where it stopped; False: raise.
         advance: told how many more responses are there.
 
@@ -253,6 +230,8 @@ def generate(
     responses: list[ModelResponse | None] = [None] * len(requests)
     longest = max(len(r.input_ids) + r.gconfig.max_new_tokens for r in requests)
     length = min(longest, context_of(model) or longest)
+    if batch_size == "auto":
+        batch_size = generation_batch_size(model, len(requests), length)
     while missing := [index for index, response in enumerate(responses) if response is None]:
         rows = min(batch_size, len(missing))
         try:

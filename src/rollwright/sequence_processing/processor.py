@@ -11,31 +11,23 @@ import torch
 from torch import nn
 
 from rollwright.errors import ConfigError
-from rollwright.sequence_processing.batches import BatchedSequences, LogprobResults, agreed_seed, gathered, own_share
+from rollwright.sequence_processing.batches import BatchedSequences, LogprobResults, decoded, gathered, own_share
 from rollwright.sequence_processing.generation import (
     BatchSize,
     GenerationConfig,
     Prompt,
     check_batch_size,
     check_lengths,
-    context_of,
     dataset_prompts,
     encoded,
     generate,
     make_requests,
-    sampled,
 )
-from rollwright.sequence_processing.models import (
-    generation_batch_size,
-    module_with_gradients,
-    plain_model,
-    scoring_batch_size,
-    unwrapped,
-)
+from rollwright.sequence_processing.models import module_with_gradients, plain_model, unwrapped
 from rollwright.sequence_processing.scoring import score
 from rollwright.sequence_processing.shards import Experiment, ShardedExperiment, ShardOptions, run_experiment
 from rollwright.tracking.progress import progress_bar
-from rollwright.training.parallel import world_size
+from rollwright.training.parallel import from_first_rank, world_size
 
 
 class SequenceProcessor:
@@ -124,21 +116,14 @@ class SequenceProcessor:
                     "with_grad keeps a graph on its process: leave across_processes off and give each its prompts."
                 )
             check_lengths(ids, self._inner)  # on every process, so that none waits for one that was refused
-            first_seed, own = agreed_seed(first_seed, self.device), own_share(len(ids))
+            shared_seed, own = from_first_rank(lambda: first_seed, self.device), own_share(len(ids))
             with plain_model(self.model) as model:
-                part = ids[own.start : own.stop]
-                mine = (
-                    self._generate_and_score(model, part, G, first_seed, own.start, gen_batch_size, tf_batch_size)
-                    if own
-                    else None
-                )
+                sizes, part = (gen_batch_size, tf_batch_size), ids[own.start : own.stop]
+                mine = self._generate_and_score(model, part, G, shared_seed, *sizes, own.start) if own else None
             dtype = torch.promote_types(self._inner.dtype, torch.float32)
             return gathered(ids, G, mine, self.tokenizer, self.device, dtype)
         with plain_model(self.model) as model:
-            if not with_grad:
-                return self._generate_and_score(model, ids, G, first_seed, 0, gen_batch_size, tf_batch_size)
-            sequences = self._generate(model, ids, G, first_seed, gen_batch_size)
-            return sequences, self._score(module_with_gradients(self.model), sequences, True, tf_batch_size)
+            return self._generate_and_score(model, ids, G, first_seed, gen_batch_size, tf_batch_size, with_grad=with_grad)
 
     def generate_batched(
         self,
@@ -197,8 +182,7 @@ class SequenceProcessor:
             DataError: an unknown dataset (with the known names) or split.
             ConfigError: more prompts than there are.
         """
-        prompts = dataset_prompts(dataset_name, split, **dataset_kwargs)
-        return sampled(prompts, num_prompts, seed, f"{dataset_name} ({split})")
+        return dataset_prompts(dataset_name, split, num_prompts, seed, **dataset_kwargs)
 
     # ------------------------------------------------------------------ very large experiments
 
@@ -228,10 +212,10 @@ class SequenceProcessor:
         ids, wanted = encoded(chosen, self.tokenizer), ShardOptions(**options)
         check_lengths(ids, self._inner)
 
-        def produce(part: list[list[int]], group: int, seed: int, first_prompt: int) -> tuple[BatchedSequences, LogprobResults]:
+        def produce(part: slice, seed: int) -> tuple[BatchedSequences, LogprobResults]:
             with plain_model(self.model) as model:
                 sizes = wanted.gen_batch_size, wanted.tf_batch_size
-                return self._generate_and_score(model, part, group, seed, first_prompt, *sizes)
+                return self._generate_and_score(model, ids[part], G, seed, *sizes, part.start)
 
         generation = dataclasses.asdict(self.config)
         experiment = Experiment(chosen, ids, G, seed, generation, self.model, self.tokenizer, produce)
@@ -268,13 +252,15 @@ class SequenceProcessor:
         prompts: list[list[int]],
         group: int,
         seed: int,
-        first_prompt: int,
         gen_batch_size: BatchSize | None,
         tf_batch_size: BatchSize | None,
+        first_prompt: int = 0,
+        with_grad: bool = False,
     ) -> tuple[BatchedSequences, LogprobResults]:
         """A part of an experiment, drawn as it would be within the whole; ``first_prompt`` is the number of its first prompt."""
         sequences = self._generate(model, prompts, group, seed, gen_batch_size, first_prompt)
-        return sequences, self._score(model, sequences, False, tf_batch_size)
+        module = module_with_gradients(self.model) if with_grad else model
+        return sequences, self._score(module, sequences, with_grad, tf_batch_size)
 
     def _generate(
         self, model: Any, prompts: list[list[int]], group: int, seed: int, batch_size: BatchSize | None, first_prompt: int = 0
@@ -286,22 +272,11 @@ class SequenceProcessor:
         reasons: list[str] = ["length"] * total
         if config.max_new_tokens > 0:
             size = self._batch_size("gen_batch_size", batch_size)
-            if size == "auto":
-                longest = max(map(len, prompts)) + config.max_new_tokens
-                size = generation_batch_size(model, total, min(longest, context_of(model) or longest))
             requests = make_requests(prompts, group, config.hyperparameters(), seed, first_prompt)
             with progress_bar(total, "generating", self.progress) as advance:
                 responses = generate(model, self.tokenizer, requests, size, may_halve=not config.deterministic, advance=advance)
             tokens, reasons = [each.output_tokens for each in responses], [each.stop_reason for each in responses]
-        rows = [slice(start, start + group) for start in range(0, total, group)]
-        return BatchedSequences.from_tokens(
-            prompts,
-            [tokens[row] for row in rows],
-            [self.tokenizer.batch_decode(tokens[row], skip_special_tokens=True) for row in rows],
-            self.tokenizer.pad_token_id,
-            self.device,
-            [reasons[row] for row in rows],
-        )
+        return decoded(prompts, tokens, reasons, group, self.tokenizer, self.device)
 
     def _score(
         self,
@@ -315,15 +290,13 @@ class SequenceProcessor:
             raise ConfigError("with_grad=True, and no parameter of the model requires a gradient: unfreeze some.")
         if temperature is not None and not temperature > 0:
             raise ConfigError(f"temperature is {temperature}: give a positive one; greedy responses are scored at 1.")
-        prompts, group, length = sequences.sequences.shape
+        total = sequences.sequences.shape[:2].numel()
         size = self._batch_size("tf_batch_size", batch_size)
-        if size == "auto":
-            size = scoring_batch_size(self._inner, prompts * group, length, with_grad)
-        with progress_bar(prompts * group, "scoring", self.progress) as advance:
+        with progress_bar(total, "scoring", self.progress) as advance:
             return score(
                 module,
                 sequences,
-                vocabulary=self._inner.config.get_text_config().vocab_size,
+                inner=self._inner,
                 temperature=self.config.logprob_temperature if temperature is None else temperature,
                 batch_size=size,
                 with_grad=with_grad,

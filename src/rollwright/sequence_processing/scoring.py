@@ -7,13 +7,15 @@ chunk of them at a time, so no ``[B, L, V]`` tensor of log-probabilities is ever
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rollwright.sequence_processing.batches import BatchedSequences, LogprobResults
-from rollwright.sequence_processing.models import evaluation_mode, halved_after
+from rollwright.sequence_processing.generation import BatchSize
+from rollwright.sequence_processing.models import evaluation_mode, halved_after, scoring_batch_size
 from rollwright.training.logprobs import TokenScorer
 
 #: Logits computed at a time, in entries: each takes several float32 tensors of this size while it is worked on.
@@ -27,9 +29,9 @@ def score(
     module: nn.Module,
     sequences: BatchedSequences,
     *,
-    vocabulary: int,
+    inner: Any,
     temperature: float,
-    batch_size: int,
+    batch_size: BatchSize,
     with_grad: bool = False,
     may_halve: bool = True,
     advance: Callable[[int], None] = lambda steps: None,
@@ -39,15 +41,18 @@ def score(
     Args:
         module: a Hugging Face causal model, or what forwards to one.
         sequences: what to score.
-        vocabulary: width of the logits.
+        inner: the Hugging Face model in it, which names its sizes.
         temperature: that logits are divided by.
-        batch_size: sequences in a forward pass.
+        batch_size: sequences in a forward pass; ``"auto"``: from free memory.
         with_grad: keep the graph. With more than one batch each is computed again in the backward pass, so that activations
             of one batch at a time are held.
         may_halve: out of memory, go on with half the batch size where it stopped; False: raise.
         advance: told how many more sequences are scored.
     """
-    prompts, group, _ = sequences.sequences.shape
+    prompts, group, length = sequences.sequences.shape
+    if batch_size == "auto":
+        batch_size = scoring_batch_size(inner, prompts * group, length, with_grad)
+    vocabulary = inner.config.get_text_config().vocab_size
     device = next(module.parameters()).device
     rows = [(b, g) for b in range(prompts) for g in range(group) if sequences.gen_lens[b][g]]
     lengths = {(b, g): sequences.prompt_lens[b] + sequences.gen_lens[b][g] for b, g in rows}
@@ -67,7 +72,9 @@ def score(
         pieces = zip(logprobs_T.split(sizes), entropy_T.split(sizes), strict=True)
         scored.update(zip(batch, pieces, strict=True))
         advance(len(batch))
-    return _results(scored, prompts, group, torch.empty(0, dtype=dtype, device=device))
+    nothing = torch.empty(0, dtype=dtype, device=device)
+    pairs = [scored.get((b, g), (nothing, nothing)) for b in range(prompts) for g in range(group)]
+    return LogprobResults.from_tensors([logprobs_T for logprobs_T, _ in pairs], [entropy_T for _, entropy_T in pairs], group)
 
 
 def _of_like_length(rows: list[tuple[int, int]], lengths: dict[tuple[int, int], int]) -> list[tuple[int, int]]:
@@ -108,12 +115,3 @@ def _score_batch(
         if recompute:
             return checkpoint(compute, inputs, wanted_BL, use_reentrant=False)
         return compute(inputs, wanted_BL)
-
-
-def _results(scored: dict[tuple[int, int], tuple[Tensor, Tensor]], prompts: int, group: int, nothing: Tensor) -> LogprobResults:
-    pairs = [[scored.get((b, g), (nothing, nothing)) for g in range(group)] for b in range(prompts)]
-    return LogprobResults(
-        logprobs=[[logprobs_T for logprobs_T, _ in row] for row in pairs],
-        entropies=[[entropy_T.cpu().numpy() for _, entropy_T in row] for row in pairs],
-        sequence_logprobs=[[float(logprobs_T.detach().double().sum()) for logprobs_T, _ in row] for row in pairs],
-    )

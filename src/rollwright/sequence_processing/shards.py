@@ -27,12 +27,12 @@ from torch import nn
 from rollwright.atomic import replaced_file, write_json
 from rollwright.data.rows import read_rows
 from rollwright.errors import CheckpointError, ConfigError
-from rollwright.sequence_processing.batches import BatchedSequences, LogprobResults, agreed_seed, experiment_metrics
+from rollwright.sequence_processing.batches import BatchedSequences, LogprobResults, experiment_metrics
 from rollwright.sequence_processing.generation import Prompt
 from rollwright.sequence_processing.models import unwrapped
 from rollwright.tracking.progress import progress_bar
 from rollwright.tracking.sinks import MetricsLogger, read_metrics
-from rollwright.training.parallel import full_tensor, rank, summed, wait_for_all, world_size
+from rollwright.training.parallel import from_first_rank, full_tensor, rank, wait_for_all, world_size
 
 MANIFEST, METRICS = "experiment.json", "metrics.jsonl"
 
@@ -96,7 +96,7 @@ class Experiment:
         seed: None: drawn, and the same for all processes.
         generation: settings that decide the results.
         model, tokenizer: that carry it out.
-        produce: generates and scores part of it, from ids, group, seed and the number of the first prompt.
+        produce: generates and scores the prompts of a slice, with a seed.
     """
 
     prompts: Sequence[Prompt]
@@ -106,7 +106,7 @@ class Experiment:
     generation: dict[str, Any]
     model: nn.Module
     tokenizer: Any
-    produce: Callable[[list[list[int]], int, int, int], tuple[BatchedSequences, LogprobResults]]
+    produce: Callable[[slice, int], tuple[BatchedSequences, LogprobResults]]
 
 
 def run_experiment(
@@ -118,7 +118,11 @@ def run_experiment(
         CheckpointError: the directory holds another experiment, or one that ``resume`` was not given for.
     """
     manifest = _manifest(experiment, options)
-    seed = _open_directory(directory, manifest, experiment, options.resume)
+    drawn = int(torch.randint(1 << 62, ())) if experiment.seed is None else experiment.seed
+    seed = from_first_rank(
+        lambda: _claim(directory, manifest, drawn, experiment.seed is not None, options.resume),
+        next(experiment.model.parameters()).device,
+    )
     starts = range(0, len(experiment.ids), options.prompts_per_shard)
     files = [directory / f"shard-{number:05d}.{options.file_format}" for number in range(len(starts))]
     mine = [(number, start) for number, start in enumerate(starts) if number % world_size() == rank()]
@@ -138,7 +142,7 @@ def run_experiment(
         advance(len(mine) - len(todo))
         for step, (number, start) in enumerate(todo, steps + 1):
             part = slice(start, start + options.prompts_per_shard)
-            sequences, results = experiment.produce(experiment.ids[part], experiment.group, seed, start)
+            sequences, results = experiment.produce(part, seed)
             rows = _rows(experiment.tokenizer, experiment.prompts[part], sequences, results, start)
             with replaced_file(files[number], durable=True) as draft:
                 write(draft, rows)
@@ -173,28 +177,8 @@ def _weights_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _open_directory(directory: Path, manifest: dict[str, Any], experiment: Experiment, resume: bool) -> int:
-    """Make or check the directory on rank 0, and agree on the seed.
-
-    Returns:
-        The experiment's seed: the one given or drawn, or that of the experiment that is resumed.
-    """
-    device, fault = next(experiment.model.parameters()).device, None
-    seed = int(torch.randint(1 << 62, ())) if experiment.seed is None else experiment.seed
-    if rank() == 0:
-        try:
-            seed = _claim(directory, manifest, seed, experiment.seed is not None, resume)
-        except (CheckpointError, OSError) as error:
-            fault = error
-    failed = int(summed(torch.tensor(int(fault is not None), device=device)))
-    if fault is not None:
-        raise fault
-    if failed:
-        raise CheckpointError(f"Process 0 could not open {directory}: its message says why.")
-    return agreed_seed(seed, device)
-
-
 def _claim(directory: Path, wanted: dict[str, Any], drawn: int, is_given: bool, resume: bool) -> int:
+    """Make or check the directory; the experiment's seed: the one given or drawn, or that of the experiment that is resumed."""
     file = directory / MANIFEST
     if not file.exists():
         if directory.exists() and any(directory.iterdir()):
