@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from rollwright.errors import DataError
@@ -63,52 +63,6 @@ def arithmetic(
         DataError: an argument is out of range, or the split has fewer tasks than ``size``.
     """
     low = digits if min_digits is None else min_digits
-    _check_arguments(split, size, digits, low, operation, answer_format)
-    count = sum(_space(low, digits, symbol) for symbol in operation)
-    if size is None:
-        size = min(10_000, count)
-        exact = False
-    else:
-        exact = True
-    if count <= LISTABLE:
-        tasks = [task for task in _all_tasks(low, digits, operation) if split_of(_canonical(*task)) == split]
-        random.Random(seed).shuffle(tasks)
-        if exact and size > len(tasks):
-            raise DataError(
-                f"arithmetic: {size} tasks of split {split!r} were asked for, but there are {len(tasks)} with operation "
-                f"{operation!r} and {low} to {digits} digits; lower size or raise digits."
-            )
-        tasks = (tasks if carries is None else _with_carries(tasks, carries))[:size]
-    else:
-        tasks = _drawn(split, min(size, count), low, digits, operation, random.Random(seed))
-    return [_row(task, worked, answer_format) for task in tasks]
-
-
-Task = tuple[int, str, int]
-
-
-def _with_carries(tasks: list[Task], share: float) -> list[Task]:
-    """As many tasks as there are with this share of carries, spread evenly, otherwise in their order."""
-    if not 0 <= share <= 1 or any(symbol != "+" for _, symbol, _ in tasks):
-        raise DataError(f"arithmetic: carries is {share!r}; it is a share from 0 to 1, and for operation '+' alone.")
-    kinds = {kind: [task for task in tasks if _carries(task) is kind] for kind in (True, False)}
-    chosen: list[Task] = []
-    taken = {True: 0, False: 0}
-    while True:
-        kind = (len(chosen) + 1) * share >= taken[True] + 1
-        if taken[kind] == len(kinds[kind]):
-            return chosen
-        chosen.append(kinds[kind][taken[kind]])
-        taken[kind] += 1
-
-
-def _carries(task: Task) -> bool:
-    """True where a column of the sum, other than the highest, reaches ten."""
-    a, _, b = task
-    return any("+1=" in step for step in _worked_sum(a, b))
-
-
-def _check_arguments(split: str, size: int | None, digits: int, low: int, operation: str, answer_format: str) -> None:
     if split not in SPLIT_SHARES:
         raise DataError(f"arithmetic: there is no split {split!r}; there are {', '.join(SPLIT_SHARES)}.")
     if not 1 <= low <= digits <= 18:
@@ -119,29 +73,53 @@ def _check_arguments(split: str, size: int | None, digits: int, low: int, operat
         raise DataError(f"arithmetic: size is {size}; ask for at least one task.")
     if "{answer}" not in answer_format:
         raise DataError(f"arithmetic: answer_format {answer_format!r} must hold {{answer}}.")
-
-
-def _bounds(low: int, high: int) -> tuple[int, int]:
-    return (0 if low == 1 else 10 ** (low - 1)), 10**high - 1
-
-
-def _space(low: int, high: int, symbol: str) -> int:
-    first, last = _bounds(low, high)
+    first, last = (0 if low == 1 else 10 ** (low - 1)), 10**digits - 1
     numbers = last - first + 1
-    return numbers * (numbers + 1) // 2 if symbol == "-" else numbers * numbers
+    count = sum(numbers * (numbers + 1) // 2 if symbol == "-" else numbers * numbers for symbol in operation)
+    wanted = min(10_000, count) if size is None else size
+    generator = random.Random(seed)
+    if count <= LISTABLE:
+        tasks = [
+            (a, symbol, b)
+            for symbol in dict.fromkeys(operation)
+            for a in range(first, last + 1)
+            for b in range(first, (a if symbol == "-" else last) + 1)
+            if split_of(_canonical(a, symbol, b)) == split
+        ]
+        generator.shuffle(tasks)
+        if size is not None and size > len(tasks):
+            raise DataError(
+                f"arithmetic: {size} tasks of split {split!r} were asked for, but there are {len(tasks)} with operation "
+                f"{operation!r} and {low} to {digits} digits; lower size or raise digits."
+            )
+        tasks = (tasks if carries is None else _with_carries(tasks, carries))[:wanted]
+    else:
+        tasks = _drawn(split, min(wanted, count), first, last, operation, generator)
+    return [_row(task, worked, answer_format) for task in tasks]
 
 
-def _all_tasks(low: int, high: int, operation: str) -> Iterator[Task]:
-    first, last = _bounds(low, high)
-    for symbol in dict.fromkeys(operation):
-        for a in range(first, last + 1):
-            for b in range(first, (a if symbol == "-" else last) + 1):
-                yield a, symbol, b
+Task = tuple[int, str, int]
 
 
-def _drawn(split: str, size: int, low: int, high: int, operation: str, generator: random.Random) -> list[Task]:
+def _with_carries(tasks: list[Task], share: float) -> list[Task]:
+    """As many tasks as there are with this share of carries, spread evenly, otherwise in their order."""
+    if not 0 <= share <= 1 or any(symbol != "+" for _, symbol, _ in tasks):
+        raise DataError(f"arithmetic: carries is {share!r}; it is a share from 0 to 1, and for operation '+' alone.")
+    kinds: dict[bool, list[Task]] = {True: [], False: []}
+    for task in tasks:  # a sum carries where a column, other than the highest, reaches ten
+        kinds["+1=" in " ".join(_worked_sum(task[0], task[2]))].append(task)
+    chosen: list[Task] = []
+    taken = {True: 0, False: 0}
+    while True:
+        kind = (len(chosen) + 1) * share >= taken[True] + 1
+        if taken[kind] == len(kinds[kind]):
+            return chosen
+        chosen.append(kinds[kind][taken[kind]])
+        taken[kind] += 1
+
+
+def _drawn(split: str, size: int, first: int, last: int, operation: str, generator: random.Random) -> list[Task]:
     """Distinct tasks of a split of a space that is too large to list; terminates as ``size`` is far below the space."""
-    first, last = _bounds(low, high)
     if size > LISTABLE * SPLIT_SHARES[split] // 200:
         raise DataError(f"arithmetic: size {size} is more than a list in memory is good for; use a smaller size.")
     seen: dict[Task, None] = {}

@@ -10,16 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 _SENTINEL = "⁂"
-
-
-@dataclass(frozen=True)
-class _Turn:
-    key: str  # canonical form of the messages, the reply included
-    ids: tuple[int, ...]  # prompt and reply, as they were sent and sampled
 
 
 class ConversationTokens:
@@ -35,7 +28,7 @@ class ConversationTokens:
         self.template_kwargs = template_kwargs
         self.continued = 0
         self.encoded = 0
-        self._turns: dict[str, _Turn] = {}
+        self._turns: dict[str, list[int]] = {}  # messages with a reply, in canonical form -> its prompt and reply, as sampled
 
     def encode(self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
         """Token ids of ``messages`` with the generation prompt, ``[P]``."""
@@ -43,13 +36,11 @@ class ConversationTokens:
         for count in range(len(messages) - 1, 0, -1):
             if messages[count - 1]["role"] != "assistant":
                 continue
-            turn = self._turns.get(_key(messages[:count], tools))
-            if turn is None:
-                continue
-            added = self._text_after(messages, count, turn, tools)
+            ids = self._turns.get(_key(messages[:count], tools))
+            added = None if ids is None else self._text_after(messages, count, ids, tools)
             if added is not None:
                 self.continued += 1
-                return [*turn.ids, *self.tokenizer.encode(added, add_special_tokens=False)]
+                return [*ids, *self.tokenizer.encode(added, add_special_tokens=False)]
         self.encoded += 1
         return self.tokenizer.encode(self._render(messages, tools, True), add_special_tokens=False)
 
@@ -63,10 +54,10 @@ class ConversationTokens:
     ) -> None:
         """Keep the tokens of ``reply`` to ``messages``, for the request that goes on from them."""
         key = _key([plain_message(message) for message in [*messages, reply]], tools)
-        self._turns[key] = _Turn(key, (*prompt_ids, *output_ids))
+        self._turns[key] = [*prompt_ids, *output_ids]
 
     def _text_after(
-        self, messages: list[dict[str, Any]], count: int, turn: _Turn, tools: list[dict[str, Any]] | None
+        self, messages: list[dict[str, Any]], count: int, ids: list[int], tools: list[dict[str, Any]] | None
     ) -> str | None:
         """What the template puts after the sampled tokens of reply ``count - 1``; None where it rewrites what came before."""
         before = self._render(messages[: count - 1], tools, True)
@@ -76,15 +67,9 @@ class ConversationTokens:
         if _SENTINEL not in with_marked or not with_marked.startswith(before) or not full.startswith(with_marked):
             return None
         closing = with_marked.rsplit(_SENTINEL, 1)[1]
-        end = self.tokenizer.decode(turn.ids[-1:], skip_special_tokens=False)
-        ended = turn.ids[-1] in self._end_ids()
-        if ended and closing.startswith(end):
-            closing = closing[len(end) :]
+        if ids[-1] in {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id, *self.tokenizer.all_special_ids}:
+            closing = closing.removeprefix(self.tokenizer.decode(ids[-1:], skip_special_tokens=False))
         return closing + full[len(with_marked) :]
-
-    def _end_ids(self) -> set[int]:
-        ids = {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id, *self.tokenizer.all_special_ids}
-        return {token_id for token_id in ids if token_id is not None}
 
     def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, generation_prompt: bool) -> str:
         return self.tokenizer.apply_chat_template(

@@ -21,6 +21,9 @@ from rollwright.data.rows import read_rows
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import DataError
 from rollwright.registry import Registry, nearest
+from rollwright.tracking import logging
+
+logger = logging.getLogger("data")
 
 Builder = Callable[..., Sequence[Row | Example]]
 
@@ -89,8 +92,23 @@ def get_dataset(config: DatasetConfig, tokenizer: Any = None) -> list[Row]:
     Raises:
         DataError: with the dataset, and the row where it is a row's fault.
     """
-    tasks = to_tasks(dataset_rows(config), config.format, config.source, config.type)
-    return tasks if config.max_length is None else _short_enough(tasks, config.max_length, tokenizer, config.source)
+    source, max_length = config.source, config.max_length
+    tasks = to_tasks(dataset_rows(config), config.format, source, config.type)
+    if max_length is None:
+        return tasks
+    if tokenizer is None:
+        raise DataError(f"{source}: max_length counts tokens, so get_dataset needs the tokenizer.")
+    tokenizer = load_tokenizer(tokenizer)
+    kept = [
+        task
+        for task in tasks
+        if len(tokenizer.apply_chat_template(task["messages"], tokenize=True, add_generation_prompt=True)) <= max_length
+    ]
+    if not kept:
+        raise DataError(f"{source}: every prompt has more than max_length={max_length} tokens; raise it.")
+    if left_out := len(tasks) - len(kept):
+        logger.warning("%s: left out %d of %d tasks, longer than %d tokens.", source, left_out, len(tasks), max_length)
+    return kept
 
 
 def dataset_rows(config: DatasetConfig) -> list[Row]:
@@ -116,24 +134,3 @@ def dataset_rows(config: DatasetConfig) -> list[Row]:
     else:
         return read_rows(path, config.split, config.subset, config.limit)
     return rows[: config.limit]
-
-
-def _short_enough(tasks: list[Row], max_length: int, tokenizer: Any, source: str) -> list[Row]:
-    """Leave out, and tell, tasks whose prompt has more tokens than ``max_length``."""
-    from rollwright.tracking import logging
-
-    if tokenizer is None:
-        raise DataError(f"{source}: max_length counts tokens, so get_dataset needs the tokenizer.")
-    tokenizer = load_tokenizer(tokenizer)
-    kept = [
-        task
-        for task in tasks
-        if len(tokenizer.apply_chat_template(task["messages"], tokenize=True, add_generation_prompt=True)) <= max_length
-    ]
-    if not kept:
-        raise DataError(f"{source}: every prompt has more than max_length={max_length} tokens; raise it.")
-    if left_out := len(tasks) - len(kept):
-        logging.getLogger("data").warning(
-            "%s: left out %d of %d tasks, longer than %d tokens.", source, left_out, len(tasks), max_length
-        )
-    return kept

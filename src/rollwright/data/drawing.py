@@ -123,9 +123,9 @@ class ByDifficulty(Selector):
         return random.Random(f"{self.seed}/{draw}").choices(range(self.size), weights)[0]
 
     def feedback(self, position: int, reward: float) -> None:
-        """Moves the task's mean towards ``reward``."""
-        past = self.means.get(position)
-        self.means[position] = reward if past is None else self.memory * past + (1 - self.memory) * reward
+        """Move the task's mean towards ``reward``."""
+        seen = position in self.means
+        self.means[position] = self.memory * self.means[position] + (1 - self.memory) * reward if seen else reward
 
     def state_dict(self) -> dict[str, Any]:
         """Draws, and the mean of each task seen."""
@@ -202,9 +202,9 @@ class TaskMixture:
 
     def feedback(self, ordinal: int, reward: float) -> None:
         """A sample of the task that was drawn as ``ordinal`` got this reward."""
-        place = self._places.get(ordinal)
-        if place is not None:
-            self.selectors[place[0]].feedback(place[1], reward)
+        if ordinal in self._places:
+            taskset, position = self._places[ordinal]
+            self.selectors[taskset].feedback(position, reward)
 
     def state_dict(self) -> dict[str, Any]:
         """Draws so far, and the state of each selector."""
@@ -228,7 +228,7 @@ class TaskMixture:
         position = self.selectors[behind].next()
         row = {**self.rows[behind][position], "taskset": self.tasksets[behind].name, "ordinal": self.ordinal}
         self._places[self.ordinal] = (behind, position)
-        while len(self._places) > REMEMBERED_DRAWS:
+        if len(self._places) > REMEMBERED_DRAWS:
             self._places.popitem(last=False)
         self.ordinal += 1
         return row

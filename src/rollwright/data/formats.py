@@ -45,12 +45,13 @@ class Example:
 
     def to_row(self) -> Row:
         """The example as a task: the prompt is the user's message."""
-        row: Row = {**self.extras, "messages": [{"role": "user", "content": self.prompt}], "answer": self.answer}
-        if self.question is not None:
-            row["question"] = self.question
-        if self.completion is not None:
-            row["completion"] = self.completion
-        return row
+        optional = {"question": self.question, "completion": self.completion}
+        return {
+            **self.extras,
+            "messages": [{"role": "user", "content": self.prompt}],
+            "answer": self.answer,
+            **{key: value for key, value in optional.items() if value is not None},
+        }
 
     @classmethod
     def from_row(cls, row: Row) -> Example:
@@ -86,22 +87,22 @@ _PAIRS_ONLY = ("chosen_key", "rejected_key")
 def read_rows_by(name: str, rows: Sequence[Row], source: str) -> list[Row]:
     """Rows as a registered format reads them: with ``messages``, and what they had."""
     function = FORMATS.get(name)
-    return [
-        _by_function(function, row, f"{where}: format {name!r}") for row, where in zip(rows, _places(rows, source), strict=True)
-    ]
-
-
-def _by_function(function: Callable[[Row], Any], row: Row, where: str) -> Row:
-    try:
-        made = function(dict(row))
-    except Exception as error:  # a user's function can fail in any way
-        raise DataError(f"{where} failed: {type(error).__name__}: {error}") from error
-    if isinstance(made, Example):
-        made = made.to_row()
-    made = {"messages": made} if isinstance(made, list) else made
-    if not isinstance(made, dict) or "messages" not in made:
-        raise DataError(f"{where} gave {made!r:.80}; return messages, an Example, or a row that has messages.")
-    return {**row, **made}
+    read = []
+    for row, where in zip(rows, _places(rows, source), strict=True):
+        try:
+            made = function(dict(row))
+        except Exception as error:  # a user's function can fail in any way
+            raise DataError(f"{where}: format {name!r} failed: {type(error).__name__}: {error}") from error
+        if isinstance(made, Example):
+            made = made.to_row()
+        elif isinstance(made, list):
+            made = {"messages": made}
+        if not isinstance(made, dict) or "messages" not in made:
+            raise DataError(
+                f"{where}: format {name!r} gave {made!r:.80}; return messages, an Example, or a row that has messages."
+            )
+        read.append({**row, **made})
+    return read
 
 
 def _places(rows: Sequence[Row], source: str) -> list[str]:

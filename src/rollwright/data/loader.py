@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,11 +30,11 @@ def shuffled(size: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
+@dataclass
 class _NumberedRows(Dataset[Row]):
     """The rows as they are read: ``(position, ordinal)`` gives the row with its ordinal."""
 
-    def __init__(self, rows: Any) -> None:
-        self.rows = rows
+    rows: Any
 
     def __getitem__(self, key: tuple[int, int]) -> Row:
         position, ordinal = key

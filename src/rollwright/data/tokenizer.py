@@ -37,8 +37,7 @@ class ReturnsIds:
         return super().apply_chat_template(conversation, *args, return_dict=return_dict, **kwargs)  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
-        base = type(self).__mro__[2]
-        return _rebuild, (base, self.__dict__)
+        return _rebuild, (type(self).__mro__[2], self.__dict__)
 
 
 def _rebuild(base: type, state: dict[str, Any]) -> Any:

@@ -77,13 +77,12 @@ class VisionProcessor:
         if len(parts) - 1 != len(images):
             raise DataError(f"the prompt has {len(parts) - 1} image tokens for {len(images)} images; write one for each.")
         outputs: dict[str, torch.Tensor] = {}
-        counts: list[int] = []
         if images:
             seen = self.image_processor(images=images, return_tensors="pt")
             outputs = {"pixel_values": seen["pixel_values"], "image_grid_thw": seen["image_grid_thw"]}
             counts = (seen["image_grid_thw"].prod(-1) // self.image_processor.merge_size**2).tolist()
-        whole = parts[0] + "".join(self.image_token * count + part for count, part in zip(counts, parts[1:], strict=True))
-        ids = torch.tensor([self.tokenizer.encode(whole, add_special_tokens=False)], dtype=torch.int64)
+            text = parts[0] + "".join(self.image_token * count + part for count, part in zip(counts, parts[1:], strict=True))
+        ids = torch.tensor([self.tokenizer.encode(text, add_special_tokens=False)], dtype=torch.int64)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **outputs}
 
     def save_pretrained(self, path: str | Path) -> None:
@@ -154,18 +153,16 @@ def place_images(prompt: Any, count: int, placeholder: str) -> Any:
     Raises:
         DataError: the prompt has places for another number of images.
     """
-    if isinstance(prompt, str):
-        text = prompt.replace(MARK, placeholder)
-        if placeholder not in text:
-            text = placeholder * count + text
-        _check_places(text, count, placeholder)
-        return text
-    messages = [{**message, "content": _as_text(message.get("content"), placeholder)} for message in prompt]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = [{**message, "content": _as_text(message.get("content"), placeholder)} for message in messages]
     if not any(placeholder in message["content"] for message in messages):
         first = next((message for message in messages if message["role"] == "user"), messages[0])
         first["content"] = placeholder * count + first["content"]
-    _check_places("".join(message["content"] for message in messages), count, placeholder)
-    return messages
+    if (places := sum(message["content"].count(placeholder) for message in messages)) != count:
+        raise DataError(
+            f"the prompt has places for {places} images and the task has {count}; give as many as there are places."
+        )
+    return messages[0]["content"] if isinstance(prompt, str) else messages
 
 
 def _as_text(content: Any, placeholder: str) -> str:
@@ -175,13 +172,6 @@ def _as_text(content: Any, placeholder: str) -> str:
     if unknown := [kind for kind in kinds if kind not in ("text", "image", "image_url")]:
         raise DataError(f"a message has a content block of type {unknown[0]!r}; text and image are known.")
     return "".join(block["text"] if block["type"] == "text" else placeholder for block in content)
-
-
-def _check_places(text: str, count: int, placeholder: str) -> None:
-    if (places := text.count(placeholder)) != count:
-        raise DataError(
-            f"the prompt has places for {places} images and the task has {count}; give as many as there are places."
-        )
 
 
 def image_placeholder(processor: Any) -> str:
