@@ -93,9 +93,10 @@ def _build(path: Path, folder: Path) -> None:
     logger.info("building the index of %s", path)
     corpus = Corpus.from_file(path)
     index, vocabulary, _ = _index(corpus.texts(), str(path))
+    complete = folder / "complete.json"
 
     def not_built_elsewhere() -> None:
-        if (folder / "complete.json").exists():
+        if complete.exists():
             raise FileExistsError
 
     try:
@@ -104,9 +105,9 @@ def _build(path: Path, folder: Path) -> None:
             corpus.save_layout(draft)
             (draft / "vocabulary.json").write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
             facts = {"corpus": path.name, "rows": len(corpus), "terms": len(vocabulary)}
-            (draft / "complete.json").write_text(json.dumps(facts))
+            (draft / complete.name).write_text(json.dumps(facts))
     except OSError:
-        if not (folder / "complete.json").exists():
+        if not complete.exists():
             raise  # otherwise another process finished the same index first
     for other in folder.parent.iterdir():  # indexes of earlier content of this file
         if other != folder and (other / "complete.json").exists():
@@ -146,73 +147,11 @@ def _bm25s() -> Any:
 
 #: Function words that say nothing about a passage's subject.
 STOP_WORDS = frozenset(
-    [
-        "a",
-        "an",
-        "and",
-        "are",
-        "as",
-        "at",
-        "be",
-        "been",
-        "but",
-        "by",
-        "did",
-        "do",
-        "does",
-        "for",
-        "from",
-        "had",
-        "has",
-        "have",
-        "he",
-        "her",
-        "his",
-        "how",
-        "i",
-        "if",
-        "in",
-        "into",
-        "is",
-        "it",
-        "its",
-        "me",
-        "my",
-        "no",
-        "not",
-        "of",
-        "on",
-        "or",
-        "our",
-        "she",
-        "so",
-        "such",
-        "that",
-        "the",
-        "their",
-        "them",
-        "then",
-        "there",
-        "these",
-        "they",
-        "this",
-        "to",
-        "was",
-        "we",
-        "were",
-        "what",
-        "when",
-        "where",
-        "which",
-        "who",
-        "whom",
-        "whose",
-        "why",
-        "will",
-        "with",
-        "you",
-        "your",
-    ]
+    """
+    a an and are as at be been but by did do does for from had has have he her his how i if in into is it its me
+    my no not of on or our she so such that the their them then there these they this to was we were what when
+    where which who whom whose why will with you your
+    """.split()  # noqa: SIM905 - a line each would be 65 lines
 )
 
 

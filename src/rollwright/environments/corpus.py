@@ -6,18 +6,21 @@ A row is served as it is in the file, byte for byte, except that a row with only
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import mmap
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from rollwright.errors import DataError
 
-_CHUNK_BYTES = 1 << 22
+#: Attributes of a corpus that say where its rows are; each is kept in a file of its own.
+_LAYOUT = ("spans", "titled", "url_keys", "url_rows")
 
 
 def _refuse_constant(name: str) -> Any:
@@ -53,20 +56,15 @@ def _url_key(url: str) -> int:
 
 def file_digest(path: Path) -> str:
     """Content hash of a file (BLAKE2b, 128 bits, hexadecimal)."""
-    digest = hashlib.blake2b(digest_size=16)
-    try:
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-    except OSError as error:
-        raise DataError(f"The corpus cannot be read ({error.strerror}): {path}. Give the path of a JSON-lines file.") from error
-    return digest.hexdigest()
+    with _opened(path) as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
+@dataclass(repr=False, eq=False)
 class Corpus:
     """Documents by number, and by address.
 
-    Args:
+    Attributes:
         buffer: all rows, as JSON lines.
         spans: int64 ``[N, 2]``, where each row starts and ends in ``buffer``.
         titled: bool ``[N]``, true where ``wikipedia_title`` must be added from ``title``.
@@ -75,27 +73,17 @@ class Corpus:
         name: what error messages and ``/health`` call it.
     """
 
-    def __init__(
-        self,
-        buffer: bytes | mmap.mmap,
-        spans: np.ndarray,
-        titled: np.ndarray,
-        url_keys: np.ndarray,
-        url_rows: np.ndarray,
-        name: str = "corpus",
-    ) -> None:
-        self._buffer = buffer
-        self._spans = spans
-        self._titled = titled
-        self._url_keys = url_keys
-        self._url_rows = url_rows
-        self.name = name
+    buffer: bytes | mmap.mmap
+    spans: np.ndarray
+    titled: np.ndarray
+    url_keys: np.ndarray
+    url_rows: np.ndarray
+    name: str = "corpus"
 
     @classmethod
     def from_rows(cls, rows: Iterable[dict[str, Any]], name: str = "corpus") -> Corpus:
         """A corpus held in memory."""
-        buffer = b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
-        return cls._scan(buffer, name)
+        return cls._scan(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows), name)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Corpus:
@@ -135,37 +123,32 @@ class Corpus:
 
     def save_layout(self, folder: Path) -> None:
         """Write where the rows are, so that ``with_layout`` need not parse the file again."""
-        np.save(folder / "spans.npy", self._spans)
-        np.save(folder / "titled.npy", self._titled)
-        np.save(folder / "url_keys.npy", self._url_keys)
-        np.save(folder / "url_rows.npy", self._url_rows)
+        for name in _LAYOUT:
+            np.save(folder / f"{name}.npy", getattr(self, name))
 
     @classmethod
     def with_layout(cls, path: Path, folder: Path) -> Corpus:
         """Map ``path`` by a layout that ``save_layout`` wrote for the same content."""
-        arrays = [
-            np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray)
-            for name in ("spans", "titled", "url_keys", "url_rows")
-        ]
+        arrays = [np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray) for name in _LAYOUT]
         return cls(_map_file(path), *arrays, name=str(path))
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return len(self.spans)
 
     def document(self, index: int) -> dict[str, Any]:
         """Row ``index``, with ``wikipedia_title`` where the corpus has a title."""
-        start, end = self._spans[index]
-        row = json.loads(self._buffer[start:end])
-        if self._titled[index]:
+        start, end = self.spans[index]
+        row = json.loads(self.buffer[start:end])
+        if self.titled[index]:
             row["wikipedia_title"] = row["title"]
         return row
 
     def document_json(self, index: int) -> bytes:
         """The same row as JSON text; bytes of the file wherever nothing has to be added."""
-        if self._titled[index]:
+        if self.titled[index]:
             return json.dumps(self.document(index), ensure_ascii=False).encode()
-        start, end = self._spans[index]
-        return self._buffer[start:end]
+        start, end = self.spans[index]
+        return self.buffer[start:end]
 
     def page(self, url: str) -> dict[str, str] | None:
         """``{"url", "contents"}`` of the document at an address; None where there is none.
@@ -173,8 +156,8 @@ class Corpus:
         Where several rows share an address (the passages of one page), their contents are joined in order.
         """
         key = _url_key(url)
-        first, last = np.searchsorted(self._url_keys, [key, key + 1])
-        rows = [self.document(int(index)) for index in self._url_rows[first:last]]
+        first, last = np.searchsorted(self.url_keys, [key, key + 1])
+        rows = [self.document(int(index)) for index in self.url_rows[first:last]]
         contents = [row["contents"] for row in rows if row["url"] == url]
         return {"url": url, "contents": "\n\n".join(contents)} if contents else None
 
@@ -187,10 +170,14 @@ class Corpus:
 
 
 def _map_file(path: Path) -> bytes | mmap.mmap:
+    with _opened(path) as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
         with path.open("rb") as file:
-            if path.stat().st_size == 0:
-                return b""
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            yield file
     except OSError as error:
         raise DataError(f"The corpus cannot be read ({error.strerror}): {path}. Give the path of a JSON-lines file.") from error

@@ -48,7 +48,6 @@ class Retriever(Protocol):
 
     def search(self, queries: list[str], topk: int) -> list[SearchHits]:
         """The ``topk`` best rows of each query; fewer where fewer match at all."""
-        ...
 
 
 class ToolError(RollwrightError):
@@ -60,27 +59,25 @@ class SearchTool(Protocol):
 
     async def search(self, query: str, topk: int) -> list[dict[str, Any]]:
         """The ``topk`` best documents: corpus rows with ``wikipedia_title`` and ``contents``."""
-        ...
 
     async def access(self, url: str) -> dict[str, str] | None:
         """``{"url", "contents"}`` of a page, or None where it is not known."""
-        ...
 
 
+@dataclass(frozen=True)
 class LocalSearchTool:
     """A corpus and its index in this process."""
 
-    def __init__(self, corpus: Corpus, retriever: Retriever) -> None:
-        self.corpus = corpus
-        self.retriever = retriever
+    corpus: Corpus
+    retriever: Retriever
 
     async def search(self, query: str, topk: int) -> list[dict[str, Any]]:
         """See ``SearchTool``. Large corpora are searched in a thread."""
         if len(self.corpus) > _THREAD_ROWS:
-            hits = await asyncio.to_thread(self.retriever.search, [query], topk)
+            [hits] = await asyncio.to_thread(self.retriever.search, [query], topk)
         else:
-            hits = self.retriever.search([query], topk)
-        return [self.corpus.document(int(row)) for row in hits[0].rows]
+            [hits] = self.retriever.search([query], topk)
+        return [self.corpus.document(int(row)) for row in hits.rows]
 
     async def access(self, url: str) -> dict[str, str] | None:
         """See ``SearchTool``."""
@@ -121,12 +118,11 @@ class RetrievalClient:
         loop = asyncio.get_running_loop()
         client = self._clients.get(loop)
         if client is None:
-            limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
             client = httpx.AsyncClient(
                 base_url=self.base_url,
                 timeout=self.timeout,
                 headers=self._headers,
-                limits=limits,
+                limits=httpx.Limits(max_connections=256, max_keepalive_connections=64),
                 trust_env=False,  # a service of one's own is not behind the proxy of the environment
             )
             self._clients[loop] = client
@@ -138,17 +134,12 @@ class RetrievalClient:
                 "Is `rollwright retrieve` running there?"
             ) from error
         if response.status_code >= 400:
-            raise ToolError(
-                f"The retrieval service at {self.base_url} refused {path} ({response.status_code}): {_reason(response)}"
-            )
+            try:
+                reason = response.json()["error"]["message"]
+            except (ValueError, KeyError, TypeError):  # not an error of ours: a proxy's page, say
+                reason = response.text[:300]
+            raise ToolError(f"The retrieval service at {self.base_url} refused {path} ({response.status_code}): {reason}")
         return response.json()["result"]
-
-
-def _reason(response: Any) -> str:
-    try:
-        return response.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):  # not an error of ours: a proxy's page, say
-        return response.text[:300]
 
 
 #: Search tools that a config names as ``{name: argument}`` or ``{name: {arguments}}``.

@@ -28,6 +28,7 @@ from starlette.exceptions import HTTPException
 from rollwright.environments.corpus import Corpus
 from rollwright.environments.retrieval import DEFAULT_TOPK, Retriever, SearchHits
 from rollwright.errors import ConfigError
+from rollwright.inference.server.exchange import RequestError
 
 MAX_QUERIES = 1024
 MAX_QUERY_CHARACTERS = 4096
@@ -53,14 +54,6 @@ class AccessRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     urls: Annotated[list[str], Field(max_length=MAX_QUERIES)]
-
-
-class RequestError(Exception):
-    """A request that is answered with a status and a message."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass
@@ -89,14 +82,13 @@ class QueryBatcher:
         if not queries:
             return []
         if self._waiting_queries + len(queries) > MAX_WAITING_QUERIES:
-            raise RequestError(503, f"{self._waiting_queries} queries are waiting already; try again in a moment.")
-        loop = asyncio.get_running_loop()
-        item = _Waiting(queries, topk, loop.create_future())
+            raise RequestError(f"{self._waiting_queries} queries are waiting already; try again in a moment.", status=503)
+        item = _Waiting(queries, topk, asyncio.get_running_loop().create_future())
         self._waiting.append(item)
         self._waiting_queries += len(queries)
         if self._idle:
             self._idle -= 1
-            task = loop.create_task(self._search_waiting())
+            task = asyncio.create_task(self._search_waiting())
             self._searching.add(task)
             task.add_done_callback(self._searching.discard)
         return await item.result
@@ -106,7 +98,6 @@ class QueryBatcher:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _search_waiting(self) -> None:
-        """Search what waits, one batch after the other, until nothing does."""
         loop = asyncio.get_running_loop()
         while batch := self._next_batch():
             queries = [query for item in batch for query in item.queries]
@@ -144,22 +135,22 @@ async def _body(request: Request, model: type[_Body]) -> _Body:
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length) > MAX_BODY_BYTES:
         raise RequestError(
-            413, f"The body has {length} bytes; at most {MAX_BODY_BYTES} are read. Send fewer queries at a time."
+            f"The body has {length} bytes; at most {MAX_BODY_BYTES} are read. Send fewer queries at a time.", status=413
         )
     content = bytearray()
     async for chunk in request.stream():
         content += chunk
         if len(content) > MAX_BODY_BYTES:
-            raise RequestError(413, f"The body has over {MAX_BODY_BYTES} bytes. Send fewer queries at a time.")
+            raise RequestError(f"The body has over {MAX_BODY_BYTES} bytes. Send fewer queries at a time.", status=413)
     try:
         return model.model_validate_json(bytes(content))
     except ValidationError as error:
         problems = error.errors(include_url=False, include_context=False, include_input=False)
         if problems[0]["type"] == "json_invalid":
-            raise RequestError(400, f"The body is not valid JSON: {problems[0]['msg']}.") from None
+            raise RequestError(f"The body is not valid JSON: {problems[0]['msg']}.") from None
         fields = ", ".join(f"{name}{'' if field.is_required() else '?'}" for name, field in model.model_fields.items())
         text = "; ".join(f"{'.'.join(map(str, problem['loc'])) or 'body'}: {problem['msg']}" for problem in problems[:5])
-        raise RequestError(422, f"{text}. {request.url.path} takes {{{fields}}}.") from None
+        raise RequestError(f"{text}. {request.url.path} takes {{{fields}}}.", status=422) from None
 
 
 def create_app(
@@ -176,7 +167,6 @@ def create_app(
     """
     app = FastAPI(title="Rollwright retrieval", openapi_url=None)
     batcher = QueryBatcher(retriever, threads)
-    page_source = pages or corpus
     started = time.time()
     served = {"retrieve": 0, "queries": 0, "access": 0}
     app.state.batcher = batcher
@@ -184,7 +174,7 @@ def create_app(
     def authorize(request: Request) -> None:
         given = request.headers.get("authorization", "")
         if api_key and not hmac.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
-            raise RequestError(401, "This service needs its key: send 'Authorization: Bearer KEY'.")
+            raise RequestError("This service needs its key: send 'Authorization: Bearer KEY'.", status=401)
 
     @app.exception_handler(RequestError)
     async def refuse(_request: Request, error: RequestError) -> Response:
@@ -216,7 +206,7 @@ def create_app(
         authorize(request)
         body = await _body(request, AccessRequest)
         served["access"] += 1
-        result = [page_source.page(url) for url in body.urls]
+        result = [(pages or corpus).page(url) for url in body.urls]
         return Response(json.dumps({"result": result}, ensure_ascii=False).encode(), media_type="application/json")
 
     @app.get("/health")
@@ -256,8 +246,7 @@ def open_sockets(host: str, port: int) -> list[socket.socket]:
         ConfigError: the port is taken or the host is not this machine's.
     """
     sockets: list[socket.socket] = []
-    hosts = ["127.0.0.1", "::1"] if host in _LOOPBACK else [host]
-    for name in hosts:
+    for name in ["127.0.0.1", "::1"] if host in _LOOPBACK else [host]:
         family = socket.AF_INET6 if ":" in name else socket.AF_INET
         try:
             listener = socket.socket(family, socket.SOCK_STREAM)

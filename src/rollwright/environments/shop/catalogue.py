@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from rollwright.errors import DataError
 
@@ -62,14 +63,14 @@ class Catalogue:
 
     products: tuple[Product, ...]
     goals: tuple[Goal, ...] = field(repr=False)
-    _by_id: dict[str, Product] = field(init=False, repr=False, compare=False)
+
+    @cached_property
+    def _by_id(self) -> dict[str, Product]:
+        return {product.id: product for product in self.products}
 
     def product(self, product_id: str) -> Product | None:
         """The product of an id, in either case."""
         return self._by_id.get(product_id.lower())
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_by_id", {product.id: product for product in self.products})
 
 
 def make_catalogue(seed: int = 1, products: int = 1000, goals: int = 500) -> Catalogue:

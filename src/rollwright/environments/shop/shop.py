@@ -128,33 +128,28 @@ class ShopSession:
         Returns:
             The observation after it, the reward (only a purchase has one), whether the session is over, and ``info``.
         """
-        parsed = parse_shop_action(action)
+        kind, argument = parse_shop_action(action) or ("", "")
         available = self.get_available_actions()
-        if parsed is None or self.done:
-            valid = False
-        elif parsed[0] == "search":
-            valid = available["has_search_bar"]
+        reward = 0.0
+        if kind == "search" and available["has_search_bar"]:
+            self.query, self._results, self.page, self.page_number = argument, self.shop.search(argument), "results", 1
+        elif kind == "click" and argument in available["clickables"] and argument != "search":
+            reward = self._click(argument)
         else:
-            valid = parsed[1] in available["clickables"] and parsed[1] != "search"
-        if parsed is None or not valid:
             return StepResult(self.observation(), 0.0, self.done, {"valid": False})
-        kind, argument = parsed
-        if kind == "search":
-            self._search(argument)
-            return StepResult(self.observation(), 0.0, False, {"valid": True})
-        reward = self._click(argument)
         return StepResult(self.observation(), reward, self.done, {"valid": True})
-
-    def _search(self, words: str) -> None:
-        self.query, self._results, self.page, self.page_number = words, self.shop.search(words), "results", 1
 
     def _click(self, target: str) -> float:
         if target == BACK.lower():
             self.page, self.product, self.options = "search", None, {}
         elif target == NEXT.lower():
             self.page_number += 1
+        elif target == PREVIOUS.lower() and self.page == "results":
+            self.page_number -= 1
+        elif target == PREVIOUS.lower() and self.page == "item":
+            self.page, self.product, self.options = "results", None, {}
         elif target == PREVIOUS.lower():
-            self._previous()
+            self.page = "item"
         elif target == BUY.lower():
             assert self.product is not None
             self.done, self.page = True, "done"
@@ -168,14 +163,6 @@ class ShopSession:
             name = next(name for name, values in self.product.options.items() if target in values)
             self.options[name] = target
         return 0.0
-
-    def _previous(self) -> None:
-        if self.page == "results":
-            self.page_number -= 1
-        elif self.page == "item":
-            self.page, self.product, self.options = "results", None, {}
-        else:
-            self.page = "item"
 
     def _fields(self) -> list[tuple[str, str]]:
         """Kind (text, button, clicked) and text of each field of the page, from top to bottom."""

@@ -62,7 +62,9 @@ def tasks(
             "answer": goal.product.id,
             "query_id": f"shop-{seed}-{session_id}",
         }
-        rows.append({**row, "segments": _segments(worked_steps(place, session_id, careless), pages)} if worked else row)
+        if worked:
+            row["segments"] = _segments(worked_steps(place, session_id, careless), pages)
+        rows.append(row)
     return rows
 
 
