@@ -6,7 +6,7 @@ from typing import Any
 
 from rollwright.experience.experience import Experience
 from rollwright.workflows.registry import WORKFLOWS
-from rollwright.workflows.task import Task, TaskReward, Workflow
+from rollwright.workflows.task import ResettableWorkflow, Task, TaskReward
 
 #: What the mathematical workflows tell the model where the task's format has no system prompt.
 THINK_ANSWER_PROMPT = (
@@ -17,7 +17,7 @@ BOXED_PROMPT = "Solve the user's problem step by step, and put nothing but the f
 
 
 @WORKFLOWS.register_module("simple_workflow")
-class SimpleWorkflow(Workflow):
+class SimpleWorkflow(ResettableWorkflow):
     """Asks once and scores the answer with the task's reward function.
 
     The conversation comes from the task's format (system prompt, prompt or messages). ``reply_prefix`` is where the
@@ -25,14 +25,8 @@ class SimpleWorkflow(Workflow):
     ``reward_fn_args``. There are no ``workflow_args``; a subclass may have some.
     """
 
-    resettable = True
-    repeatable = True
     default_system_prompt: str | None = None
     default_reward_fn: str | None = None
-
-    def __init__(self, *, task: Task, model: Any, auxiliary_models: list[Any] | None = None) -> None:
-        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
-        self.reset(task)
 
     def reset(self, task: Task) -> None:
         """Take the next task."""

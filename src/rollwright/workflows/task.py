@@ -42,13 +42,10 @@ class Task:
     def from_row(cls, row: Mapping[str, Any], taskset: TasksetConfig, *, is_eval: bool = False) -> Task:
         """Make the task of one row of ``taskset``; a row's own workflow and reward columns win over the defaults."""
         layout = taskset.columns
-        own_workflow = row.get(layout.workflow_key) if layout.workflow_key else None
-        own_reward = row.get(layout.reward_fn_key) if layout.reward_fn_key else None
-        raw = {key: value for key, value in row.items() if key != "ordinal"}
         return cls(
-            workflow=own_workflow or taskset.workflow,
-            reward_fn=own_reward or taskset.reward_fn,
-            raw_task=raw,
+            workflow=(layout.workflow_key and row.get(layout.workflow_key)) or taskset.workflow,
+            reward_fn=(layout.reward_fn_key and row.get(layout.reward_fn_key)) or taskset.reward_fn,
+            raw_task={key: value for key, value in row.items() if key not in ("ordinal", "taskset")},
             format_args=layout,
             rollout_args=(taskset.gconfig or GenerationHyperparameters()).new(),
             workflow_args=dict(taskset.workflow_args),
@@ -144,6 +141,17 @@ class Workflow:
         raise WorkflowError(f"{type(self).__name__} is asynchronous but defines no run_async().")
 
 
+class ResettableWorkflow(Workflow):
+    """A workflow that gets every task by ``reset``, the first one too, and is run once for each sample of the group."""
+
+    resettable = True
+    repeatable = True
+
+    def __init__(self, *, task: Task, model: ModelWrapper, auxiliary_models: list[Any] | None = None) -> None:
+        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
+        self.reset(task)
+
+
 #: Second names of traits, which other systems' workflows may have.
 _SECOND_NAMES = {"resettable": "can_reset", "asynchronous": "is_async"}
 
@@ -205,11 +213,11 @@ def returned_experiences(name: str, result: Any) -> list[Experience] | None:
     Raises:
         WorkflowError: it is something else, or holds something else, or an experience that has no reward or does not fit.
     """
-    remedy = "run() returns a list of Experience, or None to reject the sample"
     if result is None:
         return None
     if isinstance(result, Experience):
         result = [result]
+    remedy = "run() returns a list of Experience, or None to reject the sample"
     if inspect.iscoroutine(result):
         result.close()
         raise WorkflowError(f"{name}: its run() is async: name it run_async.")

@@ -85,7 +85,7 @@ class TaskRunner(RolloutWorkflow):
     def task_of(self, data: dict[str, Any]) -> Task:
         """The task of a row."""
         taskset = self._taskset_of(data)
-        task = Task.from_row({key: value for key, value in data.items() if key != "taskset"}, taskset, is_eval=self.is_eval)
+        task = Task.from_row(data, taskset, is_eval=self.is_eval)
         task.rollout_args = self.generation_of(taskset)
         return task
 

@@ -20,9 +20,8 @@ from rollwright.experience.experience import Experience
 from rollwright.inference.server.chat import ToolCall, tool_convention
 from rollwright.processes.sandbox import SandboxResult, run_python
 from rollwright.tracking.metrics import get_tracker
-from rollwright.workflows.model_wrapper import ModelWrapper
 from rollwright.workflows.registry import WORKFLOWS, resolve_function
-from rollwright.workflows.task import Task, TaskReward, Workflow
+from rollwright.workflows.task import ResettableWorkflow, Task, TaskReward
 
 MAX_TURNS = 8
 PYTHON_SECONDS = 10.0
@@ -30,7 +29,7 @@ MAX_CHARACTERS = 4000
 
 
 @WORKFLOWS.register_module("tool_calling_workflow")
-class ToolCallingWorkflow(Workflow):
+class ToolCallingWorkflow(ResettableWorkflow):
     """Ask, run the tools that the reply calls, show what they gave, ask again; one experience for one conversation.
 
     The conversation comes from the task's format. The last reply is scored by the task's reward function, which also gets
@@ -41,13 +40,6 @@ class ToolCallingWorkflow(Workflow):
     * ``max_turns`` (8): replies at most;
     * ``tool_timeout`` (30): seconds that one call may take.
     """
-
-    resettable = True
-    repeatable = True
-
-    def __init__(self, *, task: Task, model: ModelWrapper, auxiliary_models: list[Any] | None = None) -> None:
-        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
-        self.reset(task)
 
     def reset(self, task: Task) -> None:
         """Take the next task."""

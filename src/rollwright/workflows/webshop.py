@@ -9,9 +9,8 @@ from rollwright.environments.shop.shop import WebShopPackageSession, parse_shop_
 from rollwright.errors import PromptTooLongError, WorkflowError
 from rollwright.experience.experience import Experience
 from rollwright.tracking.metrics import get_tracker
-from rollwright.workflows.model_wrapper import ModelWrapper
 from rollwright.workflows.registry import WORKFLOWS
-from rollwright.workflows.task import Task, Workflow
+from rollwright.workflows.task import ResettableWorkflow, Task
 
 MAX_STEPS = 15
 NO_PURCHASE_REWARD = -0.1
@@ -26,7 +25,7 @@ _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 
 
 @WORKFLOWS.register_module("webshop_workflow")
-class WebShopWorkflow(Workflow):
+class WebShopWorkflow(ResettableWorkflow):
     """One visit to the shop; repeatable, and one experience for one visit.
 
     The reward is ``NO_PURCHASE_REWARD`` until something is bought. A task names its session in ``session_id``, or in the
@@ -37,13 +36,6 @@ class WebShopWorkflow(Workflow):
     * ``max_steps`` (15), ``rich`` (buttons marked), ``show_actions`` (list what can be clicked; default true),
     * ``system_prompt``: in place of the module's; empty for none.
     """
-
-    resettable = True
-    repeatable = True
-
-    def __init__(self, *, task: Task, model: ModelWrapper, auxiliary_models: list[Any] | None = None) -> None:
-        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
-        self.reset(task)
 
     def reset(self, task: Task) -> None:
         """Take the next task; the shop itself is shared."""
