@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import Response
+from pydantic import Field
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.conversation import ConversationTokens
@@ -24,6 +24,7 @@ from rollwright.errors import WorkflowError
 from rollwright.experience.experience import Experience
 from rollwright.experience.recorder import Recorder, RequestRecord, experiences_of
 from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.server.bodies import Body
 from rollwright.inference.server.chat import template_messages
 from rollwright.inference.server.exchange import RequestError
 from rollwright.inference.server.openai import OpenAIProtocol
@@ -32,6 +33,14 @@ from rollwright.rollout.sample import SampleEngine
 
 #: Sampling parameters that a request may leave out, and the generation argument that then holds.
 _DEFAULTS = ("stop", "stop_token_ids", "frequency_penalty", "ignore_eos", "skip_special_tokens")
+
+
+class Reward(Body):
+    """``/v1/rewards``: of the run, or of a call or a turn of it."""
+
+    reward: float = Field(description="a finite number")
+    call: str | None = Field(None, description="the id of a response")
+    turn: int | None = Field(None, description="a whole number")
 
 
 class OpenAIEpisode(OpenAIProtocol):
@@ -56,7 +65,7 @@ class OpenAIEpisode(OpenAIProtocol):
         *,
         gconfig: GenerationHyperparameters | None = None,
         template_kwargs: dict[str, Any] | None = None,
-        on_close: Callable[[str], None] | None = None,
+        on_close: Callable[[str], None],
     ) -> None:
         """Args:
         engine: answers the calls; one that is bound to a sample records them itself.
@@ -99,11 +108,9 @@ class OpenAIEpisode(OpenAIProtocol):
         self.close()
 
     def close(self) -> None:
-        """Refuse the key from now on; what was recorded stays."""
-        if not self._was_closed:
-            self._was_closed = True
-            if self._on_close is not None:
-                self._on_close(self.api_key)
+        """Refuse the key from now on; what was recorded stays. Idempotent."""
+        self._was_closed = True
+        self._on_close(self.api_key)
 
     # -- for agents ----------------------------------------------------------------------------------------------------
 
@@ -118,18 +125,6 @@ class OpenAIEpisode(OpenAIProtocol):
         from rollwright.workflows.openai_clients import AsyncRunClient
 
         return AsyncRunClient(self.base_url, self.api_key, self.model_name)
-
-    async def chat(self, request: Request) -> Response | dict[str, Any]:
-        """Answer ``POST /v1/chat/completions``."""
-        return await self._chat(request)
-
-    async def complete(self, request: Request) -> Response | dict[str, Any]:
-        """Answer ``POST /v1/completions``."""
-        return await self._completions(request)
-
-    def card(self) -> dict[str, Any]:
-        """The model, as ``GET /v1/models`` lists it."""
-        return self._card()
 
     # -- rewards -------------------------------------------------------------------------------------------------------
 
@@ -177,6 +172,15 @@ class OpenAIEpisode(OpenAIProtocol):
         else:
             self._run_reward = float(reward)
 
+    async def take_reward(self, request: Request) -> dict[str, Any]:
+        """``POST /v1/rewards``."""
+        body = await Reward.read(request)
+        try:
+            self.set_reward(body.reward, call=body.call, turn=body.turn)
+        except WorkflowError as error:
+            raise RequestError(str(error)) from error
+        return {"object": "reward", **body.model_dump(exclude_unset=True)}
+
     @property
     def run_reward(self) -> float | None:
         """The reward of the run; 0 where only calls or turns were rewarded; None where nothing was."""
@@ -204,25 +208,18 @@ class OpenAIEpisode(OpenAIProtocol):
 
     # -- what differs from the plain protocol --------------------------------------------------------------------------
 
-    def chat_prompt(self, fields: dict[str, Any]) -> list[int]:
-        """Token ids of a chat request's prompt: the tokens of the conversation so far, and what was added to it."""
-        template_kwargs = {**self._template_kwargs, **(fields.get("chat_template_kwargs") or {})}
-        fields = {**fields, "chat_template_kwargs": template_kwargs}
+    def _render(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, fields: dict[str, Any], variables: dict[str, Any]
+    ) -> list[int]:
+        """The tokens of the conversation so far, and what was added to it."""
         if fields.get("continue_final_message") or fields.get("add_generation_prompt") is False:
-            return super().chat_prompt(fields)
-        if getattr(self.tokenizer, "chat_template", None) is None and "chat_template" not in template_kwargs:
-            raise RequestError("The model has no chat template; use /v1/completions.", param="messages")
-        messages, tools = template_messages(fields.get("messages")), self._tools(fields)
-        try:
-            ids = self._conversation(template_kwargs).encode(messages, tools)
-        except Exception as error:  # jinja raises its own errors for conversations that a template does not allow
-            raise RequestError(f"The chat template refuses the conversation: {error}", param="messages") from error
-        return [*ids, *self._encode_begun(fields)]
+            return super()._render(messages, tools, fields, variables)
+        return self._conversation(variables).encode(messages, tools)
 
-    def _conversation(self, template_kwargs: dict[str, Any]) -> ConversationTokens:
-        key = json.dumps(template_kwargs, sort_keys=True, default=str)
+    def _conversation(self, variables: dict[str, Any]) -> ConversationTokens:
+        key = json.dumps(variables, sort_keys=True, default=str)
         if key not in self._conversations:
-            self._conversations[key] = ConversationTokens(self.tokenizer, **template_kwargs)
+            self._conversations[key] = ConversationTokens(self.tokenizer, **variables)
         return self._conversations[key]
 
     def _check_model(self, fields: dict[str, Any]) -> None:

@@ -37,7 +37,8 @@ try:
     from fastapi.responses import Response
     from starlette.exceptions import HTTPException
 
-    from rollwright.inference.server.exchange import AnsweringRoute, RequestError, bearer_token, path_refusal, read_object
+    from rollwright.inference.server.exchange import AnsweringRoute, RequestError, bearer_token, path_refusal
+    from rollwright.inference.server.openai import ROUTES
     from rollwright.rollout.openai_episode import OpenAIEpisode
 except ModuleNotFoundError as error:
     raise ConfigError(
@@ -83,7 +84,7 @@ class OpenAIFront:
         self._episodes: dict[str, OpenAIEpisode] = {}
         self._lock = threading.Lock()
         self._server: ServerThread | None = None
-        self._finalizer: weakref.finalize | None = None
+        self._stop_server: Callable[[], Any] = lambda: None
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 
@@ -137,18 +138,16 @@ class OpenAIFront:
         with self._lock:
             if self._server is None:
                 self._server = ServerThread(_application(self), self._host, self._port)
-                self._finalizer = weakref.finalize(self, self._server.stop)
+                self._stop_server = weakref.finalize(self, self._server.stop)
                 logger.info("the OpenAI front listens at %s", self._server.url)
             return self._server.url
 
     def close(self) -> None:
-        """End the server and every run; once more is a no-op."""
+        """End the server and every run. Idempotent."""
         with self._lock:
-            server, self._server = self._server, None
+            self._server = None
             self._episodes.clear()
-        if server is not None and self._finalizer is not None:
-            self._finalizer.detach()
-            server.stop()
+        self._stop_server()
 
     def __enter__(self) -> OpenAIFront:
         return self
@@ -180,31 +179,14 @@ def _application(front: OpenAIFront) -> FastAPI:
     app = FastAPI(title="rollwright OpenAI front", openapi_url=None)
     held = weakref.ref(front)
 
-    def route(serve: Callable[[OpenAIEpisode, Request], Any]) -> Callable[[Request], Awaitable[Any]]:
+    def route(serve: Callable[[Any, Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Any]]:
         async def answer(request: Request) -> Any:
             front = held()
             if front is None:
                 raise RequestError("The OpenAI front has ended.", status=401, kind="authentication_error")
-            answer = serve(front.episode_of(bearer_token(request)), request)
-            return await answer if inspect.isawaitable(answer) else answer
+            return await serve(front.episode_of(bearer_token(request)), request)
 
         return answer
-
-    def model(episode: OpenAIEpisode, request: Request) -> dict[str, Any]:
-        name = request.path_params["name"]
-        if name not in (episode.model_name, "default"):
-            raise RequestError(f"There is no model {name!r}; this run has {episode.model_name!r}.", status=404, param="model")
-        return episode.card()
-
-    async def reward(episode: OpenAIEpisode, request: Request) -> dict[str, Any]:
-        body = await read_object(request)
-        if unknown := sorted(set(body) - {"reward", "call", "turn"}):
-            raise RequestError(f"Unknown parameter {unknown[0]!r}: a reward has reward, call and turn.", param=unknown[0])
-        try:
-            episode.set_reward(body.get("reward"), call=body.get("call"), turn=body.get("turn"))  # type: ignore[arg-type]
-        except (WorkflowError, TypeError) as error:  # TypeError: a turn that is no number
-            raise RequestError(str(error)) from error
-        return {"object": "reward", **body}
 
     async def health() -> dict[str, str]:
         return {"status": "ok"}
@@ -215,13 +197,7 @@ def _application(front: OpenAIFront) -> FastAPI:
     app.router.route_class = AnsweringRoute
     app.add_exception_handler(HTTPException, refuse_path)
     app.add_api_route("/health", health, methods=["GET"])
-    for method, path, serve in (
-        ("GET", "/v1/models", lambda episode, _: {"object": "list", "data": [episode.card()]}),
-        ("GET", "/v1/models/{name:path}", model),
-        ("POST", "/v1/completions", OpenAIEpisode.complete),
-        ("POST", "/v1/chat/completions", OpenAIEpisode.chat),
-        ("POST", "/v1/rewards", reward),
-    ):
+    for method, path, serve in (*ROUTES, ("POST", "/v1/rewards", OpenAIEpisode.take_reward)):
         app.add_api_route(path, route(serve), methods=[method], response_model=None)
     return app
 

@@ -21,10 +21,11 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import Response
+from pydantic import Field
 from starlette.exceptions import HTTPException
 
 from rollwright.atomic import write_json
@@ -34,9 +35,10 @@ from rollwright.errors import RollwrightError
 from rollwright.experience.experience import ExperienceId
 from rollwright.experience.operators import ExperiencePipeline
 from rollwright.inference.engine import InferenceEngine
-from rollwright.inference.server.exchange import RequestError, bearer_token, error_response, read_object
+from rollwright.inference.server.bodies import Body
+from rollwright.inference.server.exchange import RequestError, bearer_token, error_response
 from rollwright.rollout.engines import RolloutEngine
-from rollwright.rollout.openai_episode import OpenAIEpisode
+from rollwright.rollout.openai_episode import OpenAIEpisode, Reward
 from rollwright.rollout.openai_front import OpenAIFront, ServerThread
 from rollwright.store import Announcement, ExperienceStore
 from rollwright.tracking import logging
@@ -50,6 +52,24 @@ logger = getLogger("service")
 
 POLL_SECONDS = 0.5
 LONGEST_TASK = 128  # characters; the name of a group in the store holds it
+
+
+class NewRun(Body):
+    """``/runs``."""
+
+    task: str | None = Field(
+        None,
+        min_length=1,
+        max_length=LONGEST_TASK,
+        description=f"the name of what the agent is to do, as text of 1 to {LONGEST_TASK} characters",
+    )
+
+
+class Feedback(Reward):
+    """``/feedback``."""
+
+    run: str = ""
+    final: bool = Field(True, description="true (the run ends) or false (it goes on)")
 
 
 @dataclass
@@ -97,7 +117,7 @@ class RunBook:
             self.counts["opened"] += 1
         return {"run": name, "base_url": episode.base_url, "api_key": episode.api_key}
 
-    def feedback(self, run: str, reward: float | None, *, turn: int | None, call: str | None, final: bool) -> int:
+    def feedback(self, given: Feedback) -> int:
         """Reward a run, a turn or a call; where it is the final word, the run ends and its experiences are stored.
 
         Returns:
@@ -106,22 +126,20 @@ class RunBook:
         Raises:
             RequestError: there is no such open run (404), or no such turn or call (400).
         """
-        if reward is None:
-            raise RequestError("reward is missing: feedback is a number.", param="reward")
         with self._lock:
-            if run not in self._runs:
-                raise RequestError(f"There is no open run {run!r}: it has ended, or was never opened.", status=404)
-            opened = self._runs[run]
+            opened = self._runs.get(given.run)
+            if opened is None:
+                raise RequestError(f"There is no open run {given.run!r}: it has ended, or was never opened.", status=404)
             try:
-                opened.episode.set_reward(reward, turn=turn, call=call)
-            except (RollwrightError, TypeError) as error:  # TypeError: a turn that is no number
+                opened.episode.set_reward(given.reward, turn=given.turn, call=given.call)
+            except RollwrightError as error:
                 raise RequestError(str(error)) from error
             opened.touched = time.monotonic()
-            if not final:
+            if not given.final:
                 return 0
             opened.episode.close()
             stored = self._store(opened)
-            del self._runs[run]  # not before it is stored: where that fails, the same feedback may be given again
+            del self._runs[given.run]  # not before it is stored: where that fails, the same feedback may be given again
             return stored
 
     def drop_idle(self) -> None:
@@ -175,53 +193,32 @@ class RunBook:
 
 def application(book: RunBook, api_key: str) -> FastAPI:
     """The service's routes."""
-    app = FastAPI(title="rollwright service", openapi_url=None)
 
-    async def asked(request: Request, known: set[str]) -> dict[str, Any]:
+    async def check_key(request: Request) -> None:
         if not secrets.compare_digest(bearer_token(request) or "", api_key):
             raise RequestError("This wants the service's key as a bearer token.", status=401, kind="authentication_error")
-        body = await read_object(request)
-        if unknown := sorted(set(body) - known):
-            raise RequestError(f"Unknown parameter {unknown[0]!r}: there are {', '.join(sorted(known))}.", param=unknown[0])
-        return body
 
-    @app.post("/runs")
-    async def open_run(request: Request) -> dict[str, str]:
-        body = await asked(request, {"task"})
-        task = body.get("task")
-        if task is not None and not (isinstance(task, str) and 0 < len(task) <= LONGEST_TASK):
-            raise RequestError(
-                f"task is the name of what the agent is to do, as text of 1 to {LONGEST_TASK} characters.", param="task"
-            )
-        return book.open(task)
+    async def refuse(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            known = "There are POST /runs, POST /feedback and GET /status; an agent talks to the base_url of its run"
+            error = RequestError(f"{request.method} {request.url.path}: {error.detail}. {known}.", status=error.status_code)
+        return error_response(error)
 
-    @app.post("/feedback")
-    async def feedback(request: Request) -> dict[str, int]:
-        body = await asked(request, {"run", "reward", "turn", "call", "final"})
-        final = body.get("final", True)
-        if not isinstance(final, bool):
-            raise RequestError("final is true (the run ends) or false (it goes on).", param="final")
-        stored = book.feedback(
-            str(body.get("run")), body.get("reward"), turn=body.get("turn"), call=body.get("call"), final=final
-        )  # type: ignore[arg-type]
-        return {"stored": stored}
+    # A RollwrightError is of an operator that fails, or of a store that cannot be written.
+    handlers: dict[Any, Any] = dict.fromkeys((RequestError, RollwrightError, HTTPException), refuse)
+    app = FastAPI(title="rollwright service", openapi_url=None, exception_handlers=handlers)
+
+    @app.post("/runs", dependencies=[Depends(check_key)])
+    async def open_run(body: Annotated[NewRun, Depends(NewRun.read)]) -> dict[str, str]:
+        return book.open(body.task)
+
+    @app.post("/feedback", dependencies=[Depends(check_key)])
+    async def feedback(body: Annotated[Feedback, Depends(Feedback.read)]) -> dict[str, int]:
+        return {"stored": book.feedback(body)}
 
     @app.get("/status")
     async def status() -> dict[str, Any]:
         return book.status()
-
-    @app.exception_handler(RequestError)
-    @app.exception_handler(RollwrightError)  # an operator that fails, a store that cannot be written
-    async def refuse(_: Request, error: Exception) -> Response:
-        return error_response(error)
-
-    @app.exception_handler(HTTPException)
-    async def refuse_path(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        known = "There are POST /runs, POST /feedback and GET /status; an agent talks to the base_url of its run"
-        return error_response(
-            RequestError(f"{request.method} {request.url.path}: {error.detail}. {known}.", status=error.status_code)
-        )
 
     return app
 

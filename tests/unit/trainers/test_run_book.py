@@ -18,7 +18,7 @@ from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.server.exchange import RequestError
 from rollwright.rollout.openai_front import OpenAIFront
 from rollwright.store import ExperienceStore
-from rollwright.trainers.serve import RunBook
+from rollwright.trainers.serve import Feedback, RunBook
 
 
 class Yes(InferenceEngine):
@@ -56,7 +56,7 @@ def worked(book: RunBook, task: str | None = None) -> str:
 
 
 def told(book: RunBook, run: str, reward: float, **more) -> int:
-    return book.feedback(run, reward, **{"turn": None, "call": None, "final": True, **more})
+    return book.feedback(Feedback(run=run, reward=reward, **more))
 
 
 def test_feedback_that_could_not_be_stored_may_be_given_again(book, monkeypatch):
@@ -94,9 +94,10 @@ def test_a_run_without_a_task_is_a_group(book):
 
 def test_a_turn_that_is_none_is_refused(book):
     run = worked(book)
-    for turn in ("last", 7):
-        with pytest.raises(RequestError):
-            told(book, run, 1.0, turn=turn, final=False)
+    with pytest.raises(RequestError, match="turn='last'; it has to be a whole number"):
+        Feedback.of({"run": run, "reward": 1.0, "turn": "last"})
+    with pytest.raises(RequestError, match="no turn 7"):
+        told(book, run, 1.0, turn=7, final=False)
     assert told(book, run, 1.0) == 1
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
@@ -43,6 +44,14 @@ class RequestError(Exception):
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.status}}
 
 
+#: How engine errors that are no fault of the request's parameters are refused.
+_REFUSALS: dict[type[EngineError], dict[str, Any]] = {
+    PromptTooLongError: {"param": "prompt"},
+    RequestAborted: {"status": 503, "kind": "server_error"},
+    QueueFullError: {"status": 429, "kind": "rate_limit_error"},
+}
+
+
 class ClientGoneError(Exception):
     """The client closed its connection; nobody waits for the answer."""
 
@@ -51,14 +60,8 @@ def as_request_error(error: Exception) -> RequestError:
     """The refusal that an engine's error becomes."""
     if isinstance(error, RequestError):
         return error
-    if isinstance(error, PromptTooLongError):
-        return RequestError(str(error), param="prompt")
-    if isinstance(error, RequestAborted):
-        return RequestError(str(error), status=503, kind="server_error")
-    if isinstance(error, QueueFullError):
-        return RequestError(str(error), status=429, kind="rate_limit_error")
     if isinstance(error, EngineError) and not isinstance(error, EngineStepError):
-        return RequestError(str(error))
+        return RequestError(str(error), **next((how for kind, how in _REFUSALS.items() if isinstance(error, kind)), {}))
     return RequestError(f"{type(error).__name__}: {error}", status=500, kind="server_error")
 
 
@@ -170,3 +173,16 @@ async def while_connected(request: Request, work: Awaitable[Result]) -> Result:
 def event_line(value: Any) -> str:
     """A server-sent event that carries a JSON value."""
     return "data: " + json.dumps(value, ensure_ascii=False) + "\n\n"
+
+
+async def event_stream(request: Request, events: AsyncGenerator[str, None]) -> StreamingResponse:
+    """The response that sends ``events``; what fails before the first of them gives the request a status, not a broken stream."""
+    first = await while_connected(request, anext(events))
+
+    async def body() -> AsyncGenerator[str, None]:
+        async with contextlib.aclosing(events):
+            yield first
+            async for event in events:
+                yield event
+
+    return StreamingResponse(body(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse, version_spans
@@ -19,6 +20,7 @@ from rollwright.inference.server.exchange import (
     as_request_error,
     beside_the_loop,
     event_line,
+    event_stream,
     read_object,
     while_connected,
 )
@@ -64,10 +66,10 @@ class NativeProtocol:
         body = await read_object(request)
         completions, as_list = await beside_the_loop(len(await request.body()), self._parse, body)
         if completions[0].body.stream:
-            return await self._stream(request, completions[0])
+            return await event_stream(request, self._events(completions[0]))
         requests = [completion.request for completion in completions]
         responses = await while_connected(request, self.engine.agenerate_batch(requests))
-        answers = [self.answer(*pair) for pair in zip(completions, responses, strict=True)]
+        answers = [self._answer(*pair) for pair in zip(completions, responses, strict=True)]
         return JSONResponse(answers if as_list else answers[0])
 
     def _parse(self, given: dict[str, Any]) -> tuple[list[_Completion], bool]:
@@ -130,7 +132,7 @@ class NativeProtocol:
                 )
         return prompts, is_batch
 
-    def answer(self, completion: _Completion, response: ModelResponse, *, final: bool = True) -> dict[str, Any]:
+    def _answer(self, completion: _Completion, response: ModelResponse, *, final: bool = True) -> dict[str, Any]:
         """One answer in SGLang's form; ``final`` is False for the chunks of a stream before the last."""
         request, body = completion.request, completion.body
         meta: dict[str, Any] = {
@@ -159,24 +161,21 @@ class NativeProtocol:
             )
         return {"text": text, "output_ids": response.output_tokens, "meta_info": meta}
 
-    async def _stream(self, asked: Request, completion: _Completion) -> StreamingResponse:
-        partials = self.engine.astream(completion.request)
-        first = await while_connected(asked, anext(partials))
-
-        async def events() -> AsyncGenerator[str, None]:
+    async def _events(self, completion: _Completion) -> AsyncGenerator[str, None]:
+        latest: ModelResponse | None = None
+        async with contextlib.aclosing(self.engine.astream(completion.request)) as partials:
             try:
-                latest = first
                 async for partial in partials:
-                    yield event_line(self.answer(completion, latest, final=False))
+                    if latest is not None:
+                        yield event_line(self._answer(completion, latest, final=False))
                     latest = partial
-                yield event_line(self.answer(completion, latest))
+                assert latest is not None
+                yield event_line(self._answer(completion, latest))
                 yield "data: [DONE]\n\n"
-            except Exception as error:  # the status is sent already: the stream says what is wrong
+            except Exception as error:  # whatever it is, the client is told
+                if latest is None:
+                    raise  # the request gets a status
                 yield event_line(as_request_error(error).body())
-            finally:
-                await partials.aclose()
-
-        return StreamingResponse(events(), media_type="text/event-stream")
 
 
 def _one_each(body: Generate, name: str, count: int) -> list[Any]:

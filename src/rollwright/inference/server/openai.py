@@ -13,11 +13,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from types import MethodType
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import StreamingResponse
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.inference.engine import InferenceEngine
@@ -31,6 +31,7 @@ from rollwright.inference.server.exchange import (
     bearer_token,
     beside_the_loop,
     event_line,
+    event_stream,
     read_object,
     while_connected,
 )
@@ -87,16 +88,15 @@ class OpenAIProtocol:
         self._context_length = context_length or (engine.context_length if engine is not None else None)
         self._max_prompt_tokens = max_prompt_tokens
         self._max_samples = max_samples
+        self._template_kwargs: dict[str, Any] = {}
         self.convention = tool_convention(getattr(tokenizer, "chat_template", None) or "")
 
     @property
     def router(self) -> APIRouter:
         """The routes."""
         router = APIRouter(route_class=AnsweringRoute)
-        router.add_api_route("/v1/models", self._models, methods=["GET"])
-        router.add_api_route("/v1/models/{name:path}", self._model, methods=["GET"])
-        router.add_api_route("/v1/completions", self._completions, methods=["POST"], response_model=None)
-        router.add_api_route("/v1/chat/completions", self._chat, methods=["POST"], response_model=None)
+        for method, path, handler in ROUTES:
+            router.add_api_route(path, MethodType(handler, self), methods=[method], response_model=None)
         return router
 
     # -- routes --------------------------------------------------------------------------------------------------------
@@ -107,17 +107,21 @@ class OpenAIProtocol:
             card["max_model_len"] = self._context_length
         return card
 
-    async def _models(self) -> dict[str, Any]:
+    async def models(self, _: Request) -> dict[str, Any]:
+        """``GET /v1/models``."""
         return {"object": "list", "data": [self._card()]}
 
-    async def _model(self, name: str) -> dict[str, Any]:
-        self._check_model({"model": name})
+    async def model(self, request: Request) -> dict[str, Any]:
+        """``GET /v1/models/NAME``."""
+        self._check_model({"model": request.path_params["name"]})
         return self._card()
 
-    async def _completions(self, request: Request) -> Response | dict[str, Any]:
+    async def completions(self, request: Request) -> Response | dict[str, Any]:
+        """``POST /v1/completions``."""
         return await self._serve(request, COMPLETION)
 
-    async def _chat(self, request: Request) -> Response | dict[str, Any]:
+    async def chat(self, request: Request) -> Response | dict[str, Any]:
+        """``POST /v1/chat/completions``."""
         return await self._serve(request, CHAT)
 
     async def _serve(self, request: Request, endpoint: str) -> Response | dict[str, Any]:
@@ -126,12 +130,12 @@ class OpenAIProtocol:
         self._check_model(fields)
         api_key = bearer_token(request)
         engine = self._engine_for_key(api_key)
-        prompts_of = self._chat_prompts if endpoint == CHAT else self._completion_prompts
-        prompts = await beside_the_loop(len(await request.body()), prompts_of, fields)
+        prompts = await beside_the_loop(len(await request.body()), self._prompts, endpoint, fields)
         call = self._call(api_key, endpoint, body, fields, prompts)
         if fields.get("stream"):
-            return await self._stream(request, engine, call, bool(fields.get("stream_options", {}).get("include_usage")))
-        await while_connected(request, self._run(engine, call))
+            include_usage = bool(fields.get("stream_options", {}).get("include_usage"))
+            return await event_stream(request, self._events(engine, call, include_usage))
+        await self._finish(call, await while_connected(request, engine.agenerate_batch(call.requests)))
         answer = self._head(call, "chat.completion") | {"choices": call.choices, "usage": usage_of(call)}
         return answer | ({"prompt_token_ids": call.requests[0].input_ids} if call.return_token_ids and call.is_chat else {})
 
@@ -142,8 +146,15 @@ class OpenAIProtocol:
             said = f"There is no model {name!r}; this server serves {self.model_name!r}."
             raise RequestError(said, status=404, param="model")
 
-    def _chat_prompts(self, fields: dict[str, Any]) -> list[list[int]]:
-        return [self.chat_prompt(fields)]
+    def _prompts(self, endpoint: str, fields: dict[str, Any]) -> list[list[int]]:
+        if endpoint == CHAT:
+            return [self.chat_prompt(fields)]
+        given: Any = fields["prompt"]
+        items = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        prompts = [self.tokenizer.encode(item, add_special_tokens=True) if isinstance(item, str) else item for item in items]
+        if not all(prompts):
+            raise RequestError("prompt is empty.", param="prompt")
+        return prompts
 
     def chat_prompt(self, fields: dict[str, Any]) -> list[int]:
         """Token ids of a chat request's prompt, by the model's chat template.
@@ -151,28 +162,30 @@ class OpenAIProtocol:
         Raises:
             RequestError: a message is malformed, or the template refuses the conversation.
         """
-        if getattr(self.tokenizer, "chat_template", None) is None:
+        variables = {**self._template_kwargs, **(fields.get("chat_template_kwargs") or {})}
+        if getattr(self.tokenizer, "chat_template", None) is None and "chat_template" not in variables:
             raise RequestError("The model has no chat template; use /v1/completions.", param="messages")
-        continues = bool(fields.get("continue_final_message"))
+        messages, tools = template_messages(fields.get("messages")), self._tools(fields)
         try:
-            ids = self.tokenizer.apply_chat_template(
-                template_messages(fields.get("messages")),
-                tools=self._tools(fields),
-                add_generation_prompt=fields.get("add_generation_prompt", not continues),
-                continue_final_message=continues,
-                tokenize=True,
-                return_dict=False,
-                **(fields.get("chat_template_kwargs") or {}),
-            )
-        except RequestError:
-            raise
+            ids = self._render(messages, tools, fields, variables)
         except Exception as error:  # jinja raises its own errors for conversations that a template does not allow
             raise RequestError(f"The chat template refuses the conversation: {error}", param="messages") from error
-        return [*ids, *self._encode_begun(fields)]
-
-    def _encode_begun(self, fields: dict[str, Any]) -> list[int]:
         begun = self._begun(fields)
-        return self.tokenizer.encode(begun, add_special_tokens=False) if begun else []
+        return [*ids, *(self.tokenizer.encode(begun, add_special_tokens=False) if begun else [])]
+
+    def _render(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, fields: dict[str, Any], variables: dict[str, Any]
+    ) -> list[int]:
+        continues = bool(fields.get("continue_final_message"))
+        return self.tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            add_generation_prompt=fields.get("add_generation_prompt", not continues),
+            continue_final_message=continues,
+            tokenize=True,
+            return_dict=False,
+            **variables,
+        )
 
     @staticmethod
     def _tools(fields: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -200,14 +213,6 @@ class OpenAIProtocol:
                 param="tool_choice",
             )
         return self.convention.beginning_of_call(name)
-
-    def _completion_prompts(self, fields: dict[str, Any]) -> list[list[int]]:
-        given: Any = fields["prompt"]
-        items = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-        prompts = [self.tokenizer.encode(item, add_special_tokens=True) if isinstance(item, str) else item for item in items]
-        if not all(prompts):
-            raise RequestError("prompt is empty.", param="prompt")
-        return prompts
 
     def _call(
         self, api_key: str | None, endpoint: str, body: dict[str, Any], fields: dict[str, Any], prompts: list[list[int]]
@@ -269,11 +274,7 @@ class OpenAIProtocol:
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
-    async def _run(self, engine: InferenceEngine, call: OpenAICall) -> None:
-        """Answer every request of ``call`` and show it to ``on_call``."""
-        await self.finish(call, await engine.agenerate_batch(call.requests))
-
-    async def finish(self, call: OpenAICall, responses: list[ModelResponse]) -> None:
+    async def _finish(self, call: OpenAICall, responses: list[ModelResponse]) -> None:
         """Write the choices of a call whose responses are complete, and show it to ``on_call``."""
         call.responses = responses
         call.choices = [
@@ -292,24 +293,6 @@ class OpenAIProtocol:
             "model": self.model_name,
         }
 
-    async def _stream(
-        self, request: Request, engine: InferenceEngine, call: OpenAICall, include_usage: bool
-    ) -> StreamingResponse:
-        chunks = self._events(engine, call, include_usage)
-        first = await while_connected(
-            request, anext(chunks)
-        )  # a request that is refused gets its status, not a stream that breaks off
-
-        async def body() -> AsyncIterator[str]:
-            try:
-                yield first
-                async for chunk in chunks:
-                    yield chunk
-            finally:
-                await chunks.aclose()
-
-        return StreamingResponse(body(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-
     async def _events(self, engine: InferenceEngine, call: OpenAICall, include_usage: bool) -> AsyncGenerator[str, None]:
         """The server-sent events of a streamed call. The first is yielded only after the engine took every request."""
         head = self._head(call, "chat.completion.chunk")
@@ -324,7 +307,7 @@ class OpenAIProtocol:
                     chunk = streams[index].advance(partial)
                     if chunk is not None:
                         yield event_line({**head, "choices": [chunk]})
-                await self.finish(call, [latest[index] for index in range(len(streams))])
+                await self._finish(call, [latest[index] for index in range(len(streams))])
             except Exception as error:  # of the engine or of on_call: whatever it is, the client is told
                 if not latest:
                     raise  # nothing was sent: the request gets a status
@@ -336,3 +319,12 @@ class OpenAIProtocol:
         if include_usage:
             yield event_line({**head, "choices": [], "usage": usage_of(call)})
         yield "data: [DONE]\n\n"
+
+
+#: Method, path and handler of each route.
+ROUTES = (
+    ("GET", "/v1/models", OpenAIProtocol.models),
+    ("GET", "/v1/models/{name:path}", OpenAIProtocol.model),
+    ("POST", "/v1/completions", OpenAIProtocol.completions),
+    ("POST", "/v1/chat/completions", OpenAIProtocol.chat),
+)
