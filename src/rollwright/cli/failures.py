@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -19,38 +20,33 @@ def keep_tracebacks_in(directory: Path) -> None:
     _directory = directory
 
 
-def report(error: Exception) -> Path | None:
+def report(error: Exception) -> None:
     """Print the cause of a failure to stderr, and write the traceback to a file.
 
-    Returns:
-        The file; None where the cause is a config that the user can fix, which needs no traceback.
+    A ``ConfigError`` needs no traceback: the user can fix it.
     """
     message = str(error).strip() or "no message"
     kind = type(error).__name__
     if isinstance(error, ConfigError):
         print(f"error: {message}", file=sys.stderr)
-        return None
+        return
     if not isinstance(error, RollwrightError):
         message = message.splitlines()[0]
     file = _write_traceback(error)
     where = f" [traceback: {file}]" if file else ""
     print(f"error: {kind}: {message}{where}", file=sys.stderr)
-    return file
 
 
 def _write_traceback(error: Exception) -> Path | None:
     text = "".join(traceback.format_exception(error))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollwright"
-    for directory in (_directory if _directory and _directory.is_dir() else None, cache):
-        if directory is None:
-            continue
+    of_the_run = [_directory] if _directory and _directory.is_dir() else []
+    for directory in (*of_the_run, cache):
         file = directory / "failure.log"
-        try:
+        with contextlib.suppress(OSError):
             directory.mkdir(parents=True, exist_ok=True)
             with file.open("a", encoding="utf-8") as log:
                 log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}\n{text}\n")
             return file
-        except OSError:
-            continue
     print(text, file=sys.stderr)
     return None

@@ -6,43 +6,29 @@ traceback in a log file that the line names.
 
 from __future__ import annotations
 
-import importlib
 import os
+import pkgutil
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import typer
 
 from rollwright.cli.failures import report
 from rollwright.tracking.logging import getLogger
 
-
-@dataclass(frozen=True)
-class Command:
-    """Where a command is: ``target`` is ``module:attribute``, a function or a ``typer.Typer`` of several commands."""
-
-    target: str
-    help: str
-
-    def load(self) -> Callable[..., Any] | typer.Typer:
-        """Import the command."""
-        module, _, attribute = self.target.partition(":")
-        return getattr(importlib.import_module(module), attribute)
-
-
-COMMANDS: dict[str, Command] = {
-    "run": Command("rollwright.cli.run:run", "Carry out a config: train, warm up, evaluate, whatever its stages say."),
-    "eval": Command("rollwright.cli.run:evaluate", "Score a model on a dataset, greedy and sampled."),
-    "sequences": Command("rollwright.cli.sequences:sequences", "Generate and score responses, and write them as a table."),
-    "config": Command("rollwright.cli.config:app", "Show, check and describe configs."),
-    "model": Command("rollwright.cli.new:models", "Make models."),
-    "new": Command("rollwright.cli.new:app", "Write files to begin with: a workflow, its config and its test."),
-    "serve-model": Command(
-        "rollwright.cli.serve:serve_model", "Serve a model: the built-in engine over SGLang's and the OpenAI protocol."
+#: Name -> where the command is (``module:attribute``, a function or a ``typer.Typer`` of several commands), and its help.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "run": ("rollwright.cli.run:run", "Carry out a config: train, warm up, evaluate, whatever its stages say."),
+    "eval": ("rollwright.cli.run:evaluate", "Score a model on a dataset, greedy and sampled."),
+    "sequences": ("rollwright.cli.sequences:sequences", "Generate and score responses, and write them as a table."),
+    "config": ("rollwright.cli.config:app", "Show, check and describe configs."),
+    "model": ("rollwright.cli.new:models", "Make models."),
+    "new": ("rollwright.cli.new:app", "Write files to begin with: a workflow, its config and its test."),
+    "serve-model": (
+        "rollwright.cli.serve:serve_model",
+        "Serve a model: the built-in engine over SGLang's and the OpenAI protocol.",
     ),
-    "retrieve": Command("rollwright.cli.serve:retrieve", "Serve a corpus to search agents."),
+    "retrieve": ("rollwright.cli.serve:retrieve", "Serve a corpus to search agents."),
 }
 
 
@@ -64,12 +50,13 @@ def build_app(chosen: str | None) -> typer.Typer:
     ) -> None:
         pass
 
-    for name, command in COMMANDS.items():
-        loaded = command.load() if chosen in (name, "*") else _placeholder
+    for name, (target, text) in COMMANDS.items():
+        is_chosen = chosen in (name, "*")
+        loaded = pkgutil.resolve_name(target) if is_chosen else lambda: None
         if isinstance(loaded, typer.Typer):
-            app.add_typer(loaded, name=name, help=command.help)
+            app.add_typer(loaded, name=name, help=text)
         else:
-            app.command(name, help=None if loaded is not _placeholder else command.help, short_help=command.help)(loaded)
+            app.command(name, help=None if is_chosen else text, short_help=text)(loaded)
     return app
 
 
@@ -110,7 +97,3 @@ def _print_version(wanted: bool) -> None:
 
         typer.echo(f"rollwright {__version__}")
         raise typer.Exit
-
-
-def _placeholder() -> None:
-    """Stands for a command that this command line does not call."""

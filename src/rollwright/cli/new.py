@@ -19,16 +19,6 @@ models = typer.Typer(no_args_is_help=True)
 app = typer.Typer(no_args_is_help=True)
 
 
-@models.callback()
-def _models() -> None:
-    """Make models."""
-
-
-@app.callback()
-def _files() -> None:
-    """Write files to begin with."""
-
-
 @models.command("new")
 def new_model(
     directory: Annotated[str, typer.Argument(help="Directory to write the model to; it must be empty or new.")],

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from rollwright.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollwright.sequence_processing.shards import ShardedExperiment
@@ -46,6 +49,8 @@ def sequences(
     `DIR/shard-*.parquet` hold one row for each response: text, ids, log-probabilities, entropies. `DIR/prompts.csv` holds one
     row for each prompt. Under `torchrun -m rollwright sequences …` the shards are dealt out to the processes.
     """
+    import torch.distributed as dist
+
     from rollwright.sequence_processing import GenerationConfig, SequenceProcessor
     from rollwright.training.parallel import rank
 
@@ -76,12 +81,11 @@ def sequences(
     )
     if rank() == 0:
         _report(experiment)
-    _leave_processes()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _batch_size(text: str, automatic: Any) -> Any:
-    from rollwright.errors import ConfigError
-
     if text == "auto":
         return automatic
     if not text.isdecimal() or int(text) < 1:
@@ -93,29 +97,26 @@ def _load(path: str, device: str, dtype: str, trust_remote_code: bool) -> tuple[
     """The model, with its adapter where ``path`` is one, and the tokenizer."""
     from rollwright.config.sections import TrainEngineConfig
     from rollwright.data.tokenizer import load_tokenizer
-    from rollwright.errors import ConfigError
     from rollwright.training.model import load_model, resolve_device
     from rollwright.training.parallel import join_processes
 
     place = join_processes(resolve_device(device))
-    base, adapter = path, None
-    if (Path(path) / "adapter_config.json").is_file():
-        import json
-
-        adapter = path
-        base = json.loads((Path(path) / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    base, adapter_file = path, Path(path) / "adapter_config.json"
+    is_adapter = adapter_file.is_file()
+    if is_adapter:
+        base = json.loads(adapter_file.read_text(encoding="utf-8")).get("base_model_name_or_path")
         if not base:
             raise ConfigError(f"{path}/adapter_config.json names no base_model_name_or_path: write the base model's there.")
     config = TrainEngineConfig(path=base, dtype=dtype, optimizer=None, trust_remote_code=trust_remote_code)
     model = load_model(config, device=place)
-    has_tokenizer = adapter is not None and (Path(adapter) / "tokenizer_config.json").is_file()
+    has_tokenizer = is_adapter and (Path(path) / "tokenizer_config.json").is_file()
     tokenizer = load_tokenizer(path if has_tokenizer else base, trust_remote_code)
-    if adapter is not None:
+    if is_adapter:
         try:
             from peft import PeftModel
         except ModuleNotFoundError:
             raise ConfigError(f"{path} is an adapter, and peft is not installed: pip install 'rollwright[lora]'.") from None
-        model = PeftModel.from_pretrained(model, adapter).eval()
+        model = PeftModel.from_pretrained(model, path).eval()
     return model, tokenizer
 
 
@@ -146,10 +147,3 @@ def _cell(value: Any) -> str:
         return f"{value:.3f}"
     text = " ".join(str(value).split())
     return escape(text if len(text) <= 60 else text[:57] + "…")
-
-
-def _leave_processes() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -60,7 +60,6 @@ def test_messages_become_what_templates_expect():
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
-        ([], "at least one"),
         ([{"role": "robot", "content": "x"}], "robot"),
         ([{"role": "user"}], "no content"),
         ([{"role": "user", "content": 3}], "text or a list"),

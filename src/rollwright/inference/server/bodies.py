@@ -94,11 +94,22 @@ def _leaves_a_token(top_p: float) -> float:
 
 
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
-TopP = Annotated[float, Field(ge=0.0, le=1.0), AfterValidator(_leaves_a_token)]
-Temperature = Annotated[float, Field(ge=0.0, le=100.0)]
-FrequencyPenalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 NotEmpty = Annotated[str, Field(min_length=1)]
 Flag = Annotated[bool, Field(strict=False)]
+
+
+class SamplingBody(Body):
+    """The sampling parameters that have one name in both protocols."""
+
+    n: int = Field(1, ge=1)
+    temperature: float = Field(1.0, ge=0.0, le=100.0)
+    top_p: Annotated[float, AfterValidator(_leaves_a_token)] = Field(1.0, ge=0.0, le=1.0)
+    top_k: int = Field(0, ge=-1)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
 
 # ------------------------------------------------------------------ SGLang's native protocol
 
@@ -107,7 +118,7 @@ def _none(*names: str, value: Any) -> dict[str, tuple[tuple[Any, ...], str]]:
     return {name: ((value,), "this server has no such thing") for name in names}
 
 
-class Sampling(Body):
+class Sampling(SamplingBody):
     """``sampling_params`` of ``/generate``."""
 
     noun = "sampling parameter"
@@ -120,17 +131,9 @@ class Sampling(Body):
         "watermark": ((), "this server has no such thing"),
     }
 
-    n: int = Field(1, ge=1)
     max_new_tokens: int = Field(128, ge=1)
     min_new_tokens: int = Field(0, ge=0)
-    temperature: Temperature = 1.0
-    top_p: TopP = 1.0
-    top_k: int = Field(0, ge=-1)
-    frequency_penalty: FrequencyPenalty = 0.0
     stop: str | list[str] | None = Field(None, description="text or a list of texts")
-    stop_token_ids: list[int] = []
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
     no_stop_trim: bool = False
     sampling_seed: int | None = None
     spaces_between_special_tokens: bool = True
@@ -230,7 +233,7 @@ _TEMPLATE_METHOD = frozenset(
 )
 
 
-class OpenAIBody(Body):
+class OpenAIBody(SamplingBody):
     """What chat and completions have in common; ``given`` is what the protocol works with."""
 
     ignored = frozenset({"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"})
@@ -244,17 +247,9 @@ class OpenAIBody(Body):
     model: str | None = None
     max_tokens: int = Field(16, ge=1)
     min_tokens: int = Field(0, ge=0)
-    temperature: Temperature = 1.0
-    top_p: TopP = 1.0
-    top_k: int = Field(0, ge=-1)
-    frequency_penalty: FrequencyPenalty = 0.0
-    n: int = Field(1, ge=1)
     seed: int | None = None
     stop: NotEmpty | list[NotEmpty] | None = Field(None, description="text or a list of texts that are not empty")
-    stop_token_ids: list[int] = []
     include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     logprobs: bool | Annotated[int, Field(le=1)] = Field(

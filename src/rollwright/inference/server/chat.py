@@ -17,7 +17,7 @@ from rollwright.inference.server.exchange import RequestError
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def template_messages(messages: Any) -> list[dict[str, Any]]:
+def template_messages(messages: list[Any]) -> list[dict[str, Any]]:
     """Messages whose content is text and whose tool calls carry their arguments as objects, as chat templates expect.
 
     Args:
@@ -29,8 +29,6 @@ def template_messages(messages: Any) -> list[dict[str, Any]]:
     Raises:
         RequestError: a message is malformed, or holds what the model cannot see.
     """
-    if not isinstance(messages, list) or not messages:
-        raise RequestError("messages has to be a list with at least one message.", param="messages")
     return [_template_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
@@ -90,14 +88,10 @@ class ToolCall:
     name: str
     arguments: str
 
-    def as_openai(self, index: int | None = None) -> dict[str, Any]:
-        """The OpenAI form; ``index`` is added in streams."""
-        call: dict[str, Any] = {
-            "id": f"call_{uuid.uuid4().hex[:24]}",
-            "type": "function",
-            "function": {"name": self.name, "arguments": self.arguments},
-        }
-        return call if index is None else {"index": index, **call}
+    def as_openai(self) -> dict[str, Any]:
+        """The OpenAI form."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 @dataclass(frozen=True)
@@ -105,14 +99,12 @@ class ToolConvention:
     """How a family of models writes tool calls.
 
     Attributes:
-        name: of the family.
         marks: texts that a tool call begins with; a stream holds its text back from the first of them on.
         parse: the text without the calls, and the calls.
         opening: how a call begins, up to its function's name.
         arguments_key: what the arguments are called.
     """
 
-    name: str
     marks: tuple[str, ...]
     parse: Callable[[str], tuple[str, list[ToolCall]]]
     opening: str
@@ -179,10 +171,10 @@ def _parse_bare(text: str) -> tuple[str, list[ToolCall]]:
     return (stripped, calls) if calls else (text, [])
 
 
-HERMES = ToolConvention("hermes", ("<tool_call>",), _parse_tagged, '<tool_call>\n{"name": "')  # Hermes, Qwen 2.5 and 3
-MISTRAL = ToolConvention("mistral", ("[TOOL_CALLS]",), _parse_bracketed, '[TOOL_CALLS][{"name": "')
+HERMES = ToolConvention(("<tool_call>",), _parse_tagged, '<tool_call>\n{"name": "')  # Hermes, Qwen 2.5 and 3
+MISTRAL = ToolConvention(("[TOOL_CALLS]",), _parse_bracketed, '[TOOL_CALLS][{"name": "')
 # Llama 3: the whole answer is the JSON
-LLAMA = ToolConvention("llama", ("<|python_tag|>", "{"), _parse_bare, '{"name": "', "parameters")
+LLAMA = ToolConvention(("<|python_tag|>", "{"), _parse_bare, '{"name": "', "parameters")
 
 
 def tool_convention(chat_template: Any) -> ToolConvention:

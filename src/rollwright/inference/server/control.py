@@ -80,10 +80,7 @@ class Control:
     """
 
     def __init__(self, engine: BuiltinEngine, settings: ServerSettings, metrics: ServerMetrics, model_path: str) -> None:
-        self._engine = engine
-        self._settings = settings
-        self._metrics = metrics
-        self._model_path = model_path
+        self._engine, self._settings, self._metrics, self._model_path = engine, settings, metrics, model_path
         self._update = asyncio.Lock()
         self._groups: dict[str, WeightGroup] = {}
         self._holds: set[str] = set()  # why nothing is sampled: for a client, or until new weights are whole

@@ -41,7 +41,6 @@ from rollwright.inference.server.openai_answer import (
     ChoiceStream,
     OpenAICall,
     answer_choice,
-    opening,
     partial_responses,
     usage_of,
 )
@@ -165,9 +164,10 @@ class OpenAIProtocol:
         variables = {**self._template_kwargs, **(fields.get("chat_template_kwargs") or {})}
         if getattr(self.tokenizer, "chat_template", None) is None and "chat_template" not in variables:
             raise RequestError("The model has no chat template; use /v1/completions.", param="messages")
-        messages, tools = template_messages(fields.get("messages")), self._tools(fields)
         try:
-            ids = self._render(messages, tools, fields, variables)
+            ids = self._render(template_messages(fields["messages"]), self._tools(fields), fields, variables)
+        except RequestError:
+            raise
         except Exception as error:  # jinja raises its own errors for conversations that a template does not allow
             raise RequestError(f"The chat template refuses the conversation: {error}", param="messages") from error
         begun = self._begun(fields)
@@ -301,8 +301,13 @@ class OpenAIProtocol:
         async with contextlib.aclosing(partial_responses(engine, call.requests)) as partials:
             try:
                 async for index, partial in partials:
-                    if not latest and call.is_chat:
-                        yield event_line(head | opening(call))
+                    if not latest and call.is_chat:  # every choice begins with its role
+                        ids = {"prompt_token_ids": call.requests[0].input_ids} if call.return_token_ids else {}
+                        roles = [
+                            {"index": at, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+                            for at in range(len(streams))
+                        ]
+                        yield event_line(head | {"choices": roles} | ids)
                     latest[index] = partial
                     chunk = streams[index].advance(partial)
                     if chunk is not None:

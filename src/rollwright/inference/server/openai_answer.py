@@ -134,8 +134,7 @@ class ChoiceStream:
 
     def __init__(self, call: OpenAICall, index: int, tokenizer: Any, convention: ToolConvention) -> None:
         self.call, self.index, self.tokenizer, self.convention = call, index, tokenizer, convention
-        self.request = call.requests[index]
-        gconfig = self.request.gconfig
+        gconfig = call.requests[index].gconfig
         self.text = TextStream(
             tokenizer,
             skip_special_tokens=gconfig.skip_special_tokens and not call.tools,  # which may be the marks of tool calls
@@ -229,12 +228,3 @@ async def partial_responses(engine: Any, requests: list[ModelRequest]) -> AsyncG
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def opening(call: OpenAICall) -> dict[str, Any]:
-    """The first event of a chat: every choice begins with its role."""
-    choices = [
-        {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        for index in range(len(call.requests))
-    ]
-    return {"choices": choices, **({"prompt_token_ids": call.requests[0].input_ids} if call.return_token_ids else {})}
