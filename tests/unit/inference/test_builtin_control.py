@@ -121,12 +121,12 @@ def test_destroy_ends_requests_and_the_thread():
 
 
 def test_a_failing_step_fails_its_requests_with_the_cause_and_the_engine_goes_on(engine, monkeypatch):
-    run = engine._runner.run
-    monkeypatch.setattr(engine._runner, "run", lambda batch: (_ for _ in ()).throw(MemoryError("no more of it")))
+    forward = engine._runner.forward
+    monkeypatch.setattr(engine._runner, "forward", lambda *_: (_ for _ in ()).throw(MemoryError("no more of it")))
     with pytest.raises(EngineError, match="MemoryError: no more of it") as caught:
         engine.generate([ModelRequest([5, 6], LONG), ModelRequest([7], LONG)])
     assert isinstance(caught.value.__cause__, MemoryError)
-    monkeypatch.setattr(engine._runner, "run", run)
+    monkeypatch.setattr(engine._runner, "forward", forward)
     request = ModelRequest([5, 6], LONG.new(max_new_tokens=5))
     response = engine.generate([request])[0]
     expected = reference_logprobs(engine.model, [5, 6], response.output_tokens)

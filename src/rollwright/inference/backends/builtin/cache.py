@@ -69,10 +69,7 @@ class KVCache:
             else:
                 self._flat[heads, size] = torch.zeros(len(members), columns, dtype=dtype, device=device)
         self._views: dict[tuple[int, int], Tensor] = {}
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self.flat_keys: list[Tensor] = []
-        self.flat_values: list[Tensor] = []
+        self.keys = self.values = self.flat_keys = self.flat_values = list[Tensor]()
 
     def make_room(self, rows: int, length: int, used: SequenceOf[int]) -> bool:
         """Ensure that ``rows`` rows of ``length`` tokens exist; what is in use is kept.

@@ -30,9 +30,9 @@ from rollwright.errors import (
     RequestAborted,
     WeightUpdateError,
 )
+from rollwright.inference.backends.builtin.batch import Sequence
 from rollwright.inference.backends.builtin.model import ModelRunner, cache_bytes_by_default, load_model_for_inference
 from rollwright.inference.backends.builtin.scheduler import RequestIntake
-from rollwright.inference.backends.builtin.sequence import Sequence
 from rollwright.inference.backends.builtin.step import Finished, Stepper
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse

@@ -17,9 +17,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rollwright.errors import EngineError
-from rollwright.inference.backends.builtin.batch import Chunk, ForwardBatch, prefill_batch
+from rollwright.inference.backends.builtin.batch import Chunk, ForwardBatch, Sequence, prefill_batch
 from rollwright.inference.backends.builtin.cache import KVCache, LayerShape
-from rollwright.inference.backends.builtin.sequence import Sequence
 from rollwright.inference.request import ModelRequest
 
 
@@ -88,7 +87,7 @@ class GeneralModel:
             raise self._refusal("it does not keep keys and values for each token (a recurrent or hybrid model)")
         return [LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in layers]
 
-    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+    def __call__(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Logits ``[n, vocabulary]`` of each row's last token; the keys and values of all tokens go into the cache."""
         visible = batch.visible
         if visible is None:
@@ -102,9 +101,11 @@ class GeneralModel:
         if self._takes_positions:
             arguments["position_ids"] = batch.pad(batch.positions)
         if batch.multi_modal is not None:
-            arguments |= self._multi_modal_arguments(batch)
+            arguments |= self._model_inputs(batch.multi_modal, batch.token_ids[None])
+            if (positions := self._rope_index(arguments)) is not None:
+                arguments["position_ids"] = positions
+        arguments["input_ids"] = batch.pad(batch.token_ids)
         output = self._model(
-            input_ids=batch.pad(batch.token_ids),
             attention_mask=mask,
             past_key_values=Cache(layers=layers),
             use_cache=True,
@@ -114,17 +115,11 @@ class GeneralModel:
 
     # ------------------------------------------------------------------ images and video
 
-    def multi_modal_position_delta(self, sequence: Sequence) -> int:
+    def multi_modal_position_delta(self, request: ModelRequest) -> int:
         """Position of the token after a multi-modal prompt, less the prompt's length: an image takes fewer positions than
         it has tokens where rotary positions have three axes (M-RoPE); 0 in other models."""
-        inputs = self._model_inputs(sequence.request.multi_modal or {}, torch.tensor([sequence.tokens]))
-        return 0 if (positions := self._rope_index(inputs)) is None else int(positions.max()) + 1 - len(sequence.tokens)
-
-    def _multi_modal_arguments(self, batch: ForwardBatch) -> dict[str, Any]:
-        inputs = self._model_inputs(batch.multi_modal or {}, batch.token_ids[None])
-        positions = self._rope_index(inputs)
-        del inputs["input_ids"]
-        return inputs if positions is None else {**inputs, "position_ids": positions}
+        inputs = self._model_inputs(request.multi_modal or {}, torch.tensor([request.input_ids]))
+        return 0 if (positions := self._rope_index(inputs)) is None else int(positions.max()) + 1 - len(request.input_ids)
 
     def _model_inputs(self, multi_modal: dict[str, Any], input_ids: Tensor) -> dict[str, Any]:
         """What the model takes of the processor's outputs, on its device and in its dtype."""
@@ -165,8 +160,8 @@ class GeneralModel:
         begin = [Chunk(s, 0, s.prompt_length - 3) for s in sequences]
         end = [Chunk(s, s.prompt_length - 3, s.prompt_length) for s in sequences]
         try:
-            self.forward(prefill_batch(begin, 0, device), cache)
-            logits = self.forward(prefill_batch(end, 0, device), cache)
+            self(prefill_batch(begin, 0, device), cache)
+            logits = self(prefill_batch(end, 0, device), cache)
         except Exception as error:  # a foreign forward may raise anything
             raise self._refusal(f"it takes no explicit mask and cache ({type(error).__name__}: {error})") from error
         plain = torch.stack([self._model(torch.tensor([tokens], device=device)).logits[0, -1] for tokens in prompts])

@@ -15,8 +15,8 @@ import copy
 import functools
 import itertools
 import os
-from dataclasses import dataclass
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,6 @@ from rollwright.errors import ConfigError
 from rollwright.inference.backends.builtin.batch import ForwardBatch
 from rollwright.inference.backends.builtin.cache import KVCache, LayerShape
 from rollwright.inference.backends.builtin.general_model import GeneralModel
-from rollwright.inference.backends.builtin.sequence import Sequence
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger(__name__)
@@ -36,28 +35,8 @@ logger = getLogger(__name__)
 _CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
-@functools.cache
-def _log_once(message: str) -> None:
-    """Log what is the same for every engine over a model: sequence processing starts one for each call."""
-    logger.info(message)
-
-
-class CachedForward(Protocol):
-    """A model's forward over the slot cache."""
-
-    layer_shapes: list[LayerShape]
-
-    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Logits ``[n, vocabulary]`` of each row's last token; the keys and values of all tokens go into the cache."""
-        ...
-
-    def share_weights(self) -> None:
-        """Read the model's present parameters, whatever was put in their place."""
-        ...
-
-    def multi_modal_position_delta(self, sequence: Sequence) -> int:
-        """By how much positions after a multi-modal prompt differ from the number of tokens before them."""
-        ...
+#: Logs what is the same for every engine over a model: sequence processing starts one for each call.
+_log_once = functools.cache(logger.info)
 
 
 class ModelRunner:
@@ -82,7 +61,7 @@ class ModelRunner:
             raise ConfigError(f"context_length={context_length} is more than the model's {limit} positions; lower it.")
         self.vocabulary: int = config.vocab_size
         name, reason = type(model).__name__, why_not_llama_family(model, context_length or limit)
-        self.forward: CachedForward = LlamaFamily(model) if reason is None else GeneralModel(model)
+        self.forward = LlamaFamily(model) if reason is None else GeneralModel(model)
         way = (
             "the built-in Llama-family forward, on its own weights"
             if reason is None
@@ -108,10 +87,6 @@ class ModelRunner:
         runner = copy.copy(self)
         runner.cache = KVCache(self.forward.layer_shapes, tokens * self.cache.bytes_per_token, 1, self.model.dtype, self.device)
         return runner
-
-    def run(self, batch: ForwardBatch) -> Tensor:
-        """Logits ``[n, vocabulary]`` of each row's last token."""
-        return self.forward.forward(batch, self.cache)
 
 
 def why_not_llama_family(model: Any, context_length: int) -> str | None:
@@ -139,19 +114,6 @@ def why_not_llama_family(model: Any, context_length: int) -> str | None:
     return None
 
 
-@dataclass
-class _Layer:
-    """One decoder layer's tensors: the Hugging Face parameters, or the storage under them."""
-
-    qkv_weight: Tensor
-    qkv_bias: Tensor | None
-    gate_up_weight: Tensor
-    output_weight: Tensor
-    down_weight: Tensor
-    input_norm: Tensor
-    mlp_norm: Tensor
-
-
 class LlamaFamily:
     """Forward of a Llama, Mistral, Qwen2 or Qwen3 model that shares its weights.
 
@@ -174,12 +136,12 @@ class LlamaFamily:
     def share_weights(self) -> None:
         """Fuse the parameters, or fuse them again where something (``model.to``, a load) put new storage under them."""
         model = self._model
-        self._layers = []
+        self._layers: list[SimpleNamespace] = []  # each layer's tensors: the parameters, or the storage under them
         for module in model.model.layers:
             attention, mlp = module.self_attn, module.mlp
             projections = [attention.q_proj, attention.k_proj, attention.v_proj]
             self._layers.append(
-                _Layer(
+                SimpleNamespace(
                     qkv_weight=fuse_rows([p.weight for p in projections]),
                     qkv_bias=None if attention.q_proj.bias is None else fuse_rows([p.bias for p in projections]),
                     gate_up_weight=fuse_rows([mlp.gate_proj.weight, mlp.up_proj.weight]),
@@ -200,10 +162,6 @@ class LlamaFamily:
             kinds = [0] * self._heads + [1] * self._kv_heads
             self._norm_of_head = torch.tensor(kinds, device=fused.device)
 
-    def multi_modal_position_delta(self, sequence: Sequence) -> int:
-        """0: the family reads text only, and the engine refuses other inputs."""
-        return 0
-
     def _rope(self, positions_T: Tensor, up_to: int) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine, ``[T, 1, D]`` each: ``rotate_half(x) * sin = swap_halves(x) * signed_sin``."""
         if self._rope_table is None or len(self._rope_table[0]) < up_to:
@@ -216,7 +174,7 @@ class LlamaFamily:
         cos, sin = self._rope_table
         return cos.index_select(0, positions_T)[:, None], sin.index_select(0, positions_T)[:, None]
 
-    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+    def __call__(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Logits ``[n, vocabulary]`` of each row's last token; the keys and values of all tokens go into the cache."""
         H, G, D, eps = self._heads, self._kv_heads, self._head_size, self._eps
         cos, sin = self._rope(batch.positions, batch.position_limit)

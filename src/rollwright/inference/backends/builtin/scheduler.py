@@ -17,10 +17,10 @@ import torch
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError, PromptTooLongError
-from rollwright.inference.backends.builtin.batch import Chunk, RowTable, branch_visibility
+from rollwright.inference.backends.builtin.batch import Chunk, RowTable, Sequence, StopStrings, branch_visibility
 from rollwright.inference.backends.builtin.cache import KeptPrefix, KVCache, PrefixCache, PrefixIndex
+from rollwright.inference.backends.builtin.general_model import GeneralModel
 from rollwright.inference.backends.builtin.model import ModelRunner
-from rollwright.inference.backends.builtin.sequence import Sequence, StopStrings
 from rollwright.inference.request import ModelRequest
 
 _HEADROOM = 64  # columns beyond its tokens that a sequence must find free when not all it may need fits
@@ -80,8 +80,8 @@ class Scheduler:
         return self.running + ([self.partial] if self.partial else [])
 
     def _used(self) -> list[int]:
-        used = self._table.rows["cached"][: len(self.running)].tolist()
-        return used + ([self.partial.cached] if self.partial else [])
+        """Tokens in the cache of each row in use."""
+        return self._table.rows["cached"][: len(self.running)].tolist() + ([self.partial.cached] if self.partial else [])
 
     # ------------------------------------------------------------------ admission
 
@@ -247,12 +247,9 @@ class Scheduler:
         sequences = list(dict.fromkeys([*self.active(), *self._admitted, *self.waiting]))
         for sequence in sequences:
             sequence.row = -1
-        self.running.clear()
-        self._admitted.clear()
-        self.waiting.clear()
         self.partial = None
-        self._active_prefixes.clear()
-        self.kept.clear()
+        for holder in (self.running, self._admitted, self.waiting, self._active_prefixes, self.kept):
+            holder.clear()
         return sequences
 
     def weights_changed(self, recompute: bool) -> None:
@@ -320,8 +317,8 @@ class RequestIntake:
             seed=self._random.getrandbits(63) if seed is None else seed,
             stop_strings=StopStrings(tokenizer, gconfig.stop) if gconfig.stop else None,
         )
-        if request.multi_modal:
-            sequence.position_delta = runner.forward.multi_modal_position_delta(sequence)
+        if request.multi_modal and isinstance(runner.forward, GeneralModel):
+            sequence.position_delta = runner.forward.multi_modal_position_delta(request)
         if request.branch_ids is not None:
             branches = torch.from_numpy(sequence.branch_ids())
             hidden = ~branch_visibility(branches[-1:], branches)[0]

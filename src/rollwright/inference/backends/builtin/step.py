@@ -1,21 +1,30 @@
-"""One step of the engine: schedule, run, sample, postprocess; once for new prompts, once for all that decode."""
+"""One step of the engine: schedule, run, sample, postprocess; once for new prompts, once for all that decode.
+
+Tokens are drawn with temperature, top-k, top-p and frequency penalty; log-probabilities are those before all but the
+temperature. Each token takes one uniform number, a function of (request seed, index of the token) alone: what a request
+draws depends on its own distribution, never on which requests share the batch.
+
+Axes: ``B`` rows, ``V`` vocabulary.
+"""
 
 from __future__ import annotations
 
+import functools
 import time
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rollwright.inference.backends.builtin.batch import RowTable, decode_batch, prefill_batch
+from rollwright.inference.backends.builtin.batch import RowTable, Sequence, decode_batch, prefill_batch, to_tensor
 from rollwright.inference.backends.builtin.cache import PrefixCache
 from rollwright.inference.backends.builtin.model import ModelRunner
-from rollwright.inference.backends.builtin.sampler import sample
 from rollwright.inference.backends.builtin.scheduler import Prefill, Scheduler
-from rollwright.inference.backends.builtin.sequence import Sequence
 from rollwright.inference.request import ModelResponse
 
 Finished = tuple[Sequence, ModelResponse | BaseException]
+
+_BELOW_ONE = 1.0 - 2.0**-23  # keeps a target below the total, whatever the rounding
 
 
 class Stepper:
@@ -59,7 +68,7 @@ class Stepper:
                 self._sample(logits, first)
                 self._postprocess(first, finished)
         if running := self.scheduler.schedule_decode():
-            logits = self._runner.run(decode_batch(self._table, running, self._runner.device))
+            logits = self._runner.forward(decode_batch(self._table, running, self._runner.device), self._runner.cache)
             self._table.rows["cached"][: len(running)] += 1
             self._table.rows["position"][: len(running)] += 1
             self._sample(logits, 0)
@@ -69,7 +78,8 @@ class Stepper:
         """Logits of the sequences whose prompts are complete now, in rows from ``first`` on; None where none is."""
         logits: list[Tensor] = []
         for group in prefill.groups:
-            group_logits = self._runner.run(prefill_batch(group, group[0].sequence.row, self._runner.device))
+            batch = prefill_batch(group, group[0].sequence.row, self._runner.device)
+            group_logits = self._runner.forward(batch, self._runner.cache)
             if group[0].completes:
                 logits.append(group_logits)
             self._counts["prefill_tokens"] += sum(chunk.length for chunk in group)
@@ -165,3 +175,129 @@ class Stepper:
             "cache_rows": self._runner.cache.rows,
             "cache_length": self._runner.cache.length,
         }
+
+
+def sample(
+    logits_BV: Tensor, table: RowTable, first: int, last: int, history: dict[int, Tensor]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw one token for each of rows ``first .. last-1``.
+
+    Args:
+        logits_BV: of these rows; may be overwritten.
+        table: how each row is sampled.
+        history: output tokens so far by row; needed of the rows that have a frequency penalty.
+
+    Returns:
+        Tokens ``[B]`` int64, and their log-probabilities ``[B]`` float32 under the temperature-scaled softmax.
+    """
+    rows, device = table.rows[first:last], logits_BV.device
+    scores_BV = logits_BV.float()
+    if (rows["temperature"] != 1.0).any():
+        scores_BV = scores_BV / to_tensor(rows["temperature"], device)[:, None]
+    greedy = rows["greedy"]
+    is_adjusted = (rows["frequency_penalty"] != 0) | (rows["generated"] < rows["min_new_tokens"])
+    whole = (rows["top_k"] == 0) & (rows["top_p"] >= 1.0)
+    uniforms_B = to_tensor(counter_uniforms(rows["seed"], rows["generated"]), device)
+
+    if whole.all() and not greedy.any():
+        probs_BV = scores_BV.softmax(-1)
+        weights_BV = probs_BV
+        if is_adjusted.any():
+            weights_BV = _adjusted(scores_BV, table, first, is_adjusted, history).softmax(-1)
+        tokens = inverse_cdf(weights_BV, uniforms_B)
+        logprobs = probs_BV.gather(1, tokens[:, None]).squeeze(1).log_()
+        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+
+    logprobs_BV = scores_BV.log_softmax(-1)
+    if is_adjusted.any():
+        scores_BV = _adjusted(scores_BV, table, first, is_adjusted, history)
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
+    for kind, chosen in (("whole", whole & ~greedy), ("greedy", greedy), ("truncated", ~whole & ~greedy)):
+        if not chosen.any():
+            continue
+        index = to_tensor(chosen.nonzero()[0], device)
+        if kind == "whole":
+            tokens[index] = inverse_cdf(scores_BV[index].softmax(-1), uniforms_B[index])
+        elif kind == "greedy":
+            tokens[index] = scores_BV[index].argmax(-1)
+        else:
+            top_k, top_p = to_tensor(rows["top_k"][chosen], device), to_tensor(rows["top_p"][chosen], device)
+            tokens[index] = truncated_inverse_cdf(scores_BV[index], uniforms_B[index], top_k, top_p)
+    logprobs = logprobs_BV.gather(1, tokens[:, None]).squeeze(1)
+    return tokens.cpu().numpy(), logprobs.cpu().numpy()
+
+
+def _adjusted(scores_BV: Tensor, table: RowTable, first: int, is_adjusted: np.ndarray, history: dict[int, Tensor]) -> Tensor:
+    """A copy of the scores, the frequency penalty subtracted and, below ``min_new_tokens``, without stop ids."""
+    scores_BV, vocabulary, device = scores_BV.clone(), scores_BV.shape[1], scores_BV.device
+    for row in (first + is_adjusted.nonzero()[0]).tolist():
+        entry = table.rows[row]
+        if entry["frequency_penalty"] != 0 and row in history:
+            counts = torch.bincount(history[row].to(device), minlength=vocabulary)
+            scores_BV[row - first] -= counts * float(entry["frequency_penalty"] / entry["temperature"])
+        if entry["generated"] < entry["min_new_tokens"]:
+            stop_ids = table.stop_ids[row]
+            scores_BV[row - first, to_tensor(stop_ids[(stop_ids >= 0) & (stop_ids < vocabulary)], device)] = float("-inf")
+    return scores_BV
+
+
+def counter_uniforms(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:
+    """One number in [0, 1) for each (seed, counter), float32, of 24 bits.
+
+    Args:
+        seeds: ``[B]`` uint64.
+        counters: ``[B]`` int64, the index of the token within its request.
+    """
+    state = _mix(seeds * np.uint64(0xD1342543DE82EF95) + np.uint64(0x2545F4914F6CDD1D))
+    state = _mix(state + (counters.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+    return (state >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+
+
+@functools.cache
+def _block_size(vocabulary: int) -> int | None:
+    """A divisor of the vocabulary near its square root, or None where there is none in a useful range."""
+    candidates = [size for size in range(16, 1025) if vocabulary % size == 0]
+    return min(candidates, key=lambda size: abs(size - vocabulary**0.5), default=None)
+
+
+def inverse_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    """The token at which the running sum of the weights passes ``uniform * total``, ``[B]``.
+
+    The sum is taken in two levels where the vocabulary divides into blocks: summing blocks is vectorised, a running sum
+    over the whole vocabulary is not, and it is the less exact one.
+    """
+    size = _block_size(weights_BV.shape[1])
+    if size is None:
+        running = weights_BV.cumsum(-1)
+        target = running[:, -1:] * uniforms_B[:, None].clamp(max=_BELOW_ONE)
+        return torch.searchsorted(running, target, right=True).clamp_(max=weights_BV.shape[1] - 1).squeeze(1)
+    blocks = weights_BV.view(weights_BV.shape[0], -1, size)
+    running = blocks.sum(-1).cumsum(-1)
+    target = running[:, -1:] * uniforms_B[:, None].clamp(max=_BELOW_ONE)
+    block = torch.searchsorted(running, target, right=True).clamp_(max=running.shape[1] - 1)
+    before = running.gather(1, (block - 1).clamp_(min=0)).masked_fill_(block == 0, 0.0)
+    inner = blocks.gather(1, block[:, :, None].expand(-1, -1, size)).squeeze(1).cumsum(-1)
+    target = torch.minimum(target - before, inner[:, -1:] * _BELOW_ONE)
+    return (block * size + torch.searchsorted(inner, target, right=True).clamp_(max=size - 1)).squeeze(1)
+
+
+def truncated_inverse_cdf(scores_BV: Tensor, uniforms_B: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
+    """Draw from the ``top_k`` most likely tokens (0: all), then from the smallest set of these with mass ``top_p``, ``[B]``."""
+    ordered, order = scores_BV.sort(dim=-1, descending=True, stable=True)
+    running = ordered.softmax(-1).cumsum(-1)
+    vocabulary = running.shape[1]
+    last = torch.where(top_k_B > 0, top_k_B, vocabulary).clamp(max=vocabulary)[:, None] - 1
+    mass = running.gather(1, last)
+    # the set ends with the first token at which the mass reaches top_p
+    nucleus = torch.searchsorted(running, mass * top_p_B[:, None])
+    last = torch.minimum(last, torch.where(top_p_B[:, None] < 1, nucleus, vocabulary - 1))
+    target = running.gather(1, last) * uniforms_B[:, None].clamp(max=_BELOW_ONE)
+    index = torch.minimum(torch.searchsorted(running, target, right=True), last)
+    return order.gather(1, index).squeeze(1)
+
+
+def _mix(state: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
