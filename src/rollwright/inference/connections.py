@@ -7,6 +7,7 @@ where hundreds run at once); the rare control calls are synchronous and go throu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import ssl
@@ -62,14 +63,12 @@ def _ssl_context() -> ssl.SSLContext:
 def _message_of(content: bytes) -> str:
     """What an error response says, in one line."""
     text = content.decode(errors="replace").strip()
-    try:
+    with contextlib.suppress(json.JSONDecodeError):
         body = json.loads(text)
-    except json.JSONDecodeError:
-        return text[:500]
-    for key in ("error", "detail", "message"):
-        if isinstance(body, dict) and key in body:
-            value = body[key]
-            return str(value.get("message", value) if isinstance(value, dict) else value)[:1000]
+        for key in ("error", "detail", "message"):
+            if isinstance(body, dict) and key in body:
+                value = body[key]
+                return str(value.get("message", value) if isinstance(value, dict) else value)[:1000]
     return text[:500]
 
 

@@ -87,11 +87,8 @@ def find_server_addresses(configured: Iterable[str] = ()) -> list[str]:
     Raises:
         ConfigError: an address is malformed.
     """
-    addresses = list(dict.fromkeys(configured))
-    for variable in ADDRESS_VARIABLES:
-        if addresses:
-            break
-        addresses = parse_addresses(os.environ.get(variable, ""))
+    announced = (parse_addresses(os.environ.get(variable, "")) for variable in ADDRESS_VARIABLES)
+    addresses = list(dict.fromkeys(configured)) or next(filter(None, announced), [])
     for address in addresses:
         server_url(address)
     return addresses

@@ -259,10 +259,6 @@ class LocalRolloutEngine(RolloutEngine):
             trust_remote_code=self._trust_remote_code,
         )
 
-    def load_weights(self, named: Any, version: int) -> None:
-        """Copy weights into the engine's model and publish them as ``version``."""
-        self.update_weights(version=version, weights=named)
-
 
 class RemoteEngine(RolloutEngine):
     """Servers of a backend, found by ``config.addresses`` or by the addresses in the environment.

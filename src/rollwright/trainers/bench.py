@@ -26,7 +26,7 @@ from rollwright.tracking.plots import plot_curves
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.evaluation import evaluate
 from rollwright.trainers.reporting import sample_means
-from rollwright.trainers.rollout_backend import make_explorer_engine, servers_of
+from rollwright.trainers.rollout_backend import make_rollout_engine, servers_of
 from rollwright.trainers.shared_run import trial_path
 from rollwright.trainers.task_services import TaskServices
 from rollwright.trainers.tasks import held_out_tasks
@@ -143,7 +143,7 @@ def _scores(config: PPOConfig, path: str, directory: RunDirectory) -> dict[str, 
     config = dataclasses.replace(config, actor=dataclasses.replace(config.actor, path=path, init_from_scratch=False))
     tokenizer = load_tokenizer(config.tokenizer_path or path, config.actor.trust_remote_code)
     gconfig = config.evaluator.gconfig.new(n_samples=config.bench.samples)
-    rollout = make_explorer_engine(config, tokenizer, directory)
+    rollout = make_rollout_engine(config, None, tokenizer, directory)
     rollout.initialize()
     services = TaskServices(config, tokenizer, directory.logs)  # of this checkpoint: agents and judges ask for it by name
     try:

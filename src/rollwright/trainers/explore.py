@@ -32,7 +32,7 @@ from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.evaluation import evaluate
 from rollwright.trainers.loop import StopSignal
 from rollwright.trainers.reporting import StageRun, sample_means
-from rollwright.trainers.rollout_backend import make_explorer_engine
+from rollwright.trainers.rollout_backend import make_rollout_engine
 from rollwright.trainers.shared_run import (
     EvaluationTurns,
     give_weights,
@@ -123,7 +123,7 @@ class Explorer:
         return resolve_workflow(config.workflow, kwargs)
 
     def _start_engine(self) -> RolloutEngine:
-        rollout = make_explorer_engine(self.config, self.tokenizer, self.directory)
+        rollout = make_rollout_engine(self.config, None, self.tokenizer, self.directory)
         rollout.initialize()
         return rollout
 

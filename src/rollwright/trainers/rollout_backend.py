@@ -38,49 +38,36 @@ def make_local_engine(config: Any, model: Any, tokenizer: Any) -> RolloutEngine:
     return RolloutEngine(config.rollout, client=engine(model, tokenizer), **settings)
 
 
-def make_explorer_engine(config: PPOConfig, tokenizer: Any, directory: RunDirectory) -> RolloutEngine:
-    """The engine of an explorer, over the model at ``actor.path``: weights come to it as files."""
-    actor, backend = config.actor, servers_of(config.rollout)
-    if backend is None:
-        model = load_model(actor) if actor.init_from_scratch else actor.path
-        return make_local_engine(config, model, tokenizer)
-    if actor.init_from_scratch and not find_server_addresses(config.rollout.addresses):
-        raise ConfigError(
-            f"actor.init_from_scratch leaves no weights that a {config.rollout.backend} server could load; make the model first "
-            "(rollwright model new), or explore with rollout.backend=builtin."
-        )
-    return _make_server_engine(config, backend, None, tokenizer, directory)
-
-
 def make_rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: RunDirectory) -> RolloutEngine:
-    """The engine that ``config.rollout.backend`` names."""
-    backend = servers_of(config.rollout)
-    if backend is None:
-        return make_local_engine(config, actor.model, tokenizer)
-    return _make_server_engine(config, backend, actor, tokenizer, directory)
+    """The engine that ``config.rollout.backend`` names.
 
+    Servers are those that run already, by config or environment; else they are started here, and end with the engine.
 
-def servers_of(rollout: RolloutConfig) -> type[RemoteClient] | None:
-    """The client of the servers that ``rollout.backend`` names; None: it computes in this process.
+    Args:
+        config: of the run.
+        actor: trains the model that is sampled from; None: nothing is trained here, and weights come to the model of
+            ``actor.path`` as files.
+        tokenizer: the model's.
+        directory: of the run.
 
     Raises:
-        ConfigError: there is no such backend.
+        ConfigError: there is no such backend, or no model that its servers could load.
     """
-    logger.info("sampling with the %s engine", rollout.backend)
-    backend = BACKENDS.get(rollout.backend)
-    return backend if issubclass(backend, RemoteClient) else None
-
-
-def _make_server_engine(
-    config: PPOConfig, backend: type[RemoteClient], actor: Any, tokenizer: Any, directory: RunDirectory
-) -> RolloutEngine:
-    """Servers that run already, by config or environment; else servers started here, which end with the engine."""
-    rollout = config.rollout
+    rollout, source = config.rollout, config.actor
+    backend = servers_of(rollout)
+    if backend is None:
+        model = actor.model if actor is not None else load_model(source) if source.init_from_scratch else source.path
+        return make_local_engine(config, model, tokenizer)
     addresses = find_server_addresses(rollout.addresses) if backend.finds_servers else []
     servers: LocalServers | None = None
     if not addresses:
-        model_path = config.actor.path
-        if config.actor.init_from_scratch:  # random weights, which exist nowhere yet
+        model_path = source.path
+        if source.init_from_scratch:  # random weights, which exist nowhere yet
+            if actor is None:
+                raise ConfigError(
+                    f"actor.init_from_scratch leaves no weights that a {rollout.backend} server could load; make the model first "
+                    "(rollwright model new), or explore with rollout.backend=builtin."
+                )
             model_path = str(directory.path / "engine_model")
             actor.save(directory.path / "engine_model", tokenizer)
         servers = LocalServers(
@@ -100,6 +87,17 @@ def _make_server_engine(
     if servers is not None:
         client.own(servers)
     return RemoteEngine(rollout, client=client, seed=config.seed, deterministic=config.deterministic)
+
+
+def servers_of(rollout: RolloutConfig) -> type[RemoteClient] | None:
+    """The client of the servers that ``rollout.backend`` names; None: it computes in this process.
+
+    Raises:
+        ConfigError: there is no such backend.
+    """
+    logger.info("sampling with the %s engine", rollout.backend)
+    backend = BACKENDS.get(rollout.backend)
+    return backend if issubclass(backend, RemoteClient) else None
 
 
 def _first_gpu(rollout: RolloutConfig, needs_gpu: bool, trains_here: bool) -> int:

@@ -45,7 +45,7 @@ from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.loop import StopSignal
-from rollwright.trainers.rollout_backend import make_explorer_engine
+from rollwright.trainers.rollout_backend import make_rollout_engine
 from rollwright.trainers.shared_run import give_weights, newest_weights, open_run_database
 
 logger = getLogger("service")
@@ -238,7 +238,7 @@ def serve(config: PPOConfig, directory: RunDirectory, *, is_over: Callable[[], b
     with ExitStack() as opened:
         store = opened.enter_context(open_run_database(config))
         tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, config.actor.trust_remote_code)
-        rollout = opened.enter_context(make_explorer_engine(config, tokenizer, directory))
+        rollout = opened.enter_context(make_rollout_engine(config, None, tokenizer, directory))
         front = OpenAIFront(tokenizer, config.actor.path, host=config.service.host)
         opened.callback(front.close)
         book = RunBook(front, rollout.client, store, config, directory.trial)

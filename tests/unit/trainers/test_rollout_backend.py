@@ -10,7 +10,6 @@ import torch
 from rollwright.config.experiment import PPOConfig
 from rollwright.config.sections import PPOActorConfig, RolloutConfig
 from rollwright.errors import ConfigError
-from rollwright.inference.backends.vllm import VLLMClient
 from rollwright.inference.engine import InferenceEngine
 from rollwright.trainers import rollout_backend
 
@@ -37,7 +36,7 @@ def started(monkeypatch):
 def start(actor, tmp_path, **rollout) -> None:
     config = PPOConfig(actor=PPOActorConfig(path="m"), rollout=RolloutConfig(backend="vllm", **rollout))
     directory = SimpleNamespace(logs=tmp_path, path=tmp_path)
-    rollout_backend._make_server_engine(config, VLLMClient, actor, None, directory).destroy()
+    rollout_backend.make_rollout_engine(config, actor, None, directory).destroy()
 
 
 def test_servers_get_the_gpus_after_the_trainers_and_the_directory_of_its_weights(started, tmp_path):
