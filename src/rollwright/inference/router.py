@@ -96,13 +96,18 @@ class Router:
             server.load -= 1
 
     def take_out(self, server: Server, reason: str) -> bool:
-        """Send nothing more to ``server``; True where it was in service until now."""
+        """Send nothing more to ``server``, and let its requests be asked elsewhere; True where it was in service until now.
+
+        Where it is the last one, its requests stay with it: it may answer yet, and nobody else can.
+        """
         with self._lock:
             was_in_service = server.in_service
             if was_in_service:
                 server.in_service, server.reason = False, reason
                 self.changes += 1
-            return was_in_service
+        if was_in_service and self.in_service():
+            self.give_up(server)
+        return was_in_service
 
     def put_back(self, server: Server) -> None:
         """Send requests to ``server`` again."""

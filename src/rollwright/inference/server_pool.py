@@ -205,12 +205,17 @@ class ServerPool(ABC):
         return self._connected(self._threads).submit(function, *arguments)
 
     def settled(
-        self, action: Callable[[Server], Result], servers: Iterable[Server]
+        self, action: Callable[[Server], Result], servers: Iterable[Server], alongside: Callable[[], object] = lambda: None
     ) -> tuple[list[tuple[Server, Result]], list[tuple[Server, EngineError]]]:
-        """``action`` on all servers at once: what those returned that did it, and why the others did not."""
+        """``action`` on all servers at once: what those returned that did it, and why the others did not.
+
+        ``alongside`` runs in this thread meanwhile.
+        """
         done: list[tuple[Server, Result]] = []
         failed: list[tuple[Server, EngineError]] = []
-        for server, future in [(server, self.submit(action, server)) for server in servers]:
+        running = [(server, self.submit(action, server)) for server in servers]
+        alongside()
+        for server, future in running:
             error = future.exception()
             if error is None:
                 done.append((server, future.result()))
@@ -229,16 +234,6 @@ class ServerPool(ABC):
 
     # -- in service and out ---------------------------------------------------------------------------------------------
 
-    def _take_out(self, server: Server, reason: str) -> bool:
-        """Send nothing more to ``server``, and ask others what it was asked; True where it was in service until now.
-
-        Where it is the last one, its requests stay with it: it may answer yet, and nobody else can.
-        """
-        was_in_service = self.router.take_out(server, reason)
-        if was_in_service and self.router.in_service():
-            self.router.give_up(server)
-        return was_in_service
-
     def _each_in_service(self, action: Callable[[Server], Result], what: str) -> list[tuple[Server, Result]]:
         """``action`` on all servers in service at once; those that fail are taken out.
 
@@ -251,7 +246,7 @@ class ServerPool(ABC):
         """
         done, failed = self.settled(action, self.router.in_service())
         for server, error in failed:
-            if self._take_out(server, f"could not {what}: {error}"):
+            if self.router.take_out(server, f"could not {what}: {error}"):
                 logger.error("The server at %s could not %s and is out of service: %s", server.address, what, error)
         if failed and not done:
             self._raise_if_all_ended()
@@ -300,7 +295,7 @@ class HealthMonitor:
             self._last_suspicion[server.address] = time.monotonic()
         if healthy:
             logger.warning("%s The server answers its health check; the request is sent again.", reason)
-        elif self._pool._take_out(server, reason):
+        elif self._router.take_out(server, reason):
             logger.error("The server at %s does not answer and is out of service: %s", server.address, reason)
 
     def _run(self) -> None:
@@ -335,5 +330,5 @@ class HealthMonitor:
             self._failed.pop(server.address, None)
             return
         self._failed[server.address] = self._failed.get(server.address, 0) + 1
-        if self._failed[server.address] >= self._strikes and self._pool._take_out(server, "failed its health checks"):
+        if self._failed[server.address] >= self._strikes and self._router.take_out(server, "failed its health checks"):
             logger.error("The server at %s failed %d health checks and is out of service.", server.address, self._strikes)

@@ -146,7 +146,7 @@ def test_the_last_server_keeps_what_it_was_asked():
             running = asyncio.ensure_future(client.agenerate(ModelRequest(input_ids=[1, 2])))
             while not fake.bodies.get("generate"):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            client._take_out(client.router.servers[0], "slow")
+            client.router.take_out(client.router.servers[0], "slow")
             return await running
 
         assert asyncio.run(scenario()).output_tokens == [7, 8, 9]
@@ -175,7 +175,7 @@ def test_a_restarted_server_that_calls_its_first_weights_0_is_given_the_publishe
     with connected(fake) as client:
         client.update_weights_from_disk(str(tmp_path), 0)  # the trainer's first weights, not those that it was started with
         client._monitor.stop()
-        client._take_out(client.router.servers[0], "restarts")
+        client.router.take_out(client.router.servers[0], "restarts")
         fake.bodies.clear()
         fake.version = "0"
         client._bring_back(client.router.servers[0])
@@ -187,7 +187,7 @@ def test_a_server_is_not_brought_back_with_weights_that_another_client_has_repla
     with connected(*fakes) as client:
         client.update_weights_from_disk(str(tmp_path), 1)
         client._monitor.stop()
-        client._take_out(client.router.servers[1], "restarts")
+        client.router.take_out(client.router.servers[1], "restarts")
         fakes[0].version, fakes[1].version = "2", "default"
         client.set_version(2)
         with pytest.raises(WeightUpdateError, match="version 2 is not on disk"):
@@ -205,7 +205,7 @@ def test_a_server_that_comes_back_while_the_client_resumes_is_not_left_paused(tm
         client._monitor.stop()
         back = client.router.servers[1]
         client.pause()
-        client._take_out(back, "gone for a moment")
+        client.router.take_out(back, "gone for a moment")
         fakes[1].version = "default"  # it was restarted
         restore, begun, go_on = client._restore, threading.Event(), threading.Event()
 
@@ -267,7 +267,7 @@ def test_the_watch_over_servers_outlives_what_nobody_foresaw(caplog):
             raise ZeroDivisionError
 
         client._bring_back = fails_once
-        client._take_out(client.router.servers[0], "for a moment")
+        client.router.take_out(client.router.servers[0], "for a moment")
         assert tried.wait(60)
         wait_until(lambda: in_service(client) == [0, 1])
         assert "Watching the servers failed" in caplog.text

@@ -233,7 +233,7 @@ class RemoteClient(RemoteRequests):
         *,
         restore: Callable[[Server], None] | None,
         servers: list[Server] | None = None,
-        alongside: Callable[[], None] | None = None,
+        alongside: Callable[[], object] = lambda: None,
     ) -> list[str]:
         """Give every server that answers new weights, between pause and resume, and make ``version`` the current one.
 
@@ -294,26 +294,23 @@ class RemoteClient(RemoteRequests):
             self._raise_if_all_ended()
             time.sleep(0.2)
         for server, answers in zip(servers, healthy, strict=True):
-            if not answers and self._take_out(server, "did not answer when weights were published"):
+            if not answers and self.router.take_out(server, "did not answer when weights were published"):
                 logger.error("The server at %s does not answer and is out of service.", server.address)
         return [server for server, answers in zip(servers, healthy, strict=True) if answers]
 
     def _update_each(
-        self, servers: list[Server], update: Callable[[Server], None], alongside: Callable[[], None] | None
+        self, servers: list[Server], update: Callable[[Server], None], alongside: Callable[[], object]
     ) -> dict[str, EngineError]:
-        futures = {server.address: self.submit(update, server) for server in servers}
         failures: dict[str, EngineError] = {}
-        if alongside is not None:
+
+        def send() -> None:
             try:
                 alongside()
             except EngineError as error:
-                failures = {server.address: error for server in servers}
-        for server in servers:
-            error = futures[server.address].exception()
-            if isinstance(error, EngineError):
-                failures[server.address] = error
-            elif error is not None:
-                raise error
+                failures.update({server.address: error for server in servers})
+
+        _, failed = self.settled(update, servers, send)
+        failures |= {server.address: error for server, error in failed}
         if servers and all(isinstance(failures.get(server.address), UpdateRefusedError) for server in servers):
             return failures  # all of them compute with what they had
         for server in servers:
