@@ -102,10 +102,8 @@ def find_recipe(name: str) -> Recipe:
     Raises:
         ConfigError: the name is unknown (with the list, and the nearest), or needs a critic.
     """
-    if name in RECIPES:
-        return RECIPES.get(name)
-    key = name.strip().lower().replace("-", "_") if name not in ALIASES else name
-    key = ALIASES.get(key, key)
+    key = ALIASES.get(name, name.strip().lower().replace("-", "_"))
+    key = name if name in RECIPES else ALIASES.get(key, key)
     if key in RECIPES:
         return RECIPES.get(key)
     if key in ("ppo", "gae"):

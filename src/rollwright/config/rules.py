@@ -5,14 +5,14 @@ A rule is a line of a table: whether it is broken, the key that is told, and the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from rollwright.config.experiment import BaseExperimentConfig, DPOConfig, EvalConfig, NewModelConfig, PPOConfig, SFTConfig
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import IntervalConfig, NormConfig
-from rollwright.config.source import KeyPath, dotted
+from rollwright.config.source import KeyPath, dotted, undotted
 from rollwright.config.tasksets import FormatConfig, unread_keys
 from rollwright.errors import ConfigError
 
@@ -22,14 +22,10 @@ Rule = tuple[Any, str, str]
 
 
 def faults_of(config: Any) -> Iterator[Fault]:
-    """The key and the message of every combination of settings in ``config`` that is refused."""
+    """The key and the message of every combination of settings in ``config`` that is refused, sections first."""
     for path, section in _sections(config, ()):
-        yield from ((path + key, message) for key, message in _broken(_section(section)))
-    for cls, rules in _RULES.items():
-        if isinstance(config, cls):
-            yield from _broken(rules(config))
-    if isinstance(config, PPOConfig):
-        yield from _taskset_columns(config)
+        for rules in [rules for cls, tables in _RULES.items() if isinstance(section, cls) for rules in tables]:
+            yield from ((path + undotted(key), message) for broken, key, message in rules(section) if broken)
 
 
 def validate(config: Any) -> None:
@@ -42,29 +38,24 @@ def validate(config: Any) -> None:
         raise ConfigError.of(faults)
 
 
-def _broken(rules: Iterable[Rule]) -> Iterator[Fault]:
-    return ((tuple(key.split(".")), message) for broken, key, message in rules if broken)
-
-
 def _sections(config: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
     if is_dataclass(config):
-        yield path, config
         for field in fields(config):
             yield from _sections(getattr(config, field.name), (*path, field.name))
+        yield path, config
 
 
-def _section(section: Any) -> list[Rule]:
-    """Rules of a section wherever it is."""
-    if isinstance(section, GenerationHyperparameters):
-        least, most = section.min_new_tokens, section.max_new_tokens
-        return [
-            (least > most, "min_new_tokens", f"is {least}, more than max_new_tokens ({most})"),
-            (section.top_k < -1, "top_k", f"is {section.top_k}; 0 and -1 mean all tokens"),
-        ]
-    if isinstance(section, NormConfig):
-        pointless = section.leave_one_out and section.mean_level == "none"
-        return [(pointless, "leave_one_out", "says what the mean leaves out, but mean_level is none, so there is no mean")]
-    return []
+def _generation(section: GenerationHyperparameters) -> list[Rule]:
+    least, most = section.min_new_tokens, section.max_new_tokens
+    return [
+        (least > most, "min_new_tokens", f"is {least}, more than max_new_tokens ({most})"),
+        (section.top_k < -1, "top_k", f"is {section.top_k}; 0 and -1 mean all tokens"),
+    ]
+
+
+def _norm(section: NormConfig) -> list[Rule]:
+    pointless = section.leave_one_out and section.mean_level == "none"
+    return [(pointless, "leave_one_out", "says what the mean leaves out, but mean_level is none, so there is no mean")]
 
 
 def _new_model(config: NewModelConfig) -> list[Rule]:
@@ -145,10 +136,6 @@ _IN_A_TASKSET = {
 }
 
 
-def _policy(config: PPOConfig) -> list[Rule]:
-    return [*_tasks(config), *_generation_of_tasks(config), *_training(config), *_rollout(config), *_modes(config)]
-
-
 def _tasks(config: PPOConfig) -> list[Rule]:
     """A run has train_dataset and a workflow, or tasksets: keys of the one way that the other does not read."""
     tasksets, draws = bool(config.tasksets), config.mode in ("both", "explore")
@@ -207,19 +194,37 @@ _UNREAD_BY_TASKS = {
 }
 
 
-def _taskset_columns(config: PPOConfig) -> Iterator[Fault]:
+def _taskset_columns(config: PPOConfig) -> list[Rule]:
     plain = FormatConfig()
-    for section in ("tasksets", "eval_tasksets"):
-        for index, taskset in enumerate(getattr(config, section)):
-            yield from (((section, index, key), message) for key, message in unread_keys(taskset, "tasksets"))
-            for key, remedy in _UNREAD_BY_TASKS.items():
-                if getattr(taskset.columns, key) != getattr(plain, key):
-                    yield (section, index, "format", key), f"is not read by task-style workflows: {remedy}"
-    for index, auxiliary in enumerate(config.auxiliary_models):
-        if bool(auxiliary.model_path) == bool(auxiliary.base_url):
-            which = "both" if auxiliary.model_path else "neither"
-            message = f"has {which} of model_path (a model to serve) and base_url (a server that runs); give one"
-            yield ("auxiliary_models", index), message
+    tasksets = [
+        (f"{name}.{index}", taskset)
+        for name in ("tasksets", "eval_tasksets")
+        for index, taskset in enumerate(getattr(config, name))
+    ]
+    return [
+        *((True, f"{place}.{key}", message) for place, each in tasksets for key, message in unread_keys(each, "tasksets")),
+        *(
+            (
+                getattr(each.columns, key) != getattr(plain, key),
+                f"{place}.format.{key}",
+                f"is not read by task-style workflows: {remedy}",
+            )
+            for place, each in tasksets
+            for key, remedy in _UNREAD_BY_TASKS.items()
+        ),
+    ]
+
+
+def _auxiliary_models(config: PPOConfig) -> list[Rule]:
+    return [
+        (
+            bool(each.model_path) == bool(each.base_url),
+            f"auxiliary_models.{index}",
+            f"has {'both' if each.model_path else 'neither'} of model_path (a model to serve) and base_url (a server that runs); "
+            "give one",
+        )
+        for index, each in enumerate(config.auxiliary_models)
+    ]
 
 
 def _training(config: PPOConfig) -> list[Rule]:
@@ -302,15 +307,16 @@ def _rollout(config: PPOConfig) -> list[Rule]:
     ]
 
 
-def _modes(config: PPOConfig) -> list[Rule]:
-    rules = [*_store(config), *(_bench(config) if config.mode == "bench" else [])]
+def _mode(config: PPOConfig) -> list[Rule]:
     missing = config.store is None and config.mode in ("explore", "train", "serve")
     needed = f"{config.mode} needs a store that its processes share; give a store section (store: {{}} is enough)"
-    return [(missing, "mode", needed), *rules, *(_deterministic(config) if config.deterministic else [])]
+    return [(missing, "mode", needed)]
 
 
 def _bench(config: PPOConfig) -> list[Rule]:
     """Something to evaluate, and samples of a task that can differ."""
+    if config.mode != "bench":
+        return []
     own = [each.gconfig or config.evaluator.gconfig for each in config.eval_tasksets] or [config.evaluator.gconfig]
     return [
         (
@@ -380,6 +386,8 @@ def _store(config: PPOConfig) -> list[Rule]:
 
 def _deterministic(config: PPOConfig) -> list[Rule]:
     rollout = config.rollout
+    if not config.deterministic:
+        return []
     return [
         (
             rollout.backend != "builtin",
@@ -399,11 +407,24 @@ def _deterministic(config: PPOConfig) -> list[Rule]:
     ]
 
 
-#: The rules of each kind of config.
-_RULES: dict[type, Any] = {
-    NewModelConfig: _new_model,
-    EvalConfig: _evaluation,
-    BaseExperimentConfig: _experiment,
-    SFTConfig: _supervised,
-    PPOConfig: _policy,
+#: The rules of each section, wherever it is, and of each kind of config.
+_RULES: dict[type, tuple[Callable[[Any], list[Rule]], ...]] = {
+    GenerationHyperparameters: (_generation,),
+    NormConfig: (_norm,),
+    NewModelConfig: (_new_model,),
+    EvalConfig: (_evaluation,),
+    BaseExperimentConfig: (_experiment,),
+    SFTConfig: (_supervised,),
+    PPOConfig: (
+        _tasks,
+        _taskset_columns,
+        _auxiliary_models,
+        _generation_of_tasks,
+        _training,
+        _rollout,
+        _mode,
+        _store,
+        _bench,
+        _deterministic,
+    ),
 }

@@ -24,7 +24,7 @@ from typing_extensions import TypedDict
 
 from rollwright.config.experiment import STAGE_CLASSES
 from rollwright.config.generation import ALIASES, GenerationHyperparameters
-from rollwright.config.source import DIALECTS, Dialect, Faults, KeyPath, Written, default_of, dotted, plain
+from rollwright.config.source import DIALECTS, Faults, KeyPath, Written, default_of, dotted, plain
 from rollwright.errors import ConfigError, RollwrightError
 from rollwright.registry import Registry, import_path, nearest
 
@@ -62,9 +62,17 @@ class _Section(dict):
         self.lacks_keys = False
 
 
-def names_besides(cls: type) -> dict[str, str]:
-    """Second names of a dataclass's keys and names from other systems, and the field that each means."""
-    return {**_legacy_names(cls), **_second_names(cls)}
+def names_besides(cls: type) -> dict[Any, tuple[str, bool]]:
+    """Second names of a dataclass's keys and names from other systems: the field that each means, and whether to warn."""
+    dialects = [DIALECTS.get(name) for name in DIALECTS.built_in]
+    tables = [
+        *((each.renamed, True) for each in dialects),
+        *((each.second_names, False) for each in dialects),
+        ({GenerationHyperparameters.__name__: ALIASES}, False),
+    ]
+    return {
+        old: (new, warn) for base in cls.__mro__ for table, warn in tables for old, new in table.get(base.__name__, {}).items()
+    }
 
 
 def annotations_of(cls: type) -> dict[str, Any]:
@@ -108,18 +116,15 @@ def _named(kind: Any, value: Any, path: KeyPath, default: Any, faults: Faults) -
 
 def _named_section(cls: type, data: dict[Any, Any], path: KeyPath, default: Any, faults: Faults) -> _Section:
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
-    hints, legacy = annotations_of(cls), _legacy_names(cls)
-    second: dict[Any, str] = _second_names(cls)
+    hints, others = annotations_of(cls), names_besides(cls)
     section, origins = _Section(cls, default), faults.origins
     for key, value in data.items():
-        name: str = second.get(key) or key
-        if name not in fields and key in legacy:
-            name = legacy[key]
-            logger.warning(
-                "%s: %s is called %r here; reading it as such.", origins.of((*path, key)), dotted((*path, key)), name
-            )
+        name, warn = (key, False) if key in fields else others.get(key, (key, False))
         if name != key:
-            origins.renamed[*path, name] = Written(dotted((*path, key)), origins.of((*path, key)))
+            written = Written(dotted((*path, key)), origins.of((*path, key)))
+            origins.renamed[*path, name] = written
+            if warn:
+                logger.warning("%s: %s is called %r here; reading it as such.", written.place, written.key, name)
         if name not in fields:
             faults.add((*path, key), f"{cls.__name__} has no key {key!r}; {nearest(key, fields)}")
         elif name in section:
@@ -135,23 +140,6 @@ def _named_section(cls: type, data: dict[Any, Any], path: KeyPath, default: Any,
         for name in section.keys() & {"temperature", "top_k", "top_p"}:
             faults.add((*path, name), "says how to sample, but this is greedy unless `greedy: false` stands beside it")
     return section
-
-
-def _second_names(cls: type) -> dict[str, str]:
-    """Names that are as good as the first: no warning."""
-    return _from_tables(cls, [{GenerationHyperparameters.__name__: ALIASES}, *(each.second_names for each in _dialects())])
-
-
-def _legacy_names(cls: type) -> dict[str, str]:
-    return _from_tables(cls, [each.renamed for each in _dialects()])
-
-
-def _dialects() -> list[type[Dialect]]:
-    return [DIALECTS.get(name) for name in DIALECTS.built_in]
-
-
-def _from_tables(cls: type, tables: Iterable[Mapping[str, Mapping[str, str]]]) -> dict[str, str]:
-    return {old: new for base in cls.__mro__ for table in tables for old, new in table.get(base.__name__, {}).items()}
 
 
 def _choices(kind: Any) -> list[Any]:
@@ -196,7 +184,8 @@ def _mapping_of(cls: type) -> Any:
 
 def _typed(kind: Any, metadata: Mapping[str, Any]) -> Any:
     """A field's type and metadata (``ge``, ``gt``, ``le``, ``lt``, ``choices``, ``item_choices``, ``registry``) as pydantic's."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    origin: Any = typing.get_origin(kind)
+    arguments = typing.get_args(kind)
     if _is_section(kind):
         return Annotated[_mapping_of(kind), pydantic.WrapValidator(functools.partial(_made, kind))]
     if origin is Annotated:
@@ -207,8 +196,7 @@ def _typed(kind: Any, metadata: Mapping[str, Any]) -> Any:
         return Annotated[union, pydantic.WrapValidator(functools.partial(_one_of, several))] if len(several) > 1 else union
     if origin in (list, tuple, dict):
         choices = {"choices": metadata["item_choices"]} if metadata.get("item_choices") else {}
-        generic: Any = {list: list, tuple: tuple, dict: dict}[origin]
-        items = generic[tuple(each if each is Ellipsis else _typed(each, choices) for each in arguments)]
+        items = origin[tuple(each if each is Ellipsis else _typed(each, choices) for each in arguments)]
         fixed = origin is tuple and Ellipsis not in arguments
         return Annotated[items, pydantic.BeforeValidator(functools.partial(_as_long, len(arguments)))] if fixed else items
     if origin is typing.Literal:
@@ -272,9 +260,9 @@ def _whole(value: Any) -> Any:
 def _chosen(choices: Iterable[Any], value: Any) -> Any:
     if value in choices:
         return value
-    near = get_close_matches(str(value), map(str, choices), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise _refusal(f"must be one of {', '.join(map(str, choices))}, got {_shown(value)}{hint}")
+    known = [str(choice) for choice in choices]
+    hint = "".join(f"; did you mean {near!r}?" for near in get_close_matches(str(value), known, n=1))
+    raise _refusal(f"must be one of {', '.join(known)}, got {_shown(value)}{hint}")
 
 
 def _member(kind: type[enum.Enum], value: Any) -> enum.Enum:
@@ -351,14 +339,7 @@ def _shown(value: Any) -> str:
 
 
 def _type_name(kind: Any) -> str:
-    names: dict[Any, str] = {
-        str: "text",
-        int: "whole number",
-        float: "number",
-        bool: "true/false",
-        dict: "mapping",
-        list: "list",
-    }
+    names: dict[Any, str] = {str: "text", int: "whole number", float: "number", bool: "true/false", dict: "mapping"}
     return names.get(kind) or getattr(kind, "__name__", str(kind))
 
 
@@ -410,7 +391,10 @@ def schema_of_files() -> dict[str, Any]:
     _, whole = pydantic.TypeAdapter.json_schemas(inputs, schema_generator=_JsonSchema)  # type: ignore[arg-type]
     definitions, shared, branches = whole["$defs"], {}, []
     for kind, cls in STAGE_CLASSES.items():
-        keys = {name: _without_default(value) for name, value in definitions[cls.__name__]["properties"].items()}
+        keys = {  # one that is left out has the shared value, not the class's default
+            name: {word: value for word, value in schema.items() if word != "default"}
+            for name, schema in definitions[cls.__name__]["properties"].items()
+        }
         own = {"kind": {"const": kind}, "name": {"type": "string", "description": "Name of the stage."}}
         stage = {**definitions[cls.__name__], "properties": {**own, **keys}, "required": ["kind"]}
         definitions[f"{kind}_stage"] = stage
@@ -418,10 +402,8 @@ def schema_of_files() -> dict[str, Any]:
         for name, value in keys.items():
             if value not in shared.setdefault(name, []):
                 shared[name].append(value)
-    kinds_of_stage = {
-        "enum": list(STAGE_CLASSES),
-        "description": "What a stage does; of the whole file where it lists no stages.",
-    }
+    described = "What a stage does; of the whole file where it lists no stages."
+    kinds_of_stage = {"enum": list(STAGE_CLASSES), "description": described}
     properties = {name: either[0] if len(either) == 1 else {"anyOf": either} for name, either in shared.items()}
     properties["kind"] = {**kinds_of_stage, "default": "rl"}
     properties["stages"] = {
@@ -438,8 +420,3 @@ def schema_of_files() -> dict[str, Any]:
         "additionalProperties": False,
         "$defs": definitions,
     }
-
-
-def _without_default(schema: dict[str, Any]) -> dict[str, Any]:
-    """In a stage, a key that is left out has the shared value, not the class's default."""
-    return {key: value for key, value in schema.items() if key != "default"}
