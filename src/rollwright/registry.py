@@ -106,22 +106,24 @@ class Registry(Generic[Entry]):
         Raises:
             RollwrightError: of this registry's class, where nothing was found; the message lists what was tried.
         """
-        if name not in self._entries and name not in self.built_in:
-            self.load_plugins()
-        if name in self._entries:
+        if name in self:
+            if name not in self._entries:
+                with self._lock:
+                    self._entries.setdefault(name, import_path(self.built_in[name], self.kind, self.error))
             return self._entries[name]
-        if name in self.built_in:
-            with self._lock:
-                return self._entries.setdefault(name, import_path(self.built_in[name], self.kind, self.error))
         tried = [f"registered names ({', '.join(self.names())})"]
         found = _find(name, self.kind, self.error, tried)
-        if found is not None and self._accepts(found):
-            return found
         if found is not None:
+            if self._accepts(found):
+                return found
             tried.append(f"{name} is {type(found).__name__}, which is no {self.kind}")
         declare = f", or declare an entry point of the group {self._group!r}" if self._group else ""
+        last = re.split("[.:]", name)[-1]  # code from other systems has a built-in of the same class name at another path
+        ported = [path.replace(":", ".") for path in self.built_in.values() if re.split("[.:]", path)[-1] == last]
+        near = ported or get_close_matches(last, [*self._entries, *self.built_in], n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise self.error(
-            f"{self.kind} {name!r} was not found.{self._hint(name)} Tried: {'; '.join(tried)}. Give a registered name (register it with "
+            f"{self.kind} {name!r} was not found.{hint} Tried: {'; '.join(tried)}. Give a registered name (register it with "
             f"@{self.variable}.register in a module that is imported or in a plugin: plugins: in the config, --plugin-dir, "
             f"{PLUGIN_VARIABLE}{declare}) or an import path such as 'my_package.my_module:my_{self.kind.replace(' ', '_')}'."
         )
@@ -140,10 +142,10 @@ class Registry(Generic[Entry]):
         try:
             signature.bind(*arguments, **keywords)
         except TypeError as error:
-            given = (
-                ", ".join([*map(repr, arguments), *(f"{key}={value!r}" for key, value in keywords.items())]) or "no arguments"
-            )
-            raise self.error(f"{self.kind} {name!r} was given {given}, but {error}; it takes {signature}.") from None
+            given = ", ".join([*map(repr, arguments), *(f"{key}={value!r}" for key, value in keywords.items())])
+            raise self.error(
+                f"{self.kind} {name!r} was given {given or 'no arguments'}, but {error}; it takes {signature}."
+            ) from None
         return factory(*arguments, **keywords)
 
     def names(self) -> list[str]:
@@ -175,8 +177,9 @@ class Registry(Generic[Entry]):
 
     def __setitem__(self, name: str, entry: Any) -> None:
         with self._lock:
-            taken = self._identity_of(name)
-            if taken not in (None, _identity(entry)):
+            known = name in self._entries
+            taken = _identity(self._entries[name]) if known else self.built_in.get(name, "").replace(":", ".")
+            if taken not in ("", _identity(entry)):
                 raise self.error(
                     f"{self.kind} name {name!r} is taken by {taken}, so {_identity(entry)} cannot have it: register it under another name."
                 )
@@ -195,19 +198,6 @@ class Registry(Generic[Entry]):
 
     def __len__(self) -> int:
         return len(self.names())
-
-    def _identity_of(self, name: str) -> str | None:
-        if name in self._entries:
-            return _identity(self._entries[name])
-        path = self.built_in.get(name)
-        return path and path.replace(":", ".")
-
-    def _hint(self, name: str) -> str:
-        """A built-in of the same class name, which code from other systems has at another path, else the nearest name."""
-        last = re.split("[.:]", name)[-1]
-        ported = next((path for path in self.built_in.values() if re.split("[.:]", path)[-1] == last), None)
-        near = [ported.replace(":", ".")] if ported else get_close_matches(last, [*self._entries, *self.built_in], n=1)
-        return f" Did you mean {near[0]!r}?" if near else ""
 
 
 class Plugins:
@@ -293,11 +283,9 @@ PLUGINS = Plugins()
 def nearest(word: object, known: Iterable[str]) -> str:
     """A hint: the known name that ``word`` most likely means, or the list of known names."""
     known = sorted({str(name) for name in known})
-    if close := get_close_matches(str(word), known, n=1, cutoff=0.6):
+    if close := get_close_matches(str(word), known, n=1):
         return f"did you mean {close[0]!r}?"
-    if not known:
-        return "no keys are known here."
-    return f"known: {', '.join(known)}."
+    return f"known: {', '.join(known)}." if known else "no keys are known here."
 
 
 def import_path(path: str, what: str, error: type[RollwrightError] = ConfigError) -> Any:

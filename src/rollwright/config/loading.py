@@ -155,9 +155,14 @@ def config_to_dict(config: Any) -> dict[str, Any]:
     return plain(config)
 
 
+def to_yaml(config: Any) -> str:
+    """A config as YAML that loads to the same config."""
+    return dump_yaml(plain(config))
+
+
 def save_config(config: Any, file: str | Path) -> None:
-    """Write a config as YAML that loads to the same config."""
-    Path(file).write_text(dump_yaml(config_to_dict(config)), encoding="utf-8")
+    """Write ``to_yaml(config)`` to a file."""
+    Path(file).write_text(to_yaml(config), encoding="utf-8")
 
 
 #: Keys that are no settings of a stage's config.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -156,21 +158,20 @@ def apply_recipe(config: Any, explicitly_set_keys: Collection[str] | None = None
 
 def _changed(section: Any, prefix: str, keys: Collection[str]) -> set[str]:
     """Those of the keys whose value is not that of a section made without arguments."""
-    plain, changed = type(section)(), set()
-    for dotted in keys:
-        mine, default = section, plain
-        for name in dotted.split("."):
-            mine, default = getattr(mine, name, None), getattr(default, name, None)
-        if mine != default:
-            changed.add(prefix + dotted)
-    return changed
+    plain = type(section)()
+    return {prefix + key for key in keys if _value(section, key) != _value(plain, key)}
+
+
+def _value(section: Any, key: str) -> Any:
+    """The value of a dotted key; None where a section above it is not there."""
+    return functools.reduce(lambda holder, name: getattr(holder, name, None), key.split("."), section)
 
 
 def _set_defaults(section: Any, defaults: dict[str, Any], prefix: str, given: set[str]) -> None:
     for dotted, value in defaults.items():
         *parents, name = dotted.split(".")
-        covering = {prefix + ".".join([*parents, name][:depth]) for depth in range(1, len(parents) + 2)}
-        if covering & given:
+        covering = itertools.accumulate([*parents, name], "{}.{}".format)
+        if given.intersection(prefix + above for above in covering):
             continue
         holder = section
         for parent in parents:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollwright import GRPOConfig, SFTConfig, load_expr_config
-from rollwright.config.loading import build_config, config_to_dict, dump_yaml
+from rollwright.config.loading import build_config, config_to_dict, to_yaml
 from rollwright.config.source import parse_yaml
 from rollwright.errors import ConfigError
 
@@ -217,8 +217,8 @@ def test_a_config_written_as_yaml_loads_to_itself():
         "experiment_name: x\ngconfig: {stop: ['</answer>', 'yes', '0130']}\nactor: {path: m, kl_ctl: 0.1}\n"
         "ref: {path: m}\nvalid_dataset: {path: v, kwargs: {digits: 2}}\n"
     )
-    assert build(dump_yaml(config_to_dict(config))) == config
-    assert yaml.safe_load(dump_yaml(config_to_dict(config))) == config_to_dict(config)
+    assert build(to_yaml(config)) == config
+    assert yaml.safe_load(to_yaml(config)) == config_to_dict(config)
 
 
 @settings(deadline=None, max_examples=30)
@@ -239,7 +239,7 @@ def test_any_values_survive_the_round_trip(values):
     if "$" in values.get("experiment_name", "") or values.get("experiment_name") == "???":
         return
     config = dataclasses.replace(AgentConfig(), **values)
-    assert build(dump_yaml(config_to_dict(config))) == config
+    assert build(to_yaml(config)) == config
 
 
 def test_every_kind_of_annotation_that_users_write():
@@ -295,7 +295,7 @@ def test_plugins_are_imported_relative_to_the_file_that_names_them(plugin, tmp_p
     assert config.plugins == [str(plugin), "json"]
     assert os.environ["ROLLWRIGHT_TEST_IMPORTS"] == "imported "
     assert os.environ["ROLLWRIGHT_PLUGIN_PATH"] == f"{plugin}:json"  # for processes that are started later
-    assert build(dump_yaml(config_to_dict(config))) == dataclasses.replace(AgentConfig(), plugins=config.plugins)
+    assert build(to_yaml(config)) == dataclasses.replace(AgentConfig(), plugins=config.plugins)
     assert load_expr_config([str(file)], GRPOConfig)[0] == config
     assert os.environ["ROLLWRIGHT_TEST_IMPORTS"] == "imported "
     monkeypatch.chdir(plugin)

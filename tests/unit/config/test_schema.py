@@ -73,6 +73,6 @@ def test_files_with_stages():
 def test_class_at():
     assert class_at("rollwright.GRPOConfig") is GRPOConfig
     assert class_at("GRPOConfig") is GRPOConfig
-    for path in ("rollwright.Nope", "no.module.X", "rollwright.config.loading.save_config"):
+    for path in ("rollwright.Nope", "no.module.X", "rollwright.config.loading.to_yaml"):
         with pytest.raises(ConfigError):
             class_at(path)
