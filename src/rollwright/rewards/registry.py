@@ -27,9 +27,8 @@ class RewardRegistry(Registry[Callable[..., Any]]):
 
 
 _BUILT_IN = {
-    "rollwright.rewards.text": ("numeric", "gsm8k", "arithmetic", "exact_match", "f1", "format"),
+    "rollwright.rewards.text": ("numeric", "gsm8k", "arithmetic", "exact_match", "f1", "format", "countdown"),
     "rollwright.rewards.math": ("accuracy", "math", "math_boxed", "math_dapo"),
-    "rollwright.rewards.countdown": ("countdown",),
 }
 
 #: The one registry of reward functions.

@@ -1,11 +1,13 @@
-"""Rewards that compare text: numbers, exact match, F1 and format. Pure and linear in the completion's length."""
+"""Rewards that are pure and linear in the completion's length: numbers, exact match, F1, format and the countdown game."""
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -17,6 +19,8 @@ _NUMBER = re.compile(r"(?:(?<![\w.)\]])[-−+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = frozenset(("a", "an", "the"))
 _LONGEST_NUMBER = 400  # digits; longer ones are no answers, and exact arithmetic on them would take time
+_LONGEST_EQUATION = 500
+_OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 def last_tagged(text: str, tag: str) -> str | None:
@@ -154,3 +158,70 @@ def format_reward(
 ) -> float:
     """``format_weight`` where the completion thinks and answers in the right tags, else minus ``format_weight``."""
     return format_weight if has_think_answer_format(completion) else -format_weight
+
+
+# ------------------------------------------------------------------ the countdown game
+
+
+def evaluate(equation: str) -> tuple[Fraction, list[int]]:
+    """Exact value of an expression over whole numbers, and the numbers in it.
+
+    Raises:
+        ValueError: it is no such expression, is too long, or divides by zero.
+    """
+    if len(equation) > _LONGEST_EQUATION:
+        raise ValueError("too long")
+    numbers: list[int] = []
+
+    def value(node: ast.expr) -> Fraction:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            numbers.append(node.value)
+            return Fraction(node.value)
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+            return _OPERATIONS[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -value(node.operand)
+        raise ValueError(f"{type(node).__name__} is not allowed")
+
+    try:
+        return value(ast.parse(equation.strip(), mode="eval").body), numbers
+    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError) as error:
+        raise ValueError(str(error)) from error
+
+
+@REWARD_FUNCTIONS.register_module("countdown_reward", runs_inline=True)
+def countdown_reward(
+    prompt: str,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    target: float | None = None,
+    nums: Sequence[int] | None = None,
+    answer: Any = None,
+    format_score: float = 0.1,
+    **_: Any,
+) -> float:
+    """1 for an equation in ``<answer>`` that makes the target with every number once, ``format_score`` for any other answer.
+
+    Args:
+        target, nums: the task; or ``answer={"target": …, "numbers": […]}``.
+        format_score: for an answer in its tags that is wrong. Without tags the reward is 0.
+
+    Raises:
+        RewardError: the task has no target or no numbers.
+    """
+    if isinstance(answer, dict):
+        target = answer.get("target", target)
+        nums = answer.get("numbers", answer.get("nums", nums))
+    if target is None or nums is None:
+        raise RewardError("countdown_reward needs the columns 'target' and 'nums', or an 'answer' with target and numbers.")
+    equation = last_tagged(completion, "answer")
+    if equation is None:
+        return 0.0
+    try:
+        result, used = evaluate(equation.split("=")[0])
+    except ValueError:
+        return format_score
+    right = Counter(used) == Counter(int(number) for number in nums) and abs(result - Fraction(target)) < Fraction(1, 100_000)
+    return 1.0 if right else format_score

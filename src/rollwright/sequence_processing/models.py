@@ -90,7 +90,19 @@ def plain_model(model: nn.Module) -> Iterator[Any]:
     """
     inner = unwrapped(model)
     if is_sharded(model):
-        inner = _gathered(model, inner)
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+        from torch.distributed.fsdp import FSDPModule
+
+        if any("lora_" in name for name, _ in inner.named_parameters()):
+            raise ConfigError(
+                "An FSDP model with adapters cannot be gathered: generate with the PeftModel before it is sharded."
+            )
+        weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        plain = next(cls for cls in type(inner).__mro__ if not issubclass(cls, FSDPModule))  # FSDP2's own class is in front
+        inner = plain._from_config(inner.config, dtype=inner.dtype)
+        inner.to(next(iter(weights.values())).device)  # type: ignore[union-attr]
+        inner.load_state_dict(weights)
+        del weights  # not held beside the copy
     with evaluation_mode(inner):
         yield inner
 
@@ -106,20 +118,6 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _gathered(model: nn.Module, inner: Any) -> nn.Module:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-    from torch.distributed.fsdp import FSDPModule
-
-    if any("lora_" in name for name, _ in inner.named_parameters()):
-        raise ConfigError("An FSDP model with adapters cannot be gathered: generate with the PeftModel before it is sharded.")
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    plain = next(cls for cls in type(inner).__mro__ if not issubclass(cls, FSDPModule))  # FSDP2's own class is in front
-    copy = plain._from_config(inner.config, dtype=inner.dtype)
-    copy.to(next(iter(weights.values())).device)  # type: ignore[union-attr]
-    copy.load_state_dict(weights)
-    return copy.eval()
 
 
 # ------------------------------------------------------------------ memory

@@ -25,7 +25,7 @@ from rollwright.sequence_processing.generation import (
 )
 from rollwright.sequence_processing.models import module_with_gradients, plain_model, unwrapped
 from rollwright.sequence_processing.scoring import score
-from rollwright.sequence_processing.shards import Experiment, ShardedExperiment, ShardOptions, run_experiment
+from rollwright.sequence_processing.shards import ShardedExperiment, ShardOptions, run_experiment
 from rollwright.tracking.progress import progress_bar
 from rollwright.training.parallel import from_first_rank, world_size
 
@@ -217,9 +217,19 @@ class SequenceProcessor:
                 sizes = wanted.gen_batch_size, wanted.tf_batch_size
                 return self._generate_and_score(model, ids[part], G, seed, *sizes, part.start)
 
-        generation = dataclasses.asdict(self.config)
-        experiment = Experiment(chosen, ids, G, seed, generation, self.model, self.tokenizer, produce)
-        return run_experiment(experiment, Path(directory), wanted, self.progress)
+        return run_experiment(
+            Path(directory),
+            wanted,
+            prompts=chosen,
+            ids=ids,
+            group=G,
+            seed=seed,
+            generation=dataclasses.asdict(self.config),
+            model=self.model,
+            tokenizer=self.tokenizer,
+            produce=produce,
+            show_progress=self.progress,
+        )
 
     # ------------------------------------------------------------------ inside
 

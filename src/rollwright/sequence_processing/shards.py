@@ -85,11 +85,25 @@ class ShardedExperiment:
             yield from read_rows(file)
 
 
-@dataclasses.dataclass
-class Experiment:
-    """What is generated and scored.
+def run_experiment(
+    directory: Path,
+    options: ShardOptions,
+    *,
+    prompts: Sequence[Prompt],
+    ids: list[list[int]],
+    group: int,
+    seed: int | None,
+    generation: dict[str, Any],
+    model: nn.Module,
+    tokenizer: Any,
+    produce: Callable[[slice, int], tuple[BatchedSequences, LogprobResults]],
+    show_progress: bool | None = None,
+) -> ShardedExperiment:
+    """Carry out what of an experiment is not on disk yet.
 
-    Attributes:
+    Args:
+        directory: where its files are.
+        options: how it is cut and kept.
         prompts: as they were given.
         ids: tokens of each prompt.
         group: responses to each.
@@ -97,33 +111,26 @@ class Experiment:
         generation: settings that decide the results.
         model, tokenizer: that carry it out.
         produce: generates and scores the prompts of a slice, with a seed.
-    """
-
-    prompts: Sequence[Prompt]
-    ids: list[list[int]]
-    group: int
-    seed: int | None
-    generation: dict[str, Any]
-    model: nn.Module
-    tokenizer: Any
-    produce: Callable[[slice, int], tuple[BatchedSequences, LogprobResults]]
-
-
-def run_experiment(
-    experiment: Experiment, directory: Path, options: ShardOptions, show_progress: bool | None = None
-) -> ShardedExperiment:
-    """Carry out what of the experiment is not on disk yet.
+        show_progress: None: on a terminal and in a notebook.
 
     Raises:
         CheckpointError: the directory holds another experiment, or one that ``resume`` was not given for.
     """
-    manifest = _manifest(experiment, options)
-    drawn = int(torch.randint(1 << 62, ())) if experiment.seed is None else experiment.seed
-    seed = from_first_rank(
-        lambda: _claim(directory, manifest, drawn, experiment.seed is not None, options.resume),
-        next(experiment.model.parameters()).device,
+    sizes = ("gen_batch_size", "tf_batch_size", "deterministic")  # they decide results only by rounding
+    manifest = {
+        "prompts": len(ids),
+        "prompts_digest": hashlib.blake2b(json.dumps(ids).encode(), digest_size=16).hexdigest(),
+        "G": group,
+        "prompts_per_shard": options.prompts_per_shard,
+        "file_format": options.file_format,
+        "generation": {key: value for key, value in generation.items() if key not in sizes},
+        "weights_digest": _weights_digest(model),
+    }
+    drawn = int(torch.randint(1 << 62, ())) if seed is None else seed
+    agreed_seed = from_first_rank(
+        lambda: _claim(directory, manifest, drawn, seed is not None, options.resume), next(model.parameters()).device
     )
-    starts = range(0, len(experiment.ids), options.prompts_per_shard)
+    starts = range(0, len(ids), options.prompts_per_shard)
     files = [directory / f"shard-{number:05d}.{options.file_format}" for number in range(len(starts))]
     mine = [(number, start) for number, start in enumerate(starts) if number % world_size() == rank()]
     todo = [(number, start) for number, start in mine if not files[number].exists()]
@@ -142,8 +149,8 @@ def run_experiment(
         advance(len(mine) - len(todo))
         for step, (number, start) in enumerate(todo, steps + 1):
             part = slice(start, start + options.prompts_per_shard)
-            sequences, results = experiment.produce(part, seed)
-            rows = _rows(experiment.tokenizer, experiment.prompts[part], sequences, results, start)
+            sequences, results = produce(part, agreed_seed)
+            rows = _rows(tokenizer, prompts[part], sequences, results, start)
             with replaced_file(files[number], durable=True) as draft:
                 write(draft, rows)
             log.log(step, {"shard": float(number), **experiment_metrics(sequences, results)})
@@ -153,20 +160,6 @@ def run_experiment(
 
 
 # ------------------------------------------------------------------ which experiment
-
-
-def _manifest(experiment: Experiment, options: ShardOptions) -> dict[str, Any]:
-    """What decides the results; batch sizes do so only by rounding, and are left out."""
-    sizes = ("gen_batch_size", "tf_batch_size", "deterministic")
-    return {
-        "prompts": len(experiment.ids),
-        "prompts_digest": hashlib.blake2b(json.dumps(experiment.ids).encode(), digest_size=16).hexdigest(),
-        "G": experiment.group,
-        "prompts_per_shard": options.prompts_per_shard,
-        "file_format": options.file_format,
-        "generation": {key: value for key, value in experiment.generation.items() if key not in sizes},
-        "weights_digest": _weights_digest(experiment.model),
-    }
 
 
 def _weights_digest(model: nn.Module) -> str:

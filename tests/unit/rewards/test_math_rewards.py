@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from rollwright import AsyncRewardWrapper
 from rollwright.errors import RewardError
-from rollwright.rewards.countdown import countdown_reward, evaluate
 from rollwright.rewards.math import (
     accuracy_reward,
     last_boxed,
@@ -17,6 +16,7 @@ from rollwright.rewards.math import (
     math_reward,
     overlong_penalty,
 )
+from rollwright.rewards.text import countdown_reward, evaluate
 
 
 def score(function, completion, answer, ids=(), **data):
