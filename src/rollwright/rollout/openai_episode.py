@@ -31,9 +31,6 @@ from rollwright.inference.server.openai import OpenAIProtocol
 from rollwright.inference.server.openai_answer import OpenAICall
 from rollwright.rollout.sample import SampleEngine
 
-#: Sampling parameters that a request may leave out, and the generation argument that then holds.
-_DEFAULTS = ("stop", "stop_token_ids", "frequency_penalty", "ignore_eos", "skip_special_tokens")
-
 
 class Reward(Body):
     """``/v1/rewards``: of the run, or of a call or a turn of it."""
@@ -227,13 +224,10 @@ class OpenAIEpisode(OpenAIProtocol):
             super()._check_model(fields)
 
     def _gconfig(self, fields: dict[str, Any], endpoint: str, prompt_length: int) -> GenerationHyperparameters:
-        own = self._defaults
-        left_out = {name: getattr(own, name) for name in _DEFAULTS if name not in fields and getattr(own, name)}
         if "max_tokens" not in fields and "max_completion_tokens" not in fields:
             room = (self._context_length or math.inf) - prompt_length
-            left_out["max_tokens"] = max(1, min(own.max_new_tokens, room))
-        gconfig = super()._gconfig({"min_tokens": own.min_new_tokens, **fields, **left_out}, endpoint, prompt_length)
-        return gconfig.new(greedy=own.greedy and "temperature" not in fields)
+            fields = {**fields, "max_tokens": max(1, min(self._defaults.max_new_tokens, room))}
+        return super()._gconfig(fields, endpoint, prompt_length)
 
     def _call(
         self, api_key: str | None, endpoint: str, body: dict[str, Any], fields: dict[str, Any], prompts: list[list[int]]

@@ -265,7 +265,14 @@ class OpenAIAgentWorkflow(RolloutWorkflow):
         model_name: str = "default",
         front: OpenAIFront | None = None,
     ) -> None:
-        self.agent, self.agent_kwargs = _agent(agent, agent_kwargs or {})
+        if isinstance(agent, str):
+            agent = resolve_function(agent, "agent")
+        self.agent_kwargs = agent_kwargs or {}
+        if inspect.isclass(agent):
+            agent, self.agent_kwargs = agent(**self.agent_kwargs), {}
+        self.agent = getattr(agent, "run", agent)
+        if not callable(self.agent):
+            raise WorkflowError(f"the agent is {agent!r}; give a function, or a class or object with a method run(data, …).")
         self.front = front or OpenAIFront(load_tokenizer(tokenizer), model_name)
         self.gconfig = gconfig
         self.threads = AbandonableThreads(limit=16)
@@ -301,15 +308,3 @@ class OpenAIAgentWorkflow(RolloutWorkflow):
         if inspect.iscoroutinefunction(self.agent):
             return await self.agent(data, **arguments)
         return await self.threads.run(lambda: self.agent(data, **arguments), name="an agent")
-
-
-def _agent(agent: Any, kwargs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """What is called for each episode, and its further arguments."""
-    if isinstance(agent, str):
-        agent = resolve_function(agent, "agent")
-    if inspect.isclass(agent):
-        agent, kwargs = agent(**kwargs), {}
-    run = getattr(agent, "run", agent)
-    if not callable(run):
-        raise WorkflowError(f"the agent is {agent!r}; give a function, or a class or object with a method run(data, …).")
-    return run, kwargs

@@ -123,6 +123,14 @@ def _call(value: Any) -> ToolCall | None:
     return ToolCall(value["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
 
 
+def _first_value(text: str) -> tuple[Any, int]:
+    """The JSON value that a text begins with, and where it ends; None and 0 where it begins with none."""
+    try:
+        return json.JSONDecoder().raw_decode(text)
+    except json.JSONDecodeError:
+        return None, 0
+
+
 _TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -144,13 +152,8 @@ def _parse_tagged(text: str) -> tuple[str, list[ToolCall]]:
 
 
 def _parse_bracketed(text: str) -> tuple[str, list[ToolCall]]:
-    head, mark, tail = text.partition("[TOOL_CALLS]")
-    if not mark:
-        return text, []
-    try:
-        values, _ = json.JSONDecoder().raw_decode(tail.strip())
-    except json.JSONDecodeError:
-        return text, []
+    head, _, tail = text.partition("[TOOL_CALLS]")
+    values, _ = _first_value(tail.strip())
     calls = [call for value in (values if isinstance(values, list) else [values]) if (call := _call(value)) is not None]
     return (head.strip(), calls) if calls else (text, [])
 
@@ -159,10 +162,7 @@ def _parse_bare(text: str) -> tuple[str, list[ToolCall]]:
     stripped = text.strip().removeprefix("<|python_tag|>").strip()
     calls: list[ToolCall] = []
     while stripped.startswith("{"):
-        try:
-            value, end = json.JSONDecoder().raw_decode(stripped)
-        except json.JSONDecodeError:
-            return text, []
+        value, end = _first_value(stripped)
         call = _call(value)
         if call is None:
             return text, []

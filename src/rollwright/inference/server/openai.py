@@ -45,6 +45,9 @@ from rollwright.inference.server.openai_answer import (
     usage_of,
 )
 
+#: Sampling parameters that have the generation argument's name.
+_SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "stop_token_ids", "ignore_eos")
+
 
 class OpenAIProtocol:
     """``/v1/models``, ``/v1/completions`` and ``/v1/chat/completions`` over an engine.
@@ -253,7 +256,7 @@ class OpenAIProtocol:
         )
 
     def _gconfig(self, fields: dict[str, Any], endpoint: str, prompt_length: int) -> GenerationHyperparameters:
-        defaults, stop = self._defaults, fields.get("stop")
+        defaults, stop = self._defaults, fields.get("stop", self._defaults.stop)
         given = fields.get("max_completion_tokens", fields.get("max_tokens"))
         if given is None:
             room = (self._context_length or prompt_length + defaults.max_new_tokens) - prompt_length
@@ -261,15 +264,11 @@ class OpenAIProtocol:
         return defaults.new(
             n_samples=1,
             max_new_tokens=given,
-            min_new_tokens=fields.get("min_tokens", 0),
-            temperature=float(fields.get("temperature", defaults.temperature)),
-            top_p=float(fields.get("top_p", defaults.top_p)),
-            top_k=fields.get("top_k", defaults.top_k),
-            frequency_penalty=float(fields.get("frequency_penalty", defaults.frequency_penalty)),
+            min_new_tokens=fields.get("min_tokens", defaults.min_new_tokens),
+            greedy=defaults.greedy and "temperature" not in fields,
             stop=[stop] if isinstance(stop, str) else stop,
-            stop_token_ids=fields.get("stop_token_ids", []),
-            ignore_eos=bool(fields.get("ignore_eos", False)),
-            skip_special_tokens=bool(fields.get("skip_special_tokens", True)),
+            skip_special_tokens=fields.get("skip_special_tokens", True),
+            **{name: fields[name] for name in _SAMPLING if name in fields},
         )
 
     # -- answers -------------------------------------------------------------------------------------------------------
