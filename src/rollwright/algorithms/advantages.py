@@ -34,13 +34,6 @@ def _sum_by(values_B: Tensor, index_B: Tensor, count: int) -> Tensor:
     return values_B.new_zeros(count).index_add_(0, index_B, values_B)
 
 
-def sample_weights(sample_ids_B: Tensor) -> Tensor:
-    """One over the number of rows of each row's sample, ``[B]`` float64."""
-    index_B, count = _segments(sample_ids_B)
-    rows = _sum_by(torch.ones_like(index_B, dtype=torch.float64), index_B, count)
-    return 1.0 / rows[index_B]
-
-
 def baseline_and_scale(
     rewards_B: Tensor,
     group_ids_B: Tensor,
@@ -79,8 +72,8 @@ def baseline_and_scale(
         if level not in ("group", "batch", "none", None):
             raise ConfigError(f"adv_norm.{name} is {level!r}: choose one of group, batch, none.")
     rewards = rewards_B.double()
-    weights = sample_weights(sample_ids_B)
     sample_index_B, sample_count = _segments(sample_ids_B)
+    weights = 1.0 / _sum_by(torch.ones_like(rewards), sample_index_B, sample_count)[sample_index_B]
     whole_batch_B = torch.zeros_like(group_ids_B)
 
     def moments(level: str) -> tuple[Tensor, Tensor, Tensor]:

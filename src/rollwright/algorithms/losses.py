@@ -238,38 +238,34 @@ def turn_index(mask_BL: Tensor) -> Tensor:
     return starts_BL.long().cumsum(-1) * mask_BL
 
 
-def pooled_log_ratio(log_ratio_BL: Tensor, mask_BL: Tensor, level: str) -> Tensor:
-    """Log-ratios at the level where importance is taken.
+def importance_ratio(logp_BL: Tensor, old_logp_BL: Tensor, mask_BL: Tensor, level: str = "token") -> Tensor:
+    """The ratio of two policies' probabilities at the level where importance is taken.
 
     Args:
-        log_ratio_BL: log-probabilities under the new policy minus those under the old.
+        logp_BL: log-probabilities under the new policy.
+        old_logp_BL: under the old one.
         mask_BL: 1 where a token trains.
-        level: ``token``: as they are. ``sequence``: the mean over the row, so that its exponential is GSPO's
+        level: ``token``: of each token. ``sequence``: the log-ratio is the mean over the row, which is GSPO's
             length-normalised sequence ratio (arXiv 2507.18071, eq. 7). ``turn``: the mean over each run of trained tokens.
 
     Returns:
-        ``[B, L]``; every token of a turn or row carries the same value, 0 where ``mask_BL`` is 0.
+        ``[B, L]``; every token of a turn or row carries the same value, 1 where ``mask_BL`` is 0.
     """
+    log_ratio_BL = logp_BL - old_logp_BL
     mask_BL = mask_BL.to(log_ratio_BL.dtype)
     log_ratio_BL = log_ratio_BL * mask_BL
-    if level == "token":
-        return log_ratio_BL
     if level == "sequence":
         mean_B = log_ratio_BL.sum(-1) / mask_BL.sum(-1).clamp(min=1)
-        return mean_B[:, None] * mask_BL
-    if level == "turn":
+        log_ratio_BL = mean_B[:, None] * mask_BL
+    elif level == "turn":
         index_BL = turn_index(mask_BL)
         turns = int(index_BL.max()) + 1 if index_BL.numel() else 1
         empty_BT = log_ratio_BL.new_zeros(log_ratio_BL.shape[0], turns)
         total_BT = empty_BT.scatter_add(1, index_BL, log_ratio_BL)
         count_BT = empty_BT.scatter_add(1, index_BL, mask_BL)
-        return (total_BT / count_BT.clamp(min=1)).gather(1, index_BL) * mask_BL
-    raise ConfigError(f"importance_level is {level!r}: choose one of token, turn, sequence.")
-
-
-def importance_ratio(logp_BL: Tensor, old_logp_BL: Tensor, mask_BL: Tensor, level: str = "token") -> Tensor:
-    """The ratio of two policies' probabilities, ``[B, L]``; 1 where ``mask_BL`` is 0."""
-    log_ratio_BL = pooled_log_ratio(logp_BL - old_logp_BL, mask_BL, level)
+        log_ratio_BL = (total_BT / count_BT.clamp(min=1)).gather(1, index_BL) * mask_BL
+    elif level != "token":
+        raise ConfigError(f"importance_level is {level!r}: choose one of token, turn, sequence.")
     return log_ratio_BL.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 

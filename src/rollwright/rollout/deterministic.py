@@ -23,7 +23,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum
 from typing import Any
 
 from rollwright.errors import EngineError, RequestAborted
@@ -47,18 +47,17 @@ _SOCKET_FILE = os.path.join("anyio", "_backends", "_asyncio.py")
 _STRUCTURAL_CODE = {asyncio.tasks._wait.__code__, asyncio.tasks.wait_for.__code__}  # type: ignore[attr-defined]
 
 
-class _Wait(Enum):
-    """What a task of a sample waits for."""
+class _Wait(IntEnum):
+    """What a task of a sample waits for; a sample of several tasks waits for the least."""
 
     NOTHING = 0  # it runs, or something outside will wake it by itself
-    ANSWER = 1  # held requests, and nothing else
-    OTHERS = 2  # a lock, queue or group: whoever holds that is looked at too
+    OTHERS = 1  # a lock, queue or group: whoever holds that is looked at too
+    ANSWER = 2  # held requests, and nothing else
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
     order: tuple[Any, ...]
-    sample: SampleEngine
     request: ModelRequest
     answer: asyncio.Future[ModelResponse]
     from_thread: bool
@@ -114,7 +113,6 @@ class WaveGate:
         name = sample.name
         held = _Held(
             (name.is_eval, name.ordinal, name.index, *place),
-            sample,
             request,
             self._loop.create_future(),
             from_thread=current is not None and id(current) in self._from_threads,
@@ -123,8 +121,14 @@ class WaveGate:
         self.look()
         try:
             return await held.answer
-        except asyncio.CancelledError:
-            self._withdraw(held)
+        except asyncio.CancelledError:  # the workflow gave the request up; its sample is looked at anew
+            own = self._held.get(sample, [])
+            if held in own:
+                own.remove(held)
+                if not own:
+                    del self._held[sample]
+            if sample in self._samples:
+                self._suspects[sample] = None
             raise
 
     # -- on the loop ---------------------------------------------------------------------------------------------------
@@ -141,9 +145,24 @@ class WaveGate:
             self._suspects = dict.fromkeys(self._samples)
             self._wave = self._loop.create_task(self._run(wave), name="wave")
             return
-        self._warn_of(busy)
         if self._later is None:
             self._later = self._loop.call_later(LOOK_AGAIN, self._try_later)
+        now = self._loop.time()
+        if busy is not self._busy:
+            self._busy, self._busy_since = busy, now
+        elif now - self._busy_since > HELD_UP_WARNING_SECONDS:
+            self._busy_since = now
+            places = [place_of(task) for task in busy.tasks if not task.done()]
+            logger.warning(
+                "%s has held up %d model requests of other samples for %.0f s: %s in %s awaits something that is no answer of the "
+                "model (%s). Give its tools a limit, and end its background tasks with the episode.",
+                busy.name,
+                sum(map(len, self._held.values())),
+                HELD_UP_WARNING_SECONDS,
+                "a task" if len(places) > 1 else "its task",
+                busy.workflow,
+                "; ".join(places),
+            )
 
     def _try_later(self) -> None:
         self._later = None
@@ -202,16 +221,6 @@ class WaveGate:
             sample.tasks.add(task)
         return task
 
-    def _withdraw(self, held: _Held) -> None:
-        """The workflow gave a held request up; its sample is looked at anew."""
-        own = self._held.get(held.sample, [])
-        if held in own:
-            own.remove(held)
-            if not own:
-                del self._held[held.sample]
-        if held.sample in self._samples:
-            self._suspects[held.sample] = None
-
     def _busy_sample(self) -> SampleEngine | None:
         """A sample that can go on without an answer, or None. One that waits for answers only is not looked at again."""
         for sample in list(self._suspects):
@@ -222,25 +231,6 @@ class WaveGate:
                 del self._suspects[sample]
         return None
 
-    def _warn_of(self, busy: SampleEngine) -> None:
-        """Name a sample that holds everybody up for long."""
-        now = self._loop.time()
-        if busy is not self._busy:
-            self._busy, self._busy_since = busy, now
-        elif now - self._busy_since > HELD_UP_WARNING_SECONDS:
-            self._busy_since = now
-            places = [place_of(task) for task in busy.tasks if not task.done()]
-            logger.warning(
-                "%s has held up %d model requests of other samples for %.0f s: %s in %s awaits something that is no answer of the "
-                "model (%s). Give its tools a limit, and end its background tasks with the episode.",
-                busy.name,
-                sum(map(len, self._held.values())),
-                HELD_UP_WARNING_SECONDS,
-                "a task" if len(places) > 1 else "its task",
-                busy.workflow,
-                "; ".join(places),
-            )
-
     def _wait_of(self, sample: SampleEngine) -> _Wait:
         if self._samples[sample].done():
             return _Wait.NOTHING  # it leaves in a moment, and others may start in its place
@@ -249,14 +239,7 @@ class WaveGate:
         in_thread = any(held.from_thread for held in held_requests)
         pending = [task for task in sample.tasks if not task.done()]
         own = {id(task) for task in pending}
-        result = _Wait.ANSWER
-        for task in pending:
-            wait = _wait_of_task(task, held, own, in_thread)
-            if wait is _Wait.NOTHING:
-                return wait
-            if wait is _Wait.OTHERS:
-                result = wait
-        return result
+        return min((_wait_of_task(task, held, own, in_thread) for task in pending), default=_Wait.ANSWER)
 
 
 def _wait_of_task(task: asyncio.Task[Any], held: set[int], own: set[int], in_thread: bool) -> _Wait:

@@ -18,7 +18,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 from rollwright.errors import RolloutError
@@ -55,7 +54,6 @@ class LoopThread:
         self._at_exit = at_exit
         self._lock = threading.RLock()
         self._calls: set[concurrent.futures.Future[Any]] = set()  # that callers wait for
-        self.is_started = False
         self.is_stopped = False
 
     def start(self) -> None:
@@ -67,9 +65,8 @@ class LoopThread:
         with self._lock:
             if self.is_stopped:
                 raise RolloutError("this rollout executor was destroyed; make a new one.")
-            if not self.is_started:
+            if self._thread.ident is None:
                 self._thread.start()
-                self.is_started = True
                 atexit.register(self._at_exit)
 
     def call(self, function: Callable[..., Result], *args: Any) -> Result:
@@ -113,25 +110,19 @@ class LoopThread:
             self.is_stopped = True
         atexit.unregister(self._at_exit)
         try:
-            self._end(first)
+            if self._thread.ident is not None:
+                asyncio.run_coroutine_threadsafe(self._cancel_all(first), self.loop).result(STOP_SECONDS + 5.0)
+                self.loop.call_soon_threadsafe(self.loop.stop)
+                self._thread.join(STOP_SECONDS)
+            if not self._thread.is_alive():
+                self.loop.close()
+        except concurrent.futures.TimeoutError:
+            where = self.monitor.where() or "place unknown"
+            logger.error("rollout's event loop is blocked and could not be stopped: %s", where)
         finally:
             for call in list(self._calls):
                 with contextlib.suppress(concurrent.futures.InvalidStateError):  # answered at this moment
                     call.set_exception(RolloutError("the rollout executor was destroyed while this call waited."))
-
-    def _end(self, first: Callable[[], None]) -> None:
-        if self.is_started:
-            ended = asyncio.run_coroutine_threadsafe(self._cancel_all(first), self.loop)
-            try:
-                ended.result(STOP_SECONDS + 5.0)
-            except concurrent.futures.TimeoutError:
-                where = self.monitor.where() or "place unknown"
-                logger.error("rollout's event loop is blocked and could not be stopped: %s", where)
-                return
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join(STOP_SECONDS)
-        if not self._thread.is_alive():
-            self.loop.close()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -203,9 +194,33 @@ class BlockedLoopMonitor:
             self._thread.join()
 
     def where(self) -> str | None:
-        """File, line and source of what the loop's thread is doing, with the workflow where it is known."""
+        """The workflow that the loop's thread is in, with file, line and source; None where it does the executor's own work.
+
+        The line is the innermost one of user code. The workflow is that of an ``arun_episode`` on the stack, or of the sample whose task or callback the loop runs: tasks that
+        an episode starts inherit its context. A workflow of an installed package looks like the libraries that it calls: the line
+        is then the outermost of them.
+        """
+        workflow, users, installed = None, None, None
         frame = sys._current_frames().get(self._thread_id)
-        return None if frame is None else _describe(frame)
+        while frame is not None:
+            code, file = frame.f_code, frame.f_code.co_filename.replace("\\", "/")
+            if workflow is None and code.co_name == "arun_episode" and "self" in frame.f_locals:
+                workflow = type(frame.f_locals["self"]).__qualname__
+            elif workflow is None and code is asyncio.Handle._run.__code__:
+                sample = frame.f_locals["self"]._context.get(CURRENT_SAMPLE)
+                workflow = None if sample is None else sample.workflow
+            is_own = any(part in file for part in _OWN_CODE) or file.startswith((sys.base_prefix, "<string>", "<frozen"))
+            if "site-packages" in file:
+                installed = installed if is_own else frame
+            elif users is None and not is_own:
+                users = frame
+            frame = frame.f_back
+        users = users or installed
+        if users is None:
+            return None
+        file, line = users.f_code.co_filename, users.f_lineno
+        source = linecache.getline(file, line).strip()
+        return f"{workflow or 'a task of a workflow'} at {file}:{line} in {users.f_code.co_name}: {source}"
 
     def _pulse(self) -> None:
         self._beat = time.monotonic()
@@ -235,19 +250,16 @@ class BlockedLoopMonitor:
                 places[place] += 1
             if held >= self._blocked_seconds and places and not is_reported:
                 is_reported = True
-                self._report(places.most_common(1)[0][0], held)
-
-    def _report(self, place: str, held: float) -> None:
-        self.reports += 1
-        self.latest = place
-        self._reported[place] += 1
-        if self._reported[place] <= REPORTS_PER_LINE:
-            logger.warning(
-                "the event loop of all samples has stood still for %.1f s: %s. Await instead of blocking: asyncio.sleep for "
-                "time.sleep, an async client for requests, asyncio.to_thread for work.",
-                held,
-                place,
-            )
+                self.reports += 1
+                self.latest = places.most_common(1)[0][0]
+                self._reported[self.latest] += 1
+                if self._reported[self.latest] <= REPORTS_PER_LINE:
+                    logger.warning(
+                        "the event loop of all samples has stood still for %.1f s: %s. Await instead of blocking: asyncio.sleep "
+                        "for time.sleep, an async client for requests, asyncio.to_thread for work.",
+                        held,
+                        self.latest,
+                    )
 
     def _step(self) -> weakref.ref[asyncio.Handle] | None:
         """Which step of a task, or which callback, the loop is in; None where it is in none."""
@@ -288,36 +300,6 @@ def own_time(elapsed: float, before: ThreadTimes | None, now: ThreadTimes | None
     if now.is_runnable:
         return min(elapsed, now.computed - before.computed)
     return max(0.0, elapsed - (now.waited - before.waited))
-
-
-def _describe(innermost: FrameType) -> str | None:
-    """The innermost line of user code on the stack, and its workflow; None where it is the executor's own work.
-
-    The workflow is that of an ``arun_episode`` on the stack, or of the sample whose task or callback the loop runs: tasks that
-    an episode starts inherit its context. A workflow of an installed package looks like the libraries that it calls: the line
-    is then the outermost of them.
-    """
-    workflow, users, installed = None, None, None
-    frame: FrameType | None = innermost
-    while frame is not None:
-        code, file = frame.f_code, frame.f_code.co_filename.replace("\\", "/")
-        if workflow is None and code.co_name == "arun_episode" and "self" in frame.f_locals:
-            workflow = type(frame.f_locals["self"]).__qualname__
-        elif workflow is None and code is asyncio.Handle._run.__code__:
-            sample = frame.f_locals["self"]._context.get(CURRENT_SAMPLE)
-            workflow = None if sample is None else sample.workflow
-        is_own = any(part in file for part in _OWN_CODE) or file.startswith((sys.base_prefix, "<string>", "<frozen"))
-        if "site-packages" in file:
-            installed = installed if is_own else frame
-        elif users is None and not is_own:
-            users = frame
-        frame = frame.f_back
-    users = users or installed
-    if users is None:
-        return None
-    file, line = users.f_code.co_filename, users.f_lineno
-    source = linecache.getline(file, line).strip()
-    return f"{workflow or 'a task of a workflow'} at {file}:{line} in {users.f_code.co_name}: {source}"
 
 
 # -- garbage collection ------------------------------------------------------------------------------------------------

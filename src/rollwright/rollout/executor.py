@@ -65,8 +65,6 @@ class RolloutExecutor:
                 "set it to 0, or deterministic to false."
             )
         self.engine = engine
-        self.seed = seed
-        self.deterministic = deterministic
         self._thread = LoopThread(at_exit=self.destroy)
         self._call = self._thread.call
         self._runner = Runner(engine, self.config, self._thread.loop, seed, deterministic)

@@ -63,12 +63,9 @@ class FailureLog:
         self.first = self.first or failure
         key = (type(error).__name__, workflow)
         self._logged[key] += 1
-        then = "given up" if is_final else "run again"
-        report = logger.error if is_final else logger.warning
-        if self._logged[key] <= LOGGED_IN_FULL:
-            report("%s failed in %s and is %s: %s\n%s", sample, workflow, then, task, failure.traceback)
-        else:
-            report("%s failed in %s and is %s: %s: %s", sample, workflow, then, task, failure.cause)
+        report, then = (logger.error, "given up") if is_final else (logger.warning, "run again")
+        detail = f"\n{failure.traceback}" if self._logged[key] <= LOGGED_IN_FULL else f": {failure.cause}"
+        report("%s failed in %s and is %s: %s%s", sample, workflow, then, task, detail)
         return failure
 
     def too_many(self) -> RolloutError | None:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import contextvars
 import functools
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollwright.config.sections import RolloutConfig
@@ -38,6 +40,7 @@ RESULTS_KEPT = 65_536  # outcomes of dropped tasks that wait_for_task can still 
 GRACE_SECONDS = 10.0  # that a cancelled sample gets to end
 
 
+@dataclass(eq=False)
 class Waiter:
     """A caller whose thread waits for ``future``.
 
@@ -48,13 +51,10 @@ class Waiter:
         own_groups: that nobody else waits for: they are dropped when the caller gives up.
     """
 
-    def __init__(
-        self, take: Callable[[], list[Group] | None], caller: int | None = None, own_groups: Sequence[Group] = ()
-    ) -> None:
-        self.take = take
-        self.caller = caller
-        self.own_groups = own_groups
-        self.future: concurrent.futures.Future[list[Group]] = concurrent.futures.Future()
+    take: Callable[[], list[Group] | None]
+    caller: int | None = None
+    own_groups: Sequence[Group] = ()
+    future: concurrent.futures.Future[list[Group]] = field(default_factory=concurrent.futures.Future)
 
     def fail(self, error: BaseException) -> None:
         """Answer with an error."""
@@ -80,7 +80,6 @@ class Runner:
         self.config = config
         self.loop = loop
         self.seed = seed
-        self.deterministic = deterministic
         self.delivery = Delivery(config, deterministic, self._drop, self.pump)
         self.failures = FailureLog(config.max_failed_share)
         self.samples: Counter[str] = Counter()  # accepted, rejected, failed, retried, cut
@@ -139,12 +138,10 @@ class Runner:
 
     def _pump_now(self) -> None:
         self._pump_asked = False
-        try:
+        with self._faults_stop():
             self.pump()
             if self._gate is not None:
                 self._gate.look()
-        except Exception as error:  # unforeseen by definition
-            self._stop_at_fault(error)
 
     # -- samples -------------------------------------------------------------------------------------------------------
 
@@ -173,7 +170,7 @@ class Runner:
     async def _run(self, group: Group, sample: SampleEngine) -> Trajectory | BaseException | None:
         """One episode, its rows normalised and checked; an exception of the workflow is returned, not raised."""
         limit, timer = self.config.sample_timeout, None
-        if limit is not None and not self.deterministic:
+        if limit is not None and self._gate is None:
             timer = self.loop.call_later(limit, self._cancel_late, group, sample)
         try:
             result = await group.workflow.arun_episode(sample, dict(group.data))
@@ -212,21 +209,16 @@ class Runner:
             return  # it was abandoned before
         sample.close("has ended")
         self.running_samples -= 1
-        try:
+        with self._faults_stop():
             if group.is_over or self.fatal is not None:
                 self.samples["cut"] += 1
             elif abandoned is not None or task.cancelled():
                 self._sample_ended(group, sample, abandoned or RolloutError("somebody else cancelled the sample's task."))
             else:
                 self._sample_ended(group, sample, task.exception() or task.result())
-        except Exception as error:  # unforeseen by definition
-            self._stop_at_fault(error)
-        self._pump_soon()  # before the gate looks: a wave must not go out without the samples that start now
-        if self._gate is not None:
-            try:
+            self._pump_soon()  # before the gate looks: a wave must not go out without the samples that start now
+            if self._gate is not None:
                 self._gate.leave(sample)
-            except Exception as error:  # unforeseen by definition
-                self._stop_at_fault(error)
 
     def _abandon_later(self, group: Group, tasks: list[asyncio.Task[Any]]) -> None:
         """These were cancelled: those that have not ended after a grace are waited for no longer."""
@@ -416,15 +408,18 @@ class Runner:
 
     def stop(self, error: BaseException) -> None:
         """Stop for good: every caller gets ``error``, every sample is cancelled."""
-        if self.fatal is None:
-            self.fatal = error
+        self.fatal = self.fatal or error
         for group in self._active:
             group.cancel("belongs to a rollout that was stopped")
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             waiter.fail(error)
 
-    def _stop_at_fault(self, error: Exception) -> None:
+    @contextlib.contextmanager
+    def _faults_stop(self) -> Iterator[None]:
         """A fault of ours in a callback of the loop would only be logged there, and callers would wait for ever."""
-        logger.exception("rollout stops for a fault of its own")
-        self.stop(error)
+        try:
+            yield
+        except Exception as error:  # unforeseen by definition
+            logger.exception("rollout stops for a fault of its own")
+            self.stop(error)

@@ -173,9 +173,8 @@ class SampleEngine(InferenceEngine):
 
     def abort(self, rid: str | None = None) -> None:
         """End this sample's conversation ``rid``, or all of its conversations."""
-        for own in [rid] if rid is not None else list(self._conversations):
-            if own in self._conversations:
-                self.engine.abort(own)
+        for own in list(self._conversations) if rid is None else self._conversations & {rid}:
+            self.engine.abort(own)
 
     def _not_for_workflows(self, method: str) -> None:
         raise EngineError(

@@ -224,7 +224,12 @@ class Delivery:
         picked = ready[:count]
         if not picked or (len(picked) < count and not final):
             return None
-        cut = self._stragglers(picked) if state.over_sampling else []
+        cut: list[Group] = []
+        if state.over_sampling:  # what was started in excess: those that run longest, then the youngest that are ready
+            chosen = set(picked)
+            spare = [group for group in self.ready if group not in chosen and not group.is_eval]
+            cut = sorted(self.running, key=lambda group: (group.admitted, group.task_id)) + spare[::-1]
+            cut = cut[: state.surplus]
         if self._waits_for_old and state.batch is not None:
             youngest = max(group.admitted for group in picked)
             older_runs = any(group.admitted < youngest for group in self.running.difference(cut))
@@ -250,13 +255,6 @@ class Delivery:
             group.state = GroupState.DELIVERED
         self.staleness.train(group.admitted for group in groups if group.in_stream)
         self.in_training.extend(group for group in groups if not group.is_eval)
-
-    def _stragglers(self, picked: list[Group]) -> list[Group]:
-        """The groups that over-sampling started in excess: those that run longest, then the youngest that are ready."""
-        chosen = set(picked)
-        running = sorted(self.running, key=lambda group: (group.admitted, group.task_id))
-        spare = [group for group in self.ready if group not in chosen and not group.is_eval]
-        return (running + spare[::-1])[: self.staleness.surplus]
 
     def _drop_stale(self) -> None:
         oldest_allowed = self.staleness.oldest
