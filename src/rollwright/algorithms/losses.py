@@ -7,7 +7,6 @@ batch is ``(weights_BL * values_BL).sum()`` with the weights of ``aggregation_we
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,29 +46,22 @@ def find_policy_loss(config: PPOActorConfig) -> Callable[[Tensor, Tensor, Tensor
     if not takes_all and (unknown := sorted(set(arguments) - (known - set(_FROM_CONFIG)))):
         allowed = ", ".join(sorted(known - set(_FROM_CONFIG))) or "none"
         raise ConfigError(f"actor.policy_loss_kwargs has {unknown}, which the loss {name!r} does not take: it takes {allowed}.")
-    given = {parameter: getattr(config, key) for parameter, key in _FROM_CONFIG.items() if parameter in known}
-    return functools.partial(_policy_loss, loss, {**given, **arguments})
+    arguments = {parameter: getattr(config, key) for parameter, key in _FROM_CONFIG.items() if parameter in known} | arguments
 
+    def policy_loss(logp_BL: Tensor, old_logp_BL: Tensor, advantages_BL: Tensor, mask_BL: Tensor) -> PolicyLoss:
+        result = loss(logp_BL, old_logp_BL, advantages_BL, mask_BL, **arguments)
+        if isinstance(result, PolicyLoss):
+            return result
+        if not isinstance(result, Tensor) or result.shape != logp_BL.shape:
+            found = f"a tensor of {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+            raise ConfigError(
+                f"the policy loss {getattr(loss, '__qualname__', loss)} returned {found}; return a PolicyLoss, or a loss for each "
+                f"token: {list(logp_BL.shape)}, not summed."
+            )
+        ratio_BL = importance_ratio(logp_BL, old_logp_BL, mask_BL).detach()
+        return PolicyLoss(result, ratio_BL, torch.zeros_like(mask_BL, dtype=torch.bool))
 
-def _policy_loss(
-    loss: Callable[..., PolicyLoss | Tensor],
-    arguments: dict[str, object],
-    logp_BL: Tensor,
-    old_logp_BL: Tensor,
-    advantages_BL: Tensor,
-    mask_BL: Tensor,
-) -> PolicyLoss:
-    result = loss(logp_BL, old_logp_BL, advantages_BL, mask_BL, **arguments)
-    if isinstance(result, PolicyLoss):
-        return result
-    if not isinstance(result, Tensor) or result.shape != logp_BL.shape:
-        found = f"a tensor of {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
-        raise ConfigError(
-            f"the policy loss {getattr(loss, '__qualname__', loss)} returned {found}; return a PolicyLoss, or a loss for each "
-            f"token: {list(logp_BL.shape)}, not summed."
-        )
-    ratio_BL = importance_ratio(logp_BL, old_logp_BL, mask_BL).detach()
-    return PolicyLoss(result, ratio_BL, torch.zeros_like(mask_BL, dtype=torch.bool))
+    return policy_loss
 
 
 @dataclass

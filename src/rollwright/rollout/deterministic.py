@@ -195,20 +195,17 @@ class WaveGate:
         except EngineError as error:
             if len(requests) == 1:
                 return [error]
-        answers: dict[int, ModelResponse | BaseException] = {}
-        for part in self._parts(requests):
-            for place, answer in zip(part, await self._generate([requests[place] for place in part]), strict=True):
-                answers[place] = answer
-        return [answers[place] for place in range(len(requests))]
-
-    def _parts(self, requests: list[ModelRequest]) -> list[list[int]]:
-        """Places of the requests in smaller batches, the refused ones apart; the same parts for the same requests."""
-        room = self._engine.context_length or math.inf
-        too_long = [place for place, request in enumerate(requests) if len(request.input_ids) >= room]
+        # Again in parts, which are the same for the same requests: those that are too long apart, else halves.
+        limit, places = self._engine.context_length or math.inf, range(len(requests))
+        too_long = {place for place in places if len(requests[place].input_ids) >= limit}
         if 0 < len(too_long) < len(requests):
-            return [[place for place in range(len(requests)) if place not in set(too_long)], *([place] for place in too_long)]
-        half = len(requests) // 2
-        return [list(range(half)), list(range(half, len(requests)))]
+            parts = [[place for place in places if place not in too_long], *([place] for place in sorted(too_long))]
+        else:
+            parts = [places[: len(requests) // 2], places[len(requests) // 2 :]]
+        answers: dict[int, ModelResponse | BaseException] = {}
+        for part in parts:
+            answers |= zip(part, await self._generate([requests[place] for place in part]), strict=True)
+        return [answers[place] for place in places]
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) -> asyncio.Task[Any]:
         task = asyncio.Task(coroutine, loop=loop, **kwargs)

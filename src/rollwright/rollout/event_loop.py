@@ -196,9 +196,9 @@ class BlockedLoopMonitor:
     def where(self) -> str | None:
         """The workflow that the loop's thread is in, with file, line and source; None where it does the executor's own work.
 
-        The line is the innermost one of user code. The workflow is that of an ``arun_episode`` on the stack, or of the sample whose task or callback the loop runs: tasks that
-        an episode starts inherit its context. A workflow of an installed package looks like the libraries that it calls: the line
-        is then the outermost of them.
+        The line is the innermost one of user code. The workflow is that of an ``arun_episode`` on the stack, or of the sample whose
+        task or callback the loop runs: tasks that an episode starts inherit its context. A workflow of an installed package looks
+        like the libraries that it calls: the line is then the outermost of them.
         """
         workflow, users, installed = None, None, None
         frame = sys._current_frames().get(self._thread_id)

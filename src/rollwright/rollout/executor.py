@@ -72,7 +72,7 @@ class RolloutExecutor:
         self._delivery.staleness.batch = batch_size
         self._delivery.staleness.version = engine.get_version()
         self._factory = GroupFactory()
-        self._sources: list[TaskSource] = []
+        self._sources: dict[int, TaskSource] = {}  # by the id of the dataloader, which they keep alive
         self._restored: deque[dict[str, Any]] = deque()  # tasks that a checkpoint had drawn and not trained
         self._prepare_lock = threading.Lock()
 
@@ -226,12 +226,12 @@ class RolloutExecutor:
             self._delivery.deliver(accepted)
             return accepted
 
-        accepted = self._await(Waiter(take, own_groups=groups), None, "rollout_batch", groups)
-        if not accepted:
+        trajectory = self._await(Waiter(take, own_groups=groups), None, "rollout_batch", groups)
+        if not trajectory:
             reasons = "; ".join(sorted({group.reason for group in groups})[:4])
             first = next((group.failure.describe() for group in groups if group.failure is not None), "")
             raise RolloutError(f"rollout_batch: none of {len(tasks)} tasks was accepted ({reasons}). {first}")
-        return accepted
+        return trajectory
 
     def prepare_batch(
         self,
@@ -265,10 +265,7 @@ class RolloutExecutor:
         self._start()
         runner, delivery, caller = self._runner, self._delivery, threading.get_ident()
         with self._prepare_lock:
-            source = next((known for known in self._sources if known.loader is dataloader), None)
-            if source is None:
-                source = TaskSource(dataloader, self._restored)
-                self._sources.append(source)
+            source = self._sources.setdefault(id(dataloader), TaskSource(dataloader, self._restored))
             count = batch_size or source.batch_size
             if count < 1:
                 raise DatasetEnded("prepare_batch: the dataloader has ended and no group is left.")
@@ -371,7 +368,7 @@ class RolloutExecutor:
     def _read_state(self) -> dict[str, Any]:
         delivery, runner = self._delivery, self._runner
         untrained = {*delivery.running, *runner.stream, *delivery.in_training}
-        drawn = [*self._restored, *(row for source in self._sources for row in source.rows)]
+        drawn = [*self._restored, *(row for source in self._sources.values() for row in source.rows)]
         return {
             "version": delivery.staleness.version,
             "next_ordinal": self._factory.next_ordinal,

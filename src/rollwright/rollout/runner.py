@@ -93,7 +93,6 @@ class Runner:
         self.ends: dict[int, str] = {}  # task id -> why it never became ready
         self._direct: deque[Group] = deque()  # groups of rollout_batch and evaluation: not subject to admission
         self._members: deque[tuple[Group, int, int]] = deque()  # samples of admitted groups that wait for a place
-        self._active: set[Group] = set()  # admitted and not at an end, of every kind
         self._waiters: list[Waiter] = []
         self._is_settling = False
         self._pump_asked = False
@@ -126,7 +125,6 @@ class Runner:
                 break
             if not group.is_over:
                 group.state = GroupState.RUNNING
-                self._active.add(group)
                 self.delivery.admit(group)
                 self._members.extend((group, index, 0) for index in range(group.size))
         self._settle()
@@ -269,8 +267,7 @@ class Runner:
             return
         self.samples["accepted"] += 1
         group.rows[name.index] = outcome
-        group.missing -= 1
-        if group.missing == 0:
+        if None not in group.rows:
             self._complete(group)
 
     def _complete(self, group: Group) -> None:
@@ -285,7 +282,6 @@ class Runner:
             self._drop(group, policy, f"refused by {policy}")
             return
         group.state = GroupState.READY
-        self._active.discard(group)
         self.groups["accepted"] += 1
         if group.batch is not None:
             group.batch.missing -= 1
@@ -315,7 +311,6 @@ class Runner:
         group.rows = []
         self.groups[count] += 1
         self._abandon_later(group, group.cancel(f"belongs to a group that has come to its end ({reason})"))
-        self._active.discard(group)
         if group.batch is not None:
             group.batch.missing -= 1
         else:
@@ -409,9 +404,9 @@ class Runner:
     def stop(self, error: BaseException) -> None:
         """Stop for good: every caller gets ``error``, every sample is cancelled."""
         self.fatal = self.fatal or error
-        for group in self._active:
-            group.cancel("belongs to a rollout that was stopped")
         waiters, self._waiters = self._waiters, []
+        for group in [*self.tasks.copy().values(), *(group for waiter in waiters for group in waiter.own_groups)]:
+            group.cancel("belongs to a rollout that was stopped")
         for waiter in waiters:
             waiter.fail(error)
 

@@ -62,7 +62,6 @@ class Group:
     state: GroupState = GroupState.QUEUED
     admitted: int = 0  # version at which it was admitted
     rows: list[Any] = field(default_factory=list)  # a trajectory of each sample, None where it is not at an end
-    missing: int = 0  # samples that are not at an end
     running: dict[asyncio.Task[Any], SampleEngine] = field(default_factory=dict)
     head_version: int | None = None  # of the oldest token
     reason: str = ""  # why it was dropped or given up
@@ -108,13 +107,10 @@ class Group:
         first_id = self.task_id << _SAMPLE_BITS
         for rows in self.rows:
             count = rows["input_ids"].shape[0]
-            own = rows.get("sample_ids")
-            if own is not None:
-                local = torch.unique(own, return_inverse=True)[1].to(torch.int64)
-            elif self.size == 1:
-                local = torch.arange(count)  # the workflow makes its own group: a row is a sample
-            else:
-                local = torch.zeros(count, dtype=torch.int64)
+            if "sample_ids" in rows:
+                local = torch.unique(rows["sample_ids"], return_inverse=True)[1]
+            else:  # not repeated: the workflow makes its own group, and a row is a sample
+                local = torch.arange(count) if self.size == 1 else torch.zeros(count, dtype=torch.int64)
             rows["sample_ids"] = local + first_id
             rows["group_ids"] = torch.full((count,), self.task_id, dtype=torch.int64)
             first_id += int(local.max()) + 1
@@ -300,7 +296,7 @@ class GroupFactory:
                 self.next_ordinal = max(self.next_ordinal, ordinal + 1)
         accept = None if should_accept_fn is None else resolve_function(should_accept_fn, "should_accept_fn")
         group = Group(next(self._task_ids), ordinal, data, instance, name, group_size, is_eval, accept)
-        group.rows, group.missing = [None] * group_size, group_size
+        group.rows = [None] * group_size
         return group
 
     def restored(self, entry: dict[str, Any]) -> Group:
