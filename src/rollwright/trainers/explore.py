@@ -35,8 +35,7 @@ from rollwright.trainers.reporting import StageRun, sample_means
 from rollwright.trainers.rollout_backend import make_rollout_engine
 from rollwright.trainers.shared_run import (
     EvaluationTurns,
-    give_weights,
-    newest_weights,
+    follow_trainer,
     open_run_database,
     run_length,
     trial_path,
@@ -98,7 +97,13 @@ class Explorer:
             self.pipeline = ExperiencePipeline(config.store.operators)
             self.operating = threading.Lock()
             services = opened.enter_context(TaskServices(config, self.tokenizer, self.directory.logs))
-            self.workflow = self._workflow(services)
+            if isinstance(self.tasks.source, TaskMixture):
+                self.workflow: Any = training_runner(config, self.tokenizer, self.tasks.source, services)
+            elif config.workflow is None:
+                raise ConfigError("no workflow: set `workflow:` in the config, or give tasksets that name theirs.")
+            else:
+                kwargs = workflow_arguments(config, config.workflow, config.workflow_kwargs, self.tokenizer)
+                self.workflow = resolve_workflow(config.workflow, kwargs)
             rows, *self.evaluated = held_out_tasks(config, self.tokenizer, services)
             self.evaluation_tasks = rows[: config.evaluator.limit]
             self.pool = ThreadPoolExecutor(self.limit, thread_name_prefix="explored-task")
@@ -112,15 +117,6 @@ class Explorer:
 
     def __exit__(self, *error: object) -> None:
         self._opened.close()
-
-    def _workflow(self, services: TaskServices) -> Any:
-        config = self.config
-        if isinstance(self.tasks.source, TaskMixture):
-            return training_runner(config, self.tokenizer, self.tasks.source, services)
-        if config.workflow is None:
-            raise ConfigError("no workflow: set `workflow:` in the config, or give tasksets that name theirs.")
-        kwargs = workflow_arguments(config, config.workflow, config.workflow_kwargs, self.tokenizer)
-        return resolve_workflow(config.workflow, kwargs)
 
     def _start_engine(self) -> RolloutEngine:
         rollout = make_rollout_engine(self.config, None, self.tokenizer, self.directory)
@@ -144,29 +140,36 @@ class Explorer:
             ``{"groups", "version", "eval": {version: reward}}``.
         """
         evaluations: dict[int, float] = {}
+        steps = self.spec.total_steps
         with (
             StopSignal() as stop,
-            StageRun(
-                self.config, self.directory, total_steps=self.spec.total_steps, resume_step=None, tokenizer=self.tokenizer
-            ) as run,
+            StageRun(self.config, self.directory, total_steps=steps, resume_step=None, tokenizer=self.tokenizer) as run,
             self.store.keeping_claims(self.name, lease_seconds=self.lease_seconds),
         ):
             self._wait_for_first_weights(stop)
-            self._last_news = time.monotonic()
+            last_news = time.monotonic()
             while not self._is_over() and stop.received is None:
                 claims = self._claim()
-                if self.follow_trainer():
-                    self._report(run)
-                    self._evaluate(run, evaluations)
+                if self._follow_trainer():
+                    self._report(run, evaluations)
                 for claim in claims:
-                    task = self.tasks.row(claim.ordinal)
-                    self.running[self.pool.submit(self._run, claim, task)] = claim
-                for finished in self._finished():
-                    self._note(run, finished)
-                self._remind()
-            self.follow_trainer()
-            self._report(run)
-            self._evaluate(run, evaluations, last=stop.received is None)
+                    self.running[self.pool.submit(self._run, claim, self.tasks.row(claim.ordinal))] = claim
+                if not self.running:
+                    time.sleep(POLL_SECONDS)
+                for future in wait(self.running, POLL_SECONDS, FIRST_COMPLETED).done:
+                    del self.running[future]
+                    self._note(run, future.result())
+                    last_news = time.monotonic()
+                if time.monotonic() - last_news > REMINDER_SECONDS:
+                    last_news = time.monotonic()
+                    logger.info(
+                        "%d tasks run; at the limit of %d groups ahead of the trainer (version %d); is a trainer running?",
+                        len(self.running),
+                        self.limit,
+                        self.rollout_version,
+                    )
+            self._follow_trainer()
+            self._report(run, evaluations, last=stop.received is None)
             self._stop_engine()  # before the claims that are left are released
         return {"groups": self.groups, "version": self.rollout_version, "eval": evaluations}
 
@@ -196,19 +199,9 @@ class Explorer:
         reason = "" if stored else "nothing left by the operators" if kept else "claim was lost"
         return Finished(claim, group, result, stored, reason)
 
-    def _finished(self) -> list[Finished]:
-        done, _ = wait(self.running, POLL_SECONDS, FIRST_COMPLETED) if self.running else (time.sleep(POLL_SECONDS) or (), ())
-        ended = []
-        for future in done:
-            del self.running[future]
-            ended.append(future.result())
-        return ended
-
     def _is_over(self) -> bool:
-        newest = self.store.latest_version()
-        if newest is None:
-            return self._is_enough()  # nobody trains yet: what was asked for is there
-        return newest.version >= self.spec.total_steps
+        newest = self.store.latest_version()  # None: nobody trains yet; what was asked for may be there
+        return self._is_enough() if newest is None else newest.version >= self.spec.total_steps
 
     def _is_enough(self) -> bool:
         """True where all groups of the run's steps are stored; not known where the store decides what a step is."""
@@ -226,25 +219,20 @@ class Explorer:
         """Version that the next token is sampled with."""
         return 0 if self.loaded is None else self.loaded.version
 
-    def follow_trainer(self) -> bool:
+    def _follow_trainer(self) -> bool:
         """Load the weights that were announced last; true where they are others than before."""
-        found = newest_weights(self.store, self.loaded)
-        if found is None:
-            return False
-        newest, weights = found
-        if newest.takes_back(self.loaded):
-            logger.warning(
-                "the trainer went back behind version %d, and is at %d: the tasks that run are released",
-                self.rollout_version,
-                newest.version,
-            )
-            self._stop_engine()
-            self.running.clear()
-            self.store.release_claims(self.name)
-            self.rollout = self._start_engine()
-        give_weights(self.rollout, weights, newest.version, self.config.rollout.logprob_tolerance)
-        self.loaded = newest
-        return True
+        before, tolerance = self.loaded, self.config.rollout.logprob_tolerance
+        self.loaded = follow_trainer(self.rollout, self.store, before, tolerance, self._begin_anew)
+        return self.loaded is not before
+
+    def _begin_anew(self) -> RolloutEngine:
+        """Release the tasks that run: the weights that sample them no longer exist."""
+        logger.warning("the tasks that run are released")
+        self._stop_engine()
+        self.running.clear()
+        self.store.release_claims(self.name)
+        self.rollout = self._start_engine()
+        return self.rollout
 
     def _wait_for_first_weights(self, stop: StopSignal) -> None:
         """Where the engine does not hold the run's first weights, there is nothing to begin with until they are announced.
@@ -252,18 +240,15 @@ class Explorer:
         Weights made at random are the trainer's own, and servers that run already may hold the weights of another run.
         """
         holds_others = self.rollout.get_version() != 0
-        if not self.config.actor.init_from_scratch and not holds_others:
-            return
+        is_waiting = holds_others or self.config.actor.init_from_scratch
         reason = "the servers hold weights of another version" if holds_others else "actor.init_from_scratch"
-        announced = None
-        while announced is None and stop.received is None:
+        while is_waiting and stop.received is None:
             logger.info("waiting for the trainer's first weights (%s)", reason)
-            announced = self.store.wait_for_version(0, REMINDER_SECONDS, lambda: stop.received is not None)
+            is_waiting = self.store.wait_for_version(0, REMINDER_SECONDS, lambda: stop.received is not None) is None
 
-    # -- what is told --------------------------------------------------------------------------------------------------
+    # -- what is reported ----------------------------------------------------------------------------------------------
 
     def _note(self, run: StageRun, finished: Finished) -> None:
-        self._last_news = time.monotonic()
         if finished.group is None or not finished.stored:
             self.missed += 1
             logger.info("task %d is stored without a group: %s", finished.claim.ordinal, finished.reason)
@@ -286,36 +271,21 @@ class Explorer:
         if finished.operated is not None:
             report_operators(finished.operated, run.tracker)
 
-    def _report(self, run: StageRun) -> None:
+    def _report(self, run: StageRun, evaluations: dict[int, float], last: bool = False) -> None:
+        """Log what was noted since the last version; evaluate where it is due since the last time, in one of the explorers."""
+        version, every = self.rollout_version, self.config.evaluator.every_steps
         numbers = run.tracker.export(reset=True)
         if "reward" in numbers:
-            run.log(self.rollout_version, numbers)
-            run.display.step(self.rollout_version, numbers["reward"])
-
-    def _remind(self) -> None:
-        if time.monotonic() - self._last_news > REMINDER_SECONDS:
-            self._last_news = time.monotonic()
-            logger.info(
-                "%d tasks run; at the limit of %d groups ahead of the trainer (version %d); is a trainer running?",
-                len(self.running),
-                self.limit,
-                self.rollout_version,
-            )
-
-    # -- evaluation ----------------------------------------------------------------------------------------------------
-
-    def _evaluate(self, run: StageRun, evaluations: dict[int, float], last: bool = False) -> None:
-        """Evaluate where it is due since the last time, in one of the explorers."""
-        version, every = self.rollout_version, self.config.evaluator.every_steps
+            run.log(version, numbers)
+            run.display.step(version, numbers["reward"])
         before, evaluated = -1 if self.config.evaluator.at_start else 0, self.turns.last(self.loaded)
         done = before if evaluated is None else max(before, evaluated)
         due = every is not None and version // every > done // every
         if version == done or not self.evaluation_tasks or not (due or last or (done < 0 and version == 0)):
             return
         with self.turns.taken(self.loaded) as is_mine:
-            if not is_mine:
-                return
-            workflow, kwargs = self.evaluated
-            result = evaluate(self.rollout, self.evaluation_tasks, workflow, kwargs, self.config.evaluator.gconfig)
-            evaluations[version] = result.reward
-            run.report_evaluation(version, result)
+            if is_mine:
+                workflow, kwargs = self.evaluated
+                result = evaluate(self.rollout, self.evaluation_tasks, workflow, kwargs, self.config.evaluator.gconfig)
+                evaluations[version] = result.reward
+                run.report_evaluation(version, result)

@@ -37,7 +37,6 @@ from rollwright.experience.operators import ExperiencePipeline
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.server.bodies import Body
 from rollwright.inference.server.exchange import RequestError, bearer_token, error_response
-from rollwright.rollout.engines import RolloutEngine
 from rollwright.rollout.openai_episode import OpenAIEpisode, Reward
 from rollwright.rollout.openai_front import OpenAIFront, ServerThread
 from rollwright.store import Announcement, ExperienceStore
@@ -46,7 +45,7 @@ from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.loop import StopSignal
 from rollwright.trainers.rollout_backend import make_rollout_engine
-from rollwright.trainers.shared_run import give_weights, newest_weights, open_run_database
+from rollwright.trainers.shared_run import follow_trainer, open_run_database
 
 logger = getLogger("service")
 
@@ -255,25 +254,3 @@ def serve(config: PPOConfig, directory: RunDirectory, *, is_over: Callable[[], b
         server.stop()
         book.end()
         return book.status()
-
-
-def follow_trainer(
-    rollout: RolloutEngine, store: ExperienceStore, loaded: Announcement | None, tolerance: float | None = None
-) -> Announcement | None:
-    """Load the weights that were announced last, also between the tokens of a run; returns what is loaded now.
-
-    A trainer that went back to an earlier version is followed at once: calls that run are finished first with the weights that they
-    began with, and later calls, of the same runs too, are answered with the earlier ones. (Servers end the calls that run.)
-    """
-    found = newest_weights(store, loaded)
-    if found is None:
-        return loaded
-    newest, weights = found
-    if newest.takes_back(loaded):
-        assert loaded is not None
-        logger.warning("the trainer went back behind version %d, and is at %d", loaded.version, newest.version)
-    if newest.version < rollout.get_version():
-        rollout.client.go_back(newest.version, finish=True)
-    give_weights(rollout, weights, newest.version, tolerance)
-    logger.info("version %d samples now", newest.version)
-    return newest

@@ -15,8 +15,9 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ from rollwright.inference.weights.files import (
     write_weights,
 )
 from rollwright.inference.weights.ways import distinct_weights
+from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.training.logprobs import TokenScorer
@@ -59,7 +61,7 @@ def claim_part(config: PPOConfig) -> RunDirectory:
     """Claim the run directory of this process."""
     trial = trial_path(config)
     if config.mode != "train":
-        name = PARTS[config.mode] + time.strftime("-%Y%m%d-%H%M%S-") + str(os.getpid())
+        name = f"{PARTS[config.mode]}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         return RunDirectory(trial.parent, trial.name, name).claim(config_to_dict(config), "off")
     if config.recover.mode == "off":
         raise ConfigError(
@@ -178,6 +180,40 @@ def newest_weights(store: ExperienceStore, loaded: Announcement | None) -> tuple
     raise AssertionError("unreachable")
 
 
+def follow_trainer(
+    rollout: RolloutEngine,
+    store: ExperienceStore,
+    loaded: Announcement | None,
+    tolerance: float | None = None,
+    begin_anew: Callable[[], RolloutEngine] | None = None,
+) -> Announcement | None:
+    """Load the weights that were announced last, also between the tokens of a request; returns what is loaded now.
+
+    A trainer that went back to an earlier version is followed at once: requests that run are finished first with the weights
+    that they began with, and later ones are answered with the earlier weights. (Servers end the requests that run.)
+
+    Args:
+        rollout: the engine that samples.
+        store: where the trainer announces weights.
+        loaded: what the engine samples with; None: its first weights.
+        tolerance: see :func:`give_weights`.
+        begin_anew: called where the trainer went back; returns the engine that samples from then on. None: the same one.
+    """
+    found = newest_weights(store, loaded)
+    if found is None:
+        return loaded
+    newest, weights = found
+    if newest.takes_back(loaded):
+        before = 0 if loaded is None else loaded.version
+        logger.warning("the trainer went back behind version %d, and is at %d", before, newest.version)
+        rollout = begin_anew() if begin_anew is not None else rollout
+    if newest.version < rollout.get_version():
+        rollout.client.go_back(newest.version, finish=True)
+    give_weights(rollout, weights, newest.version, tolerance)
+    logger.info("version %d samples now", newest.version)
+    return newest
+
+
 def give_weights(rollout: InferenceEngine, weights: Mapping[str, Tensor], version: int, tolerance: float | None) -> None:
     """Have an engine sample with published weights from the next token on, and see that it does.
 
@@ -195,8 +231,7 @@ def give_weights(rollout: InferenceEngine, weights: Mapping[str, Tensor], versio
     """
     rollout.pause()
     rollout.update_weights(version=version, weights=weights)
-    model = rollout.sampler.local_model
-    if model is not None:
+    if (model := rollout.sampler.local_model) is not None:
         answers = rollout.sampler.probe(probe_request(model, NEW_TOKENS_IN_PROCESS)) or {}
         dtype = next(model.parameters()).dtype
         audit(answers, lambda ids_BL, temperature: _plain_logprobs(model, ids_BL, temperature), version, tolerance, dtype)
@@ -218,15 +253,11 @@ def _plain_logprobs(model: torch.nn.Module, ids_BL: Tensor, temperature: float) 
 # -- evaluation ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class EvaluationTurns:
-    """A file that explorers lock while they evaluate; it says what was evaluated last.
+    """A file that explorers lock while they evaluate; it says what was evaluated last."""
 
-    Args:
-        path: of the file, the same for all explorers.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path  # the same for all explorers
 
     def last(self, newest: Announcement | None) -> int | None:
         """The last version that was evaluated, by whichever explorer; None where there was none.
@@ -256,11 +287,10 @@ class EvaluationTurns:
             except OSError:
                 yield False
                 return
-            if self.last(newest) == version:
-                yield False
-                return
-            yield True
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, f"{epoch} {version}".encode(), 0)
+            is_mine = self.last(newest) != version
+            yield is_mine
+            if is_mine:
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, f"{epoch} {version}".encode(), 0)
         finally:
             os.close(handle)
