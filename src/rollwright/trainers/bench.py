@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,7 +56,12 @@ def bench(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
     """
     validate(config)
     benchmarks = find_checkpoints(config)
-    _refuse_running_servers(config)
+    backend = servers_of(config.rollout)
+    if backend is not None and backend.finds_servers and (addresses := find_server_addresses(config.rollout.addresses)):
+        raise ConfigError(
+            f"mode bench starts a server for each checkpoint, but there are servers that run already ({', '.join(addresses)}), and what "
+            "they hold is one model: take rollout.addresses out of the config, and the addresses out of the environment."
+        )
     logger.info("evaluating %d checkpoints: %s", len(benchmarks), ", ".join(each.label for each in benchmarks))
     for each in benchmarks:
         with logging.console().status(f"evaluating {each.label}"):
@@ -143,15 +149,14 @@ def _scores(config: PPOConfig, path: str, directory: RunDirectory) -> dict[str, 
     config = dataclasses.replace(config, actor=dataclasses.replace(config.actor, path=path, init_from_scratch=False))
     tokenizer = load_tokenizer(config.tokenizer_path or path, config.actor.trust_remote_code)
     gconfig = config.evaluator.gconfig.new(n_samples=config.bench.samples)
-    rollout = make_rollout_engine(config, None, tokenizer, directory)
-    rollout.initialize()
-    services = TaskServices(config, tokenizer, directory.logs)  # of this checkpoint: agents and judges ask for it by name
-    try:
-        scores = {}
+    scores, by_name = {}, defaultdict(list)
+    with (
+        TaskServices(config, tokenizer, directory.logs) as services,  # of this checkpoint: agents and judges ask for it by name
+        make_rollout_engine(config, None, tokenizer, directory) as rollout,
+    ):
         rows, workflow, kwargs = held_out_tasks(config, tokenizer, services, n_samples=config.bench.samples)
-        by_name: dict[str, list[dict[str, Any]]] = {}
         for row in rows:
-            by_name.setdefault(row["taskset"] if config.eval_tasksets else "valid", []).append(row)
+            by_name[row["taskset"] if config.eval_tasksets else "valid"].append(row)
         for name, tasks in by_name.items():
             trajectory = evaluate(rollout, tasks[: config.evaluator.limit], workflow, kwargs, gconfig).trajectory
             rewards = _rewards_by_task(trajectory)
@@ -161,27 +166,15 @@ def _scores(config: PPOConfig, path: str, directory: RunDirectory) -> dict[str, 
                 "truncated": float(sample_means(trajectory, trajectory["truncated"].float()).mean()),
                 "response_tokens": float(trajectory["loss_mask"].sum()) / sum(map(len, rewards)),
             }
-    finally:
-        rollout.destroy()
-        services.close()
     return scores
-
-
-def _refuse_running_servers(config: PPOConfig) -> None:
-    backend = servers_of(config.rollout)
-    if backend is not None and backend.finds_servers and (addresses := find_server_addresses(config.rollout.addresses)):
-        raise ConfigError(
-            f"mode bench starts a server for each checkpoint, but there are servers that run already ({', '.join(addresses)}), and what "
-            "they hold is one model: take rollout.addresses out of the config, and the addresses out of the environment."
-        )
 
 
 def _rewards_by_task(trajectory: Mapping[str, torch.Tensor]) -> list[list[float]]:
     """The rewards of the samples of each task; a sample of several rows counts with their mean."""
-    rewards: dict[int, dict[int, list[float]]] = {}
+    rewards: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     columns = (trajectory[key].tolist() for key in ("group_ids", "sample_ids", "rewards"))
     for group, sample, reward in zip(*columns, strict=True):
-        rewards.setdefault(group, {}).setdefault(sample, []).append(reward)
+        rewards[group][sample].append(reward)
     by_task = [[math.fsum(rows) / len(rows) for rows in samples.values()] for samples in rewards.values()]
     if len({len(samples) for samples in by_task}) > 1:
         raise ConfigError(
@@ -210,11 +203,11 @@ def table_of(benchmarks: Sequence[Benchmark]) -> Table:
 def draw(path: Path, benchmarks: Sequence[Benchmark], config: PPOConfig) -> Path:
     """Scores over steps, one curve for each score and taskset; what has no step comes one after the last."""
     last = max((each.step for each in benchmarks if each.step is not None), default=0)
-    curves: dict[str, list[tuple[float, float]]] = {}
+    curves: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for each in benchmarks:
         step = last + 1 if each.step is None else each.step
         for taskset, scores in each.scores.items():
             for name, value in scores.items():
                 if "@" in name:
-                    curves.setdefault(f"{taskset}: {name}", []).append((step, value))
+                    curves[f"{taskset}: {name}"].append((step, value))
     return plot_curves(path, curves, title=f"{config.experiment_name}: checkpoints", y_label="reward, share that passes")

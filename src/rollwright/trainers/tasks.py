@@ -51,14 +51,14 @@ def workflow_arguments(
 
 
 def held_out_tasks(
-    config: PPOConfig, tokenizer: Any, services: TaskServices | None = None, *, n_samples: int | None = None
+    config: PPOConfig, tokenizer: Any, services: TaskServices, *, n_samples: int | None = None
 ) -> tuple[list[Row], Any, dict[str, Any]]:
     """The held-out tasks of a config, the workflow that runs them, and its arguments; no rows where there are no such tasks.
 
     Args:
         config: the experiment.
         tokenizer: the policy's.
-        services: what runs beside the run, where tasksets are evaluated.
+        services: what runs beside the run; used where tasksets are evaluated.
         n_samples: samples of each task of a taskset, whatever it says; None: as it says.
     """
     if config.eval_tasksets:
@@ -83,9 +83,7 @@ def evaluation_rows(config: PPOConfig) -> list[Row]:
     return [{**row, "taskset": taskset.name} for taskset in config.eval_tasksets for row in taskset_rows(taskset)]
 
 
-def training_runner(
-    config: PPOConfig, tokenizer: Any, mixture: TaskMixture, services: TaskServices | None = None
-) -> TaskRunner:
+def training_runner(config: PPOConfig, tokenizer: Any, mixture: TaskMixture, services: TaskServices) -> TaskRunner:
     """Runs training tasks; every task's reward is told to the mixture's selectors.
 
     A task is sampled as often as its taskset's ``group_size`` says, else the run's ``gconfig.n_samples``, else
@@ -95,9 +93,8 @@ def training_runner(
         config: the experiment.
         tokenizer: the policy's.
         mixture: the training tasksets.
-        services: what runs beside the run; None: the runner has services of its own, which end with the process.
+        services: what runs beside the run.
     """
-    services = services or TaskServices(config, tokenizer)
     return TaskRunner(
         config.tasksets,
         tokenizer,
@@ -109,18 +106,15 @@ def training_runner(
     )
 
 
-def evaluation_runner(
-    config: PPOConfig, tokenizer: Any, services: TaskServices | None = None, *, n_samples: int | None = None
-) -> TaskRunner:
+def evaluation_runner(config: PPOConfig, tokenizer: Any, services: TaskServices, *, n_samples: int | None = None) -> TaskRunner:
     """Runs evaluation tasks: with their taskset's ``gconfig``, or the evaluator's where the taskset sets none.
 
     Args:
         config: the experiment.
         tokenizer: the policy's.
-        services: what tasks share; None: made here.
+        services: what runs beside the run.
         n_samples: samples of each task, whatever its taskset says; None: as it says.
     """
-    services = services or TaskServices(config, tokenizer)
     tasksets = config.eval_tasksets
     if n_samples is not None:
         tasksets = [dataclasses.replace(taskset, group_size=n_samples) for taskset in tasksets]
@@ -157,7 +151,8 @@ class DrawnTasks:
     def row(self, ordinal: int) -> Row:
         """The row of a draw; see the class for what is the same everywhere."""
         if ordinal < self._next and ordinal not in self._rows:
-            return self._drawn_anew(ordinal)
+            anew = (row for batch in _without_end(self._make_source()) for row in batch)
+            return next(row for row in anew if row["ordinal"] == ordinal)
         while ordinal >= self._next:
             for row in next(self._batches):
                 self._rows[row["ordinal"]] = row
@@ -166,21 +161,13 @@ class DrawnTasks:
                 self._rows.popitem(last=False)
         return self._rows[ordinal]
 
-    def _drawn_anew(self, ordinal: int) -> Row:
-        for batch in _without_end(self._make_source()):
-            for row in batch:
-                if row["ordinal"] == ordinal:
-                    return row
-        raise AssertionError("an endless source ended")
-
 
 def _without_end(source: Iterable[list[Row]]) -> Iterator[list[Row]]:
     while True:
-        drawn = False
+        batch = None
         for batch in source:
-            drawn = True
             yield batch
-        if not drawn:
+        if batch is None:
             raise DataError("the training tasks give no batch: there are fewer than train_dataset.batch_size.")
 
 

@@ -6,6 +6,7 @@ killed goes on from its newest checkpoint and draws again what was drawn after i
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import ExitStack
 from typing import Any
 
@@ -76,16 +77,19 @@ class StoreTrainer(PolicyTrainer):
     def next_batch(self, stop: StopSignal) -> Trajectory | None:
         """The next batch; None where no more will come, or a signal asks to stop."""
         config = self.config
-        wanted: dict[str, Any] = {"groups": config.train_dataset.batch_size}
-        if config.store.train_batch_size is not None:
-            wanted = {"experiences": config.store.train_batch_size}
+        rows = config.store.train_batch_size
+        wanted: dict[str, Any] = {"groups": config.train_dataset.batch_size} if rows is None else {"experiences": rows}
         wanted["cancelled"] = lambda: stop.received is not None
         if not isinstance(self.store, ExperienceStore):
             batch = self.store.sample(**wanted)
             if batch is None:
                 logger.info("%s has no further batch; training ends after step %d", self.store.path, self.step)
             return None if batch is None else trajectory_of(batch)
-        oldest = self._oldest_version()
+        oldest = None  # version that may be trained; experiences that are used again may be of any age
+        if config.store.uses == 1:
+            staleness = Staleness(config.rollout.max_head_offpolicyness)
+            staleness.publish(self.actor.version)
+            oldest = max(0, staleness.oldest)
         while stop.received is None:
             if oldest is not None and (dropped := self.store.drop_older_than(oldest, sampling=self.sampling)):
                 logger.info("%d groups were older than max_head_offpolicyness allows and are dropped", dropped)
@@ -112,14 +116,6 @@ class StoreTrainer(PolicyTrainer):
         """
         return isinstance(self.store, ExperienceStore) and self.actor.version - 1 not in self.withdrawn
 
-    def _oldest_version(self) -> int | None:
-        """The oldest version that may be trained; None where experiences are used again, whatever their age."""
-        if self.config.store.uses != 1:
-            return None
-        staleness = Staleness(self.config.rollout.max_head_offpolicyness)
-        staleness.publish(self.actor.version)
-        return max(0, staleness.oldest)
-
     def before_recover_visible(self) -> None:
         """What was drawn is trained, as far as this checkpoint knows."""
         self.store.commit(self.recover.path(self.step).name, version=self.actor.version)
@@ -135,13 +131,12 @@ def trajectory_of(batch: Batch) -> Trajectory:
 
     Groups stand in the order of their tasks, whichever came first, so that minibatches do not go by arrival.
     """
-    groups = []
-    first_sample = 0
+    groups, first_sample = [], 0
     in_order = sorted(batch, key=lambda group: (group.ordinal is None, group.ordinal or 0, group.id))
     for number, group in enumerate(in_order):
-        samples: dict[Any, list[Any]] = {}
+        samples: dict[Any, list[Any]] = defaultdict(list)
         for experience in group.experiences:
-            samples.setdefault(experience.eid.run, []).append(experience)
+            samples[experience.eid.run].append(experience)
         groups.append(joined_samples(list(samples.values()), number, first_sample))
         first_sample += len(samples)
     return concat_padded_tensors(groups)

@@ -7,7 +7,7 @@ later in a run whose first stages make and warm up a model.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollwright.config.experiment import EvalConfig, NewModelConfig, PPOConfig, SFTConfig
@@ -37,11 +37,8 @@ def refuse_unknown_names(stages: Sequence[Stage]) -> None:
     Raises:
         ConfigError: with every name that cannot be used, its key, file and line.
     """
-    faults = [
-        f"{stage.place(path)}: {stage.written(path)}: {message}"
-        for stage in stages
-        for path, message in _faults_of(stage.config)
-    ]
+    found = ((stage, *fault) for stage in stages for fault in _faults_of(stage.config))
+    faults = [f"{stage.place(path)}: {stage.written(path)}: {message}" for stage, path, message in found]
     if faults:
         raise ConfigError.of(faults)
 
@@ -55,19 +52,17 @@ def _faults_of(config: Any) -> Iterator[Fault]:
                 yield from _tried((name, "format"), lambda dataset=dataset: FORMATS.get(dataset.format))
     if isinstance(config, PPOConfig):
         yield from _policy(config)
-    elif isinstance(config, SFTConfig):
-        if config.workflow is not None and config.valid_dataset is not None:
-            yield from _workflow(config, "workflow", config.workflow, config.workflow_kwargs, evaluates=True)
-    elif isinstance(config, EvalConfig):
+    elif isinstance(config, EvalConfig) or (
+        isinstance(config, SFTConfig) and config.workflow is not None and config.valid_dataset is not None
+    ):
         yield from _workflow(config, "workflow", config.workflow, config.workflow_kwargs, evaluates=True)
 
 
 def _policy(config: PPOConfig) -> Iterator[Fault]:
     if config.mode in _SAMPLING_MODES:
-        if config.tasksets or config.eval_tasksets:
-            for name in ("tasksets", "eval_tasksets"):
-                for index, taskset in enumerate(getattr(config, name)):
-                    yield from (((name, index, *path), message) for path, message in _taskset(taskset))
+        for name in ("tasksets", "eval_tasksets"):
+            for index, taskset in enumerate(getattr(config, name)):
+                yield from (((name, index, *path), message) for path, message in _taskset(taskset))
         if not config.tasksets:
             yield from _episodes(config)
     if config.store is not None:
@@ -82,10 +77,10 @@ def _policy(config: PPOConfig) -> Iterator[Fault]:
 def _episodes(config: PPOConfig) -> Iterator[Fault]:
     """The workflows of a run without tasksets."""
     evaluates = config.valid_dataset is not None
+    has_own = config.eval_workflow is not None or config.eval_workflow_kwargs is not None
     if config.workflow is not None:
-        alone = evaluates and config.eval_workflow is None and config.eval_workflow_kwargs is None
-        yield from _workflow(config, "workflow", config.workflow, config.workflow_kwargs, evaluates=alone)
-    if evaluates and (config.eval_workflow is not None or config.eval_workflow_kwargs is not None):
+        yield from _workflow(config, "workflow", config.workflow, config.workflow_kwargs, evaluates=evaluates and not has_own)
+    if evaluates and has_own:
         kwargs = config.workflow_kwargs if config.eval_workflow_kwargs is None else config.eval_workflow_kwargs
         key = "workflow" if config.eval_workflow is None else "eval_workflow"
         yield from _workflow(config, key, config.eval_workflow or config.workflow, kwargs, evaluates=True)
@@ -97,9 +92,7 @@ def _workflow(config: Any, key: str, name: Any, kwargs: Mapping[str, Any], *, ev
         yield from _tried(("reward_fn",), lambda: REWARD_FUNCTIONS.get(config.reward_fn))
     if not isinstance(name, str):
         return
-    faults = list(_tried((key,), lambda: WORKFLOWS.get(name)))
-    yield from faults
-    found = None if faults else WORKFLOWS.get(name)
+    found = yield from _tried((key,), lambda: WORKFLOWS.get(name))
     if not inspect.isclass(found):
         return
     if not hasattr(found, "arun_episode"):
@@ -124,25 +117,21 @@ def _taskset(taskset: TasksetConfig) -> Iterator[Fault]:
     if name is None and not taskset.columns.workflow_key:
         yield ("workflow",), "is not set, and format.workflow_key names no column with a row's own workflow"
     if name is not None:
-        faults = list(_tried(("workflow",), lambda: WORKFLOWS.get(name)))
-        yield from faults
-        found = None if faults else WORKFLOWS.get(name)
+        found = yield from _tried(("workflow",), lambda: WORKFLOWS.get(name))
         if found is not None and not (hasattr(found, "run") or hasattr(found, "run_async")):
             more = "; it has arun_episode: set it as workflow, with train_dataset" if hasattr(found, "arun_episode") else ""
             yield ("workflow",), f"{name!r} is no task-style workflow: it has neither run() nor run_async(){more}"
     if taskset.reward_fn is not None:
-        faults = list(_tried(("reward_fn",), lambda: REWARD_FUNCTIONS.get(taskset.reward_fn or "")))
-        yield from faults
-        if not faults:
-            yield from _reward_arguments(taskset)
+        function = yield from _tried(("reward_fn",), lambda: REWARD_FUNCTIONS.get(taskset.reward_fn or ""))
+        if function is not None:
+            yield from _reward_arguments(taskset, function)
     if isinstance(taskset.format, str):
         yield from _tried(("format",), lambda: FORMATS.get(str(taskset.format)))
     yield from _tried(("selector_args" if taskset.selector in SELECTORS else "selector",), lambda: make_selector(taskset, 1, 1))
 
 
-def _reward_arguments(taskset: TasksetConfig) -> Iterator[Fault]:
+def _reward_arguments(taskset: TasksetConfig, function: Any) -> Iterator[Fault]:
     """Arguments that the reward function would never see: it takes columns by name, and ``**_`` says that others are nothing to it."""
-    function = REWARD_FUNCTIONS.get(taskset.reward_fn or "")
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -158,8 +147,9 @@ def _reward_arguments(taskset: TasksetConfig) -> Iterator[Fault]:
             )
 
 
-def _tried(path: KeyPath, look_up: Callable[[], Any]) -> Iterator[Fault]:
+def _tried(path: KeyPath, look_up: Callable[[], Any]) -> Generator[Fault, None, Any]:
+    """What is found under a name; where nothing is, None, and a fault."""
     try:
-        look_up()
+        return look_up()
     except RollwrightError as error:
         yield path, str(error)
