@@ -135,11 +135,7 @@ def check_trajectory(trajectory: Any, *, workflow: str = "", task: str = "") -> 
     for key, column in columns.items():
         if column.dtype is not None and trajectory[key].dtype != column.dtype:
             raise place.error(key, f"its type is {trajectory[key].dtype}", f"it is {column.dtype}")
-    _check_values(trajectory, place)
-
-
-def _check_values(trajectory: Mapping[str, Any], place: Place) -> None:
-    """Masks first: the values' checks rely on them."""
+    # values; masks first, since the other checks rely on them
     attention, loss = trajectory["attention_mask"], trajectory["loss_mask"]
     logprobs, versions = trajectory["logprobs"], trajectory["versions"]
     masked = loss.bool()

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import operator
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -109,9 +110,9 @@ class ExperiencePipeline:
             if len(current) < before:
                 result.drops[name] = result.drops.get(name, 0) + before - len(current)
             result.metrics.update({f"{name}/{metric}": float(value) for metric, value in metrics.items()})
-        rebuilt: dict[int, list[Experience]] = {}
+        rebuilt: dict[int, list[Experience]] = defaultdict(list)
         for position, experience in enumerate(current):  # an experience that an operator made is a sample of its own
-            rebuilt.setdefault(place.get(str(experience.eid), len(nested) + position), []).append(experience)
+            rebuilt[place.get(str(experience.eid), len(nested) + position)].append(experience)
         result.samples = [rebuilt[index] for index in sorted(rebuilt)]
         return result
 
@@ -121,10 +122,10 @@ class ExperiencePipeline:
 
 def samples_of(group: Trajectory, task: int | str) -> list[list[Experience]]:
     """The experiences of each sample of one task's group, in the order in which the samples stand."""
-    samples: dict[int, list[Experience]] = {}
+    samples: dict[int, list[Experience]] = defaultdict(list)
     for experience, sample in zip(Experience.from_trajectory(group), group["sample_ids"].tolist(), strict=True):
         experience.eid.task = task
-        samples.setdefault(sample, []).append(experience)
+        samples[sample].append(experience)
     return list(samples.values())
 
 
@@ -193,9 +194,9 @@ def rewards_of(experiences: Sequence[Experience]) -> list[float]:
 
 
 def _groups(experiences: Sequence[Experience]) -> list[list[Experience]]:
-    groups: dict[str, list[Experience]] = {}
+    groups: dict[str, list[Experience]] = defaultdict(list)
     for experience in experiences:
-        groups.setdefault(experience.eid.group, []).append(experience)
+        groups[experience.eid.group].append(experience)
     return list(groups.values())
 
 
@@ -220,7 +221,6 @@ class RewardFilter(ExperienceOperator):
         self.maximum = maximum
 
     def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
-        """Drops by reward."""
         rewards = rewards_of(experiences)
         kept = [each for each, reward in zip(experiences, rewards, strict=True) if self.threshold <= reward <= self.maximum]
         return kept, {"kept_share": len(kept) / len(experiences)}
@@ -239,7 +239,6 @@ class NoVarianceFilter(ExperienceOperator):
         self.threshold = threshold
 
     def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
-        """Drops whole groups."""
         groups = _groups(experiences)
         varied = [group for group in groups if _deviation(rewards_of(group)) > self.threshold]
         kept = [experience for group in varied for experience in group]
@@ -277,12 +276,17 @@ class RewardShaping(ExperienceOperator):
             self._steps.append((str(step["stats_key"]), self._OPERATIONS[operation], float(step.get("weight", 1.0))))
 
     def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
-        """Sets new rewards."""
         before = rewards_of(experiences)
         for experience, reward in zip(experiences, before, strict=True):
+            known = {"response_length": float(experience.response_length), **experience.metrics, **experience.info}
             for key, operation, weight in self._steps:
+                if key not in known:
+                    raise TrajectoryError(
+                        f"experience {experience.eid} has no {key!r} in its info or metrics (it has {', '.join(sorted(known))}): "
+                        "the workflow sets it."
+                    )
                 try:
-                    reward = operation(reward, weight * self._value(experience, key))
+                    reward = operation(reward, weight * float(known[key]))
                 except ZeroDivisionError:
                     raise TrajectoryError(
                         f"experience {experience.eid}: its reward is divided by {key!r}, which is 0."
@@ -294,15 +298,6 @@ class RewardShaping(ExperienceOperator):
             "reward_diff/min": min(change),
             "reward_diff/max": max(change),
         }
-
-    @staticmethod
-    def _value(experience: Experience, key: str) -> float:
-        known = {"response_length": float(experience.response_length), **experience.metrics, **experience.info}
-        if key not in known:
-            raise TrajectoryError(
-                f"experience {experience.eid} has no {key!r} in its info or metrics (it has {', '.join(sorted(known))}): the workflow sets it."
-            )
-        return float(known[key])
 
 
 @OPERATORS.register("overlong_shaping")
@@ -325,7 +320,6 @@ class OverlongShaping(ExperienceOperator):
         self.penalty = penalty
 
     def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
-        """Sets new rewards."""
         punished = 0
         for experience, reward in zip(experiences, rewards_of(experiences), strict=True):
             excess = experience.response_length - (self.max_length - self.buffer)
@@ -349,7 +343,6 @@ class TruncationMask(ExperienceOperator):
         self.drop = drop
 
     def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
-        """Clears or drops."""
         for experience in experiences:
             if experience.truncated is None:
                 raise TrajectoryError(
@@ -385,13 +378,12 @@ class PassRate(ExperienceOperator):
         self.maximum = maximum
 
     def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
-        """Notes, and drops whole tasks."""
         kept: list[Experience] = []
         rates = []
         for group in _groups(experiences):
-            samples: dict[str, list[float]] = {}
+            samples: dict[str, list[float]] = defaultdict(list)
             for experience, reward in zip(group, rewards_of(group), strict=True):
-                samples.setdefault(experience.eid.sample, []).append(reward)
+                samples[experience.eid.sample].append(reward)
             passed = [math.fsum(rewards) / len(rewards) >= self.threshold for rewards in samples.values()]
             rate = sum(passed) / len(passed)
             rates.append(rate)

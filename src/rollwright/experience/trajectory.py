@@ -188,11 +188,6 @@ def trajectory_rows(trajectory: Mapping[str, Any]) -> list[Trajectory]:
     return [select_rows(trajectory, [row], width=length) for row, length in enumerate(lengths)]
 
 
-def sequence_texts(trajectory: Mapping[str, Any], tokenizer: Any) -> list[str]:
-    """Each row decoded, special tokens and all, without padding."""
-    return [tokenizer.decode(row["input_ids"][0].tolist(), skip_special_tokens=False) for row in trajectory_rows(trajectory)]
-
-
 # -- the forms in which workflows return rows --------------------------------------------------------------------------
 
 

@@ -15,7 +15,6 @@ from rollwright.experience.trajectory import (
     concat_padded_tensors,
     row_lengths,
     select_rows,
-    sequence_texts,
     tensor_container_to,
     trajectory_rows,
     trim_padding,
@@ -152,14 +151,6 @@ def test_containers_are_moved_at_every_depth_and_keep_their_types():
     assert moved["a"][1][1] == "text"
     assert moved["c"] == 3
     assert inner.dtype == torch.float32
-
-
-def test_texts_leave_padding_out():
-    class Tokenizer:
-        def decode(self, ids, skip_special_tokens):
-            return "".join(chr(96 + i) for i in ids)
-
-    assert sequence_texts(concat_padded_tensors([make_rows([2]), make_rows([3])]), Tokenizer()) == ["ab", "abc"]
 
 
 def test_marks_that_an_item_leaves_out_are_false_there():
