@@ -17,13 +17,13 @@ from rollwright.cluster.local import LocalServers
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
 from rollwright.data.tokenizer import build_character_tokenizer
-from rollwright.inference import server_pool
+from rollwright.inference import remote
 from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.weights.ways import WeightUpdateMeta
 from rollwright.training.publish import SentWeights
 
-server_pool.CHECK_SECONDS = 60.0  # a server that a busy machine keeps waiting is not one that is gone
+remote.CHECK_SECONDS = 60.0  # a server that a busy machine keeps waiting is not one that is gone
 
 
 def write_model(directory: Path, *, tied: bool = False, seed: int = 0) -> Path:

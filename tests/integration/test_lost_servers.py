@@ -127,7 +127,7 @@ def test_a_server_that_hangs_loses_what_it_was_asked_and_comes_back(model_path, 
     """A stopped process keeps its connections open and answers nothing."""
     with served_model(model_path, tmp_path / "logs", count=2) as (servers, client):
         client._monitor._check_interval, client._monitor._strikes = 0.5, 2
-        monkeypatch.setattr("rollwright.inference.server_pool.CHECK_SECONDS", 5.0)
+        monkeypatch.setattr("rollwright.inference.remote.CHECK_SECONDS", 5.0)
         trainer = Trainer(model_path)
         trainer.step()
         trainer.publish(client)

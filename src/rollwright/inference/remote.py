@@ -1,4 +1,4 @@
-"""A client of inference servers: what is the same for every protocol.
+"""A client of inference servers, the same for every protocol: servers are found and watched, and asked for tokens.
 
 Invariants:
 
@@ -10,41 +10,65 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
-import threading
+import os
 import time
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from rollwright.config.sections import RolloutConfig
-from rollwright.errors import EngineError, RequestAborted, WeightUpdateError
-from rollwright.inference.connections import ConnectionLostError, ServerRefusedError, refusal_of
+from rollwright.errors import ConfigError, EngineError, RequestAborted
+from rollwright.inference.connections import ConnectionLostError, Connections, ServerRefusedError, refusal_of
 from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.network import find_server_addresses, parse_addresses
 from rollwright.inference.parameters import ParameterTable
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.inference.router import Server
-from rollwright.inference.server_pool import ServerPool
+from rollwright.inference.router import HealthMonitor, Router, Server
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("RemoteEngine")
+
+Result = TypeVar("Result")
+Part = TypeVar("Part")
 
 #: Statuses of a server that is busy or restarting, not of a wrong request.
 _TRY_AGAIN_STATUSES = {429, 502, 503, 504}
 #: What vLLM writes for a log-probability of minus infinity.
 _NO_LOGPROB = -9999.0
 _STOP_REASONS = ("stop", "length", "abort")
+#: Longest wait for a health check.
+CHECK_SECONDS = 10.0
+
+#: Clients of this process that are connected; see ``connected_clients``.
+_CONNECTED: weakref.WeakValueDictionary[int, RemoteRequests] = weakref.WeakValueDictionary()
+_connections_made = itertools.count()
+#: Arguments of ``initialize`` in programs written for AReaL that say nothing about servers.
+_NOT_USED = {"engine_id", "train_data_parallel_size", "ft_spec"}
 
 
-class RemoteRequests(ServerPool, InferenceEngine):
-    """The half of a client that asks servers for tokens and controls them; ``RemoteClient`` adds weights.
+def connected_clients() -> list[Any]:
+    """The clients of this process that are connected to servers, in the order in which they connected.
+
+    Here a trainer finds the rollout engine that it was not given.
+    """
+    return [client for _, client in sorted(_CONNECTED.items())]
+
+
+class RemoteRequests(InferenceEngine):
+    """The half of a client that finds servers and asks them for tokens; ``RemoteClient`` adds versions and weights.
 
     Attributes:
+        kind: the servers' name in messages.
         generate_path: where tokens are asked for.
         parameters: how generation parameters travel.
         refused_inputs: parts of a request that these servers have no place for, and what to do then.
     """
 
+    kind = "remote"
     generate_path = "/generate"
     parameters = ParameterTable({})
     refused_inputs: Mapping[str, str] = {
@@ -59,13 +83,16 @@ class RemoteRequests(ServerPool, InferenceEngine):
         config: addresses, key, time limits and what happens to running requests on a weight update.
         addresses: servers; None: those of the config, else of the environment.
         """
-        super().__init__(config, addresses=addresses)
+        self.config = config or RolloutConfig()
+        self._given_addresses = list(addresses) if addresses is not None else None
+        self._connections: Connections | None = None
+        self._router: Router | None = None
+        self._monitor: HealthMonitor | None = None
+        self._threads: ThreadPoolExecutor | None = None  # for calls to several servers at once
+        self._owned: list[Any] = []
+        self.is_paused = False  # between ``pause`` and ``resume`` of this client
         self._version = 0
         self._holding = False  # new requests wait on this side
-        self._restore: Callable[[Server], None] | None = None  # gives one server the current weights
-        self._when_resumed: Callable[[], object] | None = None
-        # Held by a publication, by pause and resume, and while a server is brought back: none of them sees half of another.
-        self._update_lock = threading.RLock()
 
     # -- what a backend defines ----------------------------------------------------------------------------------------
 
@@ -76,22 +103,6 @@ class RemoteRequests(ServerPool, InferenceEngine):
     @abstractmethod
     def response(self, request: ModelRequest, data: dict[str, Any], version_when_sent: int) -> ModelResponse:
         """What the server's answer says, with the version that sampled each token."""
-
-    @abstractmethod
-    def pause_server(self, server: Server) -> None:
-        """Stop sampling; what runs keeps its tokens."""
-
-    @abstractmethod
-    def resume_server(self, server: Server) -> None:
-        """Go on after ``pause_server``."""
-
-    @abstractmethod
-    def read_version(self, server: Server) -> str | None:
-        """The server's label of its weights."""
-
-    def label_version(self, server: Server, version: int) -> None:
-        """Give the weights that the server holds a version number; needed where it starts with another label."""
-        raise EngineError(f"The {self.kind} server at {server.address} has no number for its weights, and takes none.")
 
     def abort_on_server(self, server: Server, wire_ids: list[str]) -> None:
         """End requests, which return what they have; by default they run to their end."""
@@ -116,6 +127,192 @@ class RemoteRequests(ServerPool, InferenceEngine):
         """
         limit = self.config.setup_timeout if timeout is None else timeout
         return self.connections.request(method, f"{server.url}{path}", body, timeout=limit)
+
+    @abstractmethod
+    def _bring_back(self, server: Server) -> None:
+        """Make a server that answers again fit to serve, and put it back."""
+
+    @abstractmethod
+    def _on_all_connected(self, servers: list[Server]) -> None:
+        """All servers are healthy for the first time."""
+
+    def on_connected(self, server: Server) -> None:
+        """Look at a server that just became healthy, for the first time or again."""
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def initialize(
+        self,
+        *args: Any,
+        addresses: str | Iterable[str] | None = None,
+        addr: str | Iterable[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Find the servers, wait until each is healthy, and read the version of their weights.
+
+        Args:
+            args: not used.
+            addresses: servers, as a list or in one text with commas; None: those given on construction, in the config or in
+                the environment.
+            addr: AReaL's name of ``addresses``.
+            kwargs: AReaL's arguments about the trainer (``engine_id``, ``train_data_parallel_size``,
+                ``ft_spec``); not used.
+
+        Raises:
+            ConfigError: an argument has no meaning, or an address is malformed.
+            EngineError: no server is known, or one is not healthy within ``setup_timeout``.
+        """
+        if unknown := sorted(set(kwargs) - _NOT_USED):
+            raise ConfigError(f"initialize() has no argument {unknown[0]!r}; give addresses, or set rollout.addresses.")
+        if addresses is not None and addr is not None:
+            raise ConfigError("initialize() was given two lists of servers: give one of addresses and addr.")
+        if self._router is not None:
+            return
+        named = addr if addresses is None else addresses
+        named = parse_addresses(named) if isinstance(named, str) else named
+        found = list(named) if named is not None else self._given_addresses
+        router = Router(found if found is not None else find_server_addresses(self.config.addresses))
+        api_key = self.config.api_key or os.environ.get("ROLLWRIGHT_API_KEY")
+        self._connections = Connections(api_key=api_key, timeout=self.config.request_timeout)
+        self._threads = ThreadPoolExecutor(max(4, len(router.servers)), thread_name_prefix=f"{self.kind}-control")
+        self._router = router
+        try:
+            deadline = time.monotonic() + self.config.setup_timeout
+            self.each(lambda server: self._wait_healthy(server, deadline), router.servers)
+            self.each(self.on_connected, router.servers)
+            self._on_all_connected(router.servers)
+        except BaseException:
+            self.destroy()
+            raise
+        self._monitor = HealthMonitor(self)
+        _CONNECTED[next(_connections_made)] = self
+        logger.info("%s servers in use: %s", self.kind, ", ".join(server.address for server in router.servers))
+
+    def destroy(self) -> None:
+        """Stop watching the servers and close every connection. Servers run on, except those that it owns (``own``)."""
+        for number in [number for number, client in _CONNECTED.items() if client is self]:
+            del _CONNECTED[number]
+        if self._monitor is not None:
+            self._monitor.stop()
+            self._monitor = None
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
+        if self._connections is not None:
+            self._connections.close()
+        self._router = None
+        while self._owned:
+            self._owned.pop().close()
+
+    def own(self, resource: Any) -> None:
+        """Close ``resource`` (servers that were started for this client) when this client is destroyed.
+
+        Args:
+            resource: has ``close()``, ``check()`` that raises when no server of it is left, and ``weights_root``, a directory
+                that is shared with them.
+        """
+        self._owned.append(resource)
+
+    def _is_healthy(self, server: Server) -> bool:
+        """One check: True where the server answers ``/health``."""
+        try:
+            self.connections.request("GET", f"{server.url}/health", timeout=CHECK_SECONDS)
+        except EngineError:
+            return False
+        return True
+
+    def _wait_healthy(self, server: Server, deadline: float) -> None:
+        """Return when the server answers ``/health``, at ``time.monotonic() == deadline`` the latest.
+
+        Raises:
+            EngineError: it did not answer in time.
+        """
+        started = time.monotonic()
+        while not self._is_healthy(server):
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"The server at {server.address} was not healthy within {deadline - started:.0f} s. Look at its log; raise "
+                    "rollout.setup_timeout if its model takes longer to load."
+                )
+            time.sleep(0.2)
+
+    def _connected(self, part: Part | None) -> Part:
+        if part is None:
+            raise EngineError(f"{type(self).__name__} is not connected: call initialize() first.")
+        return part
+
+    @property
+    def connections(self) -> Connections:
+        """The HTTP connections of this client."""
+        return self._connected(self._connections)
+
+    @property
+    def router(self) -> Router:
+        """The servers and their load."""
+        return self._connected(self._router)
+
+    @property
+    def addresses(self) -> list[str]:
+        """Addresses of all servers, in service or not."""
+        return [server.address for server in self.router.servers]
+
+    # -- several servers at once ----------------------------------------------------------------------------------------
+
+    def submit(self, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
+        """Begin one call in a thread of this client."""
+        return self._connected(self._threads).submit(function, *arguments)
+
+    def settled(
+        self, action: Callable[[Server], Result], servers: Iterable[Server], alongside: Callable[[], object] = lambda: None
+    ) -> tuple[list[tuple[Server, Result]], list[tuple[Server, EngineError]]]:
+        """``action`` on all servers at once: what those returned that did it, and why the others did not.
+
+        ``alongside`` runs in this thread meanwhile.
+        """
+        done: list[tuple[Server, Result]] = []
+        failed: list[tuple[Server, EngineError]] = []
+        running = [(server, self.submit(action, server)) for server in servers]
+        alongside()
+        for server, future in running:
+            error = future.exception()
+            if error is None:
+                done.append((server, future.result()))
+            elif isinstance(error, EngineError):
+                failed.append((server, error))
+            else:
+                raise error
+        return done, failed
+
+    def each(self, action: Callable[[Server], Result], servers: Iterable[Server]) -> list[Result]:
+        """``action`` on all servers at once; the first failure is raised after all are done."""
+        done, failed = self.settled(action, servers)
+        if failed:
+            raise failed[0][1]
+        return [result for _, result in done]
+
+    # -- in service and out ---------------------------------------------------------------------------------------------
+
+    def _each_in_service(self, action: Callable[[Server], Result], what: str) -> list[tuple[Server, Result]]:
+        """``action`` on all servers in service at once; those that fail are taken out.
+
+        Args:
+            action: what is done, and raises an ``EngineError`` where a server does not do it.
+            what: a server could not do, for the log.
+
+        Raises:
+            EngineError: all servers that were started for this client have ended.
+        """
+        done, failed = self.settled(action, self.router.in_service())
+        for server, error in failed:
+            if self.router.take_out(server, f"could not {what}: {error}"):
+                logger.error("The server at %s could not %s and is out of service: %s", server.address, what, error)
+        if failed and not done:
+            self._raise_if_all_ended()
+        return done
+
+    def _raise_if_all_ended(self) -> None:
+        for servers in self._owned:
+            servers.check()
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
@@ -214,8 +411,6 @@ class RemoteRequests(ServerPool, InferenceEngine):
                 )
             await asyncio.sleep(0.05)
 
-    # -- versions ------------------------------------------------------------------------------------------------------
-
     def version_number(self, label: Any) -> int:
         """The number of a server's version label.
 
@@ -229,108 +424,6 @@ class RemoteRequests(ServerPool, InferenceEngine):
                 f"The {self.kind} server names its weights {label!r}, which is no version number: something else changed them. "
                 "Publish weights again, or restart the server."
             ) from None
-
-    def _on_all_connected(self, servers: list[Server]) -> None:
-        """Number the weights of servers that were just started; take over the number where they already have one."""
-        numbers: dict[str, int] = {}
-        for server, label in zip(servers, self.each(self.read_version, servers), strict=True):
-            if label is None or not str(label).lstrip("-").isdigit():
-                self.label_version(server, self._version)
-                label = self._version
-            numbers[server.address] = int(label)
-        if len(set(numbers.values())) > 1:
-            raise WeightUpdateError(
-                f"The {self.kind} servers hold different weights (versions {numbers}). Publish weights to all, or restart them."
-            )
-        (self._version,) = set(numbers.values())
-
-    def get_version(self) -> int:
-        """Version of the weights that the next token is sampled with."""
-        return self._version
-
-    def set_version(self, version: int) -> None:
-        """Confirm a published version.
-
-        Another client may have published it, so the servers are asked before it is an error.
-
-        Raises:
-            WeightUpdateError: the servers hold another version.
-        """
-        with self._update_lock:
-            if version == self._version:
-                return
-            held = {server.address: label for server, label in self._each_in_service(self.read_version, "say its version")}
-            if not held or any(str(label) != str(version) for label in held.values()):
-                raise WeightUpdateError(
-                    f"set_version({version}) does not match what the {self.kind} servers hold: {held}. Versions are set by "
-                    "publishing weights (actor.update_weights); set_version only confirms them."
-                )
-            self._version, self._restore = version, None  # another client published: what this one has is older
-
-    # -- control -------------------------------------------------------------------------------------------------------
-
-    def pause(self) -> None:
-        """Stop sampling on every server; requests keep what they have. A server that cannot be paused is taken out.
-
-        Raises:
-            EngineError: all servers that were started for this client have ended.
-        """
-        with self._update_lock:
-            self.is_paused = True
-            try:
-                self._each_in_service(self.pause_server, "be paused")
-            except BaseException:
-                self.is_paused = self._holding = False
-                raise
-
-    def resume(self) -> None:
-        """Go on after ``pause``; then do what was put off until now. A server that cannot go on is taken out.
-
-        Raises:
-            EngineError: all servers that were started for this client have ended.
-        """
-        with self._update_lock:
-            try:
-                self._each_in_service(self.resume_server, "go on")
-            finally:
-                self.is_paused = self._holding = False
-        action, self._when_resumed = self._when_resumed, None
-        if action is not None:
-            action()
-
-    def when_resumed(self, action: Callable[[], object]) -> None:
-        """Call ``action`` now, or at the end of ``resume`` where this client is paused: a paused server answers no probe.
-
-        Of several actions the last is called.
-        """
-        if self.is_paused:
-            self._when_resumed = action
-        else:
-            action()
-
-    def drain(self) -> None:
-        """Hold new requests back and wait until those in flight have ended; ``resume`` lets them go on.
-
-        Not to be called on the event loop that awaits them.
-
-        Raises:
-            WeightUpdateError: they did not end within ``request_timeout``.
-        """
-        self._holding = True
-        deadline = time.monotonic() + self.config.request_timeout
-        while any(server.load for server in self.router.in_service()):
-            if time.monotonic() > deadline:
-                self._holding = False
-                raise WeightUpdateError(
-                    f"Requests in flight did not end within {self.config.request_timeout:g} s (rollout.on_weight_update=wait): "
-                    "use recompute, or call from another thread than the one that awaits them."
-                )
-            time.sleep(0.01)
-
-    @property
-    def logprob_tolerance(self) -> float | None:
-        """``rollout.logprob_tolerance``."""
-        return self.config.logprob_tolerance
 
     def abort(self, rid: str | None = None) -> None:
         """End the requests of one conversation, or all that this client sent; they return what they have.

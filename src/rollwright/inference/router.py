@@ -1,9 +1,10 @@
-"""Which server a request goes to, and which requests have no answer yet.
+"""Which server a request goes to, which requests have no answer yet, and which servers answer at all.
 
 A request goes to its conversation's server, else to the one with the fewest requests. Invariants:
 
 * requests of one conversation go to one server for as long as that server is in service;
 * a server that was taken out gets no request until it is put back;
+* a server that stops answering is taken out, and put back only after the client has made it fit to serve again;
 * the load of a server is the number of leases that were taken and not returned.
 """
 
@@ -13,13 +14,18 @@ import asyncio
 import contextlib
 import itertools
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from rollwright.errors import EngineError
 from rollwright.inference.connections import ConnectionLostError
 from rollwright.inference.network import server_url
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("RemoteEngine")
 
 
 @dataclass
@@ -187,3 +193,80 @@ class Router:
 def _expire(scope: asyncio.Timeout) -> None:
     with contextlib.suppress(RuntimeError):  # it was answered at this moment
         scope.reschedule(asyncio.get_running_loop().time())
+
+
+class HealthMonitor:
+    """One thread that takes out servers that stop answering, and brings them back when they are fit to serve."""
+
+    def __init__(self, client: Any, *, interval: float = 1.0, check_interval: float = 15.0, strikes: int = 3) -> None:
+        """Args:
+        client: a ``RemoteRequests``; its servers are checked, taken out and brought back; those in service are not while it is paused (a paused
+            server may not answer a check that generates).
+        interval: seconds between two looks at the servers that are out.
+        check_interval: seconds between two checks of a server in service.
+        strikes: failed checks in a row after which a server in service is taken out.
+        """
+        self._client = client
+        self._router = client.router
+        self._interval = interval
+        self._check_interval = check_interval
+        self._strikes = strikes
+        self._failed: dict[str, int] = {}
+        self._last_suspicion: dict[str, float] = {}
+        self._locks = {server.address: threading.Lock() for server in self._router.servers}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="health-monitor", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; waits for a check that runs, at most a moment."""
+        self._stop.set()
+        if self._thread is not threading.current_thread() and self._thread.is_alive():
+            self._thread.join(timeout=2.0)
+
+    def suspect(self, server: Server, reason: str) -> None:
+        """A request failed: check ``server`` now and take it out unless it answers. A burst of failures checks once."""
+        with self._locks[server.address]:
+            if not server.in_service or time.monotonic() - self._last_suspicion.get(server.address, -1e9) < 0.5:
+                return
+            healthy = self._client._is_healthy(server)
+            self._last_suspicion[server.address] = time.monotonic()
+        if healthy:
+            logger.warning("%s The server answers its health check; the request is sent again.", reason)
+        elif self._router.take_out(server, reason):
+            logger.error("The server at %s does not answer and is out of service: %s", server.address, reason)
+
+    def _run(self) -> None:
+        last_check = time.monotonic()
+        while not self._stop.wait(self._interval):
+            is_due = time.monotonic() - last_check >= self._check_interval and not self._client.is_paused
+            last_check = time.monotonic() if is_due else last_check
+            try:
+                for server in self._router.out_of_service():
+                    self._try_back(server)
+                for server in self._router.in_service() if is_due else ():
+                    self._check(server)
+            except Exception:  # unforeseen by definition; without this thread no server would ever come back
+                if not self._stop.is_set():
+                    logger.exception("Watching the servers failed, and goes on.")
+
+    def _try_back(self, server: Server) -> None:
+        if self._stop.is_set() or not self._client._is_healthy(server):
+            return
+        try:
+            self._client._bring_back(server)
+        except EngineError as error:
+            if server.reason != str(error):
+                logger.warning("The server at %s answers again and stays out of service: %s", server.address, error)
+            server.reason = str(error)
+            return
+        self._failed.pop(server.address, None)
+        logger.info("The server at %s is back in service.", server.address)
+
+    def _check(self, server: Server) -> None:
+        if self._client._is_healthy(server):
+            self._failed.pop(server.address, None)
+            return
+        self._failed[server.address] = self._failed.get(server.address, 0) + 1
+        if self._failed[server.address] >= self._strikes and self._router.take_out(server, "failed its health checks"):
+            logger.error("The server at %s failed %d health checks and is out of service.", server.address, self._strikes)

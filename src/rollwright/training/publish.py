@@ -20,8 +20,8 @@ from rollwright.errors import WeightUpdateError
 from rollwright.inference.backends import BACKENDS
 from rollwright.inference.engine import InferenceEngine, WeightReceiver, takes_no_weights
 from rollwright.inference.network import find_server_addresses
+from rollwright.inference.remote import connected_clients
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.inference.server_pool import connected_clients
 from rollwright.inference.weights.publication import RemoteClient
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel

@@ -1,4 +1,4 @@
-"""A client that gives its servers new weights, also those that come back.
+"""The other half of a client: the versions of its servers, pauses, and new weights, also for servers that come back.
 
 Invariants:
 
@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -79,9 +80,29 @@ class RemoteClient(RemoteRequests):
             EngineError: it did not load them.
         """
 
+    @abstractmethod
+    def pause_server(self, server: Server) -> None:
+        """Stop sampling; what runs keeps its tokens."""
+
+    @abstractmethod
+    def resume_server(self, server: Server) -> None:
+        """Go on after ``pause_server``."""
+
+    @abstractmethod
+    def read_version(self, server: Server) -> str | None:
+        """The server's label of its weights."""
+
+    def label_version(self, server: Server, version: int) -> None:
+        """Give the weights that the server holds a version number; needed where it starts with another label."""
+        raise EngineError(f"The {self.kind} server at {server.address} has no number for its weights, and takes none.")
+
     def __init__(self, config: RolloutConfig | None = None, *, addresses: Iterable[str] | None = None) -> None:
         super().__init__(config, addresses=addresses)
         self._mapped: MappedWeights | None = None
+        self._restore: Callable[[Server], None] | None = None  # gives one server the current weights
+        self._when_resumed: Callable[[], object] | None = None
+        # Held by a publication, by pause and resume, and while a server is brought back: none of them sees half of another.
+        self._update_lock = threading.RLock()
 
     def destroy(self) -> None:
         """See ``RemoteRequests.destroy``; what was shared with the servers is removed."""
@@ -345,3 +366,107 @@ class RemoteClient(RemoteRequests):
                     )
             (self.pause_server if self.is_paused else self.resume_server)(server)
             self.router.put_back(server)
+
+    # -- versions ------------------------------------------------------------------------------------------------------
+
+    def _on_all_connected(self, servers: list[Server]) -> None:
+        """Number the weights of servers that were just started; take over the number where they already have one."""
+        numbers: dict[str, int] = {}
+        for server, label in zip(servers, self.each(self.read_version, servers), strict=True):
+            if label is None or not str(label).lstrip("-").isdigit():
+                self.label_version(server, self._version)
+                label = self._version
+            numbers[server.address] = int(label)
+        if len(set(numbers.values())) > 1:
+            raise WeightUpdateError(
+                f"The {self.kind} servers hold different weights (versions {numbers}). Publish weights to all, or restart them."
+            )
+        (self._version,) = set(numbers.values())
+
+    def get_version(self) -> int:
+        """Version of the weights that the next token is sampled with."""
+        return self._version
+
+    def set_version(self, version: int) -> None:
+        """Confirm a published version.
+
+        Another client may have published it, so the servers are asked before it is an error.
+
+        Raises:
+            WeightUpdateError: the servers hold another version.
+        """
+        with self._update_lock:
+            if version == self._version:
+                return
+            held = {server.address: label for server, label in self._each_in_service(self.read_version, "say its version")}
+            if not held or any(str(label) != str(version) for label in held.values()):
+                raise WeightUpdateError(
+                    f"set_version({version}) does not match what the {self.kind} servers hold: {held}. Versions are set by "
+                    "publishing weights (actor.update_weights); set_version only confirms them."
+                )
+            self._version, self._restore = version, None  # another client published: what this one has is older
+
+    # -- control -------------------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Stop sampling on every server; requests keep what they have. A server that cannot be paused is taken out.
+
+        Raises:
+            EngineError: all servers that were started for this client have ended.
+        """
+        with self._update_lock:
+            self.is_paused = True
+            try:
+                self._each_in_service(self.pause_server, "be paused")
+            except BaseException:
+                self.is_paused = self._holding = False
+                raise
+
+    def resume(self) -> None:
+        """Go on after ``pause``; then do what was put off until now. A server that cannot go on is taken out.
+
+        Raises:
+            EngineError: all servers that were started for this client have ended.
+        """
+        with self._update_lock:
+            try:
+                self._each_in_service(self.resume_server, "go on")
+            finally:
+                self.is_paused = self._holding = False
+        action, self._when_resumed = self._when_resumed, None
+        if action is not None:
+            action()
+
+    def when_resumed(self, action: Callable[[], object]) -> None:
+        """Call ``action`` now, or at the end of ``resume`` where this client is paused: a paused server answers no probe.
+
+        Of several actions the last is called.
+        """
+        if self.is_paused:
+            self._when_resumed = action
+        else:
+            action()
+
+    def drain(self) -> None:
+        """Hold new requests back and wait until those in flight have ended; ``resume`` lets them go on.
+
+        Not to be called on the event loop that awaits them.
+
+        Raises:
+            WeightUpdateError: they did not end within ``request_timeout``.
+        """
+        self._holding = True
+        deadline = time.monotonic() + self.config.request_timeout
+        while any(server.load for server in self.router.in_service()):
+            if time.monotonic() > deadline:
+                self._holding = False
+                raise WeightUpdateError(
+                    f"Requests in flight did not end within {self.config.request_timeout:g} s (rollout.on_weight_update=wait): "
+                    "use recompute, or call from another thread than the one that awaits them."
+                )
+            time.sleep(0.01)
+
+    @property
+    def logprob_tolerance(self) -> float | None:
+        """``rollout.logprob_tolerance``."""
+        return self.config.logprob_tolerance
