@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import Request
@@ -62,7 +62,6 @@ class OpenAIEpisode(OpenAIProtocol):
         *,
         gconfig: GenerationHyperparameters | None = None,
         template_kwargs: dict[str, Any] | None = None,
-        on_close: Callable[[str], None],
     ) -> None:
         """Args:
         engine: answers the calls; one that is bound to a sample records them itself.
@@ -71,7 +70,6 @@ class OpenAIEpisode(OpenAIProtocol):
         base_url, api_key: where the front is, and the key of this run.
         gconfig: generation arguments that requests may leave out.
         template_kwargs: passed to the chat template.
-        on_close: told the key when the episode ends.
         """
         super().__init__(engine, tokenizer, model_name, on_call=self._keep, defaults=gconfig)
         self.base_url = base_url
@@ -86,7 +84,6 @@ class OpenAIEpisode(OpenAIProtocol):
         self._run_reward: float | None = None
         self._turn_rewards: dict[int, float] = {}
         self._call_rewards: dict[str, float] = {}
-        self._on_close = on_close
         self._sample = engine if isinstance(engine, SampleEngine) else None
         self._was_closed = False
 
@@ -107,7 +104,6 @@ class OpenAIEpisode(OpenAIProtocol):
     def close(self) -> None:
         """Refuse the key from now on; what was recorded stays. Idempotent."""
         self._was_closed = True
-        self._on_close(self.api_key)
 
     # -- for agents ----------------------------------------------------------------------------------------------------
 

@@ -114,17 +114,12 @@ class OpenAIFront:
             f"rollwright-{secrets.token_urlsafe(24)}",
             gconfig=gconfig,
             template_kwargs=template_kwargs,
-            on_close=self._forget,
         )
         with self._lock:
             for key in [key for key, other in self._episodes.items() if not other.is_open]:
-                del self._episodes[key]  # of samples that have ended without closing their episode
+                del self._episodes[key]
             self._episodes[episode.api_key] = episode
         return episode
-
-    def _forget(self, api_key: str) -> None:
-        with self._lock:
-            self._episodes.pop(api_key, None)
 
     # -- the server ----------------------------------------------------------------------------------------------------
 

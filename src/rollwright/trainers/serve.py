@@ -165,14 +165,11 @@ class RunBook:
 
     def _store(self, run: OpenRun) -> int:
         """Store what a run was rewarded for. Nothing here changes before the store has it."""
-        experiences = run.episode.experiences()
-        if not experiences:
-            self.counts["dropped"] += 1
-            return 0
         finished = self._samples_of.get(run.task or "", 0)
         size = self.config.gconfig.n_samples if run.task is not None else 1
         group, index = divmod(finished, size)
         name = f"{self.name}/{run.name}" if run.task is None else f"{self.name}/{run.task}/{group}"
+        experiences = run.episode.experiences()
         for experience in experiences:
             experience.eid = ExperienceId(batch=self.name, task=name, run=0)
         result = self.pipeline.apply([experiences])
