@@ -4,3 +4,21 @@
 ``rules`` are between keys; ``loading`` is the pipeline. A field carries ``metadata={"help": ..., "ge": ..., "le": ..., "choices":
 ..., "registry": ...}``. A key that is here does what its help says; another is refused with the nearest right name.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import field
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
+
+
+def key(default: Value, text: str, **limits: Any) -> Value:
+    """A field with its default, its help and further metadata, such as ``ge`` or ``choices``."""
+    return field(default=default, metadata={"help": text, **limits})
+
+
+def key_from(factory: Callable[[], Value], text: str, **limits: Any) -> Value:
+    """The same, of a default that is made anew for each instance."""
+    return field(default_factory=factory, metadata={"help": text, **limits})

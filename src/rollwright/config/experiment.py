@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollwright.config import key, key_from
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.modes import AuxiliaryModelConfig, BenchConfig, ServiceConfig, StoreConfig
 from rollwright.config.sections import (
@@ -45,19 +46,13 @@ class FinetuneSpec:
 class BaseExperimentConfig:
     """What every run has."""
 
-    experiment_name: str = field(
-        default="experiment", metadata={"help": "Name of the experiment; paths and sinks derive from it."}
-    )
-    trial_name: str = field(default="trial", metadata={"help": "Name of this trial of the experiment."})
-    seed: int = field(default=1, metadata={"help": "Seed of everything that is random."})
-    deterministic: bool = field(
-        default=False, metadata={"help": "The run repeats bit for bit on one machine (docs/determinism.md)."}
-    )
-    tokenizer_path: str = field(default="", metadata={"help": "Tokenizer directory or name; empty: the actor's path."})
-    total_train_epochs: int = field(default=1, metadata={"help": "Passes over the training tasks.", "ge": 1})
-    total_train_steps: int | None = field(
-        default=None, metadata={"help": "Steps of the run; where set, epochs are not counted.", "ge": 1}
-    )
+    experiment_name: str = key("experiment", "Name of the experiment; paths and sinks derive from it.")
+    trial_name: str = key("trial", "Name of this trial of the experiment.")
+    seed: int = key(1, "Seed of everything that is random.")
+    deterministic: bool = key(False, "The run repeats bit for bit on one machine (docs/determinism.md).")
+    tokenizer_path: str = key("", "Tokenizer directory or name; empty: the actor's path.")
+    total_train_epochs: int = key(1, "Passes over the training tasks.", ge=1)
+    total_train_steps: int | None = key(None, "Steps of the run; where set, epochs are not counted.", ge=1)
     train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
     valid_dataset: DatasetConfig | None = field(default=None)
     saver: SaverConfig = field(default_factory=SaverConfig)
@@ -67,12 +62,10 @@ class BaseExperimentConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
-    plugins: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Python files, directories of such, or modules that register workflows, rewards, losses and so on; imported "
-            "before the rest is validated. Paths are relative to the file that names them."
-        },
+    plugins: list[str] = key_from(
+        list,
+        "Python files, directories of such, or modules that register workflows, rewards, losses and so on; imported "
+        "before the rest is validated. Paths are relative to the file that names them.",
     )
 
 
@@ -80,44 +73,32 @@ class BaseExperimentConfig:
 class PPOConfig(BaseExperimentConfig):
     """Reinforcement learning of a policy with a workflow."""
 
-    mode: str = field(
-        default="both",
-        metadata={
-            "help": "both: sample and train in one process; explore: sample into the store; train: train from the store; "
-            "bench: evaluate checkpoints; serve: record an agent in use.",
-            "choices": ["both", "explore", "train", "bench", "serve"],
-        },
+    mode: str = key(
+        "both",
+        "both: sample and train in one process; explore: sample into the store; train: train from the store; "
+        "bench: evaluate checkpoints; serve: record an agent in use.",
+        choices=["both", "explore", "train", "bench", "serve"],
     )
-    tasksets: list[TasksetConfig] = field(
-        default_factory=list, metadata={"help": "Tasks of task-style workflows, in place of train_dataset and workflow."}
+    tasksets: list[TasksetConfig] = key_from(list, "Tasks of task-style workflows, in place of train_dataset and workflow.")
+    eval_tasksets: list[TasksetConfig] = key_from(list, "Held-out tasks of task-style workflows, in place of valid_dataset.")
+    store: StoreConfig | None = key(
+        None, "Experience store between explorer and trainer; modes explore, train and serve need it."
     )
-    eval_tasksets: list[TasksetConfig] = field(
-        default_factory=list, metadata={"help": "Held-out tasks of task-style workflows, in place of valid_dataset."}
-    )
-    store: StoreConfig | None = field(
-        default=None,
-        metadata={"help": "Experience store between explorer and trainer; modes explore, train and serve need it."},
-    )
-    auxiliary_models: list[AuxiliaryModelConfig] = field(
-        default_factory=list,
-        metadata={"help": "Models that are not trained; task-style workflows get an OpenAI client of each."},
+    auxiliary_models: list[AuxiliaryModelConfig] = key_from(
+        list, "Models that are not trained; task-style workflows get an OpenAI client of each."
     )
     bench: BenchConfig = field(default_factory=BenchConfig)
     service: ServiceConfig = field(default_factory=ServiceConfig)
-    workflow: str | None = field(default=None, metadata={"help": "Import path or registered name of the workflow."})
-    workflow_kwargs: dict[str, Any] = field(default_factory=dict, metadata={"help": "Arguments of the workflow's constructor."})
-    eval_workflow: str | None = field(default=None, metadata={"help": "Workflow of evaluation; None: the same."})
-    eval_workflow_kwargs: dict[str, Any] | None = field(
-        default=None, metadata={"help": "Its arguments; None: the same, with the evaluator's gconfig."}
-    )
-    reward_fn: str | None = field(default=None, metadata={"help": "Import path or registered name of the reward function."})
+    workflow: str | None = key(None, "Import path or registered name of the workflow.")
+    workflow_kwargs: dict[str, Any] = key_from(dict, "Arguments of the workflow's constructor.")
+    eval_workflow: str | None = key(None, "Workflow of evaluation; None: the same.")
+    eval_workflow_kwargs: dict[str, Any] | None = key(None, "Its arguments; None: the same, with the evaluator's gconfig.")
+    reward_fn: str | None = key(None, "Import path or registered name of the reward function.")
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
-    ref: TrainEngineConfig | None = field(
-        default=None, metadata={"help": "Reference policy of the KL; None: the actor's first weights where kl_ctl > 0."}
-    )
-    critic: TrainEngineConfig | None = field(default=None, metadata={"help": "Value model. Not built yet: refused."})
+    ref: TrainEngineConfig | None = key(None, "Reference policy of the KL; None: the actor's first weights where kl_ctl > 0.")
+    critic: TrainEngineConfig | None = key(None, "Value model. Not built yet: refused.")
 
 
 @dataclass
@@ -131,17 +112,15 @@ class SFTConfig(BaseExperimentConfig):
 
     train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(type="sft"))
     model: TrainEngineConfig = field(default_factory=TrainEngineConfig)
-    stop_accuracy: float | None = field(
-        default=None,
-        metadata={
-            "help": "Stop when the workflow's mean reward on valid_dataset reaches this; checked every evaluator.every_steps.",
-            "ge": 0.0,
-            "le": 1.0,
-        },
+    stop_accuracy: float | None = key(
+        None,
+        "Stop when the workflow's mean reward on valid_dataset reaches this; checked every evaluator.every_steps.",
+        ge=0.0,
+        le=1.0,
     )
-    workflow: str | None = field(default=None, metadata={"help": "Workflow that scores the model on valid_dataset."})
-    workflow_kwargs: dict[str, Any] = field(default_factory=dict, metadata={"help": "Arguments of the workflow's constructor."})
-    reward_fn: str | None = field(default=None, metadata={"help": "Import path or registered name of the reward function."})
+    workflow: str | None = key(None, "Workflow that scores the model on valid_dataset.")
+    workflow_kwargs: dict[str, Any] = key_from(dict, "Arguments of the workflow's constructor.")
+    reward_fn: str | None = key(None, "Import path or registered name of the reward function.")
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
 
@@ -150,44 +129,37 @@ class DPOConfig(SFTConfig):
     """Direct preference optimisation, on pairs of replies of which one is preferred."""
 
     train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(type="preference"))
-    ref: TrainEngineConfig | None = field(default=None, metadata={"help": "Reference policy; None: the model's first weights."})
-    beta: float = field(default=0.1, metadata={"help": "Strength of the pull towards the reference.", "gt": 0.0})
-    label_smoothing: float = field(
-        default=0.0,
-        metadata={"help": "Share of pairs taken to be the wrong way round (conservative DPO).", "ge": 0.0, "lt": 0.5},
-    )
+    ref: TrainEngineConfig | None = key(None, "Reference policy; None: the model's first weights.")
+    beta: float = key(0.1, "Strength of the pull towards the reference.", gt=0.0)
+    label_smoothing: float = key(0.0, "Share of pairs taken to be the wrong way round (conservative DPO).", ge=0.0, lt=0.5)
 
 
 @dataclass
 class EvalConfig:
     """Scores of a model on a split: greedy, and the mean of several samples beside it."""
 
-    experiment_name: str = field(default="experiment", metadata={"help": "Name of the experiment; paths derive from it."})
-    trial_name: str = field(default="trial", metadata={"help": "Name of this trial of the experiment."})
-    seed: int = field(default=1, metadata={"help": "Seed of everything that is random."})
-    deterministic: bool = field(default=False, metadata={"help": "The evaluation repeats bit for bit on one machine."})
-    path: str = field(default="", metadata={"help": "Model directory or Hugging Face name."})
-    label: str = field(default="", metadata={"help": "Name of the result in tables and summary.json; empty: the stage's."})
-    tokenizer_path: str = field(default="", metadata={"help": "Tokenizer directory or name; empty: the model's path."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with a model. Off unless asked for."})
+    experiment_name: str = key("experiment", "Name of the experiment; paths derive from it.")
+    trial_name: str = key("trial", "Name of this trial of the experiment.")
+    seed: int = key(1, "Seed of everything that is random.")
+    deterministic: bool = key(False, "The evaluation repeats bit for bit on one machine.")
+    path: str = key("", "Model directory or Hugging Face name.")
+    label: str = key("", "Name of the result in tables and summary.json; empty: the stage's.")
+    tokenizer_path: str = key("", "Tokenizer directory or name; empty: the model's path.")
+    trust_remote_code: bool = key(False, "Run code that comes with a model. Off unless asked for.")
     dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(split="test", shuffle=False, drop_last=False))
-    workflow: str | None = field(default=None, metadata={"help": "Import path or registered name of the workflow."})
-    workflow_kwargs: dict[str, Any] = field(default_factory=dict, metadata={"help": "Arguments of the workflow's constructor."})
-    reward_fn: str | None = field(default=None, metadata={"help": "Import path or registered name of the reward function."})
+    workflow: str | None = key(None, "Import path or registered name of the workflow.")
+    workflow_kwargs: dict[str, Any] = key_from(dict, "Arguments of the workflow's constructor.")
+    reward_fn: str | None = key(None, "Import path or registered name of the reward function.")
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
-    greedy: bool = field(default=True, metadata={"help": "One greedy completion of each task."})
-    samples: int = field(
-        default=0, metadata={"help": "Completions of each task at gconfig.temperature, whose mean is reported.", "ge": 0}
-    )
+    greedy: bool = key(True, "One greedy completion of each task.")
+    samples: int = key(0, "Completions of each task at gconfig.temperature, whose mean is reported.", ge=0)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    plugins: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Python files, directories of such, or modules that register workflows, rewards, losses and so on; imported "
-            "before the rest is validated. Paths are relative to the file that names them."
-        },
+    plugins: list[str] = key_from(
+        list,
+        "Python files, directories of such, or modules that register workflows, rewards, losses and so on; imported "
+        "before the rest is validated. Paths are relative to the file that names them.",
     )
 
 
@@ -195,43 +167,33 @@ class EvalConfig:
 class NewVisionConfig:
     """The part of a new model that sees."""
 
-    patch_size: int = field(default=14, metadata={"help": "Side of an image patch, in pixels.", "ge": 2})
-    merge_size: int = field(default=2, metadata={"help": "Patches a side that become one token.", "ge": 1})
-    layers: int = field(default=2, metadata={"help": "Transformer blocks over patches.", "ge": 1})
-    hidden_size: int = field(default=64, metadata={"help": "Width of these blocks.", "ge": 8})
-    heads: int = field(default=4, metadata={"help": "Attention heads of these blocks.", "ge": 1})
-    max_tokens: int = field(default=64, metadata={"help": "Most tokens of an image; larger images are scaled down.", "ge": 1})
+    patch_size: int = key(14, "Side of an image patch, in pixels.", ge=2)
+    merge_size: int = key(2, "Patches a side that become one token.", ge=1)
+    layers: int = key(2, "Transformer blocks over patches.", ge=1)
+    hidden_size: int = key(64, "Width of these blocks.", ge=8)
+    heads: int = key(4, "Attention heads of these blocks.", ge=1)
+    max_tokens: int = key(64, "Most tokens of an image; larger images are scaled down.", ge=1)
 
 
 @dataclass
 class NewModelConfig:
     """A model with random weights and a tokenizer, written in Hugging Face form."""
 
-    path: str = field(default="", metadata={"help": "Directory to write it to."})
-    architecture: str = field(
-        default="qwen3", metadata={"help": "Transformer family.", "choices": ["qwen3", "qwen2", "llama", "qwen2_vl"]}
-    )
-    hidden_size: int = field(default=128, metadata={"help": "Width of the residual stream.", "ge": 8})
-    layers: int = field(default=4, metadata={"help": "Transformer blocks.", "ge": 1})
-    heads: int = field(default=4, metadata={"help": "Attention heads.", "ge": 1})
-    kv_heads: int | None = field(default=None, metadata={"help": "Key-value heads; null: as many as heads.", "ge": 1})
-    head_dim: int | None = field(default=None, metadata={"help": "Size of a head; null: hidden_size / heads.", "ge": 2})
-    intermediate_size: int | None = field(
-        default=None, metadata={"help": "Width of the feed-forward; null: three times hidden_size.", "ge": 8}
-    )
-    tie_embeddings: bool = field(default=True, metadata={"help": "Input and output embeddings are one matrix."})
-    max_position_embeddings: int = field(default=512, metadata={"help": "Longest sequence, in tokens.", "ge": 8})
-    vocabulary_from: str = field(
-        default="", metadata={"help": "Tokenizer directory or name that is taken over; empty: a character tokenizer is made."}
-    )
-    characters: str = field(default="", metadata={"help": "Characters of the tokenizer; empty: printable ASCII and newline."})
-    pieces: list[str] = field(
-        default_factory=list, metadata={"help": "Strings that are one token each, such as '<answer>' or syllables."}
-    )
-    vision: NewVisionConfig | None = field(
-        default=None, metadata={"help": "The part that sees, of architecture qwen2_vl; null: its defaults."}
-    )
-    seed: int = field(default=1, metadata={"help": "Seed of the weights."})
+    path: str = key("", "Directory to write it to.")
+    architecture: str = key("qwen3", "Transformer family.", choices=["qwen3", "qwen2", "llama", "qwen2_vl"])
+    hidden_size: int = key(128, "Width of the residual stream.", ge=8)
+    layers: int = key(4, "Transformer blocks.", ge=1)
+    heads: int = key(4, "Attention heads.", ge=1)
+    kv_heads: int | None = key(None, "Key-value heads; null: as many as heads.", ge=1)
+    head_dim: int | None = key(None, "Size of a head; null: hidden_size / heads.", ge=2)
+    intermediate_size: int | None = key(None, "Width of the feed-forward; null: three times hidden_size.", ge=8)
+    tie_embeddings: bool = key(True, "Input and output embeddings are one matrix.")
+    max_position_embeddings: int = key(512, "Longest sequence, in tokens.", ge=8)
+    vocabulary_from: str = key("", "Tokenizer directory or name that is taken over; empty: a character tokenizer is made.")
+    characters: str = key("", "Characters of the tokenizer; empty: printable ASCII and newline.")
+    pieces: list[str] = key_from(list, "Strings that are one token each, such as '<answer>' or syllables.")
+    vision: NewVisionConfig | None = key(None, "The part that sees, of architecture qwen2_vl; null: its defaults.")
+    seed: int = key(1, "Seed of the weights.")
 
 
 #: What a stage of each kind is told.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
+from rollwright.config import key, key_from
 from rollwright.errors import ConfigError
 
 #: Names that users of other systems know, and the field each stands for.
@@ -18,6 +19,15 @@ def _field_names(cls: type) -> frozenset[str]:
     return frozenset(f.name for f in fields(cls))
 
 
+def _second_name(name: str) -> Any:
+    """A property that reads and sets another attribute."""
+    return property(
+        lambda instance: getattr(instance, name),
+        lambda instance, value: setattr(instance, name, value),
+        doc=f"Another name for ``{name}``.",
+    )
+
+
 @dataclass
 class GenerationHyperparameters:
     """How one request is sampled.
@@ -26,47 +36,26 @@ class GenerationHyperparameters:
     temperature 1.
     """
 
-    n_samples: int = field(default=1, metadata={"help": "Samples of each task (the group size of GRPO).", "ge": 1})
-    max_new_tokens: int = field(default=512, metadata={"help": "Most tokens that one request may generate.", "ge": 1})
-    min_new_tokens: int = field(
-        default=0, metadata={"help": "No end token, stop id or stop string ends a request before so many tokens.", "ge": 0}
-    )
-    greedy: bool = field(default=False, metadata={"help": "Take the most likely token; temperature is then ignored."})
-    temperature: float = field(default=1.0, metadata={"help": "Softmax temperature; 0 means greedy.", "ge": 0.0})
-    top_p: float = field(default=1.0, metadata={"help": "Nucleus: smallest set with this probability.", "gt": 0.0, "le": 1.0})
-    top_k: int = field(default=0, metadata={"help": "Only the k most likely tokens; 0, -1 or a huge value: all."})
-    frequency_penalty: float = field(
-        default=0.0, metadata={"help": "Subtracted from a logit for each time its token was generated.", "ge": -2.0, "le": 2.0}
-    )
-    stop: list[str] | None = field(
-        default=None, metadata={"help": "Strings that end a request; the tokens of the string are kept in output_tokens."}
-    )
-    stop_token_ids: list[int] = field(default_factory=list, metadata={"help": "Token ids that end a request; kept in output."})
-    ignore_eos: bool = field(default=False, metadata={"help": "Go on after the end token (forced lengths, benchmarks)."})
-    skip_special_tokens: bool = field(default=True, metadata={"help": "Leave special tokens out of decoded text."})
-    seed: int | None = field(default=None, metadata={"help": "Seed of the request; None: derived from the run's seed."})
+    n_samples: int = key(1, "Samples of each task (the group size of GRPO).", ge=1)
+    max_new_tokens: int = key(512, "Most tokens that one request may generate.", ge=1)
+    min_new_tokens: int = key(0, "No end token, stop id or stop string ends a request before so many tokens.", ge=0)
+    greedy: bool = key(False, "Take the most likely token; temperature is then ignored.")
+    temperature: float = key(1.0, "Softmax temperature; 0 means greedy.", ge=0.0)
+    top_p: float = key(1.0, "Nucleus: smallest set with this probability.", gt=0.0, le=1.0)
+    top_k: int = key(0, "Only the k most likely tokens; 0, -1 or a huge value: all.")
+    frequency_penalty: float = key(0.0, "Subtracted from a logit for each time its token was generated.", ge=-2.0, le=2.0)
+    stop: list[str] | None = key(None, "Strings that end a request; the tokens of the string are kept in output_tokens.")
+    stop_token_ids: list[int] = key_from(list, "Token ids that end a request; kept in output.")
+    ignore_eos: bool = key(False, "Go on after the end token (forced lengths, benchmarks).")
+    skip_special_tokens: bool = key(True, "Leave special tokens out of decoded text.")
+    seed: int | None = key(None, "Seed of the request; None: derived from the run's seed.")
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             self.stop = [self.stop]
 
-    @property
-    def n(self) -> int:
-        """Another name for ``n_samples``."""
-        return self.n_samples
-
-    @n.setter
-    def n(self, value: int) -> None:
-        self.n_samples = value
-
-    @property
-    def max_tokens(self) -> int:
-        """Another name for ``max_new_tokens``."""
-        return self.max_new_tokens
-
-    @max_tokens.setter
-    def max_tokens(self, value: int) -> None:
-        self.max_new_tokens = value
+    n = _second_name("n_samples")
+    max_tokens = _second_name("max_new_tokens")
 
     @property
     def is_greedy(self) -> bool:
@@ -103,8 +92,5 @@ class GenerationHyperparameters:
 
     def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> GenerationHyperparameters:
         """A copy whose ``stop_token_ids`` also hold the tokenizer's end and pad tokens, where it has them."""
-        stop_ids = list(self.stop_token_ids)
-        for token_id in (tokenizer.eos_token_id, tokenizer.pad_token_id):
-            if token_id is not None and token_id not in stop_ids:
-                stop_ids.append(token_id)
-        return self.new(stop_token_ids=stop_ids)
+        own = [token_id for token_id in (tokenizer.eos_token_id, tokenizer.pad_token_id) if token_id is not None]
+        return self.new(stop_token_ids=list(dict.fromkeys([*self.stop_token_ids, *own])))

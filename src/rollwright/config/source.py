@@ -399,9 +399,8 @@ def plain(value: Any) -> Any:
         return {key: plain(element) for key, element in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [plain(element) for element in value]
-    if value is None or isinstance(value, (str, int, float, bool)):
-        return getattr(value, "value", value)
-    return getattr(value, "value", str(value))
+    known = value is None or isinstance(value, (str, int, float, bool))
+    return getattr(value, "value", value if known else str(value))
 
 
 def _plain(value: Any) -> Any:

@@ -184,8 +184,7 @@ def _mapping_of(cls: type) -> Any:
 
 def _typed(kind: Any, metadata: Mapping[str, Any]) -> Any:
     """A field's type and metadata (``ge``, ``gt``, ``le``, ``lt``, ``choices``, ``item_choices``, ``registry``) as pydantic's."""
-    origin: Any = typing.get_origin(kind)
-    arguments = typing.get_args(kind)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if _is_section(kind):
         return Annotated[_mapping_of(kind), pydantic.WrapValidator(functools.partial(_made, kind))]
     if origin is Annotated:
@@ -196,7 +195,8 @@ def _typed(kind: Any, metadata: Mapping[str, Any]) -> Any:
         return Annotated[union, pydantic.WrapValidator(functools.partial(_one_of, several))] if len(several) > 1 else union
     if origin in (list, tuple, dict):
         choices = {"choices": metadata["item_choices"]} if metadata.get("item_choices") else {}
-        items = origin[tuple(each if each is Ellipsis else _typed(each, choices) for each in arguments)]
+        generic: Any = origin
+        items = generic[tuple(each if each is Ellipsis else _typed(each, choices) for each in arguments)]
         fixed = origin is tuple and Ellipsis not in arguments
         return Annotated[items, pydantic.BeforeValidator(functools.partial(_as_long, len(arguments)))] if fixed else items
     if origin is typing.Literal:
