@@ -187,14 +187,18 @@ def messages_of(row: Row, layout: FormatConfig | None, where: str) -> list[Row]:
     for message in messages:
         if not isinstance(message, dict) or "role" not in message or "content" not in message:
             raise DataError(f"{where}: a message needs role and content, this is {message!r:.80}.")
-    return _with_system([dict(message) for message in messages], row, layout or _PLAIN)
+    return with_system([dict(message) for message in messages], _system_prompt(row, layout or _PLAIN))
 
 
-def _with_system(messages: list[Row], row: Row, layout: FormatConfig) -> list[Row]:
-    system = (row.get(layout.system_prompt_key) if layout.system_prompt_key else None) or layout.system_prompt
-    if system and messages[0].get("role") != "system":
-        return [{"role": "system", "content": system}, *messages]
+def with_system(messages: list[Row], prompt: str | None) -> list[Row]:
+    """The messages with a system message of ``prompt`` first, where there is a prompt and they have none of their own."""
+    if prompt and messages[0].get("role") != "system":
+        return [{"role": "system", "content": prompt}, *messages]
     return messages
+
+
+def _system_prompt(row: Row, layout: FormatConfig) -> str | None:
+    return (layout.system_prompt_key and row.get(layout.system_prompt_key)) or layout.system_prompt
 
 
 def _by_names(row: Row, where: str) -> Row:
@@ -250,7 +254,7 @@ def _pair(row: Row, layout: FormatConfig | None, where: str) -> Row:
                 f"{where}: {names.chosen_key} and {names.rejected_key} differ before their last message; a pair is two replies to "
                 "the same conversation."
             )
-        task = {**row, "messages": _with_system(prompt, row, names)} if prompt else to_task(row, layout, where)
+        task = {**row, "messages": with_system(prompt, _system_prompt(row, names))} if prompt else to_task(row, layout, where)
     if chosen == rejected:
         raise DataError(f"{where}: {names.chosen_key} and {names.rejected_key} are the same reply, which prefers nothing.")
     return {**task, "chosen": chosen, "rejected": rejected}

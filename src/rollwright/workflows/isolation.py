@@ -23,7 +23,6 @@ import queue
 import threading
 import traceback
 import weakref
-from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -42,7 +41,7 @@ from rollwright.processes.pool import processor_count
 from rollwright.tracking.logging import getLogger
 from rollwright.workflows.model_wrapper import ModelWrapper
 from rollwright.workflows.registry import WORKFLOWS
-from rollwright.workflows.task import Task, Workflow, renew, returned_experiences, tell_group_size, trait
+from rollwright.workflows.task import Task, WorkflowPool, returned_experiences, trait
 
 logger = getLogger("isolation")
 
@@ -240,12 +239,12 @@ def main() -> None:
     WORKFLOWS.load_plugins()  # a task may carry what they define
     parent, tokenizer = Parent(channel), pickle.loads(pickled)  # noqa: S301 - from our own parent
     loop = asyncio.new_event_loop()  # of run_async, in this thread
-    idle: dict[type, list[Workflow]] = defaultdict(list)
+    workflows = WorkflowPool()
     channel.send(READY)
     while True:
         job = parent.jobs.get()
         try:
-            experiences = _run_task(pickle.loads(job), parent, tokenizer, loop, idle)  # noqa: S301 - from our own parent
+            experiences = _run_task(pickle.loads(job), parent, tokenizer, loop, workflows)  # noqa: S301 - from our own parent
             answer = DONE, pack_experiences(experiences)
         except (Exception, SystemExit):
             answer = FAILED, traceback.format_exc().encode("utf-8", "backslashreplace")
@@ -407,9 +406,9 @@ def _run_task(
     parent: Parent,
     tokenizer: Any,
     loop: asyncio.AbstractEventLoop,
-    idle: dict[type, list[Workflow]],
+    workflows: WorkflowPool,
 ) -> list[Experience] | None:
-    """What the task's workflow returned. ``idle`` keeps workflows that can be given their next task."""
+    """What the task's workflow returned."""
     task: Task = job["task"]
     parent.version = job["version"]
     engine = BridgedEngine(parent)
@@ -424,16 +423,10 @@ def _run_task(
         template_kwargs=job["template_kwargs"],
     )
     model.parent = parent
-    if waiting := idle[task.workflow_class()]:
-        workflow = waiting.pop()
-        renew(workflow, task, model)
-    else:
-        workflow = task.to_workflow(model, [_auxiliary_client(**settings) for settings in job["auxiliary_models"]])
-    tell_group_size(workflow, task)
+    workflow = workflows.take(task, model, lambda: [_auxiliary_client(**settings) for settings in job["auxiliary_models"]])
     result = loop.run_until_complete(workflow.run_async()) if trait(workflow, "asynchronous") else workflow.run()
     experiences = returned_experiences(f"{type(workflow).__name__} of task {task.task_id}", result)
-    if trait(workflow, "resettable"):
-        idle[type(workflow)].append(workflow)
+    workflows.keep(workflow)
     return experiences
 
 

@@ -35,18 +35,14 @@ class MultiTurnWorkflow(EpisodeWorkflow):
     Args:
         reward_fn: scores one answer, called with the conversation so far as the prompt; function, name or import path.
         gconfig: how each turn is sampled.
-        tokenizer: the policy's tokenizer, or its path or name.
         max_turns: answers at most.
         turn_discount: what a further turn leaves of the reward.
-        rollout_stat_scope: scope that reward, turns and lengths are reported under.
-        dump_dir: where each sample is written to, readable; None: nowhere.
         target_reward: an answer with at least this reward ends the conversation.
         feedback_message: what the user says between two turns.
         feedback_fn: ``(completion, reward, task) -> feedback`` instead, or its import path. It runs on the event loop: make it
             async where it takes time.
-        enable_thinking: given to chat templates that know it.
-        data_extract_prompt_fn: ``(task) -> messages``, or its import path; None: the task's ``messages``.
-        reward_timeout: seconds that the reward function may take.
+
+    The other arguments are those of :class:`EpisodeWorkflow`.
     """
 
     def __init__(

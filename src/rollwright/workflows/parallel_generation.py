@@ -105,23 +105,17 @@ class ParallelGenerationWorkflow(EpisodeWorkflow):
     The reward function always sees the whole, as it stands in the row.
 
     Args:
-        reward_fn: function ``(prompt, completion, prompt_ids, completion_ids, **data) -> float``, plain or async, or its
-            registered name or import path. The completion is goal, paths and conclusion, markers and all.
+        reward_fn: scores the completion: goal, paths and conclusion, markers and all.
         gconfig: how each part is sampled.
-        tokenizer: the policy's tokenizer, or its path or name.
-        enable_thinking: given to chat templates that know it.
         max_goal_tokens, max_path_tokens, max_conclusion_tokens: most tokens of the goal, of each path, of the conclusion.
-        rollout_stat_scope: scope that statistics are reported under.
-        dump_dir: where each sample is written to, readable; None: nowhere.
-        get_input_ids_fn: ``(prompt, tokenizer, enable_thinking) -> token ids``, or its import path; None: the chat template.
-        data_extract_prompt_fn: ``(task) -> prompt``, or its import path; None: the task's ``messages``.
         branch_attention: ``plain`` trains the row as one causal sequence, in which a path follows paths that it was sampled
             without (the trainer reports by how much this changes log-probabilities as ``actor/context_mismatch/…``);
             ``isolated`` samples and trains it with paths that do not see each other and a conclusion that sees all, which is
             exact, and needs the built-in engine.
         max_paths: outlines beyond this many get no path.
         train_closing_tags: train closing tags that the model wrote, too, so that it learns to end its parts.
-        reward_timeout: seconds that the reward function may take.
+
+    The other arguments are those of :class:`EpisodeWorkflow`.
     """
 
     def __init__(

@@ -55,7 +55,6 @@ class SearchAgentWorkflow(EpisodeWorkflow):
 
     Args:
         gconfig: generation arguments of one turn; the stop strings of the actions are added to its own.
-        tokenizer: tokenizer of the policy.
         max_tokens: tokens of prompt, turns and tool text together. Long tool text loses its end, so that the next turn has room.
         max_turns: turns at most.
         verbose: log turns and length of each episode.
@@ -70,11 +69,8 @@ class SearchAgentWorkflow(EpisodeWorkflow):
         enable_access: offer ``<access> url </access>``.
         reward_fn: called with the prompt, everything after it, their token ids and the row; None: the best F1 of the answer
             with one of ``data["answer"]``, 0 without an answer.
-        rollout_stat_scope: scope of the metrics.
-        dump_dir: where each episode is written to, readable; None: nowhere.
-        reward_timeout: seconds that ``reward_fn`` may take.
 
-    A row needs ``question`` and, for the default reward, ``answer``: a text or number, or a list of accepted ones. ``gconfig.n_samples`` is
+    The other arguments are those of :class:`EpisodeWorkflow`. A row needs ``question`` and, for the default reward, ``answer``: a text or number, or a list of accepted ones. ``gconfig.n_samples`` is
     not looked at: groups are made by the executor, or by ``GroupedSearchAgentWorkflow``.
     """
 

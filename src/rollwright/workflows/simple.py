@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rollwright.data.formats import with_system
 from rollwright.experience.experience import Experience
 from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.task import ResettableWorkflow, Task, TaskReward
@@ -37,10 +38,7 @@ class SimpleWorkflow(ResettableWorkflow):
 
     def messages(self) -> list[dict[str, Any]]:
         """The conversation to be answered."""
-        messages = self.task.messages()
-        if self.default_system_prompt and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self.default_system_prompt})
-        return messages
+        return with_system(self.task.messages(), self.default_system_prompt)
 
     async def run_async(self) -> list[Experience]:
         """Ask ``rollout_args.n`` times and score each answer."""

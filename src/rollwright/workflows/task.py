@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,21 +187,39 @@ def class_trait(workflow_class: type, name: str, task: Task) -> bool:
         ) from error
 
 
-def renew(workflow: Any, task: Task, model: ModelWrapper) -> None:
-    """Give a resettable workflow its next task: model, arguments and the OpenAI clients that it kept are the new task's also
-    where ``reset`` keeps the old."""
-    before = getattr(workflow, "model", None)
-    if isinstance(before, ModelWrapper):
-        model.take_over_clients(before)
-    workflow.task, workflow.model = task, model
-    workflow.rollout_args = task.rollout_args
-    workflow.reset(task)
+class WorkflowPool:
+    """Builds the workflow of each task, and gives a resettable one that has ended its next task."""
 
+    def __init__(self) -> None:
+        self._idle: dict[tuple[type, str], list[Any]] = defaultdict(list)
 
-def tell_group_size(workflow: Any, task: Task) -> None:
-    """Call ``set_repeat_times`` of a workflow that has one."""
-    if callable(told := getattr(workflow, "set_repeat_times", None)):
-        told(task.rollout_args.n_samples, 0)
+    def take(self, task: Task, model: ModelWrapper, auxiliary_models: Callable[[], list[Any]], taskset: str = "") -> Workflow:
+        """The workflow for a task, which is told its group's size where it asks for it with ``set_repeat_times``.
+
+        A workflow that had a task before has the new task's model, arguments and OpenAI clients also where its ``reset`` keeps the
+        old ones.
+
+        Args:
+            auxiliary_models: the models that are not trained; called where a workflow is built.
+            taskset: a workflow is given only tasks of its own taskset, whose arguments it has.
+        """
+        try:
+            workflow: Any = self._idle[task.workflow_class(), taskset].pop()
+        except IndexError:
+            workflow = task.to_workflow(model, auxiliary_models())
+        else:
+            if isinstance(before := getattr(workflow, "model", None), ModelWrapper):
+                model.take_over_clients(before)
+            workflow.task, workflow.model, workflow.rollout_args = task, model, task.rollout_args
+            workflow.reset(task)
+        if callable(told := getattr(workflow, "set_repeat_times", None)):
+            told(task.rollout_args.n_samples, 0)
+        return workflow
+
+    def keep(self, workflow: Workflow, taskset: str = "") -> None:
+        """Take back a workflow that ended, for the next task where it is resettable."""
+        if trait(workflow, "resettable"):
+            self._idle[type(workflow), taskset].append(workflow)
 
 
 def returned_experiences(name: str, result: Any) -> list[Experience] | None:

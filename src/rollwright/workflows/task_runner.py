@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -23,15 +22,7 @@ from rollwright.tracking.logging import getLogger
 from rollwright.workflows.base import RolloutWorkflow
 from rollwright.workflows.isolation import IsolatedWorkflows
 from rollwright.workflows.model_wrapper import ModelWrapper
-from rollwright.workflows.task import (
-    Task,
-    Workflow,
-    class_trait,
-    renew,
-    returned_experiences,
-    tell_group_size,
-    trait,
-)
+from rollwright.workflows.task import Task, WorkflowPool, class_trait, returned_experiences
 
 logger = getLogger("tasks")
 
@@ -78,7 +69,7 @@ class TaskRunner(RolloutWorkflow):
         self.openai_front = None if services is None else services.openai_front
         self.model_path = model_path
         self.threads = AbandonableThreads(max_abandoned_threads)
-        self._idle: dict[tuple[type, str], list[Workflow]] = defaultdict(list)  # by class and taskset: one has one's arguments
+        self._workflows = WorkflowPool()
         self._warned: set[type] = set()
         self._processes: dict[str, IsolatedWorkflows] = {}
 
@@ -122,9 +113,9 @@ class TaskRunner(RolloutWorkflow):
                     template_kwargs=_template_arguments(task),
                 )
             elif class_trait(kind, "asynchronous", task):
-                workflow = self._take(taskset, task, model)
+                workflow = self._workflows.take(task, model, lambda: self.auxiliary_models, taskset.name)
                 experiences = returned_experiences(name, await workflow.run_async())
-                self._keep(taskset, workflow)
+                self._workflows.keep(workflow, taskset.name)
             else:
                 experiences = await self.threads.run(lambda: self._run_in_thread(taskset, task, model, name), name=name)
         finally:
@@ -152,27 +143,13 @@ class TaskRunner(RolloutWorkflow):
 
     def _run_in_thread(self, taskset: TasksetConfig, task: Task, model: ModelWrapper, name: str) -> list[Experience] | None:
         """Build (or reset) and run: a workflow that is heavy to build holds nobody up."""
-        workflow = self._take(taskset, task, model)
+        workflow = self._workflows.take(task, model, lambda: self.auxiliary_models, taskset.name)
         experiences = returned_experiences(name, workflow.run())
-        self._keep(taskset, workflow)
+        self._workflows.keep(workflow, taskset.name)
         return experiences
 
     def _samples(self, task: Task) -> int:
         return task.repeat_times or self.n_samples or task.rollout_args.n_samples
-
-    def _take(self, taskset: TasksetConfig, task: Task, model: ModelWrapper) -> Workflow:
-        try:
-            workflow = self._idle[task.workflow_class(), taskset.name].pop()
-        except IndexError:
-            workflow = task.to_workflow(model, self.auxiliary_models)
-        else:
-            renew(workflow, task, model)
-        tell_group_size(workflow, task)
-        return workflow
-
-    def _keep(self, taskset: TasksetConfig, workflow: Workflow) -> None:
-        if trait(workflow, "resettable"):
-            self._idle[type(workflow), taskset.name].append(workflow)
 
     def _note_small_group(self, task: Task, experiences: list[Experience] | None) -> None:
         """A workflow that is not repeatable and yet samples once has groups of one, whose advantages say nothing."""

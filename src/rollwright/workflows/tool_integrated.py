@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
+from rollwright.data.formats import with_system
 from rollwright.errors import ConfigError
 from rollwright.inference.engine import InferenceEngine
 from rollwright.processes.sandbox import SandboxLimits, SandboxResult, run_python
@@ -37,7 +38,6 @@ class ToolIntegratedWorkflow(EpisodeWorkflow):
     Args:
         reward_fn: scores the whole completion, scripts and outputs included; function, name or import path.
         gconfig: how each turn is sampled; ``</python>`` is added to its stop strings.
-        tokenizer: the policy's tokenizer, or its path.
         max_turns: turns at most, so at most one script less.
         max_tokens: tokens of the whole episode.
         script_timeout: seconds that a script may run.
@@ -46,12 +46,8 @@ class ToolIntegratedWorkflow(EpisodeWorkflow):
         output_template: how output is shown, with ``{output}``.
         run_scripts: False: no script is run, and the model is told so (what is it worth without Python?).
         system_prompt: put before the task's messages unless they begin with one; empty for none.
-        data_extract_prompt_fn: ``(task) -> messages`` or text; None: the task's ``messages``.
-        rollout_stat_scope: scope of the metrics.
-        dump_dir: where each episode is written to, readable; None: nowhere.
-        reward_timeout: seconds that the reward function may take.
 
-    Where ``gconfig.n_samples`` is above 1 and nobody repeats the task, the workflow makes the group itself.
+    The other arguments are those of :class:`EpisodeWorkflow`. Where ``gconfig.n_samples`` is above 1 and nobody repeats the task, the workflow makes the group itself.
     """
 
     def __init__(
@@ -107,8 +103,8 @@ class ToolIntegratedWorkflow(EpisodeWorkflow):
     async def episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
         """Reason, run a script, go on; one row."""
         prompt = self.data_extract_prompt_fn(data)
-        if self.system_prompt and not isinstance(prompt, str) and prompt[0].get("role") != "system":
-            prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
+        if not isinstance(prompt, str):
+            prompt = with_system(prompt, self.system_prompt)
         prompt_ids = chat_input_ids(prompt, self.tokenizer)
         turns = Turns(engine, prompt_ids, self.gconfig, self.tokenizer, max_turns=self.max_turns, max_tokens=self.max_tokens)
         scripts = failed_scripts = 0

@@ -37,18 +37,12 @@ class VisionRLVRWorkflow(RLVRWorkflow):
     that contains an image token ends there: such a token stands for an image that does not exist.
 
     Args:
-        reward_fn: function ``(prompt, completion, prompt_ids, completion_ids, **data) -> float``, plain or async, or its
-            registered name or import path. The images are in ``data`` for functions that ask for them.
-        gconfig: how completions are sampled.
-        tokenizer: the policy's tokenizer, or its path or name.
+        reward_fn: scores the completion; the images are in its ``data``.
         processor: a processor, called as ``processor(images=…, text=…, padding=False, return_tensors="pt")``, or its directory
             or name; None: that of the directory that the tokenizer came from.
-        enable_thinking: given to chat templates that know it.
-        rollout_stat_scope: scope that reward, lengths and share of truncated completions are reported under.
-        dump_dir: where each sample is written to, readable; None: nowhere.
-        data_extract_prompt_fn: ``(task) -> prompt``, or its import path; None: the task's ``messages``.
         image_key: column that holds the images.
-        reward_timeout: seconds that the reward function may take.
+
+    The other arguments are those of :class:`EpisodeWorkflow`.
     """
 
     def __init__(

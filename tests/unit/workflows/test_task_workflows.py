@@ -15,7 +15,8 @@ from rollwright.errors import DataError, RolloutError, WorkflowError
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.workflows.registry import WORKFLOWS
-from rollwright.workflows.task_runner import AbandonableThreads, TaskRunner, class_trait, trait
+from rollwright.workflows.task import class_trait, trait
+from rollwright.workflows.task_runner import AbandonableThreads, TaskRunner
 
 
 class Scripted(InferenceEngine):
@@ -317,7 +318,7 @@ def test_a_workflow_is_reused_within_its_taskset_alone(tokenizer):
         (experience,) = asyncio.run(runner.arun_episode(engine, {"question": "1", "taskset": name}))
         rewards.append(experience.reward)
     assert rewards == [1.0, 2.0, 1.0, 2.0]
-    assert sum(map(len, runner._idle.values())) == 2  # reused, not built four times
+    assert sum(map(len, runner._workflows._idle.values())) == 2  # reused, not built four times
 
 
 def test_a_trait_may_go_by_the_task_but_by_nothing_else():
