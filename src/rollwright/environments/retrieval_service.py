@@ -248,25 +248,16 @@ def open_sockets(host: str, port: int) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     for name in ["127.0.0.1", "::1"] if host in _LOOPBACK else [host]:
         family = socket.AF_INET6 if ":" in name else socket.AF_INET
+        address = (name, port or (sockets[0].getsockname()[1] if sockets else 0))
         try:
-            listener = socket.socket(family, socket.SOCK_STREAM)
-        except OSError:
-            if sockets:
-                continue  # this machine has no IPv6
-            raise
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        try:
-            listener.bind((name, port or (sockets[0].getsockname()[1] if sockets else 0)))
+            listener = socket.create_server(address, family=family, backlog=2048)
         except OSError as error:
-            listener.close()
             if sockets:
-                continue  # no IPv6 loopback address
+                continue  # this machine has no IPv6, or no loopback address of it
+            reason = str(error.strerror).partition(" (while")[0]
             raise ConfigError(
-                f"The retrieval service cannot listen on {host}:{port} ({error.strerror}). Choose another --port."
+                f"The retrieval service cannot listen on {host}:{port} ({reason}). Choose another --port."
             ) from error
-        listener.listen(2048)
         listener.setblocking(False)
         sockets.append(listener)
     return sockets
