@@ -205,7 +205,7 @@ def _line(answers: IO[str]) -> str:
     return line.rstrip()
 
 
-class _Output:
+class _Output(contextlib.AbstractContextManager["_Output"]):
     """A pipe that a script writes to: what it held up to a limit; the rest is thrown away, so that the writer is not blocked."""
 
     def __init__(self, limit: int) -> None:
@@ -215,9 +215,6 @@ class _Output:
         self._limit = limit
         self._kept = bytearray()
         self.truncated = False
-
-    def __enter__(self) -> _Output:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._ours.close()

@@ -135,11 +135,10 @@ class IsolatedProcess:
         self.loop = loop
         self.ready: asyncio.Future[None] = loop.create_future()
         self.is_over = False
-        self._tokenizer = tokenizer
         self._process: ChildProcess | None = None
         self._result: asyncio.Future[list[Experience] | None] | None = None
         self._calls: set[asyncio.Task[None]] = set()
-        threading.Thread(target=self._own, name="isolated workflow", daemon=True).start()
+        threading.Thread(target=self._own, args=[tokenizer], name="isolated workflow", daemon=True).start()
 
     async def run(self, job: dict[str, Any], engine: InferenceEngine, model: ModelWrapper) -> list[Experience] | None:
         """Run one task; its model calls are answered by ``engine``. Errors are those of ``IsolatedWorkflows.run``."""
@@ -162,9 +161,9 @@ class IsolatedProcess:
         if self._process is not None:
             self._process.kill()
 
-    def _own(self) -> None:
+    def _own(self, tokenizer: Any) -> None:
         """In a thread: start the process and read what it sends, until it ends."""
-        process = self._process = ChildProcess("rollwright.workflows.isolation", pickle.dumps(self._tokenizer))
+        process = self._process = ChildProcess("rollwright.workflows.isolation", pickle.dumps(tokenizer))
         with contextlib.suppress(RuntimeError):  # the loop is closed
             with contextlib.suppress(EOFError, OSError):  # it has ended; what that means, the loop decides
                 while not self.is_over:
