@@ -5,7 +5,7 @@ import torch
 from processed_models import small_model, tokenizer
 
 from rollwright.errors import EngineError
-from rollwright.inference.backends.builtin.model import ModelRunner
+from rollwright.inference.backends.builtin.model import LlamaFamily
 from rollwright.sequence_processing import GenerationConfig, SequenceProcessor, models
 from rollwright.training.logprobs import TokenScorer
 
@@ -20,13 +20,13 @@ def processor_of(model, **config):
 def cramped(monkeypatch):
     """Generation runs out of memory at more than 3 rows, scoring at more than 2; says at which sizes they were tried."""
     tried = {"generate": [], "score": []}
-    run, forward = ModelRunner.run, TokenScorer.forward
+    run, forward = LlamaFamily.__call__, TokenScorer.forward
 
-    def run_cramped(self, batch):
+    def run_cramped(self, batch, cache):
         tried["generate"].append(batch.row_count)
         if batch.last_tokens is None and batch.row_count > 3:
             raise torch.OutOfMemoryError("no room for keys")
-        return run(self, batch)
+        return run(self, batch, cache)
 
     def score_cramped(self, batch, wanted, **arguments):
         tried["score"].append(len(wanted))
@@ -34,7 +34,7 @@ def cramped(monkeypatch):
             raise torch.OutOfMemoryError("no room for activations")
         return forward(self, batch, wanted, **arguments)
 
-    monkeypatch.setattr(ModelRunner, "run", run_cramped)
+    monkeypatch.setattr(LlamaFamily, "__call__", run_cramped)
     monkeypatch.setattr(TokenScorer, "forward", score_cramped)
     return tried
 
@@ -54,13 +54,13 @@ def test_batches_are_halved_until_they_fit_and_nothing_changes(cramped, monkeypa
 
 
 def test_it_goes_on_where_it_stopped(monkeypatch):
-    model, run, steps = small_model(), ModelRunner.run, []
+    model, run, steps = small_model(), LlamaFamily.__call__, []
 
-    def run_out_late(self, batch):
+    def run_out_late(self, batch, cache):
         steps.append(batch.row_count)
         if len(steps) == 20:
             raise torch.OutOfMemoryError("late")
-        return run(self, batch)
+        return run(self, batch, cache)
 
     expected = processor_of(model).generate_batched(PROMPTS, 8, seed=1, gen_batch_size=4)
     served = []
@@ -68,7 +68,7 @@ def test_it_goes_on_where_it_stopped(monkeypatch):
 
     attempt = generation._attempt
     monkeypatch.setattr(generation, "_attempt", lambda *a: (served.append(len(a[3])), attempt(*a))[1])
-    monkeypatch.setattr(ModelRunner, "run", run_out_late)
+    monkeypatch.setattr(LlamaFamily, "__call__", run_out_late)
     found = processor_of(model).generate_batched(PROMPTS, 8, seed=1, gen_batch_size=4)
     assert served[0] == 24
     assert 0 < served[1] < 24
@@ -81,7 +81,7 @@ def test_a_deterministic_run_does_not_change_its_batches(cramped):
 
 
 def test_another_failure_is_raised_at_once(monkeypatch):
-    monkeypatch.setattr(ModelRunner, "run", lambda self, batch: 1 / 0)
+    monkeypatch.setattr(LlamaFamily, "__call__", lambda self, batch, cache: 1 / 0)
     with pytest.raises(EngineError, match="division by zero"):
         processor_of(small_model()).generate_batched(PROMPTS, 4)
 
