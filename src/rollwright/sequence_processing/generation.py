@@ -51,6 +51,9 @@ class GenerationConfig:
         stop: further strings that end a response, included in it.
         deterministic: the same seed gives the same bits on one machine: batch sizes must be numbers, and running out of
             memory is an error instead of a reason to halve them.
+
+    Raises:
+        ConfigError: a value is out of its range; the message names it.
     """
 
     temperature: float = 1.0
@@ -66,14 +69,6 @@ class GenerationConfig:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        self.check()
-
-    def check(self) -> None:
-        """Refuse what cannot be carried out.
-
-        Raises:
-            ConfigError: a value is out of its range; the message names it.
-        """
         if not self.temperature >= 0:
             raise ConfigError(f"GenerationConfig.temperature is {self.temperature}: give 0 (greedy) or more.")
         if not 0 < self.top_p <= 1:
@@ -81,7 +76,12 @@ class GenerationConfig:
         if self.max_new_tokens < 0:
             raise ConfigError(f"GenerationConfig.max_new_tokens is {self.max_new_tokens}: give 0 or more.")
         for name in ("gen_batch_size", "tf_batch_size"):
-            check_batch_size(name, getattr(self, name), self.deterministic)
+            value = getattr(self, name)
+            if value == "auto":
+                if self.deterministic:
+                    raise ConfigError(f"{name} is 'auto', which goes by free memory; a deterministic run needs a number.")
+            elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is {value!r}: give a number from 1 on, or 'auto'.")
 
     @property
     def logprob_temperature(self) -> float:
@@ -98,19 +98,6 @@ class GenerationConfig:
             top_p=self.top_p,
             stop=stop or None,
         )
-
-
-def check_batch_size(name: str, value: BatchSize, deterministic: bool) -> None:
-    """See that a batch size is a number from 1 on, or ``"auto"`` where that is allowed.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if value == "auto":
-        if deterministic:
-            raise ConfigError(f"{name} is 'auto', which goes by free memory; a deterministic run needs a number.")
-    elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} is {value!r}: give a number from 1 on, or 'auto'.")
 
 
 # ------------------------------------------------------------------ prompts

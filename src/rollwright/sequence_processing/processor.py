@@ -16,7 +16,6 @@ from rollwright.sequence_processing.generation import (
     BatchSize,
     GenerationConfig,
     Prompt,
-    check_batch_size,
     check_lengths,
     dataset_prompts,
     encoded,
@@ -110,6 +109,7 @@ class SequenceProcessor:
         chosen = self._chosen(prompts, G, dataset_name, split, num_prompts, seed, dataset_kwargs)
         ids = encoded(chosen, self.tokenizer)
         first_seed = int(torch.randint(1 << 62, ())) if seed is None else seed
+        config = self._config(gen_batch_size, tf_batch_size)
         if across_processes and world_size() > 1:
             if with_grad:
                 raise ConfigError(
@@ -118,12 +118,12 @@ class SequenceProcessor:
             check_lengths(ids, self._inner)  # on every process, so that none waits for one that was refused
             shared_seed, own = from_first_rank(lambda: first_seed, self.device), own_share(len(ids))
             with plain_model(self.model) as model:
-                sizes, part = (gen_batch_size, tf_batch_size), ids[own.start : own.stop]
-                mine = self._generate_and_score(model, part, G, shared_seed, *sizes, own.start) if own else None
+                part = ids[own.start : own.stop]
+                mine = self._generate_and_score(model, part, G, shared_seed, config, own.start) if own else None
             dtype = torch.promote_types(self._inner.dtype, torch.float32)
             return gathered(ids, G, mine, self.tokenizer, self.device, dtype)
         with plain_model(self.model) as model:
-            return self._generate_and_score(model, ids, G, first_seed, gen_batch_size, tf_batch_size, with_grad=with_grad)
+            return self._generate_and_score(model, ids, G, first_seed, config, with_grad=with_grad)
 
     def generate_batched(
         self,
@@ -133,9 +133,9 @@ class SequenceProcessor:
         gen_batch_size: BatchSize | None = None,
     ) -> BatchedSequences:
         """Generate ``G`` responses to each prompt; arguments and errors as for ``generate_with_logprobs``."""
-        ids = encoded(self._chosen(prompts, G), self.tokenizer)
+        ids, config = encoded(self._chosen(prompts, G), self.tokenizer), self._config(gen_batch_size)
         with plain_model(self.model) as model:
-            return self._generate(model, ids, G, int(torch.randint(1 << 62, ())) if seed is None else seed, gen_batch_size)
+            return self._generate(model, ids, G, int(torch.randint(1 << 62, ())) if seed is None else seed, config)
 
     def teacher_force_logprobs(
         self,
@@ -155,10 +155,11 @@ class SequenceProcessor:
         Raises:
             ConfigError: ``with_grad`` where no parameter requires a gradient, or a temperature that is not positive.
         """
+        config = self._config(tf_batch_size=tf_batch_size)
         if with_grad:
-            return self._score(module_with_gradients(self.model), sequences, True, tf_batch_size, temperature)
+            return self._score(module_with_gradients(self.model), sequences, True, config, temperature)
         with plain_model(self.model) as model:
-            return self._score(model, sequences, False, tf_batch_size, temperature)
+            return self._score(model, sequences, False, config, temperature)
 
     def sample_prompts(
         self,
@@ -211,11 +212,11 @@ class SequenceProcessor:
         chosen = self._chosen(prompts, G, dataset_name, split, num_prompts, seed, dataset_kwargs)
         ids, wanted = encoded(chosen, self.tokenizer), ShardOptions(**options)
         check_lengths(ids, self._inner)
+        config = self._config(wanted.gen_batch_size, wanted.tf_batch_size)
 
         def produce(part: slice, seed: int) -> tuple[BatchedSequences, LogprobResults]:
             with plain_model(self.model) as model:
-                sizes = wanted.gen_batch_size, wanted.tf_batch_size
-                return self._generate_and_score(model, ids[part], G, seed, *sizes, part.start)
+                return self._generate_and_score(model, ids[part], G, seed, config, part.start)
 
         return run_experiment(
             Path(directory),
@@ -224,7 +225,7 @@ class SequenceProcessor:
             ids=ids,
             group=G,
             seed=seed,
-            generation=dataclasses.asdict(self.config),
+            generation=dataclasses.asdict(config),
             model=self.model,
             tokenizer=self.tokenizer,
             produce=produce,
@@ -256,35 +257,50 @@ class SequenceProcessor:
             raise ConfigError("There is nothing to generate from: give prompts or dataset_name.")
         return self.sample_prompts(dataset_name, split, num_prompts, seed, **(dataset_kwargs or {}))
 
+    def _config(self, gen_batch_size: BatchSize | None = None, tf_batch_size: BatchSize | None = None) -> GenerationConfig:
+        """The config of a call, checked: with its own batch sizes, where it gives some."""
+        sizes = {"gen_batch_size": gen_batch_size, "tf_batch_size": tf_batch_size}
+        return dataclasses.replace(self.config, **{name: size for name, size in sizes.items() if size is not None})
+
     def _generate_and_score(
         self,
         model: Any,
         prompts: list[list[int]],
         group: int,
         seed: int,
-        gen_batch_size: BatchSize | None,
-        tf_batch_size: BatchSize | None,
+        config: GenerationConfig,
         first_prompt: int = 0,
         with_grad: bool = False,
     ) -> tuple[BatchedSequences, LogprobResults]:
         """A part of an experiment, drawn as it would be within the whole; ``first_prompt`` is the number of its first prompt."""
-        sequences = self._generate(model, prompts, group, seed, gen_batch_size, first_prompt)
+        sequences = self._generate(model, prompts, group, seed, config, first_prompt)
         module = module_with_gradients(self.model) if with_grad else model
-        return sequences, self._score(module, sequences, with_grad, tf_batch_size)
+        return sequences, self._score(module, sequences, with_grad, config)
 
     def _generate(
-        self, model: Any, prompts: list[list[int]], group: int, seed: int, batch_size: BatchSize | None, first_prompt: int = 0
+        self,
+        model: Any,
+        prompts: list[list[int]],
+        group: int,
+        seed: int,
+        config: GenerationConfig,
+        first_prompt: int = 0,
     ) -> BatchedSequences:
-        config, total = self.config, len(prompts) * group
-        config.check()
+        total = len(prompts) * group
         check_lengths(prompts, model)
         tokens: list[list[int]] = [[]] * total
         reasons: list[str] = ["length"] * total
         if config.max_new_tokens > 0:
-            size = self._batch_size("gen_batch_size", batch_size)
             requests = make_requests(prompts, group, config.hyperparameters(), seed, first_prompt)
             with progress_bar(total, "generating", self.progress) as advance:
-                responses = generate(model, self.tokenizer, requests, size, may_halve=not config.deterministic, advance=advance)
+                responses = generate(
+                    model,
+                    self.tokenizer,
+                    requests,
+                    config.gen_batch_size,
+                    may_halve=not config.deterministic,
+                    advance=advance,
+                )
             tokens, reasons = [each.output_tokens for each in responses], [each.stop_reason for each in responses]
         return decoded(prompts, tokens, reasons, group, self.tokenizer, self.device)
 
@@ -293,28 +309,21 @@ class SequenceProcessor:
         module: nn.Module,
         sequences: BatchedSequences,
         with_grad: bool,
-        batch_size: BatchSize | None,
+        config: GenerationConfig,
         temperature: float | None = None,
     ) -> LogprobResults:
         if with_grad and not any(parameter.requires_grad for parameter in module.parameters()):
             raise ConfigError("with_grad=True, and no parameter of the model requires a gradient: unfreeze some.")
         if temperature is not None and not temperature > 0:
             raise ConfigError(f"temperature is {temperature}: give a positive one; greedy responses are scored at 1.")
-        total = sequences.sequences.shape[:2].numel()
-        size = self._batch_size("tf_batch_size", batch_size)
-        with progress_bar(total, "scoring", self.progress) as advance:
+        with progress_bar(sequences.sequences.shape[:2].numel(), "scoring", self.progress) as advance:
             return score(
                 module,
                 sequences,
                 inner=self._inner,
-                temperature=self.config.logprob_temperature if temperature is None else temperature,
-                batch_size=size,
+                temperature=config.logprob_temperature if temperature is None else temperature,
+                batch_size=config.tf_batch_size,
                 with_grad=with_grad,
-                may_halve=not self.config.deterministic,
+                may_halve=not config.deterministic,
                 advance=advance,
             )
-
-    def _batch_size(self, name: str, override: BatchSize | None) -> BatchSize:
-        size = getattr(self.config, name) if override is None else override
-        check_batch_size(name, size, self.config.deterministic)
-        return size
