@@ -83,11 +83,10 @@ class KVCache:
         """
         if rows <= self.rows and length <= self.length:
             return True
-        wanted = -(-length // _LENGTH_STEP) * _LENGTH_STEP
-        if used:
-            wanted = max(wanted, self.length)
+        least = self.length if used else 0
+        wanted = max(least, -(-length // _LENGTH_STEP) * _LENGTH_STEP)
         if rows * wanted > self.capacity_tokens:
-            wanted = max(length, self.length if used else 0)
+            wanted = max(least, length)
         if rows > self.max_rows or rows * wanted > self.capacity_tokens:
             return False
         old_views, rows = self._views, min(self.max_rows, self.capacity_tokens // wanted)

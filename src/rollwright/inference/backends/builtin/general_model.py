@@ -8,7 +8,6 @@ model, attention biases of its own) is found out by a probe when the engine star
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -124,9 +123,10 @@ class GeneralModel:
     def _model_inputs(self, multi_modal: dict[str, Any], input_ids: Tensor) -> dict[str, Any]:
         """What the model takes of the processor's outputs, on its device and in its dtype."""
         device, dtype = self._model.device, self._model.dtype
-        inputs = {k: v for k, v in multi_modal.items() if k not in ("input_ids", "attention_mask", "position_ids")}
         inputs = {
-            k: v.to(device, dtype if v.is_floating_point() else None) if isinstance(v, Tensor) else v for k, v in inputs.items()
+            k: v.to(device, dtype if v.is_floating_point() else None) if isinstance(v, Tensor) else v
+            for k, v in multi_modal.items()
+            if k not in ("input_ids", "attention_mask", "position_ids")
         }
         if {"image_grid_thw", "video_grid_thw"} & inputs.keys():
             config = self._model.config
@@ -152,7 +152,11 @@ class GeneralModel:
         Raises:
             EngineError: they differ: the model does not honour the mask, the positions or the cache that it is given.
         """
-        prompts = list(self._probe_prompts())
+        config = self._model.config
+        named = [v for c in (config, config.get_text_config()) for k, v in vars(c).items() if k.endswith("_token_id")]
+        special = {i for v in named for i in (v if isinstance(v, list) else [v])}
+        ordinary = [i for i in range(min(64, config.get_text_config().vocab_size)) if i not in special]
+        prompts = [[ordinary[(7 * i + length) % len(ordinary)] for i in range(length)] for length in (11, 5)]
         sequences = [Sequence(ModelRequest(p), tokens=p, prompt_length=len(p), length_limit=len(p) + 1) for p in prompts]
         device = self._model.device
         if not cache.make_room(len(prompts), max(map(len, prompts)), []):
@@ -172,11 +176,3 @@ class GeneralModel:
                 "with an explicit mask and cache it computes other logits than in a plain forward (it may have position biases "
                 "or a state of its own)"
             )
-
-    def _probe_prompts(self) -> Iterator[list[int]]:
-        config = self._model.config
-        named = [v for c in (config, config.get_text_config()) for k, v in vars(c).items() if k.endswith("_token_id")]
-        special = {i for v in named for i in (v if isinstance(v, list) else [v])}
-        ordinary = [i for i in range(min(64, config.get_text_config().vocab_size)) if i not in special]
-        for length in (11, 5):
-            yield [ordinary[(7 * i + length) % len(ordinary)] for i in range(length)]

@@ -145,8 +145,7 @@ class Scheduler:
             The chunks in row order, in groups: they are cut where padding to one length would waste more than half.
         """
         resumed = [chunk for chunk in chunks if chunk.completes and chunk.sequence is self.partial]
-        begun = [chunk for chunk in chunks if chunk.completes and chunk.sequence is not self.partial]
-        begun.sort(key=lambda chunk: chunk.length)
+        begun = sorted((c for c in chunks if c.completes and c.sequence is not self.partial), key=lambda c: c.length)
         unfinished = [chunk for chunk in chunks if not chunk.completes]
         in_order = [c.sequence for c in resumed + begun] + [s for s, _ in followers] + [c.sequence for c in unfinished]
         for row, sequence in enumerate(in_order, len(self.running)):
@@ -175,17 +174,14 @@ class Scheduler:
 
     def prefilled(self, prefill: Prefill) -> None:
         """The keys and values of all chunks are in the cache; sequences whose prompt is complete begin to decode."""
-        begun: list[Sequence] = []
-        for chunk in (chunk for group in prefill.groups for chunk in group):
+        chunks = [chunk for group in prefill.groups for chunk in group]
+        for chunk in chunks:
             chunk.sequence.cached = chunk.end
-            if chunk.completes:
-                begun.append(chunk.sequence)
         for sequence, leader in prefill.followers:
             self._cache.copy(leader.row, sequence.row, len(sequence.tokens))
             sequence.cached = len(sequence.tokens)
             self.reused_tokens += sequence.cached
-            begun.append(sequence)
-        for sequence in begun:
+        for sequence in [chunk.sequence for chunk in chunks if chunk.completes] + [s for s, _ in prefill.followers]:
             assert sequence.row == len(self.running)
             self.running.append(sequence)
             self._table.enter(sequence.row, sequence, self._vocabulary)
@@ -308,6 +304,8 @@ class RequestIntake:
             raise EngineError("Stop strings need a tokenizer: give one to the engine or set request.tokenizer.")
         possible = {i for i in gconfig.stop_token_ids if 0 <= i < runner.vocabulary}  # what is no token ends nothing
         seed = gconfig.seed if gconfig.seed is not None else request.seed
+        multi_modal = runner.forward if request.multi_modal and isinstance(runner.forward, GeneralModel) else None
+        delta = 0 if multi_modal is None else multi_modal.multi_modal_position_delta(request)
         sequence = Sequence(
             request=request,
             tokens=list(request.input_ids),
@@ -315,17 +313,14 @@ class RequestIntake:
             length_limit=length + min(gconfig.max_new_tokens, room),
             stop_ids=tuple(sorted(possible - self._end_ids if gconfig.ignore_eos else possible | self._end_ids)),
             seed=self._random.getrandbits(63) if seed is None else seed,
+            has_own_layout=request.branch_ids is not None or request.position_ids is not None or delta != 0,
+            position_delta=delta,
             stop_strings=StopStrings(tokenizer, gconfig.stop) if gconfig.stop else None,
         )
-        if request.multi_modal and isinstance(runner.forward, GeneralModel):
-            sequence.position_delta = runner.forward.multi_modal_position_delta(request)
         if request.branch_ids is not None:
             branches = torch.from_numpy(sequence.branch_ids())
             hidden = ~branch_visibility(branches[-1:], branches)[0]
             sequence.hidden = hidden.to(runner.device) if bool(hidden.any()) else None
-        sequence.has_own_layout = bool(
-            request.branch_ids is not None or request.position_ids is not None or sequence.position_delta
-        )
         return sequence
 
     def _check_inputs(self, request: ModelRequest) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from rollwright.inference.backends.builtin.batch import RowTable, Sequence, decode_batch, prefill_batch, to_tensor
 from rollwright.inference.backends.builtin.cache import PrefixCache
 from rollwright.inference.backends.builtin.model import ModelRunner
-from rollwright.inference.backends.builtin.scheduler import Prefill, Scheduler
+from rollwright.inference.backends.builtin.scheduler import Scheduler
 from rollwright.inference.request import ModelResponse
 
 Finished = tuple[Sequence, ModelResponse | BaseException]
@@ -63,30 +63,26 @@ class Stepper:
         prefill = self.scheduler.schedule_prefill()
         if prefill.groups:
             first = len(self.scheduler.running)
-            logits = self._run_prefill(prefill, first)
-            if logits is not None:
-                self._sample(logits, first)
+            logits: list[Tensor] = []
+            for group in prefill.groups:
+                batch = prefill_batch(group, group[0].sequence.row, self._runner.device)
+                group_logits = self._runner.forward(batch, self._runner.cache)
+                if group[0].completes:
+                    logits.append(group_logits)
+                self._counts["prefill_tokens"] += sum(chunk.length for chunk in group)
+            self.scheduler.prefilled(prefill)
+            if prefill.followers:
+                logits.append(torch.cat(logits)[[leader.row - first for _, leader in prefill.followers]])
+            if logits:
+                self._sample(torch.cat(logits), first)
                 self._postprocess(first, finished)
         if running := self.scheduler.schedule_decode():
-            logits = self._runner.forward(decode_batch(self._table, running, self._runner.device), self._runner.cache)
+            batch = decode_batch(self._table, running, self._runner.device)
+            next_logits = self._runner.forward(batch, self._runner.cache)
             self._table.rows["cached"][: len(running)] += 1
             self._table.rows["position"][: len(running)] += 1
-            self._sample(logits, 0)
+            self._sample(next_logits, 0)
             self._postprocess(0, finished)
-
-    def _run_prefill(self, prefill: Prefill, first: int) -> Tensor | None:
-        """Logits of the sequences whose prompts are complete now, in rows from ``first`` on; None where none is."""
-        logits: list[Tensor] = []
-        for group in prefill.groups:
-            batch = prefill_batch(group, group[0].sequence.row, self._runner.device)
-            group_logits = self._runner.forward(batch, self._runner.cache)
-            if group[0].completes:
-                logits.append(group_logits)
-            self._counts["prefill_tokens"] += sum(chunk.length for chunk in group)
-        self.scheduler.prefilled(prefill)
-        if prefill.followers:
-            logits.append(torch.cat(logits)[[leader.row - first for _, leader in prefill.followers]])
-        return torch.cat(logits) if logits else None
 
     def _sample(self, logits: Tensor, first: int) -> None:
         """Draw a token for each running sequence from row ``first`` on."""
@@ -95,16 +91,14 @@ class Stepper:
         rows = table.rows[first:last]
         history = {}
         if rows["frequency_penalty"].any():
-            for row, sequence in enumerate(running[first:], first):
-                output = sequence.tokens[sequence.prompt_length :] + table.unflushed(row)["token"].tolist()
-                if output:
-                    history[row] = torch.tensor(output)
-        is_first = rows["generated"] == 0
+            history = {
+                row: torch.tensor(s.tokens[s.prompt_length :] + table.unflushed(row)["token"].tolist(), dtype=torch.int64)
+                for row, s in enumerate(running[first:], first)
+            }
+        begins = (rows["generated"] == 0).nonzero()[0].tolist()
         tokens, logprobs = sample(logits, table, first, last, history)
-        if is_first.any():
-            now = time.monotonic()
-            for index in is_first.nonzero()[0].tolist():
-                running[first + index].first_token_at = now
+        for index in begins:
+            running[first + index].first_token_at = time.monotonic()
         table.append(first, last, tokens, logprobs, self.version)
         for index in rows["has_listener"].nonzero()[0].tolist():
             sequence = running[first + index]
@@ -124,16 +118,12 @@ class Stepper:
                 matches[index] = match
         ends = stops | (rows["generated"] >= rows["max_new_tokens"])
         ends[list(matches)] = True
-        if not ends.any():
-            return
-        leaving = []
-        for index in ends.nonzero()[0].tolist():
-            match = int(rows["last_token"][index]) if stops[index] else matches.get(index)
-            leaving.append((running[first + index], "length" if match is None else "stop", match))
         responses: list[Finished] = []
-        for sequence, reason, match in reversed(leaving):  # from the last row down: fewer rows are moved
+        for index in reversed(ends.nonzero()[0].tolist()):  # from the last row down: fewer rows are moved, and none that ends
+            sequence = running[first + index]
+            match = int(rows["last_token"][index]) if stops[index] else matches.get(index)
             self.scheduler.remove(sequence, keep=True)
-            responses.append((sequence, sequence.response(reason, match)))
+            responses.append((sequence, sequence.response("length" if match is None else "stop", match)))
         self._counts["finished"] += len(responses)
         finished += responses[::-1]
 
@@ -232,7 +222,7 @@ def _adjusted(scores_BV: Tensor, table: RowTable, first: int, is_adjusted: np.nd
     scores_BV, vocabulary, device = scores_BV.clone(), scores_BV.shape[1], scores_BV.device
     for row in (first + is_adjusted.nonzero()[0]).tolist():
         entry = table.rows[row]
-        if entry["frequency_penalty"] != 0 and row in history:
+        if entry["frequency_penalty"] != 0:
             counts = torch.bincount(history[row].to(device), minlength=vocabulary)
             scores_BV[row - first] -= counts * float(entry["frequency_penalty"] / entry["temperature"])
         if entry["generated"] < entry["min_new_tokens"]:
