@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rollwright.registry import PLUGIN_VARIABLE
+
 #: What a user may write for one extension.
 MOST_LINES = 30
 
@@ -32,9 +34,13 @@ stages:
 
 
 @pytest.fixture
-def run_with(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[Path, str]]:
+def run_with(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Path, str]]:
     """``run_with(plugin, "stages.grpo.key=value", …)``: the stage's run directory, and what the command printed."""
     from rollwright.cli.main import main
+
+    monkeypatch.setenv(PLUGIN_VARIABLE, "")  # the plugin must not be imported by processes of later tests
 
     def run(plugin: str, *overrides: str, succeeds: bool = True) -> tuple[Path, str]:
         plugin = textwrap.dedent(plugin).strip() + "\n"
