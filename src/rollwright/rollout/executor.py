@@ -29,9 +29,6 @@ MAX_UNDELIVERED_TASKS = 65_536
 PAUSED_WARNING_SECONDS = 30.0
 EPOCHS_WITHOUT_ACCEPTANCE = 2
 
-_SAMPLE_ENDS = ("accepted", "rejected", "failed", "retried", "cut")
-_GROUP_ENDS = ("accepted", "rejected", "failed")
-
 
 class RolloutExecutor:
     """Runs workflows on tasks, many at a time, and hands back trajectories.
@@ -330,10 +327,10 @@ class RolloutExecutor:
     def counters(self) -> dict[str, float]:
         """How samples and groups ended so far (``samples/…``, ``groups/…``), and how many there are in each state."""
         runner, staleness = self._runner, self._delivery.staleness
-        counts: dict[str, float] = {f"samples/{name}": runner.samples[name] for name in _SAMPLE_ENDS}
-        counts |= {f"groups/{name}": runner.groups[name] for name in _GROUP_ENDS}
-        counts |= {f"groups/{name}": count for name, count in list(runner.groups.items())}
-        return counts | {
+        groups = {"accepted": 0, "rejected": 0, "failed": 0, **runner.groups}
+        return {
+            **{f"samples/{name}": runner.samples[name] for name in ("accepted", "rejected", "failed", "retried", "cut")},
+            **{f"groups/{name}": count for name, count in groups.items()},
             "running_samples": runner.running_samples,
             "abandoned_samples": runner.abandoned_samples,
             "queued": len(runner.stream),
