@@ -254,15 +254,8 @@ AUXILIARY_ALREADY_SO: dict[str, tuple[Any, ...]] = {
 def _auxiliary_models(models: Any) -> list[dict[str, Any]]:
     if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
         raise ConfigError("is a list of models, each a section of keys that begins with a dash")
-    return [_auxiliary(model) for model in models]
-
-
-def _auxiliary(model: dict[str, Any]) -> dict[str, Any]:
-    made = {}
-    for key, value in model.items():
-        if key in AUXILIARY_RENAMED:
-            made[AUXILIARY_RENAMED[key]] = value
-        elif value not in AUXILIARY_ALREADY_SO.get(key, ()):
+    for key, value in [item for model in models for item in model.items()]:
+        if key not in AUXILIARY_RENAMED and value not in AUXILIARY_ALREADY_SO.get(key, ()):
             known = ", ".join([*AUXILIARY_RENAMED, *AUXILIARY_ALREADY_SO])
             raise ConfigError(f"has {key}: {value!r}, which cannot be honoured here; an auxiliary model has {known}")
-    return made
+    return [{AUXILIARY_RENAMED[key]: value for key, value in model.items() if key in AUXILIARY_RENAMED} for model in models]

@@ -204,3 +204,10 @@ def test_a_mistake_on_the_command_line(override, expected):
 def test_no_mistake(text, attribute, value):
     found = getattr(build_config(parse_yaml(text), [], Many), attribute)
     assert (found, type(found)) == (value, type(value))
+
+
+def test_faults_are_told_by_line():
+    with pytest.raises(ConfigError) as error:
+        build_config(parse_yaml("seed: x\nactr: {}\ntotal_train_epochs: 0\nsgl: {}\n", "f.yaml"), ["rollot=1"], GRPOConfig)
+    places = [line.split(": ")[0] for line in str(error.value).splitlines()[1:]]
+    assert [place.strip() for place in places] == ["override 'rollot=1'", "f.yaml:1", "f.yaml:2", "f.yaml:3", "f.yaml:4"]
