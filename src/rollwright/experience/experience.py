@@ -105,11 +105,7 @@ class Experience:
         self.check()
 
     def check(self) -> None:
-        """Make every field a tensor, a float or a bool; fields may have been assigned since the last time.
-
-        Raises:
-            TrajectoryError: lengths disagree, or a value has the wrong type.
-        """
+        """Make every field a tensor, a float or a bool, and raise as the constructor does."""
         if isinstance(self.eid, Mapping):
             self.eid = ExperienceId(**self.eid)
         for name, dtype in SEQUENCES.items():
@@ -267,13 +263,11 @@ class Experience:
         rest: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
-            if value is None:
-                continue
             if isinstance(value, torch.Tensor):
                 tensors[f.name] = value
             elif f.name == "multi_modal_inputs":
-                tensors.update({f"multi_modal_inputs.{key}": torch.as_tensor(part) for key, part in value.items()})
-            else:
+                tensors |= {f"multi_modal_inputs.{key}": torch.as_tensor(part) for key, part in (value or {}).items()}
+            elif value is not None:
                 rest[f.name] = asdict(value) if isinstance(value, ExperienceId) else value
         return pack_bytes(tensors, rest)
 
@@ -290,10 +284,8 @@ class Experience:
                 f"serialised Experience has unknown fields {sorted(unknown)}; it was written by another version."
             )
         images = {name.split(".", 1)[1]: part for name, part in tensors.items() if name.startswith("multi_modal_inputs.")}
-        plain: dict[str, Any] = {name: part for name, part in tensors.items() if "." not in name}
-        if images:
-            plain["multi_modal_inputs"] = images
-        return cls(**plain, **rest)
+        plain = {name: part for name, part in tensors.items() if "." not in name}
+        return cls(**plain, **rest, multi_modal_inputs=images or None)
 
 
 def _equal(one: Any, other: Any) -> bool:
