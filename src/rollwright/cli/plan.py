@@ -19,8 +19,7 @@ def resolved_yaml(stages: Sequence[Stage]) -> str:
 
 def run_directory_of(stages: Sequence[Stage]) -> Path:
     """``<fileroot>/<experiment>/<trial>`` of the first stage that has them."""
-    for stage in stages:
-        config = stage.config
+    for config in (stage.config for stage in stages):
         if hasattr(config, "experiment_name"):
             return Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
     return Path(stages[0].config.path).parent
@@ -28,10 +27,9 @@ def run_directory_of(stages: Sequence[Stage]) -> Path:
 
 def describe(stages: Sequence[Stage]) -> str:
     """A numbered line for each stage, and where the run writes."""
-    lines = [f"\nThis would run {len(stages)} stage{'s' if len(stages) > 1 else ''} in {run_directory_of(stages)}:"]
-    for number, stage in enumerate(stages, 1):
-        lines.append(f"  {number}. {stage.name}: {_WORDS[stage.kind](stage.config)}")
-    return "\n".join(lines)
+    head = f"\nThis would run {len(stages)} stage{'s' if len(stages) > 1 else ''} in {run_directory_of(stages)}:"
+    lines = [f"  {number}. {stage.name}: {_WORDS[stage.kind](stage.config)}" for number, stage in enumerate(stages, 1)]
+    return "\n".join([head, *lines])
 
 
 def _new_model(config: NewModelConfig) -> str:
@@ -43,11 +41,9 @@ def _new_model(config: NewModelConfig) -> str:
 
 
 def _supervised(config: SFTConfig) -> str:
-    until = (
-        ""
-        if config.stop_accuracy is None
-        else f", until accuracy on {_rows(config.valid_dataset)} reaches {config.stop_accuracy:g}"
-    )
+    until = ""
+    if config.stop_accuracy is not None:
+        until = f", until accuracy on {_rows(config.valid_dataset)} reaches {config.stop_accuracy:g}"
     what = "preferences" if isinstance(config, DPOConfig) else "completions"
     return f"train {config.model.path} on the {what} of {_rows(config.train_dataset)}, {_length(config)}{until}"
 

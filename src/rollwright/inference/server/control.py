@@ -212,7 +212,6 @@ class Control:
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def _next(self, version: int | None) -> int:
-        """The version that an update names, or the one after the present."""
         return self._engine.get_version() + 1 if version is None else version
 
     async def _update_weight_version(

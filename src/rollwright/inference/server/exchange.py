@@ -35,9 +35,7 @@ class RequestError(Exception):
         self, message: str, *, status: int = 400, param: str | None = None, kind: str = "invalid_request_error"
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.param = param
-        self.kind = kind
+        self.status, self.param, self.kind = status, param, kind
 
     def body(self) -> dict[str, Any]:
         """The body of the answer, in the form that clients of both protocols read."""
@@ -73,13 +71,7 @@ def error_response(error: Exception) -> JSONResponse:
 
 
 def path_refusal(request: Request, error: Exception, paths: Iterable[str]) -> JSONResponse:
-    """The response to a path or method that nothing answers, in the form of every other error.
-
-    Args:
-        request: it.
-        error: Starlette's ``HTTPException``.
-        paths: those that there are.
-    """
+    """The response to a path or method that nothing answers, in the form of every other error; it names the ``paths``."""
     assert isinstance(error, HTTPException)
     path, message = request.url.path, str(error.detail)
     if error.status_code == 404:
@@ -137,13 +129,7 @@ def bearer_token(request: Request) -> str | None:
 
 
 async def beside_the_loop(size: int, work: Callable[..., Result], *arguments: Any) -> Result:
-    """``work``, in a thread where it reads much: health checks and other requests are answered meanwhile.
-
-    Args:
-        size: bytes or characters that it reads.
-        work: parses or encodes them.
-        arguments: of ``work``.
-    """
+    """``work(*arguments)``, in a thread where it reads a large ``size`` (bytes), so that other requests are answered meanwhile."""
     return work(*arguments) if size < _LARGE else await asyncio.to_thread(work, *arguments)
 
 
