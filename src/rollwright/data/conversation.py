@@ -38,7 +38,7 @@ class ConversationTokens:
                 continue
             ids = self._turns.get(_key(messages[:count], tools))
             added = None if ids is None else self._text_after(messages, count, ids, tools)
-            if added is not None:
+            if ids is not None and added is not None:
                 self.continued += 1
                 return [*ids, *self.tokenizer.encode(added, add_special_tokens=False)]
         self.encoded += 1

@@ -48,6 +48,7 @@ class Retriever(Protocol):
 
     def search(self, queries: list[str], topk: int) -> list[SearchHits]:
         """The ``topk`` best rows of each query; fewer where fewer match at all."""
+        ...
 
 
 class ToolError(RollwrightError):
@@ -59,6 +60,7 @@ class SearchTool(Protocol):
 
     async def search(self, query: str, topk: int) -> list[dict[str, Any]]:
         """The ``topk`` best documents: corpus rows with ``wikipedia_title`` and ``contents``."""
+        ...
 
     async def access(self, url: str) -> dict[str, str] | None:
         """``{"url", "contents"}`` of a page, or None where it is not known."""

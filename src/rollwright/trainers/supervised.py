@@ -15,7 +15,7 @@ from rollwright.data.vision import as_images, image_placeholder, load_processor,
 from rollwright.errors import ConfigError, DataError
 from rollwright.experience.contract import MULTI_MODAL
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors, tensor_container_to
-from rollwright.rollout.engines import LocalRolloutEngine
+from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.evaluation import EvaluationResult, evaluate
 from rollwright.trainers.loop import Part, StopSignal, Trainer
@@ -79,12 +79,12 @@ class SupervisedTrainer(Trainer):
         self.model = self.make_engine()
         self.model.initialize(None, self.spec)
         opened.callback(self.model.destroy)
-        self.rollout: LocalRolloutEngine | None = None
+        self.rollout: RolloutEngine | None = None
         if self.evaluates:
-            self.rollout = make_local_engine(self.config, self.model.model, self.tokenizer)
-            opened.callback(self.rollout.destroy)
-            self.rollout.initialize()
-            self.weights = SharedWeights(self.rollout)
+            self.rollout = rollout = make_local_engine(self.config, self.model.model, self.tokenizer)
+            opened.callback(rollout.destroy)
+            rollout.initialize()
+            self.weights = SharedWeights(rollout)
         return self.model
 
     def parts(self) -> dict[str, Part]:
