@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def plot_curves(
         The path.
     """
     figure, axes = _axes(title, x_label, y_label, size)
-    for (name, points), colour in zip(curves.items(), _cycle(len(curves)), strict=True):
+    for (name, points), colour in zip(curves.items(), itertools.cycle(COLOURS), strict=False):
         horizontal, vertical = [x for x, _ in points], [y for _, y in points]
         axes.plot(
             horizontal,
@@ -94,10 +95,6 @@ def plot_curves(
     if curves:
         axes.legend(frameon=False, labelcolor=_INK)
     return _save(figure, path)
-
-
-def _cycle(count: int) -> list[str]:
-    return [COLOURS[index % len(COLOURS)] for index in range(count)]
 
 
 def plot_reward_curve(

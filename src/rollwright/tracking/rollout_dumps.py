@@ -10,21 +10,13 @@ import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rollwright.atomic import write_text
 
 #: Keys of the trajectory that the machine-readable form names itself; others of shape ``[B]`` are added as they are.
 _TOKEN_KEYS = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
 _RULE = "─" * 100
-
-
-class Decoder(Protocol):
-    """What a dump needs of a tokenizer."""
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = ...) -> Any:
-        """Text of token ids."""
-        ...
 
 
 def trajectory_records(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -64,7 +56,7 @@ def trajectory_records(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     return records
 
 
-def format_record(record: Mapping[str, Any], tokenizer: Decoder) -> str:
+def format_record(record: Mapping[str, Any], tokenizer: Any) -> str:
     """A record of :func:`trajectory_records` as text: the prompt, then what the policy sampled, with what it did not sample
     (tool results, environment text) between ``⟦`` and ``⟧``."""
     prompt_tokens = record["prompt_tokens"]
@@ -88,7 +80,7 @@ def format_record(record: Mapping[str, Any], tokenizer: Decoder) -> str:
     return f"{_RULE}\n{' · '.join(facts)}\n── prompt\n{prompt}\n── completion\n{completion}\n"
 
 
-def marked_text(ids: Sequence[int], loss_mask: Sequence[int], tokenizer: Decoder) -> str:
+def marked_text(ids: Sequence[int], loss_mask: Sequence[int], tokenizer: Any) -> str:
     """Text of token ids, with what the policy did not sample between ``⟦`` and ``⟧``."""
     parts = []
     for sampled, run in groupby(zip(loss_mask, ids, strict=True), key=lambda pair: pair[0]):
@@ -112,7 +104,7 @@ class RolloutDumper:
         limit: rows of a step, spread evenly over the batch so that several groups are seen; 0: none, -1: all.
     """
 
-    def __init__(self, directory: str | Path, tokenizer: Decoder, limit: int = 4) -> None:
+    def __init__(self, directory: str | Path, tokenizer: Any, limit: int = 4) -> None:
         self._directory = Path(directory)
         self._tokenizer = tokenizer
         self._limit = limit

@@ -45,7 +45,8 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
     if source_path is not None:
         shutil.copyfile(source_path, directory.path / "source.yaml")
     console = logging.console()
-    done = _finished_stages(directory)
+    finished = directory.stages_file
+    done = json.loads(finished.read_text(encoding="utf-8")) if directory.resumed and finished.exists() else {}
     with directory:
         for stage in stages:
             if stage.name in done:
@@ -58,7 +59,7 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
             results = _CARRY_OUT[stage.kind](stage, directory if len(stages) == 1 else directory.stage(stage.name))
             results["total_seconds"] = time.monotonic() - started
             done[stage.name] = {"kind": stage.kind, **results}
-            write_json(directory.path / "stages.json", done, default=str)
+            write_json(finished, done, default=str)
         summary = _summarise(done, directory)
         write_summary(directory.summary_file, summary)
         directory.finish()
@@ -104,11 +105,6 @@ def _set_threads(config: Any) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def _finished_stages(directory: RunDirectory) -> dict[str, Any]:
-    file = directory.path / "stages.json"
-    return json.loads(file.read_text(encoding="utf-8")) if directory.resumed and file.exists() else {}
-
-
 # -- kinds of stages ---------------------------------------------------------------------------------------------------
 
 
@@ -144,10 +140,6 @@ def make_model(config: NewModelConfig) -> dict[str, Any]:
         f"a {config.architecture} model of {count / 1e6:.2f} M parameters, {len(tokenizer)} tokens: {config.path}"
     )
     return {"path": config.path, "parameters": count}
-
-
-def _make_model(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
-    return make_model(stage.config)
 
 
 def _train_supervised(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
@@ -224,7 +216,13 @@ def _evaluate(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
         return {"label": config.label or stage.name, **evaluate_model(config, directory.rollouts)}
 
 
-_CARRY_OUT = {"model": _make_model, "sft": _train_supervised, "dpo": _train_supervised, "rl": _train_policy, "eval": _evaluate}
+_CARRY_OUT = {
+    "model": lambda stage, directory: make_model(stage.config),
+    "sft": _train_supervised,
+    "dpo": _train_supervised,
+    "rl": _train_policy,
+    "eval": _evaluate,
+}
 
 
 # -- what the user sees at the end ------------------------------------------------------------------------------------

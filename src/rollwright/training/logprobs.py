@@ -363,7 +363,9 @@ def split_minibatches(batch: Trajectory, count: int) -> list[torch.Tensor]:
     if count == 1:
         return [torch.arange(rows, device=device)]
     groups = batch.get("group_ids")
-    unit_of_row = torch.arange(rows) if groups is None else _in_order_of_appearance(groups.cpu())
+    in_order: dict[int, int] = {}  # groups are numbered in order of appearance
+    numbers = range(rows) if groups is None else [in_order.setdefault(group, len(in_order)) for group in groups.tolist()]
+    unit_of_row = torch.tensor(numbers, dtype=torch.long)
     units = int(unit_of_row.max()) + 1 if rows else 0
     if units < count:
         what = "rows" if groups is None else "groups"
@@ -374,8 +376,3 @@ def split_minibatches(batch: Trajectory, count: int) -> list[torch.Tensor]:
     part_of_unit = torch.arange(units) * count // units
     part_of_row = part_of_unit[unit_of_row]
     return [torch.nonzero(part_of_row == part).flatten().to(device) for part in range(count)]
-
-
-def _in_order_of_appearance(ids: torch.Tensor) -> torch.Tensor:
-    numbers: dict[Any, int] = {}
-    return torch.tensor([numbers.setdefault(value, len(numbers)) for value in ids.tolist()], dtype=torch.long)

@@ -174,11 +174,14 @@ def new_model(
         **ids,
         **config_overrides,
     )
+    return _write_new(transformers.AutoModelForCausalLM, model_config, directory, seed, tokenizer=tokenizer)
+
+
+def _write_new(auto_class: Any, model_config: Any, directory: str | Path, seed: int, **processors: Any) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
-    model.eval()
-    save_model(model, directory, tokenizer=tokenizer)
+        model = auto_class.from_config(model_config, dtype=torch.float32).eval()
+    save_model(model, directory, **processors)
     return model
 
 
@@ -325,11 +328,7 @@ def new_vision_model(
         vision_end_token_id=ids[VISION_END],
         tie_word_embeddings=tie_word_embeddings,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    model.eval()
     token_pixels = (vision.patch_size * vision.merge_size) ** 2
     processor = new_image_processor(vision.patch_size, vision.merge_size, token_pixels, vision.max_tokens * token_pixels)
-    save_model(model, directory, tokenizer=tokenizer, image_processor=processor)
-    return model
+    processors = {"tokenizer": tokenizer, "image_processor": processor}
+    return _write_new(transformers.AutoModelForImageTextToText, config, directory, seed, **processors)
