@@ -55,7 +55,7 @@ class Trainer(ABC):
         self.config: Any = config
         self.directory = directory
         self.tokenizer = load_tokenizer(config.tokenizer_path or model.path, model.trust_remote_code)
-        self.step = 0
+        self.step = self._saved_step = 0  # made, and in the newest recover checkpoint
         #: The engines hold the weights of the last step. Only then can a step be evaluated or resumed from.
         self.is_published = True
 
@@ -101,6 +101,7 @@ class Trainer(ABC):
             resumed = bool(self.directory.resumed and self.recover.steps())
             if resumed:
                 self.step, state = self.recover.load()
+                self._saved_step = self.step
                 for name, part in self.parts().items():
                     part.load_state_dict(state[name])
                 logger.info("resumed %s after step %d", self.directory.path, self.step)
@@ -151,7 +152,7 @@ class Trainer(ABC):
                         self._save_recover()
                 if self.is_done(evaluations.get(self.step)):
                     break
-            if self.step and self.step not in self.recover.steps():
+            if self.step != self._saved_step:
                 self._save_recover()  # to continue from after a signal, or when the run is made longer
             if stop.received is not None and self.step < total:
                 raise SystemExit(stop.exit_code)
@@ -181,6 +182,7 @@ class Trainer(ABC):
         if self.config.recover.mode != "off":
             state = {name: part.state_dict() for name, part in self.parts().items()}
             self.recover.save(self.step, state, before_visible=self.before_recover_visible)
+            self._saved_step = self.step
 
     def _evaluate(self, run: StageRun) -> float:
         with run.timer.phase("eval"):
