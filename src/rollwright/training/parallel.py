@@ -5,6 +5,7 @@ One process is the ordinary case and needs none of this: every function is then 
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Callable
@@ -35,6 +36,9 @@ def join_processes(device: torch.device) -> torch.device:
             raise TrainingError(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set: start with torchrun."
             )
+        # Its default arguments keep the group that exists when it is imported. Imported later, it would keep Gloo's threads alive
+        # after ``destroy_process_group``, and one that frees a tensor while Python ends aborts the process.
+        importlib.import_module("torch.distributed.nn.functional")
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return device
 
