@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from rollwright.errors import TrajectoryError
-from rollwright.experience.contract import Trajectory
+from rollwright.experience.contract import COLUMNS, Trajectory
 
 #: Fields that hold one entry for each token of the response.
 RESPONSE_FIELDS = {
@@ -218,18 +218,13 @@ class Experience:
             "loss_mask": full(sampled.to(torch.int32), 0),
             "rewards": torch.tensor([self.reward], dtype=torch.float32),
         }
-        for name, fill in (("logprobs", 0.0), ("versions", -1)):
-            if (values := getattr(self, name)) is not None:
-                out[name] = full(values.masked_fill(~sampled, fill), fill)
-        for name in ("token_rewards", "advantages"):
-            if (values := getattr(self, name)) is not None:
-                out[name] = full(values, 0.0)
-        for name in TOKEN_FIELDS:
-            if getattr(self, name) is not None:
-                out[name] = getattr(self, name).unsqueeze(0).clone()
-        for name in ("temperature", "truncated", "logprobs_shifted"):
-            if getattr(self, name) is not None:
-                out[name] = torch.tensor([getattr(self, name)])
+        given = {name: value for name in COLUMNS if (value := getattr(self, name, None)) is not None}
+        for name, value in given.items():
+            pad = COLUMNS[name].pad
+            if name in RESPONSE_FIELDS:
+                out[name] = full(value.masked_fill(~sampled, pad) if name in ("logprobs", "versions") else value, pad)
+            else:
+                out[name] = value.unsqueeze(0).clone() if name in TOKEN_FIELDS else torch.tensor([value])
         if self.multi_modal_inputs is not None:
             out["multi_modal_inputs"] = [self.multi_modal_inputs]
         out["details"] = [{"info": dict(self.info), "metrics": dict(self.metrics)}]

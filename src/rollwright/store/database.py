@@ -18,39 +18,13 @@ from typing import Any
 from rollwright.errors import ConfigError, StoreError
 
 try:
-    import sqlalchemy
+    import sqlalchemy as sa
     import sqlalchemy.exc
 except ModuleNotFoundError:
     raise ConfigError(
         "the experience store needs SQLAlchemy, which is not installed: pip install 'rollwright[store]'."
     ) from None
 
-from sqlalchemy import (
-    BigInteger,
-    Boolean,
-    Column,
-    Connection,
-    Engine,
-    Float,
-    ForeignKey,
-    Index,
-    Integer,
-    LargeBinary,
-    MetaData,
-    SmallInteger,
-    String,
-    Table,
-    Text,
-    UniqueConstraint,
-    bindparam,
-    create_engine,
-    event,
-    func,
-    insert,
-    select,
-    text,
-    update,
-)
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
 from sqlalchemy.pool import StaticPool
@@ -63,105 +37,109 @@ CLAIMED, FINISHED, RELEASED = 0, 1, 2
 OPEN, READY, DROPPED = 0, 1, 2
 
 #: SQLite numbers rows by itself only in a column of type INTEGER.
-_Id = BigInteger().with_variant(Integer, "sqlite")
+_Id = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
-metadata = MetaData()
+metadata = sa.MetaData()
 
 #: What the store says about itself: schema version, run, number of tasks.
-facts = Table("facts", metadata, Column("name", String(64), primary_key=True), Column("value", Text, nullable=False))
+facts = sa.Table(
+    "facts", metadata, sa.Column("name", sa.String(64), primary_key=True), sa.Column("value", sa.Text, nullable=False)
+)
 
 #: Numbers that only grow. Every writing transaction locks one of them first, so that writers run one after another.
-counters = Table(
-    "counters", metadata, Column("name", String(64), primary_key=True), Column("value", BigInteger, nullable=False)
+counters = sa.Table(
+    "counters", metadata, sa.Column("name", sa.String(64), primary_key=True), sa.Column("value", sa.BigInteger, nullable=False)
 )
 
-tasks = Table(
+tasks = sa.Table(
     "tasks",
     metadata,
-    Column("ordinal", BigInteger, primary_key=True, autoincrement=False),
-    Column("state", SmallInteger, nullable=False),
-    Column("owner", String(255), nullable=False),
-    Column("attempt", Integer, nullable=False),  # counts claims; an older attempt can no longer finish the task
-    Column("lease_until", Float(53), nullable=False),  # seconds since 1970, by the database's clock
-    Index("tasks_by_state", "state", "lease_until"),
-    Index("tasks_by_owner", "owner", "state"),
+    sa.Column("ordinal", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("state", sa.SmallInteger, nullable=False),
+    sa.Column("owner", sa.String(255), nullable=False),
+    sa.Column("attempt", sa.Integer, nullable=False),  # counts claims; an older attempt can no longer finish the task
+    sa.Column("lease_until", sa.Float(53), nullable=False),  # seconds since 1970, by the database's clock
+    sa.Index("tasks_by_state", "state", "lease_until"),
+    sa.Index("tasks_by_owner", "owner", "state"),
 )
 
-groups = Table(
+groups = sa.Table(
     "groups",
     metadata,
-    Column("id", _Id, primary_key=True),
-    Column("name", String(255), nullable=False, unique=True),
-    Column("ordinal", BigInteger),
-    Column("attempt", Integer, nullable=False),
-    Column("state", SmallInteger, nullable=False),
-    Column("sequence", BigInteger),  # order of completion
-    Column("version", BigInteger, nullable=False),  # of the oldest sampled token
-    Column("reward", Float(53)),  # mean of its rows
-    Column("rows", Integer, nullable=False),
-    Column("uses", Integer, nullable=False),
-    Column("available_at", Float(53), nullable=False),
-    Column("dropped_by", String(255)),
-    Column("drop_checkpoint", BigInteger),  # None while the drop is not committed
-    Index("groups_by_age", "state", "uses", "sequence"),
-    Index("groups_by_version", "state", "uses", "version", "sequence"),
-    Index("groups_by_ordinal", "ordinal"),
+    sa.Column("id", _Id, primary_key=True),
+    sa.Column("name", sa.String(255), nullable=False, unique=True),
+    sa.Column("ordinal", sa.BigInteger),
+    sa.Column("attempt", sa.Integer, nullable=False),
+    sa.Column("state", sa.SmallInteger, nullable=False),
+    sa.Column("sequence", sa.BigInteger),  # order of completion
+    sa.Column("version", sa.BigInteger, nullable=False),  # of the oldest sampled token
+    sa.Column("reward", sa.Float(53)),  # mean of its rows
+    sa.Column("rows", sa.Integer, nullable=False),
+    sa.Column("uses", sa.Integer, nullable=False),
+    sa.Column("available_at", sa.Float(53), nullable=False),
+    sa.Column("dropped_by", sa.String(255)),
+    sa.Column("drop_checkpoint", sa.BigInteger),  # None while the drop is not committed
+    sa.Index("groups_by_age", "state", "uses", "sequence"),
+    sa.Index("groups_by_version", "state", "uses", "version", "sequence"),
+    sa.Index("groups_by_ordinal", "ordinal"),
 )
 
-experiences = Table(
+experiences = sa.Table(
     "experiences",
     metadata,
-    Column("id", _Id, primary_key=True),
-    Column("group_id", _Id, ForeignKey("groups.id"), nullable=False),
-    Column("sample", Integer, nullable=False),  # index of the sample in its group
-    Column("part", Integer, nullable=False),  # index of the row in its sample
-    Column("eid", String(255), nullable=False),
-    Column("version", BigInteger, nullable=False),
-    Column("reward", Float(53)),
-    Column("data", LargeBinary, nullable=False),  # Experience.serialize()
-    UniqueConstraint("group_id", "sample", "part", name="experience_once"),
+    sa.Column("id", _Id, primary_key=True),
+    sa.Column("group_id", _Id, sa.ForeignKey("groups.id"), nullable=False),
+    sa.Column("sample", sa.Integer, nullable=False),  # index of the sample in its group
+    sa.Column("part", sa.Integer, nullable=False),  # index of the row in its sample
+    sa.Column("eid", sa.String(255), nullable=False),
+    sa.Column("version", sa.BigInteger, nullable=False),
+    sa.Column("reward", sa.Float(53)),
+    sa.Column("data", sa.LargeBinary, nullable=False),  # Experience.serialize()
+    sa.UniqueConstraint("group_id", "sample", "part", name="experience_once"),
 )
 
-uses = Table(
+uses = sa.Table(
     "uses",
     metadata,
-    Column("id", _Id, primary_key=True),
-    Column("group_id", _Id, ForeignKey("groups.id"), nullable=False),
-    Column("batch", BigInteger, nullable=False),
-    Column("checkpoint", BigInteger),  # None until the trainer's checkpoint commits it
-    Column("published", Boolean, nullable=False),  # weights trained on it are out: it no longer counts as in training
-    Index("uses_by_group", "group_id"),
-    Index("uses_by_checkpoint", "checkpoint"),
-    Index("uses_by_published", "published"),
+    sa.Column("id", _Id, primary_key=True),
+    sa.Column("group_id", _Id, sa.ForeignKey("groups.id"), nullable=False),
+    sa.Column("batch", sa.BigInteger, nullable=False),
+    sa.Column("checkpoint", sa.BigInteger),  # None until the trainer's checkpoint commits it
+    sa.Column("published", sa.Boolean, nullable=False),  # weights trained on it are out: it no longer counts as in training
+    sa.Index("uses_by_group", "group_id"),
+    sa.Index("uses_by_checkpoint", "checkpoint"),
+    sa.Index("uses_by_published", "published"),
 )
 
-checkpoints = Table(
+checkpoints = sa.Table(
     "checkpoints",
     metadata,
-    Column("sequence", _Id, primary_key=True),
-    Column("name", String(255), nullable=False, unique=True),
-    Column("version", BigInteger),
-    Column("batch", BigInteger, nullable=False),
+    sa.Column("sequence", _Id, primary_key=True),
+    sa.Column("name", sa.String(255), nullable=False, unique=True),
+    sa.Column("version", sa.BigInteger),
+    sa.Column("batch", sa.BigInteger, nullable=False),
 )
 
-versions = Table(
+versions = sa.Table(
     "versions",
     metadata,
-    Column("version", BigInteger, primary_key=True, autoincrement=False),
-    Column("path", Text, nullable=False),
-    Column("epoch", BigInteger, nullable=False),
+    sa.Column("version", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("path", sa.Text, nullable=False),
+    sa.Column("epoch", sa.BigInteger, nullable=False),
 )
 
-drops = Table("drops", metadata, Column("reason", String(255), primary_key=True), Column("rows", BigInteger, nullable=False))
+drops = sa.Table(
+    "drops", metadata, sa.Column("reason", sa.String(255), primary_key=True), sa.Column("rows", sa.BigInteger, nullable=False)
+)
 
 #: Seconds that a writer waits for others.
 BUSY_SECONDS = 60.0
 _SHORTEST_POLL, _LONGEST_POLL = 0.01, 0.25
 #: Built once: SQLAlchemy takes longer to build a statement than SQLite takes to run it.
 _COUNT = (
-    update(counters)
-    .where(counters.c.name == bindparam("counter"))
-    .values(value=counters.c.value + bindparam("by"))
+    sa.update(counters)
+    .where(counters.c.name == sa.bindparam("counter"))
+    .values(value=counters.c.value + sa.bindparam("by"))
     .returning(counters.c.value)
 )
 _READ_ONLY = "rollwright_read_only"
@@ -202,7 +180,7 @@ class Database:
         except StoreError:
             self.close()
             raise
-        except sqlalchemy.exc.SQLAlchemyError as error:
+        except sa.exc.SQLAlchemyError as error:
             self.close()
             raise StoreError(
                 f"{self.name} cannot be used as an experience store ({_cause(error)}): check store.url; if the file is damaged, "
@@ -210,7 +188,7 @@ class Database:
             ) from error
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[Connection]:
+    def reading(self) -> Iterator[sa.Connection]:
         """A transaction that sees one state of the store and changes nothing."""
         options = {"isolation_level": "REPEATABLE READ"} if self.dialect == "postgresql" else {}
         with self._memory_lock, self._translated(), self.engine.connect() as connection:
@@ -219,32 +197,32 @@ class Database:
                 yield connection
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[Connection]:
+    def writing(self) -> Iterator[sa.Connection]:
         """A transaction beside which no other writer runs; it is undone where the block raises."""
         with self._memory_lock, self._writers, self._translated(), self.engine.begin() as connection:
             if self.dialect != "sqlite":  # SQLite's BEGIN IMMEDIATE has done this already
-                connection.execute(select(counters.c.value).where(counters.c.name == "epoch").with_for_update())
+                connection.execute(sa.select(counters.c.value).where(counters.c.name == "epoch").with_for_update())
             yield connection
 
-    def now(self, connection: Connection) -> float:
+    def now(self, connection: sa.Connection) -> float:
         """Seconds since 1970 by the one clock that all users of the store share."""
         if self.dialect == "postgresql":
-            return float(connection.execute(text("SELECT extract(epoch FROM clock_timestamp())")).scalar_one())
+            return float(connection.execute(sa.text("SELECT extract(epoch FROM clock_timestamp())")).scalar_one())
         return time.time()
 
-    def add_to(self, connection: Connection, counter: str, by: int = 1) -> int:
+    def add_to(self, connection: sa.Connection, counter: str, by: int = 1) -> int:
         """Adds to a counter; returns its value before."""
         return int(connection.execute(_COUNT, {"counter": counter, "by": by}).scalar_one()) - by
 
-    def counter(self, connection: Connection, name: str) -> int:
+    def counter(self, connection: sa.Connection, name: str) -> int:
         """A counter's value."""
-        return int(connection.execute(select(counters.c.value).where(counters.c.name == name)).scalar_one())
+        return int(connection.execute(sa.select(counters.c.value).where(counters.c.name == name)).scalar_one())
 
-    def fact(self, connection: Connection, name: str) -> str | None:
+    def fact(self, connection: sa.Connection, name: str) -> str | None:
         """What the store says about itself under a name."""
-        return connection.execute(select(facts.c.value).where(facts.c.name == name)).scalar_one_or_none()
+        return connection.execute(sa.select(facts.c.value).where(facts.c.name == name)).scalar_one_or_none()
 
-    def set_fact(self, connection: Connection, name: str, value: str) -> None:
+    def set_fact(self, connection: sa.Connection, name: str, value: str) -> None:
         """Records a fact; replaces an earlier value."""
         statement = self.upsert(facts).values(name=name, value=value)
         connection.execute(statement.on_conflict_do_update(index_elements=["name"], set_={"value": value}))
@@ -267,7 +245,7 @@ class Database:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except (OperationalError, sqlalchemy.exc.TimeoutError) as error:
+        except (OperationalError, sa.exc.TimeoutError) as error:
             raise StoreError(
                 f"{self.name}: the database refused ({_cause(error)}): check that its disk is not full and that no other program holds it."
             ) from error
@@ -275,8 +253,8 @@ class Database:
     def _create(self, run: str | None) -> None:
         with self.engine.begin() as connection:
             if self.dialect == "postgresql":
-                connection.execute(select(func.pg_advisory_xact_lock(_CREATION_LOCK)))
-            existing = set(sqlalchemy.inspect(connection).get_table_names())
+                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_CREATION_LOCK)))
+            existing = set(sa.inspect(connection).get_table_names())
             if facts.name not in existing:
                 if ours := sorted(existing & set(metadata.tables)):
                     raise StoreError(
@@ -284,15 +262,15 @@ class Database:
                     )
                 metadata.create_all(connection, checkfirst=False)
                 connection.execute(
-                    insert(counters), [{"name": name, "value": 0} for name in ("next_ordinal", "sequence", "batch", "epoch")]
+                    sa.insert(counters), [{"name": name, "value": 0} for name in ("next_ordinal", "sequence", "batch", "epoch")]
                 )
-                connection.execute(insert(facts), [{"name": "schema", "value": str(SCHEMA_VERSION)}])
+                connection.execute(sa.insert(facts), [{"name": "schema", "value": str(SCHEMA_VERSION)}])
             if run is not None and self.fact(connection, "run") is None:
                 self.set_fact(connection, "run", run)
 
     def _check(self, run: str | None) -> None:
         with self.reading() as connection:
-            if facts.name not in sqlalchemy.inspect(connection).get_table_names():
+            if facts.name not in sa.inspect(connection).get_table_names():
                 raise StoreError(f"{self.name} is no experience store: check store.url.")
             schema, owner = self.fact(connection, "schema"), self.fact(connection, "run")
         if schema != str(SCHEMA_VERSION):
@@ -323,18 +301,18 @@ def poll(look: Callable[[], tuple[Any, bool]], timeout: float | None, cancelled:
         pause = min(_LONGEST_POLL, pause * 1.5)
 
 
-def count_rows(connection: Connection, table: Table, *conditions: Any) -> int:
+def count_rows(connection: sa.Connection, table: sa.Table, *conditions: Any) -> int:
     """How many rows of a table meet all conditions."""
-    return connection.scalars(select(func.count()).select_from(table).where(*conditions)).one()
+    return connection.scalars(sa.select(sa.func.count()).select_from(table).where(*conditions)).one()
 
 
 def _cause(error: Exception) -> str:
     return str(getattr(error, "orig", None) or error).strip().splitlines()[0]
 
 
-def _engine(url: str) -> Engine:
+def _engine(url: str) -> sa.Engine:
     try:
-        parsed = sqlalchemy.make_url(url)
+        parsed = sa.make_url(url)
         if parsed.get_backend_name() not in ("sqlite", "postgresql"):
             raise ConfigError(
                 f"store.url names {parsed.get_backend_name()!r}: SQLite (sqlite:///path.db) and PostgreSQL are supported."
@@ -342,7 +320,7 @@ def _engine(url: str) -> Engine:
         if parsed.drivername == "postgresql":  # SQLAlchemy's default is psycopg2
             parsed = parsed.set(drivername="postgresql+psycopg")
         if parsed.get_backend_name() == "postgresql":
-            return create_engine(parsed, pool_pre_ping=True, pool_timeout=BUSY_SECONDS, isolation_level="READ COMMITTED")
+            return sa.create_engine(parsed, pool_pre_ping=True, pool_timeout=BUSY_SECONDS, isolation_level="READ COMMITTED")
     except (ArgumentError, NoSuchModuleError) as error:
         raise ConfigError(f"store.url is {url!r}, which is no database URL ({error}): write sqlite:///path.db.") from error
     except ModuleNotFoundError as error:
@@ -352,9 +330,9 @@ def _engine(url: str) -> Engine:
         ) from error
     in_memory = parsed.database in (None, "", ":memory:")
     pooling: dict[str, Any] = {"poolclass": StaticPool} if in_memory else {"pool_timeout": BUSY_SECONDS}
-    engine = create_engine(parsed, connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False}, **pooling)
+    engine = sa.create_engine(parsed, connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False}, **pooling)
 
-    @event.listens_for(engine, "connect")
+    @sa.event.listens_for(engine, "connect")
     def _configure(connection: Any, _: Any) -> None:
         connection.isolation_level = None  # transactions are begun below
         if not in_memory:
@@ -362,8 +340,8 @@ def _engine(url: str) -> Engine:
             connection.execute("PRAGMA synchronous=NORMAL")
             connection.execute("PRAGMA foreign_keys=ON")
 
-    @event.listens_for(engine, "begin")
-    def _begin(connection: Connection) -> None:
+    @sa.event.listens_for(engine, "begin")
+    def _begin(connection: sa.Connection) -> None:
         read_only = connection.get_execution_options().get(_READ_ONLY)
         connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 

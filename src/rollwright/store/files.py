@@ -11,7 +11,7 @@ import fcntl
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -289,20 +289,7 @@ def export_parquet(groups: Iterable[StoredGroup], path: str | Path) -> int:
 
 
 def _row(group: StoredGroup, index: int, experience: Experience) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "group": group.name,
-        "ordinal": group.ordinal,
-        "attempt": group.attempt,
-        "group_version": group.version,
-        "uses": group.uses,
-        "complete": group.complete,
-        "row": index,
-        "eid": str(experience.eid),
-    }
-    for name in _COLUMNS:
-        if name not in row:
-            value = getattr(experience, name)
-            row[name] = value.tolist() if isinstance(value, torch.Tensor) else value
-            if name in _DOCUMENTS:
-                row[name] = json.dumps(value) if value else None
-    return row
+    document = experience_document(replace(experience, multi_modal_inputs=None))
+    document |= {name: json.dumps(document[name]) for name in _DOCUMENTS if document.get(name)}
+    whole = {name: getattr(group, name) for name in ("ordinal", "attempt", "uses", "complete")}
+    return {**document, **whole, "group": group.name, "group_version": group.version, "row": index, "eid": str(experience.eid)}

@@ -178,27 +178,14 @@ class GroupStorage(Database):
                     "a single sample was appended to a group without ordinal or name: give one, so that the group can be found."
                 )
             group = [list(experiences_of(group))]
-        named_rows = _named_rows(group, ordinal, name, version, index or 0)
+        rows = rows_of(group, version, index or 0)
+        if not rows:
+            raise StoreError(
+                "append was given a group without experiences: leave it out, or finish its task with an empty group."
+            )
+        name = task_group(ordinal) if ordinal is not None else name or own_name(group)
         with self.writing() as connection:
-            return self._write_group(connection, *named_rows, attempt, group_size)
-
-    def append_many(
-        self,
-        many: Sequence[Group],
-        *,
-        ordinals: Sequence[int | None] | None = None,
-        names: Sequence[str | None] | None = None,
-        attempt: int = 0,
-        version: int | None = None,
-    ) -> int:
-        """:meth:`append` of several whole groups in one transaction: all or none of them are stored."""
-        nothing = [None] * len(many)
-        prepared = [
-            _named_rows(group, ordinal, name, version)
-            for group, ordinal, name in zip(many, ordinals or nothing, names or nothing, strict=True)
-        ]
-        with self.writing() as connection:
-            return sum(self._write_group(connection, *named_rows, attempt) for named_rows in prepared)
+            return self._write_group(connection, name, ordinal, rows, attempt, group_size)
 
     def complete_group(self, name: str) -> bool:
         """Completes a group with the samples that it has, where no more will come; false where there is no open one."""
@@ -365,13 +352,3 @@ def rows_of(group: Group, version: int | None, first_sample: int = 0) -> list[di
         for sample, item in enumerate(group, first_sample)
         for part, experience in enumerate([item] if isinstance(item, Experience) else item)
     ]
-
-
-def _named_rows(
-    group: Group, ordinal: int | None, name: str | None, version: int | None, first_sample: int = 0
-) -> tuple[str, int | None, list[dict[str, Any]]]:
-    """Name, ordinal and rows of a group; the name is its task's, the one it was given, or one made of its first experience."""
-    rows = rows_of(group, version, first_sample)
-    if not rows:
-        raise StoreError("append was given a group without experiences: leave it out, or finish its task with an empty group.")
-    return (task_group(ordinal) if ordinal is not None else name or own_name(group)), ordinal, rows

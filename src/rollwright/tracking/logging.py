@@ -110,13 +110,6 @@ def getLogger(name: str | None = None) -> _standard.Logger:  # noqa: N802 (the s
     return _standard.getLogger(name if name.startswith(f"{ROOT_NAME}.") else f"{ROOT_NAME}.{name}")
 
 
-def set_level(level: int | str) -> None:
-    """Sets from which level messages are shown; log files keep everything."""
-    for handler in _root().handlers:
-        if getattr(handler, "_is_rollwright_output", False):
-            handler.setLevel(level.upper() if isinstance(level, str) else level)
-
-
 def attach_file(path: str | Path, level: int | str = "DEBUG") -> _standard.Handler:
     """Also writes every message, with date and thread, to a file that is appended to.
 

@@ -139,43 +139,11 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class WandbSink:
-    """A Weights & Biases run, named after the trial; a resumed trial continues the same run.
+class _SteppedRun:
+    """A run at a tracker whose ``log`` takes the numbers of a step."""
 
-    W&B keeps the first value it was sent for a step, so steps that a resumed run repeats are not sent twice.
-    """
-
-    def __init__(self, run: SinkRun) -> None:
-        self._run = _require("wandb", "wandb").init(
-            project=run.project,
-            name=run.name,
-            id=run.name.replace("/", "-"),
-            dir=str(run.directory),
-            config=dict(run.config),
-            resume=None if run.resume_step is None else "allow",
-        )
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log one step."""
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
-
-
-class TrackioSink:
-    """A Trackio run: Hugging Face's local tracker; look at it with ``trackio show``."""
-
-    def __init__(self, run: SinkRun) -> None:
-        trackio = _require("trackio", "trackio")
-        self._run = trackio.init(
-            project=run.project,
-            name=run.name,
-            config=dict(run.config),
-            resume="never" if run.resume_step is None else "allow",
-        )
-        self._finish = trackio.finish
+    def __init__(self, run: Any, finish: Callable[[], Any]) -> None:
+        self._run, self._finish = run, finish
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log one step."""
@@ -184,6 +152,30 @@ class TrackioSink:
     def close(self) -> None:
         """Finish the run."""
         self._finish()
+
+
+def wandb_sink(run: SinkRun) -> MetricsSink:
+    """A Weights & Biases run, named after the trial; a resumed trial continues the same run.
+
+    W&B keeps the first value it was sent for a step, so steps that a resumed run repeats are not sent twice.
+    """
+    opened = _require("wandb", "wandb").init(
+        project=run.project,
+        name=run.name,
+        id=run.name.replace("/", "-"),
+        dir=str(run.directory),
+        config=dict(run.config),
+        resume=None if run.resume_step is None else "allow",
+    )
+    return _SteppedRun(opened, opened.finish)
+
+
+def trackio_sink(run: SinkRun) -> MetricsSink:
+    """A Trackio run: Hugging Face's local tracker; look at it with ``trackio show``."""
+    trackio = _require("trackio", "trackio")
+    resume = "never" if run.resume_step is None else "allow"
+    opened = trackio.init(project=run.project, name=run.name, config=dict(run.config), resume=resume)
+    return _SteppedRun(opened, trackio.finish)
 
 
 def _require(module: str, extra: str) -> Any:
@@ -203,8 +195,8 @@ SINKS: Registry[Callable[[SinkRun], MetricsSink]] = Registry(
     variable="SINKS",
     built_in={
         "tensorboard": "rollwright.tracking.sinks:TensorBoardSink",
-        "wandb": "rollwright.tracking.sinks:WandbSink",
-        "trackio": "rollwright.tracking.sinks:TrackioSink",
+        "wandb": "rollwright.tracking.sinks:wandb_sink",
+        "trackio": "rollwright.tracking.sinks:trackio_sink",
     },
 )
 

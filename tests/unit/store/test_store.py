@@ -25,6 +25,11 @@ def group(marker: int = 0, size: int = 2, version: int = 0) -> list[Experience]:
     return [experience(marker, version=version) for _ in range(size)]
 
 
+def append_groups(store: ExperienceStore, *groups: list[Experience], first: int = 0) -> None:
+    for ordinal, each in enumerate(groups, first):
+        store.append(each, ordinal=ordinal)
+
+
 @pytest.fixture
 def store():
     with ExperienceStore(new_database(), run="run-1") as opened:
@@ -74,12 +79,6 @@ class TestAppend:
         assert store.append([experience(1)], ordinal=0, index=1, group_size=2) == 0
         store.append([experience(6)], ordinal=0, index=1, group_size=2, attempt=1)
         assert [int(each.tokens[-1]) - 100 for each in store.sample(groups=1).experiences] == [5, 6]
-
-    def test_several_groups_are_stored_all_or_none(self, store):
-        with pytest.raises(StoreError, match="without experiences"):
-            store.append_many([group(), []], ordinals=[0, 1])
-        assert store.status().experiences == 0
-        assert store.append_many([group(), group()], ordinals=[0, 1]) == 4
 
     def test_version_is_that_of_the_oldest_token(self, store):
         mixed = Experience(tokens=[1, 2, 3, 4], prompt_length=1, versions=[4, -1, 3], action_mask=[1, 0, 1], reward=0.0)
@@ -305,7 +304,7 @@ class TestTasks:
 
 class TestCheckpoints:
     def test_a_restart_draws_again_what_was_not_committed(self, store):
-        store.append_many([group(i) for i in range(6)], ordinals=list(range(6)))
+        append_groups(store, *(group(i) for i in range(6)))
         assert ordinals(store.sample(groups=2)) == [0, 1]
         assert store.commit("step-1", version=1) == 2
         assert ordinals(store.sample(groups=2)) == [2, 3]
@@ -314,7 +313,7 @@ class TestCheckpoints:
 
     @pytest.mark.parametrize("sampling", [Sampling("freshest"), Sampling("priority", priority_fn_args={"decay": 0.5})])
     def test_what_was_used_after_the_checkpoint_competes_again_by_its_age(self, store, sampling):
-        store.append_many([group(i, version=i) for i in range(4)], ordinals=list(range(4)))
+        append_groups(store, *(group(i, version=i) for i in range(4)))
         assert ordinals(store.sample(groups=1, sampling=sampling)) == [3]
         store.commit("step-1", version=4)
         assert ordinals(store.sample(groups=2, sampling=sampling)) == [2, 1]
@@ -325,7 +324,7 @@ class TestCheckpoints:
 
     def test_a_priority_that_falls_with_use_is_as_high_again_when_the_use_is_undone(self, store):
         sampling = Sampling("priority", uses=2, priority_fn_args={"decay": 1.5})
-        store.append_many([group(i, version=i) for i in range(3)], ordinals=[0, 1, 2])
+        append_groups(store, *(group(i, version=i) for i in range(3)))
         store.commit("step-0", version=3)
         drawn = [ordinals(store.sample(groups=1, sampling=sampling)) for _ in range(6)]
         assert drawn == [[2], [1], [2], [0], [1], [0]]
@@ -333,7 +332,7 @@ class TestCheckpoints:
         assert [ordinals(store.sample(groups=1, sampling=sampling)) for _ in range(6)] == drawn
 
     def test_a_restart_from_an_older_checkpoint_forgets_the_newer(self, store):
-        store.append_many([group(i) for i in range(4)], ordinals=list(range(4)))
+        append_groups(store, *(group(i) for i in range(4)))
         store.commit("step-0")
         for step in (1, 2, 3):
             store.sample(groups=1)
@@ -345,7 +344,7 @@ class TestCheckpoints:
         store.commit("step-2")
 
     def test_drops_are_undone_with_the_checkpoint_that_made_them(self, store):
-        store.append_many([group(i, version=i) for i in range(3)], ordinals=[0, 1, 2])
+        append_groups(store, *(group(i, version=i) for i in range(3)))
         store.drop_older_than(1)
         store.commit("step-1")
         store.drop_older_than(2)
@@ -367,7 +366,7 @@ class TestCheckpoints:
     def test_a_store_has_one_trainer(self, tmp_path):
         url = new_database(tmp_path / "store.db")
         with ExperienceStore(url) as first, ExperienceStore(url) as second:
-            first.append_many([group(), group()], ordinals=[0, 1])
+            append_groups(first, group(), group())
             first.sample(groups=1)
             second.recover(None)
             for action in (lambda: first.sample(groups=1), lambda: first.commit("x"), lambda: first.publish_version("w", 1)):
@@ -381,7 +380,7 @@ class TestCheckpoints:
             store.commit("step-1")
 
     def test_dropped_rows_can_be_forgotten_once_no_checkpoint_brings_them_back(self, store):
-        store.append_many([group(i, version=i) for i in range(3)], ordinals=[0, 1, 2])
+        append_groups(store, *(group(i, version=i) for i in range(3)))
         assert store.drop_older_than(1) == 1
         assert store.forget_used(keep_checkpoints=1) == 0  # there is no checkpoint yet
         store.commit("step-1")
@@ -391,7 +390,7 @@ class TestCheckpoints:
         assert ordinals(store.sample(groups=2)) == [1, 2]
 
     def test_used_rows_can_be_forgotten_once_no_checkpoint_needs_them(self, store):
-        store.append_many([group(i) for i in range(4)], ordinals=list(range(4)))
+        append_groups(store, *(group(i) for i in range(4)))
         for step in (1, 2, 3):
             store.sample(groups=1)
             store.commit(f"step-{step}")
@@ -493,12 +492,12 @@ class TestPrioritiesThatRefuse:
     )
 
     def test_the_wait_is_for_groups_that_may_be_drawn(self, store):
-        store.append_many([group(i) for i in range(2)], ordinals=[0, 1])
+        append_groups(store, *(group(i) for i in range(2)))
         assert store.sample(groups=2, sampling=self.SAMPLING) is not None
         started = time.monotonic()
         assert store.sample(groups=2, sampling=self.SAMPLING, timeout=0.2) is None
         assert time.monotonic() - started >= 0.2
-        store.append_many([group(i) for i in (2, 3)], ordinals=[2, 3])
+        append_groups(store, group(2), group(3), first=2)
         assert ordinals(store.sample(groups=2, sampling=self.SAMPLING, timeout=0.2)) == [2, 3]
         assert store.sample(experiences=1, sampling=self.SAMPLING) is None
 
