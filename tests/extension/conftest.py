@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from rollwright import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from rollwright.registry import PLUGIN_VARIABLE
 
 #: What a user may write for one extension.
@@ -54,3 +56,24 @@ def run_with(
         return tmp_path / "runs" / "extension" / "trial" / "grpo", output
 
     return run
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Path]]:
+    """``user_module(name, text)``: a module that can be imported until the test ends; its directory."""
+    names, registered = [], [(registry, set(registry)) for registry in (ADVANTAGE_ESTIMATORS, POLICY_LOSSES)]
+
+    def write(name: str, text: str) -> Path:
+        directory = tmp_path / "modules"
+        directory.mkdir(exist_ok=True)
+        (directory / f"{name}.py").write_text(text)
+        monkeypatch.syspath_prepend(directory)
+        names.append(name)
+        return directory
+
+    yield write
+    for name in names:
+        sys.modules.pop(name, None)
+    for registry, before in registered:
+        for name in set(registry) - before:
+            del registry[name]

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny_run import metrics_of_a_step
 
 from rollwright import ADVANTAGE_ESTIMATORS, FSDPPPOActor, PPOActorConfig
 from rollwright.errors import ConfigError, TrainingError
+from rollwright.tracking.sinks import read_metrics
 
 ESTIMATOR = '''
 import torch
@@ -23,7 +23,7 @@ WORKFLOW = """
 from rollwright import ModelRequest, WORKFLOWS
 
 
-@WORKFLOWS.register_module("judged")
+@WORKFLOWS.register_module("judged_ext")
 class Judged:
     def __init__(self, tokenizer, gconfig, **_):
         self.tokenizer, self.gconfig = tokenizer, gconfig.new(n_samples=1)
@@ -41,29 +41,26 @@ class Judged:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("actor", "arguments", "mean"),
+    ("ways", "mean"),
     [
-        ("adv_estimator: ranks", ("--plugin-dir", "plugins"), 1.0),
-        ('adv_estimator: "my_estimators:ranks", adv_estimator_kwargs: {step: 4.0}', (), 4.0),
+        (["adv_estimator=ranks"], 1.0),
+        (["adv_estimator=my_estimators:ranks", "adv_estimator_kwargs={step: 4.0}"], 4.0),
     ],
     ids=["registered", "import path"],
 )
-def test_a_run_trains_with_it(tmp_path, actor, arguments, mean):
-    place = tmp_path / "plugins" if arguments else tmp_path
-    place.mkdir(exist_ok=True)
-    (place / "my_estimators.py").write_text(ESTIMATOR)
-    found = metrics_of_a_step(tmp_path, actor, *arguments)["actor/advantage/abs_mean"]
+def test_a_run_trains_with_it(run_with, user_module, ways, mean):
+    folder = user_module("my_estimators", ESTIMATOR)
+    plugins = ["--plugin-dir", str(folder)] if len(ways) == 1 else []
+    overrides = [f"stages.grpo.actor.{way}" for way in ways]
+    run, _ = run_with("", "stages.grpo.gconfig.n_samples=2", *overrides, *plugins)
+    found = read_metrics(run / "metrics.jsonl")[0]["actor/advantage/abs_mean"]
     assert mean < found < 4 * mean  # a mean over the tokens of rows that have 1, 2, 3 and 4
 
 
-@pytest.mark.slow
-def test_advantages_that_a_workflow_returns_are_used(tmp_path):
-    (tmp_path / "plugins").mkdir()
-    (tmp_path / "plugins" / "judged.py").write_text(WORKFLOW)
-    metrics = metrics_of_a_step(tmp_path, "", "--plugin-dir", "plugins", "workflow=judged")
-    assert metrics["actor/advantage/abs_mean"] == pytest.approx(5.0)
+def test_advantages_that_a_workflow_returns_are_used(run_with):
+    run, _ = run_with(WORKFLOW, "stages.grpo.workflow=judged_ext")
+    assert read_metrics(run / "metrics.jsonl")[0]["actor/advantage/abs_mean"] == pytest.approx(5.0)
 
 
 def actor_with(estimator, **arguments):

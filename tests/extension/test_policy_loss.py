@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from tiny_run import metrics_of_a_step, rollwright
 
 from rollwright import FSDPPPOActor, PPOActorConfig
+from rollwright.cli.main import main
 from rollwright.errors import ConfigError
+from rollwright.tracking.sinks import read_metrics
 
 LOSS = '''
 from rollwright import POLICY_LOSSES
@@ -18,27 +19,24 @@ def flat_loss(logp_BL, old_logp_BL, advantages_BL, mask_BL, *, height=7.0):
 '''
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("actor", "arguments", "loss"),
-    [
-        ("policy_loss: flat", ("--plugin-dir", "plugins"), 7.0),
-        ('policy_loss: "my_losses:flat_loss", policy_loss_kwargs: {height: 3.0}', (), 3.0),
-    ],
+    ("ways", "loss"),
+    [(["policy_loss=flat"], 7.0), (["policy_loss=my_losses:flat_loss", "policy_loss_kwargs={height: 3.0}"], 3.0)],
     ids=["registered", "import path"],
 )
-def test_a_run_trains_with_it(tmp_path, actor, arguments, loss):
-    place = tmp_path / "plugins" if arguments else tmp_path
-    place.mkdir(exist_ok=True)
-    (place / "my_losses.py").write_text(LOSS)
-    assert metrics_of_a_step(tmp_path, actor, *arguments)["actor/policy_loss"] == pytest.approx(loss)
+def test_a_run_trains_with_it(run_with, user_module, ways, loss):
+    folder = user_module("my_losses", LOSS)
+    plugins = ["--plugin-dir", str(folder)] if len(ways) == 1 else []
+    run, _ = run_with("", *(f"stages.grpo.actor.{way}" for way in ways), *plugins)
+    assert read_metrics(run / "metrics.jsonl")[0]["actor/policy_loss"] == pytest.approx(loss)
 
 
-def test_what_is_no_loss_is_told_with_its_line(tmp_path):
-    (tmp_path / "my_losses.py").write_text(LOSS)
+def test_what_is_no_loss_is_told_with_its_line(tmp_path, user_module, capfd):
+    user_module("my_losses", LOSS)
     for name, message in (("clpi", "did you mean 'clip'"), ("my_losses:flat", "did you mean 'flat_loss'")):
         (tmp_path / "run.yaml").write_text(f'actor: {{path: m, policy_loss: "{name}"}}\ntrain_dataset: {{path: arithmetic}}\n')
-        told = rollwright(tmp_path, "config", "check", "run.yaml").stderr
+        assert main(["config", "check", str(tmp_path / "run.yaml")]) != 0
+        told = capfd.readouterr().err
         assert "run.yaml:1" in told
         assert "actor.policy_loss" in told
         assert message in told

@@ -7,6 +7,7 @@ sizes and seeds; ``37+58`` and ``58+37`` count as the same task.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -23,11 +24,8 @@ LISTABLE = 200_000
 def split_of(task: str) -> str:
     """The split that a task belongs to, from a hash of its canonical text."""
     bucket = int.from_bytes(hashlib.blake2b(task.encode(), digest_size=8).digest(), "big") % 100
-    for split, share in SPLIT_SHARES.items():
-        if bucket < share:
-            return split
-        bucket -= share
-    raise AssertionError("the shares add up to 100")
+    ends = itertools.accumulate(SPLIT_SHARES.values())
+    return next(split for split, end in zip(SPLIT_SHARES, ends, strict=True) if bucket < end)
 
 
 def arithmetic(
@@ -63,16 +61,15 @@ def arithmetic(
         DataError: an argument is out of range, or the split has fewer tasks than ``size``.
     """
     low = digits if min_digits is None else min_digits
-    if split not in SPLIT_SHARES:
-        raise DataError(f"arithmetic: there is no split {split!r}; there are {', '.join(SPLIT_SHARES)}.")
-    if not 1 <= low <= digits <= 18:
-        raise DataError(f"arithmetic: min_digits {low} and digits {digits} must be 1 ≤ min_digits ≤ digits ≤ 18.")
-    if not operation or set(operation) - set("+-*"):
-        raise DataError(f"arithmetic: operation {operation!r} must be made of +, - and *.")
-    if size is not None and size < 1:
-        raise DataError(f"arithmetic: size is {size}; ask for at least one task.")
-    if "{answer}" not in answer_format:
-        raise DataError(f"arithmetic: answer_format {answer_format!r} must hold {{answer}}.")
+    rules = {
+        f"there is no split {split!r}; there are {', '.join(SPLIT_SHARES)}": split in SPLIT_SHARES,
+        f"min_digits {low} and digits {digits} must be 1 ≤ min_digits ≤ digits ≤ 18": 1 <= low <= digits <= 18,
+        f"operation {operation!r} must be made of +, - and *": operation and set(operation) <= set("+-*"),
+        f"size is {size}; ask for at least one task": size is None or size >= 1,
+        f"answer_format {answer_format!r} must hold {{answer}}": "{answer}" in answer_format,
+    }
+    if broken := [rule for rule, holds in rules.items() if not holds]:
+        raise DataError(f"arithmetic: {broken[0]}.")
     first, last = (0 if low == 1 else 10 ** (low - 1)), 10**digits - 1
     numbers = last - first + 1
     count = sum(numbers * (numbers + 1) // 2 if symbol == "-" else numbers * numbers for symbol in operation)
@@ -139,13 +136,12 @@ def _canonical(a: int, symbol: str, b: int) -> str:
 
 def _row(task: Task, worked: bool, answer_format: str) -> dict[str, Any]:
     a, symbol, b = task
-    answer = {"+": a + b, "-": a - b, "*": a * b}[symbol]
-    end = answer_format.replace("{answer}", str(answer))
+    answer = str({"+": a + b, "-": a - b, "*": a * b}[symbol])
     steps = WORKED[symbol](a, b) if worked else []
     return {
         "messages": [{"role": "user", "content": f"{a}{symbol}{b}="}],
-        "answer": str(answer),
-        "completion": " ".join([*steps, end]),
+        "answer": answer,
+        "completion": " ".join([*steps, answer_format.replace("{answer}", answer)]),
         "query_id": f"{a}{symbol}{b}",
     }
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from rollwright.config.tasksets import DatasetConfig
 from rollwright.data.formats import Example, Row, to_tasks
-from rollwright.data.gsm8k import R1_TEMPLATE, final_answer, read_gsm8k
 from rollwright.data.rows import read_rows
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import DataError
@@ -60,22 +59,9 @@ DATASET_REGISTRY = DatasetRegistry(
     built_in={
         "arithmetic": "rollwright.data.arithmetic:arithmetic",
         "gsm8k": "rollwright.data.gsm8k:gsm8k",
-        "gsm8k_r1_template": "rollwright.data.datasets:gsm8k_r1_template",
+        "gsm8k_r1_template": "rollwright.data.gsm8k:gsm8k_r1_template",
     },
 )
-
-
-def gsm8k_r1_template(split: str = "train", path: str | None = None) -> list[Example]:
-    """GSM8K with a prompt that opens ``<think>`` and asks for the result in ``<answer>`` tags, for base models."""
-    return [
-        Example(
-            prompt=R1_TEMPLATE.format(question=row["question"]),
-            answer=final_answer(row["answer"], f"gsm8k {split}: row {index}"),
-            question=row["question"],
-            extras={"query_id": f"gsm8k/{split}/{index}"},
-        )
-        for index, row in enumerate(read_gsm8k(split, path))
-    ]
 
 
 def get_dataset(config: DatasetConfig, tokenizer: Any = None) -> list[Row]:

@@ -19,12 +19,10 @@ from typing import Any
 
 from rollwright.config.tasksets import TasksetConfig
 from rollwright.data.datasets import dataset_rows
-from rollwright.data.formats import read_rows_by
+from rollwright.data.formats import Row, read_rows_by
 from rollwright.data.loader import shuffled
 from rollwright.errors import ConfigError, DataError
 from rollwright.registry import Registry
-
-Row = dict[str, Any]
 
 #: Draws whose place is remembered until their reward comes in.
 REMEMBERED_DRAWS = 100_000

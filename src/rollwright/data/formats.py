@@ -19,10 +19,9 @@ from typing import Any
 
 from rollwright.config.tasksets import FormatConfig
 from rollwright.data.gsm8k import is_worked_answer, task_of
+from rollwright.data.rows import Row
 from rollwright.errors import DataError
 from rollwright.registry import Registry
-
-Row = dict[str, Any]
 
 
 @dataclass

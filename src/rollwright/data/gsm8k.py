@@ -73,3 +73,16 @@ def gsm8k(split: str = "train", path: str | None = None) -> list[dict[str, Any]]
         {**task_of(row["question"], row["answer"], f"gsm8k {split}: row {index}"), "query_id": f"gsm8k/{split}/{index}"}
         for index, row in enumerate(read_gsm8k(split, path))
     ]
+
+
+def gsm8k_r1_template(split: str = "train", path: str | None = None) -> list[dict[str, Any]]:
+    """GSM8K with a prompt that opens ``<think>`` and asks for the result in ``<answer>`` tags, for base models."""
+    return [
+        {
+            "messages": [{"role": "user", "content": R1_TEMPLATE.format(question=row["question"])}],
+            "answer": final_answer(row["answer"], f"gsm8k {split}: row {index}"),
+            "question": row["question"],
+            "query_id": f"gsm8k/{split}/{index}",
+        }
+        for index, row in enumerate(read_gsm8k(split, path))
+    ]

@@ -18,9 +18,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from rollwright.config.tasksets import DatasetConfig
+from rollwright.data.rows import Row
 from rollwright.errors import CheckpointError, DataError
-
-Row = dict[str, Any]
 
 
 def shuffled(size: int, seed: int, epoch: int) -> list[int]:
@@ -141,8 +140,6 @@ class TaskLoader:
         starts = range(self._position["drawn"] * self.batch_size, self._tasks, self.batch_size)
         batches = [keys[start : start + self.batch_size] for start in starts]
         rows = _NumberedRows(self.rows)
-        if self._num_workers == 0:
-            return ([rows[key] for key in batch] for batch in batches)
         # A generator of its own: else every epoch would draw from the process's random state.
         return iter(
             DataLoader(rows, batch_sampler=batches, collate_fn=list, num_workers=self._num_workers, generator=torch.Generator())

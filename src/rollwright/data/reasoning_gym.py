@@ -57,9 +57,7 @@ def reasoning_gym_tasks(
 def score(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
     """Reward function: the generator's own score of the answer (between ``<answer>`` tags, or the whole text), 0 to 1."""
     entry = data["entry"]
-    answer = completion
-    if "<answer>" in completion:
-        answer = completion.rsplit("<answer>", 1)[1].split("</answer>", 1)[0]
+    answer = completion.rsplit("<answer>", 1)[-1].split("</answer>", 1)[0]
     return float(_dataset(entry["reasoning_gym"], 1, 1, ()).score_answer(answer.strip(), entry))
 
 
