@@ -43,25 +43,16 @@ class FinetuneSpec:
 
 
 @dataclass
-class BaseExperimentConfig:
-    """What every run has."""
+class RunConfig:
+    """What every stage has that runs a model."""
 
     experiment_name: str = key("experiment", "Name of the experiment; paths and sinks derive from it.")
     trial_name: str = key("trial", "Name of this trial of the experiment.")
     seed: int = key(1, "Seed of everything that is random.")
     deterministic: bool = key(False, "The run repeats bit for bit on one machine (docs/determinism.md).")
-    tokenizer_path: str = key("", "Tokenizer directory or name; empty: the actor's path.")
-    total_train_epochs: int = key(1, "Passes over the training tasks.", ge=1)
-    total_train_steps: int | None = key(None, "Steps of the run; where set, epochs are not counted.", ge=1)
-    train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
-    valid_dataset: DatasetConfig | None = field(default=None)
-    saver: SaverConfig = field(default_factory=SaverConfig)
-    recover: RecoverConfig = field(default_factory=RecoverConfig)
-    evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
+    tokenizer_path: str = key("", "Tokenizer directory or name; empty: the model's path.")
     stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    sglang: SGLangConfig = field(default_factory=SGLangConfig)
-    vllm: VLLMConfig = field(default_factory=VLLMConfig)
     plugins: list[str] = key_from(
         list,
         "Python files, directories of such, or modules that register workflows, rewards, losses and so on; imported "
@@ -70,7 +61,32 @@ class BaseExperimentConfig:
 
 
 @dataclass
-class PPOConfig(BaseExperimentConfig):
+class EpisodesConfig:
+    """The workflow that a stage runs, and the engine that it runs on."""
+
+    workflow: str | None = key(None, "Import path or registered name of the workflow.")
+    workflow_kwargs: dict[str, Any] = key_from(dict, "Arguments of the workflow's constructor.")
+    reward_fn: str | None = key(None, "Import path or registered name of the reward function.")
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+
+@dataclass
+class BaseExperimentConfig(RunConfig):
+    """What every training run has."""
+
+    total_train_epochs: int = key(1, "Passes over the training tasks.", ge=1)
+    total_train_steps: int | None = key(None, "Steps of the run; where set, epochs are not counted.", ge=1)
+    train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    valid_dataset: DatasetConfig | None = field(default=None)
+    saver: SaverConfig = field(default_factory=SaverConfig)
+    recover: RecoverConfig = field(default_factory=RecoverConfig)
+    evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
+    sglang: SGLangConfig = field(default_factory=SGLangConfig)
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
+
+
+@dataclass
+class PPOConfig(EpisodesConfig, BaseExperimentConfig):
     """Reinforcement learning of a policy with a workflow."""
 
     mode: str = key(
@@ -89,13 +105,9 @@ class PPOConfig(BaseExperimentConfig):
     )
     bench: BenchConfig = field(default_factory=BenchConfig)
     service: ServiceConfig = field(default_factory=ServiceConfig)
-    workflow: str | None = key(None, "Import path or registered name of the workflow.")
-    workflow_kwargs: dict[str, Any] = key_from(dict, "Arguments of the workflow's constructor.")
     eval_workflow: str | None = key(None, "Workflow of evaluation; None: the same.")
     eval_workflow_kwargs: dict[str, Any] | None = key(None, "Its arguments; None: the same, with the evaluator's gconfig.")
-    reward_fn: str | None = key(None, "Import path or registered name of the reward function.")
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
     ref: TrainEngineConfig | None = key(None, "Reference policy of the KL; None: the actor's first weights where kl_ctl > 0.")
     critic: TrainEngineConfig | None = key(None, "Value model. Not built yet: refused.")
@@ -107,7 +119,7 @@ class GRPOConfig(PPOConfig):
 
 
 @dataclass
-class SFTConfig(BaseExperimentConfig):
+class SFTConfig(EpisodesConfig, BaseExperimentConfig):
     """Supervised training on worked completions."""
 
     train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(type="sft"))
@@ -118,10 +130,6 @@ class SFTConfig(BaseExperimentConfig):
         ge=0.0,
         le=1.0,
     )
-    workflow: str | None = key(None, "Workflow that scores the model on valid_dataset.")
-    workflow_kwargs: dict[str, Any] = key_from(dict, "Arguments of the workflow's constructor.")
-    reward_fn: str | None = key(None, "Import path or registered name of the reward function.")
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
 
 @dataclass
@@ -135,32 +143,16 @@ class DPOConfig(SFTConfig):
 
 
 @dataclass
-class EvalConfig:
+class EvalConfig(EpisodesConfig, RunConfig):
     """Scores of a model on a split: greedy, and the mean of several samples beside it."""
 
-    experiment_name: str = key("experiment", "Name of the experiment; paths derive from it.")
-    trial_name: str = key("trial", "Name of this trial of the experiment.")
-    seed: int = key(1, "Seed of everything that is random.")
-    deterministic: bool = key(False, "The evaluation repeats bit for bit on one machine.")
     path: str = key("", "Model directory or Hugging Face name.")
     label: str = key("", "Name of the result in tables and summary.json; empty: the stage's.")
-    tokenizer_path: str = key("", "Tokenizer directory or name; empty: the model's path.")
     trust_remote_code: bool = key(False, "Run code that comes with a model. Off unless asked for.")
     dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(split="test", shuffle=False, drop_last=False))
-    workflow: str | None = key(None, "Import path or registered name of the workflow.")
-    workflow_kwargs: dict[str, Any] = key_from(dict, "Arguments of the workflow's constructor.")
-    reward_fn: str | None = key(None, "Import path or registered name of the reward function.")
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     greedy: bool = key(True, "One greedy completion of each task.")
     samples: int = key(0, "Completions of each task at gconfig.temperature, whose mean is reported.", ge=0)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    plugins: list[str] = key_from(
-        list,
-        "Python files, directories of such, or modules that register workflows, rewards, losses and so on; imported "
-        "before the rest is validated. Paths are relative to the file that names them.",
-    )
 
 
 @dataclass

@@ -75,18 +75,12 @@ def split_arguments(argv: Sequence[str]) -> tuple[str, list[str]]:
     Raises:
         ConfigError: no file, several files, or an argument that is neither.
     """
-    files: list[str] = []
-    overrides: list[str] = []
-    arguments = iter(argv)
-    for argument in arguments:
-        if argument == "--config":
-            files.append(next(arguments, ""))
-        elif argument.startswith("--config="):
-            files.append(argument.removeprefix("--config="))
-        elif "=" in argument:
-            overrides.append(argument)
-        else:
-            files.append(argument)
+    words = list(argv)
+    while "--config" in words:
+        at = words.index("--config")
+        words[at : at + 2] = [f"--config={''.join(words[at + 1 : at + 2])}"]
+    overrides = [word for word in words if "=" in word and not word.startswith("--config=")]
+    files = [word.removeprefix("--config=") for word in words if word not in overrides]
     if len(files) != 1 or not files[0]:
         got = f"got {', '.join(files)}" if any(files) else "none was given"
         raise ConfigError(f"give one config file (--config FILE) and key=value overrides; {got}.")
@@ -174,21 +168,13 @@ _EVALUATION = {"experiment_name": "eval", "workflow": "rollwright.workflows.rlvr
 
 @dataclass
 class Stage:
-    """One stage of a run, ready to be carried out."""
+    """One stage of a run, ready to be carried out; ``origins`` say where its keys were written, for messages."""
 
     name: str
     kind: str
     config: Any
     index: int
     origins: Origins = field(repr=False, compare=False)
-
-    def place(self, path: KeyPath) -> str:
-        """Where a key was written: ``file:line``, or the override's text."""
-        return self.origins.of(path)
-
-    def written(self, path: KeyPath) -> str:
-        """What messages call a key."""
-        return self.origins.name(path)
 
     def to_dict(self) -> dict[str, Any]:
         """Kind, name and every setting, as plain containers."""

@@ -7,9 +7,10 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
+from rollwright.config import key, key_from
 from rollwright.errors import ConfigError
 from rollwright.registry import Registry
 
@@ -32,41 +33,31 @@ BACKENDS: Registry[type[Any]] = Registry(
 _PREFILL_TOKENS = 4096
 
 
-def _help(text: str, **limits: Any) -> dict[str, Any]:
-    return {"help": text, **limits}
-
-
 @dataclass
 class ServerConfig:
     """What every server can be told."""
 
-    model_path: str = field(default="", metadata=_help("Model directory or name; empty: the actor's."))
-    dtype: str = field(default="auto", metadata=_help("Compute type."))
-    trust_remote_code: bool = field(default=False, metadata=_help("Run code that comes with a model."))
-    extra_args: dict[str, Any] = field(
-        default_factory=dict, metadata=_help("Further arguments of the server, by the server's own names.")
-    )
+    model_path: str = key("", "Model directory or name; empty: the actor's.")
+    dtype: str = key("auto", "Compute type.")
+    trust_remote_code: bool = key(False, "Run code that comes with a model.")
+    extra_args: dict[str, Any] = key_from(dict, "Further arguments of the server, by the server's own names.")
 
 
 @dataclass
 class SGLangConfig(ServerConfig):
     """Arguments of a server that speaks SGLang's protocol; see build_cmd."""
 
-    implementation: str = field(
-        default="sglang",
-        metadata=_help(
-            "sglang: SGLang itself (needs a GPU); builtin: rollwright serve-model, which speaks the same protocol.",
-            choices=["sglang", "builtin"],
-        ),
+    implementation: str = key(
+        "sglang",
+        "sglang: SGLang itself (needs a GPU); builtin: rollwright serve-model, which speaks the same protocol.",
+        choices=["sglang", "builtin"],
     )
-    context_length: int | None = field(default=None, metadata=_help("Prompt and new tokens together.", ge=2))
-    mem_fraction_static: float | None = field(
-        default=None, metadata=_help("Share of GPU memory for weights and cache (SGLang).", gt=0.0, lt=1.0)
-    )
-    max_running_requests: int | None = field(default=None, metadata=_help("Sequences decoded together.", ge=1))
-    log_level: str = field(default="warning", metadata=_help("The server's log level."))
-    decode_log_interval: int = field(default=40, metadata=_help("Decode steps between two log lines.", ge=1))
-    random_seed: int = field(default=1, metadata=_help("The server's seed for requests that carry none."))
+    context_length: int | None = key(None, "Prompt and new tokens together.", ge=2)
+    mem_fraction_static: float | None = key(None, "Share of GPU memory for weights and cache (SGLang).", gt=0.0, lt=1.0)
+    max_running_requests: int | None = key(None, "Sequences decoded together.", ge=1)
+    log_level: str = key("warning", "The server's log level.")
+    decode_log_interval: int = key(40, "Decode steps between two log lines.", ge=1)
+    random_seed: int = key(1, "The server's seed for requests that carry none.")
 
     @staticmethod
     def build_cmd(
@@ -109,14 +100,7 @@ class SGLangConfig(ServerConfig):
             "tp-size": tp_size,
             "base-gpu-id": base_gpu_id,
             "dist-init-addr": dist_init_addr,
-            "dtype": config.dtype,
-            "context-length": config.context_length,
-            "mem-fraction-static": config.mem_fraction_static,
-            "max-running-requests": config.max_running_requests,
-            "log-level": config.log_level,
-            "decode-log-interval": config.decode_log_interval,
-            "random-seed": config.random_seed,
-            "trust-remote-code": config.trust_remote_code,
+            **_same_names(config, "implementation"),
             **config.extra_args,
         }
         if options.get("skip_tokenizer_init") or options.get("skip-tokenizer-init"):
@@ -130,22 +114,18 @@ class SGLangConfig(ServerConfig):
 class VLLMConfig(ServerConfig):
     """Arguments of a vLLM server; see build_cmd."""
 
-    max_model_len: int | None = field(default=None, metadata=_help("Prompt and new tokens together.", ge=2))
-    gpu_memory_utilization: float | None = field(default=None, metadata=_help("Share of GPU memory.", gt=0.0, le=1.0))
-    max_num_seqs: int | None = field(default=None, metadata=_help("Sequences decoded together.", ge=1))
-    device: str = field(
-        default="auto",
-        metadata=_help(
-            "auto: as vLLM finds it; cpu: its CPU build, started without compiled graphs and with prompts computed whole (it ends "
-            "when a request with a seed is prefilled in parts).",
-            choices=["auto", "cpu"],
-        ),
+    max_model_len: int | None = key(None, "Prompt and new tokens together.", ge=2)
+    gpu_memory_utilization: float | None = key(None, "Share of GPU memory.", gt=0.0, le=1.0)
+    max_num_seqs: int | None = key(None, "Sequences decoded together.", ge=1)
+    device: str = key(
+        "auto",
+        "auto: as vLLM finds it; cpu: its CPU build, started without compiled graphs and with prompts computed whole (it ends "
+        "when a request with a seed is prefilled in parts).",
+        choices=["auto", "cpu"],
     )
-    enforce_eager: bool = field(default=False, metadata=_help("No compiled graphs."))
-    python: str | None = field(
-        default=None, metadata=_help("Interpreter of the environment that vLLM is installed in; None: this one.")
-    )
-    env: dict[str, str] = field(default_factory=dict, metadata=_help("Environment variables of the server."))
+    enforce_eager: bool = key(False, "No compiled graphs.")
+    python: str | None = key(None, "Interpreter of the environment that vLLM is installed in; None: this one.")
+    env: dict[str, str] = key_from(dict, "Environment variables of the server.")
 
     @staticmethod
     def build_cmd(
@@ -168,7 +148,7 @@ class VLLMConfig(ServerConfig):
         if config.device == "cpu":
             environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; its default is most of the memory
             tokens = max(_PREFILL_TOKENS, config.max_model_len or _PREFILL_TOKENS)
-            whole_prompts = {"no-enable-chunked-prefill": True, "max-num-batched-tokens": tokens}
+            whole_prompts = {"enforce-eager": True, "no-enable-chunked-prefill": True, "max-num-batched-tokens": tokens}
         if base_gpu_id:
             environment.setdefault("CUDA_VISIBLE_DEVICES", ",".join(_gpus(base_gpu_id, tp_size)))
         options: dict[str, Any] = {
@@ -176,12 +156,7 @@ class VLLMConfig(ServerConfig):
             "host": host,
             "port": port,
             "tensor-parallel-size": tp_size if tp_size > 1 else None,
-            "dtype": config.dtype,
-            "max-model-len": config.max_model_len,
-            "gpu-memory-utilization": config.gpu_memory_utilization,
-            "max-num-seqs": config.max_num_seqs,
-            "enforce-eager": config.enforce_eager or config.device == "cpu",
-            "trust-remote-code": config.trust_remote_code,
+            **_same_names(config, "device", "python", "env"),
             **whole_prompts,
             "enable-scale-out": True,
             "logprobs-mode": "processed_logprobs",
@@ -197,14 +172,14 @@ class VLLMConfig(ServerConfig):
 class LocalServerConfig(ServerConfig):
     """Arguments of ``rollwright serve-model``; see build_cmd."""
 
-    device: str = field(default="auto", metadata=_help("Device of the engine."))
-    context_length: int | None = field(default=None, metadata=_help("Prompt and new tokens together.", ge=2))
-    max_running_requests: int | None = field(default=None, metadata=_help("Sequences decoded together.", ge=1))
-    kv_cache_bytes: int | None = field(default=None, metadata=_help("Memory of the engine's cache.", ge=1))
-    threads: int | None = field(default=None, metadata=_help("Compute threads; None: one for each core.", ge=1))
-    weights_roots: list[str] = field(default_factory=list, metadata=_help("Where updates from files may be read."))
-    random_seed: int = field(default=1, metadata=_help("Seed of requests that bring none."))
-    log_level: str = field(default="warning", metadata=_help("The server's log level."))
+    device: str = key("auto", "Device of the engine.")
+    context_length: int | None = key(None, "Prompt and new tokens together.", ge=2)
+    max_running_requests: int | None = key(None, "Sequences decoded together.", ge=1)
+    kv_cache_bytes: int | None = key(None, "Memory of the engine's cache.", ge=1)
+    threads: int | None = key(None, "Compute threads; None: one for each core.", ge=1)
+    weights_roots: list[str] = key_from(list, "Where updates from files may be read.")
+    random_seed: int = key(1, "Seed of requests that bring none.")
+    log_level: str = key("warning", "The server's log level.")
 
     @classmethod
     def like(cls, section: Any, **settings: Any) -> LocalServerConfig:
@@ -227,20 +202,18 @@ class LocalServerConfig(ServerConfig):
         options: dict[str, Any] = {
             "host": host,
             "port": port,
-            "device": config.device,
-            "dtype": config.dtype,
-            "context-length": config.context_length,
-            "max-running-requests": config.max_running_requests,
-            "kv-cache-bytes": config.kv_cache_bytes,
-            "threads": config.threads,
             "weights-root": config.weights_roots,
-            "random-seed": config.random_seed,
-            "log-level": config.log_level,
-            "trust-remote-code": config.trust_remote_code,
+            **_same_names(config, "weights_roots"),
             **config.extra_args,
         }
         model = _model(config.model_path, "rollwright serve-model")
         return [sys.executable, "-m", "rollwright", "serve-model", model, *option_list(options)]
+
+
+def _same_names(config: ServerConfig, *others: str) -> dict[str, Any]:
+    """The settings that the server calls as we do; ``others`` are not among them."""
+    others += ("model_path", "extra_args")
+    return {each.name.replace("_", "-"): getattr(config, each.name) for each in fields(config) if each.name not in others}
 
 
 def _gpus(first: int, count: int) -> list[str]:

@@ -354,18 +354,11 @@ class _JsonSchema(GenerateJsonSchema):
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
-    def int_schema(self, schema: Any) -> JsonSchemaValue:
-        return _or_interpolation(super().int_schema(schema))
-
-    def float_schema(self, schema: Any) -> JsonSchemaValue:
-        return _or_interpolation(super().float_schema(schema))
-
-    def bool_schema(self, schema: Any) -> JsonSchemaValue:
-        return _or_interpolation(super().bool_schema(schema))
-
-
-def _or_interpolation(schema: JsonSchemaValue) -> JsonSchemaValue:
-    return {"anyOf": [schema, {"type": "string", "pattern": r"\$\{.+\}"}]}
+    def generate_inner(self, schema: Any) -> JsonSchemaValue:
+        made = super().generate_inner(schema)
+        if schema["type"] not in ("int", "float", "bool"):
+            return made
+        return {"anyOf": [made, {"type": "string", "pattern": r"\$\{.+\}"}]}
 
 
 def class_at(path: str) -> type:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollwright.config.experiment import EvalConfig, NewModelConfig, PPOConfig, SFTConfig
 from rollwright.config.loading import Stage
-from rollwright.config.source import KeyPath
+from rollwright.config.source import Faults, KeyPath
 from rollwright.config.tasksets import TasksetConfig
 from rollwright.data.drawing import SELECTORS, make_selector
 from rollwright.data.formats import FORMATS
@@ -37,10 +37,14 @@ def refuse_unknown_names(stages: Sequence[Stage]) -> None:
     Raises:
         ConfigError: with every name that cannot be used, its key, file and line.
     """
-    found = ((stage, *fault) for stage in stages for fault in _faults_of(stage.config))
-    faults = [f"{stage.place(path)}: {stage.written(path)}: {message}" for stage, path, message in found]
-    if faults:
-        raise ConfigError.of(faults)
+    messages: list[str] = []
+    for stage in stages:
+        faults = Faults(stage.origins)
+        for path, message in _faults_of(stage.config):
+            faults.add(path, message)
+        messages += faults.messages
+    if messages:
+        raise ConfigError.of(messages)
 
 
 def _faults_of(config: Any) -> Iterator[Fault]:
