@@ -252,9 +252,8 @@ class Plugins:
             for source in self.sources:
                 path = Path(source).expanduser()
                 if path.is_dir():
-                    for file in sorted(path.resolve().glob("*.py")):
-                        if not file.name.startswith("_"):
-                            self._import(str(file))
+                    for file in sorted(path.resolve().glob("[!_]*.py")):
+                        self._import(str(file))
                 elif path.is_file() or (os.sep not in source and _module_exists(source)):
                     self._import(source)
                 else:
@@ -338,9 +337,7 @@ def _find(path: str, what: str, error: type[RollwrightError], tried: list[str]) 
 
 def _import_file(file: Path) -> None:
     name = f"rollwright_plugin_{file.parent.name}_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(name, file)
     sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(sys.modules[name])

@@ -7,9 +7,9 @@ it differs from its paper.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -159,24 +159,13 @@ def apply_recipe(config: Any, explicitly_set_keys: Collection[str] | None = None
 def _changed(section: Any, prefix: str, keys: Collection[str]) -> set[str]:
     """Those of the keys whose value is not that of a section made without arguments."""
     plain = type(section)()
-    return {prefix + key for key in keys if _value(section, key) != _value(plain, key)}
-
-
-def _value(section: Any, key: str) -> Any:
-    """The value of a dotted key; None where a section above it is not there."""
-    return functools.reduce(lambda holder, name: getattr(holder, name, None), key.split("."), section)
+    value = functools.partial(functools.reduce, lambda holder, name: getattr(holder, name, None))  # None: no such section
+    return {prefix + key for key in keys if value(key.split("."), section) != value(key.split("."), plain)}
 
 
 def _set_defaults(section: Any, defaults: dict[str, Any], prefix: str, given: set[str]) -> None:
     for dotted, value in defaults.items():
-        *parents, name = dotted.split(".")
-        covering = itertools.accumulate([*parents, name], "{}.{}".format)
-        if given.intersection(prefix + above for above in covering):
-            continue
-        holder = section
-        for parent in parents:
-            if getattr(holder, parent) is None:
-                default = next(field for field in dataclasses.fields(holder) if field.name == parent).default_factory
-                setattr(holder, parent, default())  # type: ignore[operator,misc]
-            holder = getattr(holder, parent)
-        setattr(holder, name, copy.deepcopy(value))
+        covering = itertools.accumulate(dotted.split("."), "{}.{}".format)
+        if not given.intersection(prefix + above for above in covering):
+            above, _, name = dotted.rpartition(".")
+            setattr(operator.attrgetter(above)(section) if above else section, name, copy.deepcopy(value))

@@ -210,7 +210,7 @@ def _typed(kind: Any, metadata: Mapping[str, Any]) -> Any:
         limits: dict[str, Any] = {name: metadata[name] for name in ("ge", "gt", "le", "lt") if metadata.get(name) is not None}
         marks.append(pydantic.Field(**limits, allow_inf_nan=False if kind is float else None))
     if kind is int:
-        marks.append(pydantic.BeforeValidator(_whole))
+        marks.append(pydantic.BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_integer() else n))
     if choices := metadata.get("choices"):
         marks += [
             pydantic.AfterValidator(functools.partial(_chosen, choices)),
@@ -251,10 +251,6 @@ def _as_long(length: int, value: Any) -> Any:
     if isinstance(value, (list, tuple)) and len(value) != length:
         raise _refusal(f"expected {length} values, got {len(value)}")
     return value
-
-
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _chosen(choices: Iterable[Any], value: Any) -> Any:
