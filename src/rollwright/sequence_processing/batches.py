@@ -154,26 +154,6 @@ def decoded(
     return BatchedSequences.from_tokens(prompts, rows, texts, tokenizer.pad_token_id, device, grouped(stop_reasons, group))
 
 
-def experiment_metrics(sequences: BatchedSequences, logprobs: LogprobResults) -> dict[str, float]:
-    """Means over responses and tokens, for the metric sinks."""
-    lengths = np.asarray(sequences.gen_lens, dtype=float)
-    tokens = max(1.0, float(lengths.sum()))
-    totals = np.asarray(logprobs.sequence_logprobs, dtype=float)
-    entropy = sum(float(entropy_T.sum()) for row in logprobs.entropies for entropy_T in row)
-    metrics = {
-        "sequences": float(lengths.size),
-        "generated_tokens": float(lengths.sum()),
-        "response_length": float(lengths.mean()),
-        "entropy": float(entropy) / tokens,
-        "token_logprob": float(totals.sum()) / tokens,
-        "sequence_logprob": float(totals.mean()),
-    }
-    if sequences.stop_reasons:
-        reasons = [reason for row in sequences.stop_reasons for reason in row]
-        metrics["truncated"] = reasons.count("length") / len(reasons)
-    return metrics
-
-
 # ------------------------------------------------------------------ several processes
 
 

@@ -27,7 +27,7 @@ from torch import nn
 from rollwright.atomic import replaced_file, write_json
 from rollwright.data.rows import read_rows
 from rollwright.errors import CheckpointError, ConfigError
-from rollwright.sequence_processing.batches import BatchedSequences, LogprobResults, experiment_metrics
+from rollwright.sequence_processing.batches import BatchedSequences, LogprobResults
 from rollwright.sequence_processing.generation import Prompt
 from rollwright.sequence_processing.models import unwrapped
 from rollwright.tracking.progress import progress_bar
@@ -153,7 +153,8 @@ def run_experiment(
             rows = _rows(tokenizer, prompts[part], sequences, results, start)
             with replaced_file(files[number], durable=True) as draft:
                 write(draft, rows)
-            log.log(step, {"shard": float(number), **experiment_metrics(sequences, results)})
+            tokens = sum(len(row["response_ids"]) for row in rows)
+            log.log(step, {"shard": float(number), "generated_tokens": float(tokens), **_means(rows)})
             advance(1)
     wait_for_all()
     return ShardedExperiment(directory, files)
@@ -235,6 +236,23 @@ def _write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
+def _means(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Means over responses and over their tokens."""
+    lengths = np.array([len(row["response_ids"]) for row in rows], dtype=float)
+    totals = np.array([row["sequence_logprob"] for row in rows])
+    entropies = np.array([float(np.sum(row["entropies"])) for row in rows])
+    tokens = max(1.0, float(lengths.sum()))
+    return {
+        "responses": len(rows),
+        "length": float(lengths.mean()),
+        "truncated": sum(row["stop_reason"] == "length" for row in rows) / len(rows),
+        "entropy": float(entropies.sum()) / tokens,
+        "entropy_variance": float(np.var(entropies / np.maximum(lengths, 1.0))),
+        "token_logprob": float(totals.sum()) / tokens,
+        "sequence_logprob": float(totals.mean()),
+    }
+
+
 def prompt_table(experiment: ShardedExperiment) -> list[dict[str, Any]]:
     """Means over each prompt's responses.
 
@@ -246,23 +264,7 @@ def prompt_table(experiment: ShardedExperiment) -> list[dict[str, Any]]:
     rows = []
     for index, group in itertools.groupby(experiment.rows(), key=lambda row: row["prompt_index"]):
         responses = list(group)
-        lengths = np.array([len(row["response_ids"]) for row in responses], dtype=float)
-        totals = np.array([row["sequence_logprob"] for row in responses])
-        entropies = np.array([float(np.sum(row["entropies"])) for row in responses])
-        tokens = max(1.0, float(lengths.sum()))
-        rows.append(
-            {
-                "index": index,
-                "prompt": responses[0]["prompt"],
-                "responses": len(responses),
-                "length": float(lengths.mean()),
-                "truncated": sum(row["stop_reason"] == "length" for row in responses) / len(responses),
-                "entropy": float(entropies.sum()) / tokens,
-                "entropy_variance": float(np.var(entropies / np.maximum(lengths, 1.0))),
-                "token_logprob": float(totals.sum()) / tokens,
-                "sequence_logprob": float(totals.mean()),
-            }
-        )
+        rows.append({"index": index, "prompt": responses[0]["prompt"], **_means(responses)})
     return rows
 
 

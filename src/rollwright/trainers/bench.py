@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from rollwright.config.experiment import PPOConfig
 from rollwright.config.rules import validate
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError
+from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.network import find_server_addresses
 from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
@@ -158,29 +159,25 @@ def _scores(config: PPOConfig, path: str, directory: RunDirectory) -> dict[str, 
         for row in rows:
             by_name[row["taskset"] if config.eval_tasksets else "valid"].append(row)
         for name, tasks in by_name.items():
-            trajectory = evaluate(rollout, tasks[: config.evaluator.limit], workflow, kwargs, gconfig).trajectory
-            rewards = _rewards_by_task(trajectory)
+            result = evaluate(rollout, tasks[: config.evaluator.limit], workflow, kwargs, gconfig)
             scores[name] = {
-                **scores_of(rewards, config.bench.pass_at, config.bench.pass_reward),
-                "tasks": float(len(rewards)),
-                "truncated": float(sample_means(trajectory, trajectory["truncated"].float()).mean()),
-                "response_tokens": float(trajectory["loss_mask"].sum()) / sum(map(len, rewards)),
+                **scores_of(_rewards_by_task(result.trajectory), config.bench.pass_at, config.bench.pass_reward),
+                "tasks": float(result.tasks),
+                "truncated": result.truncated,
+                "response_tokens": result.response_tokens,
             }
     return scores
 
 
-def _rewards_by_task(trajectory: Mapping[str, torch.Tensor]) -> list[list[float]]:
+def _rewards_by_task(trajectory: Trajectory) -> list[list[float]]:
     """The rewards of the samples of each task; a sample of several rows counts with their mean."""
-    rewards: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    columns = (trajectory[key].tolist() for key in ("group_ids", "sample_ids", "rewards"))
-    for group, sample, reward in zip(*columns, strict=True):
-        rewards[group][sample].append(reward)
-    by_task = [[math.fsum(rows) / len(rows) for rows in samples.values()] for samples in rewards.values()]
-    if len({len(samples) for samples in by_task}) > 1:
+    samples = torch.stack([trajectory["group_ids"], trajectory["sample_ids"]], dim=1).unique(dim=0)
+    counts = samples[:, 0].unique(return_counts=True)[1]
+    if len(counts.unique()) > 1:
         raise ConfigError(
             "tasks gave different numbers of samples, so mean@k and pass@k are not of one k: look at the workflow."
         )
-    return by_task
+    return sample_means(trajectory, trajectory["rewards"]).view(len(counts), -1).tolist()
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ class Explorer:
             opened.callback(self.pool.shutdown, wait=True, cancel_futures=True)
             self.running: dict[Future[Finished], TaskClaim] = {}
             self._ending = False
-            self.rollout = self._start_engine()
+            self._start_engine()
             opened.callback(self._stop_engine)
             self._opened = opened.pop_all()
         return self
@@ -119,9 +119,9 @@ class Explorer:
         self._opened.close()
 
     def _start_engine(self) -> RolloutEngine:
-        rollout = make_rollout_engine(self.config, None, self.tokenizer, self.directory)
-        rollout.initialize()
-        return rollout
+        self.rollout = make_rollout_engine(self.config, None, self.tokenizer, self.directory)
+        self.rollout.initialize()
+        return self.rollout
 
     def _stop_engine(self) -> None:
         self._ending = True
@@ -221,8 +221,8 @@ class Explorer:
 
     def _follow_trainer(self) -> bool:
         """Load the weights that were announced last; true where they are others than before."""
-        before, tolerance = self.loaded, self.config.rollout.logprob_tolerance
-        self.loaded = follow_trainer(self.rollout, self.store, before, tolerance, self._begin_anew)
+        before = self.loaded
+        self.loaded = follow_trainer(self.rollout, self.store, before, self.config.rollout.logprob_tolerance, self._begin_anew)
         return self.loaded is not before
 
     def _begin_anew(self) -> RolloutEngine:
@@ -231,8 +231,7 @@ class Explorer:
         self._stop_engine()
         self.running.clear()
         self.store.release_claims(self.name)
-        self.rollout = self._start_engine()
-        return self.rollout
+        return self._start_engine()
 
     def _wait_for_first_weights(self, stop: StopSignal) -> None:
         """Where the engine does not hold the run's first weights, there is nothing to begin with until they are announced.
@@ -249,12 +248,12 @@ class Explorer:
     # -- what is reported ----------------------------------------------------------------------------------------------
 
     def _note(self, run: StageRun, finished: Finished) -> None:
-        if finished.group is None or not finished.stored:
-            self.missed += 1
-            logger.info("task %d is stored without a group: %s", finished.claim.ordinal, finished.reason)
-        else:
+        if finished.stored:
             self.groups += 1
             self.missed = 0
+        else:
+            self.missed += 1
+            logger.info("task %d is stored without a group: %s", finished.claim.ordinal, finished.reason)
         per_epoch = max(1, self.spec.steps_per_epoch * self.config.train_dataset.batch_size)
         if self.missed > EPOCHS_WITHOUT_GROUP * per_epoch:
             raise RolloutError(

@@ -98,8 +98,7 @@ def _place(stages: Sequence[Stage]) -> tuple[str, str, str]:
 
 
 def _set_threads(config: Any) -> None:
-    threads = getattr(getattr(config, "cluster", None), "threads", None)
-    if threads is not None:
+    if (threads := getattr(getattr(config, "cluster", None), "threads", None)) is not None:
         torch.set_num_threads(threads)
     if getattr(config, "deterministic", False):
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -115,11 +114,9 @@ def make_model(config: NewModelConfig) -> dict[str, Any]:
     from rollwright.training.model import new_model, new_vision_model, parameter_count
 
     sees = config.architecture == "qwen2_vl"
-    if config.vocabulary_from:
-        tokenizer = load_tokenizer(config.vocabulary_from)
-    else:
-        pieces = [*config.pieces, *(VISION_PIECES if sees else ())]
-        tokenizer = build_character_tokenizer(config.characters or ASCII, pieces=pieces)
+    pieces = [*config.pieces, *(VISION_PIECES if sees else ())]
+    own, characters = config.vocabulary_from, config.characters or ASCII
+    tokenizer = load_tokenizer(own) if own else build_character_tokenizer(characters, pieces=pieces)
     sizes: dict[str, Any] = {
         "tokenizer": tokenizer,
         "hidden_size": config.hidden_size,
@@ -156,24 +153,18 @@ def _train_supervised(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
 
 def _train_policy(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
     from rollwright.data.datasets import get_dataset
-    from rollwright.trainers.rl import PPOTrainer
-
-    config = stage.config
-    if config.mode != "both":
-        return _play_part(config, directory)
-    if config.tasksets:
-        return _train_on_tasksets(config, directory)
-    tokenizer = config.tokenizer_path or config.actor.path  # counts prompts where max_length is set
-    valid = get_dataset(config.valid_dataset, tokenizer) if config.valid_dataset else None
-    with PPOTrainer(config, get_dataset(config.train_dataset, tokenizer), valid, directory=directory) as trainer:
-        return trainer.train()
-
-
-def _train_on_tasksets(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
     from rollwright.trainers import tasks
     from rollwright.trainers.rl import PPOTrainer
     from rollwright.trainers.task_services import TaskServices
 
+    config = stage.config
+    if config.mode != "both":
+        return _play_part(config, directory)
+    if not config.tasksets:
+        tokenizer = config.tokenizer_path or config.actor.path  # counts prompts where max_length is set
+        valid = get_dataset(config.valid_dataset, tokenizer) if config.valid_dataset else None
+        with PPOTrainer(config, get_dataset(config.train_dataset, tokenizer), valid, directory=directory) as trainer:
+            return trainer.train()
     mixture = tasks.task_mixture(config)
     with (
         PPOTrainer(config, mixture, tasks.evaluation_rows(config), directory=directory) as trainer,

@@ -21,7 +21,7 @@ from rollwright.trainers.evaluation import EvaluationResult, evaluate
 from rollwright.trainers.loop import Part, StopSignal, Trainer
 from rollwright.trainers.reporting import StageRun
 from rollwright.trainers.rollout_backend import make_local_engine
-from rollwright.trainers.tasks import with_defaults
+from rollwright.trainers.tasks import workflow_arguments
 from rollwright.training.engine import TrainEngine
 from rollwright.training.preferences import PreferenceEngine
 from rollwright.training.publish import SharedWeights
@@ -112,10 +112,9 @@ class SupervisedTrainer(Trainer):
         assert self.rollout is not None
         self.model.version += 1
         self.weights.publish(self.model, self.model.version)
-        gconfig = self.config.evaluator.gconfig
-        defaults = {"reward_fn": self.config.reward_fn, "gconfig": gconfig, "tokenizer": self.tokenizer}
-        kwargs = with_defaults(self.config.workflow, self.config.workflow_kwargs, defaults)
-        return evaluate(self.rollout, self.valid_dataset, self.config.workflow, kwargs, gconfig)
+        config, gconfig = self.config, self.config.evaluator.gconfig
+        kwargs = workflow_arguments(config, config.workflow, config.workflow_kwargs, self.tokenizer, gconfig)
+        return evaluate(self.rollout, self.valid_dataset, config.workflow, kwargs, gconfig)
 
     def is_done(self, evaluation: float | None) -> bool:
         """True where ``stop_accuracy`` is reached."""
@@ -126,29 +125,15 @@ class SupervisedTrainer(Trainer):
 class SFTTrainer(SupervisedTrainer):
     """Trains a model on rows with ``messages`` and ``completion``; the loss is on the completion and the end token.
 
-    Args:
-        config: the experiment.
-        train_dataset: rows as :func:`supervised_batch` takes them.
-        valid_dataset: tasks that stop the training; a split of their own.
-        directory: where the run writes; claimed by the caller.
+    Args: those of ``SupervisedTrainer``, with rows as :func:`supervised_batch` takes them.
     """
 
-    def __init__(
-        self,
-        config: SFTConfig,
-        train_dataset: Sequence[dict[str, Any]],
-        valid_dataset: Sequence[dict[str, Any]] | None = None,
-        *,
-        directory: RunDirectory,
-    ) -> None:
-        super().__init__(config, train_dataset, valid_dataset, directory=directory)
-        self.processor = None
-        if any(row.get("images") for row in train_dataset[:1]):
-            self.processor = load_processor(config.tokenizer_path or config.model.path, self.tokenizer)
-
     def make_engine(self) -> TrainEngine:
-        """The model."""
-        return TrainEngine(self.config.model)
+        """The model, and the processor of its images where the rows have some."""
+        config = self.config
+        sees = bool(self.loader.rows[0].get("images"))
+        self.processor = load_processor(config.tokenizer_path or config.model.path, self.tokenizer) if sees else None
+        return TrainEngine(config.model)
 
     def make_batch(self, rows: Sequence[dict[str, Any]]) -> Trajectory:
         """See :func:`supervised_batch`."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class FSDPPPOActor(TrainEngine):
         """
         if self.reference is None:
             raise TrainingError("There is no reference policy: actor.kl_ctl is 0. Set it above 0 before initialize().")
-        return self.reference.score(batch, loss_tokens_only=True)
+        return self.reference.compute_logp(batch, loss_tokens_only=True)
 
     def compute_advantages(self, batch: Trajectory) -> Trajectory:
         """Write ``advantages [B, L]`` into the batch: what each trained token is reinforced by.
@@ -152,7 +153,7 @@ class FSDPPPOActor(TrainEngine):
                 "actor.recompute_logprob, so that the trainer's own take their place."
             )
         if needs_prox and "prox_logp" not in batch and config.ppo_n_minibatches > 1:
-            batch["prox_logp"] = self.score(batch, loss_tokens_only=True)
+            batch["prox_logp"] = self.compute_logp(batch, loss_tokens_only=True)
         if config.kl_ctl > 0 and "ref_logp" not in batch:
             batch["ref_logp"] = self.compute_ref_logp(batch)
 
@@ -255,44 +256,31 @@ def _numbers_of_this_rank(ids: Tensor | None, rows: Tensor) -> Tensor:
 
 
 def _summary(steps: list[dict[str, float]]) -> dict[str, float]:
-    if not steps:
-        return {"optimizer_steps": 0.0, "skipped_steps": 0.0}
-    skipped = sum(step["skipped_steps"] for step in steps)
     made = [step for step in steps if not step["skipped_steps"]]
-    result = {"optimizer_steps": float(len(made)), "skipped_steps": skipped}
-    for name in ("loss", "grad_norm"):
-        if made:
-            result[name] = sum(step[name] for step in made) / len(made)
-    return result
+    means = {name: sum(step[name] for step in made) / len(made) for name in ("loss", "grad_norm")} if made else {}
+    return {"optimizer_steps": float(len(made)), "skipped_steps": float(len(steps) - len(made)), **means}
 
 
 #: Bins of the staleness histogram: 0, 1, … versions, the last open.
 STALENESS_BINS = 10
 
 
+@dataclass(frozen=True)
 class PolicyUpdate:
-    """The loss of a minibatch, as ``TrainEngine.optimise`` calls it for each micro-batch."""
+    """The loss of a minibatch, as ``TrainEngine.optimise`` calls it for each micro-batch.
 
-    def __init__(
-        self,
-        config: PPOActorConfig,
-        policy_loss: Callable[[Tensor, Tensor, Tensor, Tensor], PolicyLoss],
-        version: int,
-        *,
-        before_first_step: bool,
-    ) -> None:
-        """
-        Args:
-            config: the ``actor`` section.
-            policy_loss: the loss that it names.
-            version: of the weights before the update.
-            before_first_step: no optimizer step has been made on this batch, so that current log-probabilities are those
-                of the proximal policy.
-        """
-        self.config = config
-        self.policy_loss = policy_loss
-        self.version = version
-        self.before_first_step = before_first_step
+    Attributes:
+        config: the ``actor`` section.
+        policy_loss: the loss that it names.
+        version: of the weights before the update.
+        before_first_step: no optimizer step has been made on this batch, so that current log-probabilities are those of the
+            proximal policy.
+    """
+
+    config: PPOActorConfig
+    policy_loss: Callable[[Tensor, Tensor, Tensor, Tensor], PolicyLoss]
+    version: int
+    before_first_step: bool
 
     def loss(self, part: Trajectory, logp_BL: Tensor, entropy_BL: Tensor, statistics: TokenStatistics) -> Tensor:
         """The weighted sum of a micro-batch's token losses."""

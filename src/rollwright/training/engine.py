@@ -106,7 +106,7 @@ class TrainEngine:
     # Scoring
 
     @torch.no_grad()
-    def score(self, batch: Trajectory, *, loss_tokens_only: bool = False) -> Tensor:
+    def compute_logp(self, batch: Trajectory, *, loss_tokens_only: bool = False) -> Tensor:
         """Log-probabilities of a batch's tokens under the present weights.
 
         Args:
@@ -126,10 +126,6 @@ class TrainEngine:
             if len(index):
                 scores_BL[index, : part_scores.shape[1]] = part_scores.float()
         return scores_BL
-
-    def compute_logp(self, batch: Trajectory, *, loss_tokens_only: bool = False) -> Tensor:
-        """Log-probabilities under the present weights, temperature-scaled: see ``score``."""
-        return self.score(batch, loss_tokens_only=loss_tokens_only)
 
     # Optimisation
 
@@ -252,16 +248,14 @@ class TrainEngine:
         """The model's tensors by name, whole, as copies on the CPU; tied tensors are one object."""
         if parallel.world_size() == 1:
             return owned_state(self.model)
-        whole = {name: parallel.full_tensor(tensor).cpu() for name, tensor in self.model.state_dict().items()}
-        return whole
+        return {name: parallel.full_tensor(tensor).cpu() for name, tensor in self.model.state_dict().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """All that training goes on from: weights, optimizer, schedule, random states, version; whole on every rank."""
         weights = {name: tensor.clone() for name, tensor in self.full_weights().items()}
         state: dict[str, Any] = {"version": self.version, "weights": weights, "random": random_states()}
         if self.optimizer is not None and self.scheduler is not None:
-            state |= optimizer_state(self.model, self.optimizer, self.scheduler)
-            state["bad_steps"] = self._bad_steps
+            state |= {**optimizer_state(self.model, self.optimizer, self.scheduler), "bad_steps": self._bad_steps}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -344,13 +338,12 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, *, sharded: bool =
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     on_cpu = bool(trained) and trained[0].device.type == "cpu"
-    fused = not (sharded and on_cpu)
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        fused=fused or None,
+        fused=None if sharded and on_cpu else True,
     )
 
 
@@ -401,8 +394,7 @@ def optimizer_state(
     """Moments by parameter name, schedule and learning rates, whole on every rank."""
     moments: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
-        entry = optimizer.state.get(parameter)
-        if entry:
+        if entry := optimizer.state.get(parameter):
             moments[name] = {key: parallel.full_tensor(value).detach().cpu().clone() for key, value in entry.items()}
     schedule = {
         key: value
@@ -421,8 +413,7 @@ def load_optimizer_state(
 ) -> None:
     """Set optimizer and schedule to what ``optimizer_state`` gave; moments are sharded as their parameters are."""
     for name, parameter in model.named_parameters():
-        entry = state["optimizer"].get(name)
-        if entry is not None:
+        if (entry := state["optimizer"].get(name)) is not None:
             optimizer.state[parameter] = {
                 key: value.clone() if value.dim() == 0 else parallel.placed_like(value, parameter).clone()
                 for key, value in entry.items()

@@ -95,24 +95,19 @@ def from_first_rank(make: Callable[[], Any], device: torch.device) -> Any:
             told = {"value": make()}
         except Exception as error:  # whatever it is: the other ranks wait to be told
             failure, told = error, {"error": type(error).__name__, "message": str(error)}
-    told = _broadcast(told, device)
-    if failure is not None:
-        raise failure
-    if "error" in told:
-        kind = getattr(errors, told["error"], TrainingError)  # ours, else one that the first rank shows in full
-        raise kind(f"on the first rank: {told['message']}")
-    return told["value"]
-
-
-def _broadcast(message: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """A message of the first rank, as JSON."""
-    letters = torch.tensor(list(json.dumps(message).encode()), dtype=torch.uint8, device=device)
+    letters = torch.tensor(list(json.dumps(told).encode()), dtype=torch.uint8, device=device)
     size = torch.tensor(len(letters), device=device)
     dist.broadcast(size, src=0)
     if rank() != 0:
         letters = torch.empty(int(size), dtype=torch.uint8, device=device)
     dist.broadcast(letters, src=0)
-    return json.loads(bytes(letters.tolist()))
+    if failure is not None:
+        raise failure
+    told = json.loads(bytes(letters.tolist()))
+    if "error" in told:
+        kind = getattr(errors, told["error"], TrainingError)  # ours, else one that the first rank shows in full
+        raise kind(f"on the first rank: {told['message']}")
+    return told["value"]
 
 
 def gathered_rows(value_B: Tensor) -> tuple[Tensor, slice]:
@@ -213,19 +208,13 @@ class TokenStatistics:
         """Every mean and extreme over all ranks; what was never seen is left out."""
         result: dict[str, float] = {}
         if self._sums:
-            names = list(self._sums)
-            both = torch.stack(
-                [torch.stack([self._sums[name] for name in names]), torch.stack([self._counts[name] for name in names])]
-            )
-            for name, (total, count) in zip(names, summed(both).T.tolist(), strict=True):
-                if count > 0:
-                    result[name] = total / count
+            pairs = summed(torch.stack([torch.stack([self._sums[name], self._counts[name]]) for name in self._sums])).tolist()
+            result |= {name: total / count for name, (total, count) in zip(self._sums, pairs, strict=True) if count > 0}
         if self._largest:
-            names = list(self._largest)
-            values = torch.stack([self._largest[name] for name in names])
+            values = torch.stack(list(self._largest.values()))
             if world_size() > 1:
                 dist.all_reduce(values, op=dist.ReduceOp.MAX)
-            for name, value in zip(names, values.tolist(), strict=True):
+            for name, value in zip(self._largest, values.tolist(), strict=True):
                 if value != -torch.inf:
                     result[name.removeprefix(_NEGATED)] = -value if name.startswith(_NEGATED) else value
         return result

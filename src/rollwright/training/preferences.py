@@ -51,9 +51,9 @@ class PreferenceEngine(TrainEngine):
             )
         reference_BL = batch.pop("ref_logp", None)
         if reference_BL is None:
-            reference_BL = self.reference.score(batch, loss_tokens_only=True)
+            reference_BL = self.reference.compute_logp(batch, loss_tokens_only=True)
         reference_B = (reference_BL * mask_BL).double().sum(-1)
-        policy_B = self.score(batch, loss_tokens_only=True).double().sum(-1).requires_grad_()
+        policy_B = self.compute_logp(batch, loss_tokens_only=True).double().sum(-1).requires_grad_()
         loss_P, margin_P = dpo_loss(
             policy_B[0::2], policy_B[1::2], reference_B[0::2], reference_B[1::2], beta=beta, label_smoothing=label_smoothing
         )

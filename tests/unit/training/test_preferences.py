@@ -96,7 +96,7 @@ def test_a_preference_is_learned_and_the_reference_stays_where_it_was():
 def test_log_probabilities_of_the_reference_may_come_with_the_batch():
     batch, engine = pairs(), engine_of()
     moved(engine)
-    given = {**batch, "ref_logp": engine.reference.score(batch)}
+    given = {**batch, "ref_logp": engine.reference.compute_logp(batch)}
     engine.reference = None
     engine.reference = engine.frozen_copy()  # another one, which is not asked
     caught = gradients(engine)
