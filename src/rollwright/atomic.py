@@ -100,14 +100,9 @@ def write_json(
 
 
 def sweep(directory: str | Path, *, older_than: float = 3600.0) -> list[Path]:
-    """Remove what killed writers left directly in a directory.
+    """Remove what killed writers left directly in a directory, which need not exist; returns what was removed.
 
-    Args:
-        directory: it need not exist.
-        older_than: seconds since the last change; younger ones may belong to a writer that is at work.
-
-    Returns:
-        What was removed.
+    What changed in the last ``older_than`` seconds is left alone: it may belong to a writer that is at work.
     """
     latest, removed = time.time() - older_than, []
     for path in Path(directory).glob(".*.tmp"):

@@ -40,13 +40,9 @@ class ExperienceOperator(ABC):
 
     @abstractmethod
     def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
-        """Filters or changes experiences.
+        """Filters or changes the experiences of one task; ``experience.eid`` says which sample each is from.
 
-        Args:
-            experiences: those of one task; ``experience.eid`` says which sample each is from.
-
-        Returns:
-            The experiences that go on, and numbers for the run's metrics.
+        Returns those that go on, and numbers for the run's metrics.
         """
 
 
@@ -64,11 +60,7 @@ class PipelineResult:
 
 
 class ExperiencePipeline:
-    """Operators in order.
-
-    Args:
-        operators: names with arguments, from the config, or ``(name, operator)`` pairs.
-    """
+    """Operators in order: names with arguments, from the config, or ``(name, operator)`` pairs."""
 
     def __init__(self, operators: Sequence[OperatorConfig | tuple[str, ExperienceOperator]] = ()) -> None:
         self._steps: list[tuple[str, ExperienceOperator]] = [
@@ -79,12 +71,8 @@ class ExperiencePipeline:
     def apply(self, samples: Sequence[Experience | Sequence[Experience]]) -> PipelineResult:
         """Runs the samples of one task through all operators; ``eid.run`` becomes each sample's place.
 
-        Args:
-            samples: each one experience or a list of them, as the workflow returned them.
-
-        Returns:
-            What is left of each sample (samples with nothing left are gone), what was dropped, and metrics. It is what
-            ``ExperienceStore.finish_task`` takes: ``finish_task(claim, result.samples, drops=result.drops)``.
+        Returns what is left of each sample (samples with nothing left are gone), what was dropped, and metrics. It is what
+        ``ExperienceStore.finish_task`` takes: ``finish_task(claim, result.samples, drops=result.drops)``.
 
         Raises:
             TrajectoryError: an operator failed; the message names it.
@@ -154,11 +142,8 @@ def report_operators(result: PipelineResult, tracker: MetricsTracker) -> None:
 class GroupOperators:
     """The operators of a run as an acceptance function: a complete group is changed in place, or refused where nothing is left.
 
-    Refused groups are replaced by others, so a batch stays full.
-
-    Args:
-        operators: from the config.
-        tracker: where the operators' numbers and what they dropped are reported; None: the run's.
+    Refused groups are replaced by others, so a batch stays full. What operators say and drop goes to ``tracker`` (None: the
+    run's).
     """
 
     def __init__(self, operators: Sequence[OperatorConfig], tracker: MetricsTracker | None = None) -> None:
@@ -182,11 +167,7 @@ class GroupOperators:
 
 
 def rewards_of(experiences: Sequence[Experience]) -> list[float]:
-    """The reward of each experience.
-
-    Raises:
-        TrajectoryError: one has none.
-    """
+    """The reward of each experience. Raises ``TrajectoryError`` where one has none."""
     for experience in experiences:
         if experience.reward is None:
             raise TrajectoryError(f"experience {experience.eid} has no reward: set it in the workflow, before the pipeline.")
@@ -207,12 +188,7 @@ def _deviation(values: Sequence[float]) -> float:
 
 @OPERATORS.register("reward_filter")
 class RewardFilter(ExperienceOperator):
-    """Keeps experiences whose reward is between two limits, both included; NaN never is.
-
-    Args:
-        threshold: lowest reward that is kept.
-        maximum: highest reward that is kept.
-    """
+    """Keeps experiences whose reward is between ``threshold`` and ``maximum``, both included; NaN never is."""
 
     def __init__(self, threshold: float = -math.inf, maximum: float = math.inf) -> None:
         if threshold > maximum:
@@ -231,8 +207,7 @@ class RewardFilter(ExperienceOperator):
 class NoVarianceFilter(ExperienceOperator):
     """Drops groups whose rewards are all (nearly) equal: their group-normalised advantages are zero.
 
-    Args:
-        threshold: largest standard deviation that is dropped.
+    ``threshold`` is the largest standard deviation that is dropped.
     """
 
     def __init__(self, threshold: float = 0.0) -> None:
@@ -331,12 +306,9 @@ class OverlongShaping(ExperienceOperator):
 
 @OPERATORS.register("truncation_mask")
 class TruncationMask(ExperienceOperator):
-    """Experiences that a length limit cut do not train: their action mask is cleared, or they are dropped.
+    """Experiences that a length limit cut do not train: their action mask is cleared, or with ``drop`` they are dropped.
 
     A cleared experience still counts in its group's mean reward; a dropped one does not.
-
-    Args:
-        drop: drop instead of clearing.
     """
 
     def __init__(self, drop: bool = False) -> None:

@@ -89,11 +89,9 @@ class Recorder:
         return len(self._records)
 
     def open_turn(self, rid: str) -> tuple[int, int]:
-        """Take the next turn of a conversation, before its request is sent.
+        """Take the next turn of a conversation, before its request is sent; hand it to ``record`` with the response.
 
-        Returns:
-            The conversation's place in order of first appearance, and the turn in it; seeds derive from both. Hand them to
-            ``record`` with the response.
+        Returns the conversation's place in order of first appearance, and the turn in it; seeds derive from both.
         """
         with self._lock:
             conversation = self._conversations.setdefault(rid, len(self._conversations))
@@ -112,8 +110,7 @@ class Recorder:
         """Record one answered request.
 
         Args:
-            request: a ``ModelRequest``.
-            response: its ``ModelResponse``; its lists are copied.
+            request, response: a ``ModelRequest`` and its ``ModelResponse``, whose lists are copied.
             place: what ``open_turn`` gave for the request; None: the next turn of its conversation.
             started, finished: seconds since the epoch; from the response's latency and the clock where left out.
 

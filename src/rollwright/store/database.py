@@ -286,10 +286,8 @@ class Database:
 def poll(look: Callable[[], tuple[Any, bool]], timeout: float | None, cancelled: Callable[[], bool]) -> Any:
     """Looks for what other processes put into a store; returns what the last look found.
 
-    Args:
-        look: returns what there is, and whether nothing more can come. What is true ends the wait.
-        timeout: seconds; None waits without a limit.
-        cancelled: asked between looks; true ends the wait.
+    ``look`` returns what there is, and whether nothing more can come; what is true ends the wait, and so do ``cancelled()``
+    and ``timeout`` seconds (None: without a limit).
     """
     limit = None if timeout is None else time.monotonic() + timeout
     pause = _SHORTEST_POLL

@@ -191,7 +191,6 @@ class BatchDrawing(GroupStorage):
         Args:
             groups: how many groups.
             experiences: instead of ``groups``: whole groups until they have at least so many rows.
-            sampling: order and number of uses.
             min_version: leave out groups with older tokens.
             timeout: seconds to wait for enough groups; None waits as long as more can come.
             partial_batch: take what there is when the wait is over, where it is less.
@@ -272,17 +271,11 @@ class BatchDrawing(GroupStorage):
     # -- the trainer's cursor ------------------------------------------------------------------------------------------
 
     def commit(self, checkpoint: str, *, version: int | None = None) -> int:
-        """Ties what was drawn since the last commit to a checkpoint of the trainer.
+        """Ties what was drawn since the last commit to a checkpoint of the trainer; returns how many uses.
 
         Call it when the checkpoint is written but before it becomes visible under its name: a trainer then never finds a
-        checkpoint that the store does not know.
-
-        Args:
-            checkpoint: the checkpoint's name.
-            version: of its weights; a recovery withdraws announcements of later ones.
-
-        Returns:
-            How many uses it tied.
+        checkpoint that the store does not know. ``version`` is that of its weights; a recovery withdraws announcements of
+        later ones.
         """
         with self._consuming() as connection:
             if connection.scalar(select(checkpoints.c.sequence).where(checkpoints.c.name == checkpoint)) is not None:
@@ -299,16 +292,10 @@ class BatchDrawing(GroupStorage):
         return count
 
     def recover(self, checkpoint: str | None) -> int:
-        """Makes this process the store's trainer and goes back to a checkpoint.
+        """Makes this process the store's trainer and goes back to a checkpoint, or with None to the beginning.
 
-        Groups drawn after it are drawn again, announcements of later weights are withdrawn, and a trainer that still runs
-        is refused from now on.
-
-        Args:
-            checkpoint: name given to :meth:`commit`; None goes back to the beginning.
-
-        Returns:
-            How many uses were undone.
+        Groups drawn after it are drawn again, announcements of later weights are withdrawn, and a trainer that still runs is
+        refused from now on. Returns how many uses were undone.
 
         Raises:
             StoreError: the store does not know the checkpoint.
@@ -344,11 +331,9 @@ class BatchDrawing(GroupStorage):
         return sum(count for _, count in undone)
 
     def forget_used(self, *, sampling: Sampling | None = None, keep_checkpoints: int = 2) -> int:
-        """Deletes the rows of groups that are used up or dropped and that no kept checkpoint can need again; returns how many rows.
+        """Deletes the rows of groups that are used up or dropped and that no kept checkpoint can need; returns how many rows.
 
-        Args:
-            sampling: says how many uses a group has.
-            keep_checkpoints: the newest checkpoints that a trainer may still go back to.
+        ``sampling`` says how many uses a group has; ``keep_checkpoints``: the newest that a trainer may still go back to.
         """
         allowed = (sampling or Sampling()).uses
         newest = select(checkpoints.c.sequence).order_by(checkpoints.c.sequence.desc())

@@ -47,10 +47,7 @@ class FileStore:
         self._recovered = not self._cursor_path.exists()
 
     def append(self, group: Group, *, ordinal: int | None = None, name: str | None = None, attempt: int = 0) -> int:
-        """Appends a group in one write and flushes it; does nothing where the file has a group of this name.
-
-        Returns:
-            How many experiences were written.
+        """Appends a group in one write and flushes it. Returns how many experiences were written: 0 where its name is there.
 
         Raises:
             StoreError: another process writes the file.
@@ -222,11 +219,7 @@ def experience_document(experience: Experience) -> dict[str, Any]:
 
 
 def document_experience(document: dict[str, Any], where: str) -> Experience:
-    """The experience of a document.
-
-    Args:
-        document: from :func:`experience_document`, or written by hand.
-        where: file and line, for the message.
+    """The experience of a document, from :func:`experience_document` or written by hand; ``where`` is its file and line.
 
     Raises:
         StoreError: it has fields that an experience has not, or values that it cannot have.
@@ -259,14 +252,9 @@ _COLUMNS = {
 
 
 def export_parquet(groups: Iterable[StoredGroup], path: str | Path) -> int:
-    """Writes groups to a Parquet file, whole or not at all.
+    """Writes groups to a Parquet file, whole or not at all. Returns how many rows were written.
 
-    Args:
-        groups: such as ``store.groups()`` yields; read as it is written, so that memory does not grow with the store.
-        path: the file; one that exists is replaced. Multi-modal inputs are left out.
-
-    Returns:
-        How many rows were written.
+    ``groups`` is read as it is written, so memory does not grow with the store. Multi-modal inputs are left out.
     """
     try:
         import pyarrow

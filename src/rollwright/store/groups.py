@@ -164,7 +164,6 @@ class GroupStorage(Database):
             name: the group's name, where it has no ordinal; None: made of the first experience's id and tokens.
             attempt: of the task. A newer attempt replaces an older one's rows while the group is not complete.
             index: which sample of the group this is; the group is complete when ``group_size`` samples have come.
-            group_size: samples of a complete group, with ``index``.
             version: of the experiences, where they do not say it themselves.
 
         Returns:
@@ -202,11 +201,7 @@ class GroupStorage(Database):
             self._count_drops(connection, counts)
 
     def groups(self, *, partial: bool = False) -> Iterator[StoredGroup]:
-        """All groups in the order in which they came, without using them.
-
-        Args:
-            partial: also groups whose samples have not all come.
-        """
+        """All groups in the order in which they came, without using them; with ``partial`` also those that miss samples."""
         states = (OPEN, READY, DROPPED) if partial else (READY, DROPPED)
         statement = select(groups.c.id).where(groups.c.state.in_(states)).order_by(groups.c.id).limit(_IDS_A_QUERY)
         last = 0
@@ -230,13 +225,11 @@ class GroupStorage(Database):
         attempt: int,
         group_size: int | None = None,
     ) -> int:
-        """Stores rows of a group and completes it where all its ``group_size`` samples have come (None: these are all).
+        """Stores rows of a group, and completes it where all ``group_size`` samples have come (None: these are all).
 
-        A row is named by group, sample, part and attempt. A row that is there already, or of an attempt that another has
-        replaced, is left alone; a newer attempt replaces the rows of an older one while the group is open.
-
-        Returns:
-            How many rows were stored.
+        Returns how many rows were stored. A row is named by group, sample, part and attempt; one that is there already, or
+        of an attempt that another has replaced, is left alone; a newer attempt replaces the rows of an older one while the
+        group is open.
         """
         complete = group_size is None or len({row["sample"] for row in rows}) >= group_size
         rewards = [row["reward"] for row in rows if row["reward"] is not None]
@@ -335,10 +328,7 @@ _INSERT_ROWS = insert(experiences)
 def rows_of(group: Group, version: int | None, first_sample: int = 0) -> list[dict[str, Any]]:
     """The rows of a group; ``sample`` and ``part`` are their places in the nested lists.
 
-    Args:
-        group: the samples, each one experience or a list of them.
-        version: of experiences that do not say it themselves.
-        first_sample: number of the first sample.
+    ``version`` is that of experiences that do not say it themselves, ``first_sample`` the number of the first sample.
     """
     return [
         {

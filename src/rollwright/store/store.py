@@ -5,8 +5,7 @@ Invariants, whoever is killed and whenever:
 - A task is claimed by one explorer at a time, and its group is stored once: storing it and finishing the task are one
   transaction, which an older attempt cannot make.
 - A group is drawn whole. What the trainer draws is its own once it commits a checkpoint; a trainer that restarts from a
-  checkpoint draws again what was drawn after it, and nothing else.
-- A batch that is not full is not drawn; its groups wait.
+  checkpoint draws again what was drawn after it, and nothing else. A batch that is not full is not drawn; its groups wait.
 """
 
 from __future__ import annotations
@@ -88,17 +87,14 @@ class ExperienceStore(BatchDrawing):
     def claim_tasks(
         self, owner: str, count: int, *, lease_seconds: float = 60.0, max_outstanding: int | None = None
     ) -> list[TaskClaim]:
-        """Claims tasks to run: first those that another explorer released or lost, then new ordinals.
+        """Claims up to ``count`` tasks to run: first those that another explorer released or lost, then new ordinals.
 
         Args:
             owner: name of this explorer, unique among those that run.
-            count: how many at most.
             lease_seconds: how long the claims last without :meth:`renew_claims`.
             max_outstanding: claim only as many as keep ``running + ready + in training`` groups within this, which is
-                ``(max_head_offpolicyness + 1) · batch``. A group is in training until the version trained on it is published.
-
-        Returns:
-            The claims; empty where there is nothing to do now.
+                ``(max_head_offpolicyness + 1) · batch``. A group is in training until the version trained on it is
+                published.
         """
         with self.writing() as connection:
             now = self.now(connection)
@@ -132,7 +128,6 @@ class ExperienceStore(BatchDrawing):
         A lease that ran out does not matter as long as nobody else has claimed the task.
 
         Args:
-            claim: from :meth:`claim_tasks`.
             group: the samples of the task; a sample is one experience or a list of them. Empty: nothing is trained on
                 (rejected, or dropped by an operator). None: what was appended sample by sample is the group.
             version: of the experiences, where they do not say it themselves.
@@ -289,16 +284,12 @@ def _newest(connection: Connection) -> Announcement | None:
 
 
 def open_store(config: StoreConfig, directory: str | Path, *, run: str, create: bool = True) -> ExperienceStore | FileStore:
-    """Opens the store of a run.
+    """Opens the store of a run: a database for ``sql`` and ``queue``, a :class:`FileStore` for ``file``.
 
     Args:
-        config: the run's ``store`` section.
         directory: the run directory, where the store is kept unless ``url`` says otherwise.
         run: identity of the run.
         create: make the store where it does not exist.
-
-    Returns:
-        A database for ``sql`` and ``queue``, a :class:`FileStore` for ``file``.
 
     Raises:
         ConfigError: keys contradict one another.

@@ -96,13 +96,9 @@ def _root() -> _standard.Logger:
 
 
 def getLogger(name: str | None = None) -> _standard.Logger:  # noqa: N802 (the standard library's name)
-    """A logger below Rollwright's root.
+    """A standard library logger below Rollwright's root; its messages reach the terminal (or stderr) and all attached files.
 
-    Args:
-        name: any name, such as ``"MyWorkflow"`` or ``__name__``; None is the root.
-
-    Returns:
-        A standard library logger whose messages reach the terminal (or stderr) and every attached log file.
+    ``name`` is any name, such as ``"MyWorkflow"`` or ``__name__``; None is the root.
     """
     root = _root()
     if not name or name == ROOT_NAME:
@@ -111,14 +107,9 @@ def getLogger(name: str | None = None) -> _standard.Logger:  # noqa: N802 (the s
 
 
 def attach_file(path: str | Path, level: int | str = "DEBUG") -> _standard.Handler:
-    """Also writes every message, with date and thread, to a file that is appended to.
+    """Also writes every message from ``level`` on, with date and thread, to a file that is appended to.
 
-    Args:
-        path: the log file; its directory is created.
-        level: from which level on.
-
-    Returns:
-        The handler; give it to :func:`detach_file` when the run ends.
+    Returns the handler; give it to :func:`detach_file` when the run ends.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     handler = _standard.FileHandler(path, encoding="utf-8")

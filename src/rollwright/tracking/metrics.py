@@ -150,13 +150,9 @@ class MetricsTracker:
         self._add("histogram", values)
 
     def export(self, reset: bool = True) -> dict[str, float]:
-        """Reduces what was reported since the last reset.
+        """Reduces what was reported since the last reset: full name (with scopes) to number, sorted by name.
 
-        Args:
-            reset: begin anew afterwards. On a tracker from :meth:`get` only its own scope is exported and reset.
-
-        Returns:
-            Full name (with scopes) to number, sorted by name.
+        ``reset`` begins anew afterwards. On a tracker from :meth:`get` only its own scope is exported and reset.
         """
         with self._lock:
             names = [name for name in self._entries if name.startswith(self._prefix)]
@@ -205,14 +201,10 @@ def get_tracker(scope: str = "") -> MetricsTracker:
 
 
 class PhaseTimer:
-    """Times named phases of a step.
+    """Times named phases of a step; keeps ``max_events`` intervals for :meth:`write_chrome_trace`.
 
-    Phases nest: a phase's seconds exclude those of phases inside it on the same thread, so that on one thread the
-    phases of a step add up to at most its wall time. Phases of other threads are kept apart by their own stack.
-
-    Args:
-        max_events: how many intervals are kept for :meth:`write_chrome_trace`; older ones are let go.
-        clock: seconds, monotonic; tests give their own.
+    Phases nest: a phase's seconds exclude those of phases inside it on the same thread, so that on one thread the phases of
+    a step add up to at most its wall time. Phases of other threads are kept apart by their own stack.
     """
 
     def __init__(self, max_events: int = 100_000, clock: Callable[[], float] = time.perf_counter) -> None:

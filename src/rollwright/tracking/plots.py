@@ -62,19 +62,12 @@ def plot_curves(
     size: tuple[float, float] = (7.2, 4.0),
     y_limits: tuple[float, float] | None = None,
 ) -> Path:
-    """Draws named curves into one picture.
+    """Draws named curves of ``(x, y)`` points into one picture; one of a few points has markers. Returns its path.
 
     Args:
         path: the PNG (or any type that matplotlib knows by its ending).
-        curves: name to points ``(x, y)``; a curve of a few points is drawn with markers.
-        title: what the picture shows.
-        x_label: the horizontal axis.
-        y_label: the vertical axis, with its unit.
         size: inches; 150 dots an inch.
         y_limits: lowest and highest value shown; None: what the points need.
-
-    Returns:
-        The path.
     """
     figure, axes = _axes(title, x_label, y_label, size)
     for (name, points), colour in zip(curves.items(), itertools.cycle(COLOURS), strict=False):
@@ -106,18 +99,13 @@ def plot_reward_curve(
     smoothing: float = 0.4,
     evaluation_label: str = "accuracy",
 ) -> Path:
-    """Draws the reward of training and that on held-out tasks.
+    """Draws the reward of training and that on held-out tasks. Returns the picture's path.
 
     Args:
-        path: the PNG.
         rewards: ``(step, mean reward)`` of training.
         evaluations: ``(step, mean)`` on held-out tasks; step 0 is before training.
-        title: what the picture shows.
         smoothing: weight of the past in the moving average drawn through the rewards, 0 to 1.
         evaluation_label: what that mean is called.
-
-    Returns:
-        The path.
     """
     figure, axes = _axes(
         title, "step", " and ".join(dict.fromkeys(("reward", evaluation_label))) if evaluations else "reward", (7.2, 4.0)

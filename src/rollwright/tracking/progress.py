@@ -39,16 +39,10 @@ _OTHER_COLOURS = ("deep_pink4", "slate_blue1", "khaki3", "grey62")
 
 
 def sparkline(values: Sequence[float], width: int = 40, low: float | None = None, high: float | None = None) -> str:
-    """A curve in block characters.
+    """A curve in at most ``width`` block characters: one for each point, or for the mean of neighbours where there are more.
 
-    Args:
-        values: the points; where there are more than ``width``, neighbours are averaged.
-        width: characters at most.
-        low: value of the lowest block; None: the smallest point.
-        high: value of the highest block; None: the largest point.
-
-    Returns:
-        One character for each point or bucket of points; values that are not finite are blank.
+    ``low`` and ``high`` are the values of the lowest and highest block (None: those of the points). Values that are not
+    finite are blank.
     """
     if not values:
         return ""
@@ -85,14 +79,12 @@ class ProgressDisplay:
     """Shows how a run goes.
 
     Args:
-        total_steps: steps of the run.
         title: shown in the frame, usually ``<experiment>/<trial>``.
         mode: ``auto`` (live on a terminal, plain elsewhere), ``live``, ``plain`` or ``none``.
         value_name: what the main curve is: ``reward``, or ``loss`` for supervised training.
         start_step: steps already done, where the run was resumed.
         timer: its current phase is shown while a step runs.
-        console: where the live display is drawn; None: the process's console.
-        stream: where plain lines go; None: stdout.
+        console, stream: where the live display is drawn (None: the process's console), and plain lines go (None: stdout).
     """
 
     def __init__(
@@ -160,10 +152,8 @@ class ProgressDisplay:
         Args:
             step: number of steps done, counted from 1.
             value: mean reward of the step (or loss).
-            generate_tokens_per_second: sampled tokens over generation's seconds.
-            train_tokens_per_second: trained tokens over training's seconds.
             staleness: mean versions between sampling and training.
-            seconds: seconds of each phase in this step.
+            seconds: of each phase in this step.
             facts: further numbers worth a glance, e.g. ``{"length": 31.2}``.
         """
         with self._lock:
@@ -310,12 +300,9 @@ _shown: list[str] = []  # a terminal has room for one bar: those inside another 
 
 @contextmanager
 def progress_bar(total: int, description: str, show: bool | None = None) -> Iterator[Callable[[int], None]]:
-    """A bar that is advanced by the function it gives; any thread may call it.
+    """A bar of ``total`` steps that is advanced by the function it gives; any thread may call it.
 
-    Args:
-        total: steps of the whole.
-        description: what is done.
-        show: None: on a terminal and in a notebook, nowhere else.
+    ``show=None``: on a terminal and in a notebook, nowhere else.
     """
     console = logging.console()
     if show is None:

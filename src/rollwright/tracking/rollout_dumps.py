@@ -22,12 +22,8 @@ _RULE = "─" * 100
 def trajectory_records(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of a trajectory without their padding, as plain lists and numbers.
 
-    Args:
-        batch: a trajectory: ``[B, L]`` keys by the data contract, and ``[B]`` keys.
-
-    Returns:
-        B records with ``row``, ``input_ids``, ``loss_mask``, ``logprobs``, ``versions``, counts, ``stop_reason`` and the
-        ``[B]`` keys.
+    Each record has ``row``, ``input_ids``, ``loss_mask``, ``logprobs``, ``versions``, counts, ``stop_reason`` and the
+    ``[B]`` keys.
     """
     lists = {key: value.tolist() for key, value in batch.items() if hasattr(value, "tolist")}
     width = len(lists["input_ids"][0]) if lists["input_ids"] else 0
@@ -110,15 +106,9 @@ class RolloutDumper:
         self._limit = limit
 
     def dump(self, step: int, batch: Mapping[str, Any], name: str = "step") -> Path | None:
-        """Writes rows of a batch; an earlier dump of the same step (before a resume) is replaced.
+        """Writes rows of a batch to ``<name>-<step>.txt`` and ``.jsonl``; returns the first, or None where nothing is dumped.
 
-        Args:
-            step: the step's number.
-            batch: a trajectory.
-            name: beginning of the file names, e.g. ``eval``.
-
-        Returns:
-            The readable file, or None where nothing is dumped.
+        An earlier dump of the same step (before a resume) is replaced.
         """
         rows = _spread(len(batch["input_ids"]), self._limit)
         if not rows:

@@ -73,14 +73,9 @@ def identity_of(config: Mapping[str, Any]) -> str:
 
 
 class RunDirectory:
-    """The paths of a run, and the right to write there.
+    """The paths of a run, ``<root>/<experiment>/<trial>``, and the right to write there. The root is ``cluster.fileroot``.
 
     Constructing one touches nothing, so that readers can use it; :meth:`claim` creates and locks it.
-
-    Args:
-        root: where runs are kept (``cluster.fileroot``).
-        experiment: name of the experiment.
-        trial: name of the trial.
     """
 
     def __init__(self, root: str | Path, experiment: str, trial: str) -> None:
@@ -161,16 +156,13 @@ class RunDirectory:
             ) from None
 
     def claim(self, config: Mapping[str, Any] | None = None, recover_mode: str = "auto") -> RunDirectory:
-        """Takes the directory for this process: creates it, or resumes the run in it where that was asked for.
+        """Takes the directory for this process: creates it, or resumes the run in it (``resumed``). Returns itself.
 
         Args:
             config: the resolved config; the run's identity is computed from it.
-            recover_mode: ``auto`` resumes an unfinished run of the same config that has a recover checkpoint, and sets
-                aside what one without left; ``resume`` insists on a recover checkpoint and also goes on with a finished
-                run; ``off`` insists on a directory that no run has used.
-
-        Returns:
-            Itself; ``resumed`` says whether the run is to be resumed.
+            recover_mode: ``auto`` resumes an unfinished run of the same config that has a recover checkpoint, and sets aside
+                what one without left; ``resume`` insists on a recover checkpoint and also goes on with a finished run;
+                ``off`` insists on a directory that no run has used.
 
         Raises:
             CheckpointError: the directory belongs to another process, another config, or a run that must not be reused.

@@ -24,7 +24,7 @@ class MetricsSink(Protocol):
     """What takes the metrics of a step."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the numbers of one step; several writes of one step are allowed (evaluation adds to it)."""
+        """Takes the numbers of one step; a step may be written several times (evaluation adds to it)."""
         ...
 
     def close(self) -> None:
@@ -205,10 +205,8 @@ class MetricsLogger:
     """Writes every step to ``metrics.jsonl`` and to the sinks that the config names.
 
     Args:
-        metrics_file: the run's ``metrics.jsonl``.
         sinks: names registered in ``SINKS``, or import paths.
-        project: project at the sinks.
-        run_name: name of the run at the sinks, usually ``<experiment>/<trial>``.
+        project, run_name: at the sinks; the name is usually ``<experiment>/<trial>``.
         config: the resolved config, shown by the sinks.
         resume_step: see :class:`JSONLSink`.
 

@@ -30,15 +30,9 @@ def _plain(value: Any) -> Any:
 
 
 def write_summary(path: str | Path, summary: Mapping[str, Any]) -> Path:
-    """Writes ``summary.json``, whole or not at all.
+    """Writes ``summary.json``, whole or not at all, and returns its path.
 
-    Args:
-        path: the file.
-        summary: nested mappings, such as ``{"eval": {"before": {…}, "after": {…}}, "seconds": {"train": 92.1}, …}``;
-            tensors, arrays and paths are made plain, numbers that are not finite become null.
-
-    Returns:
-        The path.
+    Tensors, arrays and paths are made plain; numbers that are not finite become null.
     """
     return write_json(path, _plain(summary))
 
@@ -46,13 +40,7 @@ def write_summary(path: str | Path, summary: Mapping[str, Any]) -> Path:
 def before_after_table(before: Mapping[str, float], after: Mapping[str, float], title: str | None = None) -> Table:
     """A table of measures before and after training, with the change in colour.
 
-    Args:
-        before: measure to value; a measure that is in one of the two only is shown with a dash in the other.
-        after: measure to value.
-        title: above the table.
-
-    Returns:
-        A rich table; print it with ``rollwright.logging.console()``.
+    A measure that is in one of the two only is shown with a dash in the other.
     """
     table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, padding=(0, 3, 0, 0))
     table.add_column("")
@@ -72,15 +60,9 @@ def _number(value: float | None) -> str:
 
 
 def sample_completions(samples: Sequence[Mapping[str, Any]], limit: int = 4, max_characters: int = 300) -> RenderableType:
-    """Completions to look at.
+    """Completions to look at: the first ``limit`` mappings with ``prompt``, ``completion``, ``reward`` and perhaps ``answer``.
 
-    Args:
-        samples: mappings with ``prompt``, ``completion`` and ``reward``, and optionally ``answer``.
-        limit: how many are shown.
-        max_characters: of one text; the middle of a longer one is left out and says so.
-
-    Returns:
-        A rich renderable.
+    Of a text longer than ``max_characters`` the middle is left out, and it says so.
     """
     parts: list[RenderableType] = []
     for sample in samples[:limit]:
