@@ -65,8 +65,8 @@ from rollwright.inference.parameters import ParameterTable as ParameterTable
 from rollwright.inference.parameters import Wire as Wire
 from rollwright.inference.request import ModelRequest as ModelRequest
 from rollwright.inference.request import ModelResponse as ModelResponse
-from rollwright.inference.weights import WeightUpdateMeta as WeightUpdateMeta
 from rollwright.inference.weights.publication import RemoteClient as RemoteClient
+from rollwright.inference.weights.ways import WeightUpdateMeta as WeightUpdateMeta
 from rollwright.registry import PLUGINS as PLUGINS
 from rollwright.registry import Registry as Registry
 from rollwright.rewards.registry import REWARD_FUNCTIONS as REWARD_FUNCTIONS

@@ -93,8 +93,7 @@ class Connections:
     def __init__(self, *, api_key: str | None = None, timeout: float = 3600.0, connect_timeout: float = 10.0) -> None:
         """Args:
         api_key: sent as a bearer token.
-        timeout: seconds for one whole exchange.
-        connect_timeout: seconds for opening a connection.
+        timeout, connect_timeout: seconds for one whole exchange, and for opening a connection.
         """
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=connect_timeout)
@@ -120,9 +119,8 @@ class Connections:
 
     async def _session(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
-        known = self._sessions.get(loop)
-        if known is not None:
-            return known[0]
+        if loop in self._sessions:
+            return self._sessions[loop][0]
         owner = self._open_session()
         session = await anext(owner)
         with self._lock:

@@ -6,7 +6,6 @@ Whatever becomes of this process, SIGKILL included, its servers and their childr
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import subprocess
@@ -74,10 +73,7 @@ class ServerProcess:
             return f"({error})"
 
     def wait_healthy(self, deadline: float) -> None:
-        """Return when ``/health`` answers.
-
-        Args:
-            deadline: ``time.monotonic()`` at which it is given up.
+        """Return when ``/health`` answers, before ``time.monotonic() == deadline``.
 
         Raises:
             EngineError: the server ended, or was not healthy in time; the end of its log is quoted.
@@ -131,7 +127,7 @@ class Launcher:
         self._lock = threading.Lock()
         self.servers: list[ServerProcess] = []
         self._starters: list[Callable[[int], ServerProcess]] = []  # starts each on a port
-        _open_launchers.add(self)
+        self._end = weakref.finalize(self, _stop_all, self.servers)  # also where this process ends first
 
     def start(
         self,
@@ -171,10 +167,7 @@ class Launcher:
             return [server.address for server in self.servers[first:]]
 
     def wait_healthy(self, timeout: float = 300.0) -> list[str]:
-        """Wait until every server answers its health check.
-
-        Returns:
-            Addresses of all servers.
+        """Wait until every server answers its health check; their addresses.
 
         Raises:
             EngineError: one ended or was too slow; all are stopped then.
@@ -211,12 +204,8 @@ class Launcher:
     def close(self) -> None:
         """End every server. Idempotent."""
         with self._lock:
-            servers, self.servers, self._starters = self.servers, [], []
-        threads = [threading.Thread(target=server.stop, daemon=True) for server in servers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+            _stop_all(self.servers)
+            self._starters.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -225,10 +214,10 @@ class Launcher:
         self.close()
 
 
-_open_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    for launcher in list(_open_launchers):
-        launcher.close()
+def _stop_all(servers: list[ServerProcess]) -> None:
+    threads = [threading.Thread(target=server.stop, daemon=True) for server in servers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    servers.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import resource
 import socket
@@ -31,28 +32,20 @@ def find_free_ports(count: int, port_range: tuple[int, int] | None = None, exclu
         port_range: first and last port to consider; None: any that the system hands out.
         exclude: ports that are not given.
 
-    Returns:
-        ``count`` ports.
-
     Raises:
         ConfigError: the range has too few free ports.
     """
-    unwanted = set(exclude)
-    ports: list[int] = []
+    unwanted, ports = set(exclude), list[int]()
     with ExitStack() as held:
-        candidates = iter(range(port_range[0], port_range[1] + 1)) if port_range else None
-        while len(ports) < count:
-            wanted = 0 if candidates is None else next(candidates, None)
-            if wanted is None:
-                raise ConfigError(f"Only {len(ports)} of {count} ports are free in {port_range}: give a wider port_range.")
+        for wanted in range(port_range[0], port_range[1] + 1) if port_range else itertools.repeat(0):
+            if len(ports) == count:
+                break
             listener = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-            try:
+            with contextlib.suppress(OSError):
                 listener.bind(("", wanted))
-            except OSError:
-                continue
-            port = listener.getsockname()[1]
-            if port not in unwanted:
-                ports.append(port)
+                ports += {listener.getsockname()[1]} - unwanted
+    if len(ports) < count:
+        raise ConfigError(f"Only {len(ports)} of {count} ports are free in {port_range}: give a wider port_range.")
     return ports
 
 

@@ -10,11 +10,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import os
 import time
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,19 +41,11 @@ _STOP_REASONS = ("stop", "length", "abort")
 #: Longest wait for a health check.
 CHECK_SECONDS = 10.0
 
-#: Clients of this process that are connected; see ``connected_clients``.
-_CONNECTED: weakref.WeakValueDictionary[int, RemoteRequests] = weakref.WeakValueDictionary()
-_connections_made = itertools.count()
+#: The clients of this process that are connected to servers, in the order in which they connected: here a trainer finds the
+#: rollout engine that it was not given.
+CONNECTED_CLIENTS: list[Any] = []
 #: Arguments of ``initialize`` in programs written for AReaL that say nothing about servers.
 _NOT_USED = {"engine_id", "train_data_parallel_size", "ft_spec"}
-
-
-def connected_clients() -> list[Any]:
-    """The clients of this process that are connected to servers, in the order in which they connected.
-
-    Here a trainer finds the rollout engine that it was not given.
-    """
-    return [client for _, client in sorted(_CONNECTED.items())]
 
 
 class RemoteRequests(InferenceEngine):
@@ -123,7 +113,7 @@ class RemoteRequests(InferenceEngine):
             timeout: seconds; None: ``setup_timeout``, so that a server that hangs does not hold the others up for ever.
 
         Raises:
-            ConnectionLostError, ServerRefusedError, EngineError: as ``Connections.request``.
+            EngineError: as ``Connections.request``.
         """
         limit = self.config.setup_timeout if timeout is None else timeout
         return self.connections.request(method, f"{server.url}{path}", body, timeout=limit)
@@ -185,13 +175,13 @@ class RemoteRequests(InferenceEngine):
             self.destroy()
             raise
         self._monitor = HealthMonitor(self)
-        _CONNECTED[next(_connections_made)] = self
+        CONNECTED_CLIENTS.append(self)
         logger.info("%s servers in use: %s", self.kind, ", ".join(server.address for server in router.servers))
 
     def destroy(self) -> None:
         """Stop watching the servers and close every connection. Servers run on, except those that it owns (``own``)."""
-        for number in [number for number, client in _CONNECTED.items() if client is self]:
-            del _CONNECTED[number]
+        if self in CONNECTED_CLIENTS:
+            CONNECTED_CLIENTS.remove(self)
         if self._monitor is not None:
             self._monitor.stop()
             self._monitor = None
@@ -222,11 +212,7 @@ class RemoteRequests(InferenceEngine):
         return True
 
     def _wait_healthy(self, server: Server, deadline: float) -> None:
-        """Return when the server answers ``/health``, at ``time.monotonic() == deadline`` the latest.
-
-        Raises:
-            EngineError: it did not answer in time.
-        """
+        """Return when the server answers ``/health``; it is an error where it does not until ``time.monotonic() == deadline``."""
         started = time.monotonic()
         while not self._is_healthy(server):
             if time.monotonic() > deadline:
@@ -293,10 +279,10 @@ class RemoteRequests(InferenceEngine):
     # -- in service and out ---------------------------------------------------------------------------------------------
 
     def _each_in_service(self, action: Callable[[Server], Result], what: str) -> list[tuple[Server, Result]]:
-        """``action`` on all servers in service at once; those that fail are taken out.
+        """``action`` on all servers in service at once; those that raise an ``EngineError`` are taken out.
 
         Args:
-            action: what is done, and raises an ``EngineError`` where a server does not do it.
+            action: what is done.
             what: a server could not do, for the log.
 
         Raises:

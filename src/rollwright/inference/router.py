@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollwright.errors import EngineError
@@ -39,6 +40,9 @@ class Server:
     load: int = 0  # requests in flight
     served: int = 0  # requests sent since the start
     has_doubtful_weights: bool = False  # an update of them failed: its label proves nothing
+    failed_checks: int = 0  # health checks in a row, while in service
+    suspected_at: float = -math.inf  # ``time.monotonic()`` of the newest check after a failed request
+    suspicion: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.url = self.url or server_url(self.address)
@@ -126,11 +130,6 @@ class Router:
         with self._lock:
             return [server for server in self.servers if server.in_service]
 
-    def out_of_service(self) -> list[Server]:
-        """Servers that were taken out."""
-        with self._lock:
-            return [server for server in self.servers if not server.in_service]
-
     def describe(self) -> str:
         """One line on the state of every server, for messages."""
         with self._lock:
@@ -200,8 +199,8 @@ class HealthMonitor:
 
     def __init__(self, client: Any, *, interval: float = 1.0, check_interval: float = 15.0, strikes: int = 3) -> None:
         """Args:
-        client: a ``RemoteRequests``; its servers are checked, taken out and brought back; those in service are not while it is paused (a paused
-            server may not answer a check that generates).
+        client: a ``RemoteRequests``, whose servers are checked, taken out and brought back. While it is paused, those in
+            service are not checked, as a paused server may not answer a check that generates.
         interval: seconds between two looks at the servers that are out.
         check_interval: seconds between two checks of a server in service.
         strikes: failed checks in a row after which a server in service is taken out.
@@ -211,9 +210,6 @@ class HealthMonitor:
         self._interval = interval
         self._check_interval = check_interval
         self._strikes = strikes
-        self._failed: dict[str, int] = {}
-        self._last_suspicion: dict[str, float] = {}
-        self._locks = {server.address: threading.Lock() for server in self._router.servers}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="health-monitor", daemon=True)
         self._thread.start()
@@ -226,11 +222,11 @@ class HealthMonitor:
 
     def suspect(self, server: Server, reason: str) -> None:
         """A request failed: check ``server`` now and take it out unless it answers. A burst of failures checks once."""
-        with self._locks[server.address]:
-            if not server.in_service or time.monotonic() - self._last_suspicion.get(server.address, -1e9) < 0.5:
+        with server.suspicion:
+            if not server.in_service or time.monotonic() - server.suspected_at < 0.5:
                 return
             healthy = self._client._is_healthy(server)
-            self._last_suspicion[server.address] = time.monotonic()
+            server.suspected_at = time.monotonic()
         if healthy:
             logger.warning("%s The server answers its health check; the request is sent again.", reason)
         elif self._router.take_out(server, reason):
@@ -242,10 +238,11 @@ class HealthMonitor:
             is_due = time.monotonic() - last_check >= self._check_interval and not self._client.is_paused
             last_check = time.monotonic() if is_due else last_check
             try:
-                for server in self._router.out_of_service():
-                    self._try_back(server)
-                for server in self._router.in_service() if is_due else ():
-                    self._check(server)
+                for server in self._router.servers:
+                    if not server.in_service:
+                        self._try_back(server)
+                    elif is_due:
+                        self._check(server)
             except Exception:  # unforeseen by definition; without this thread no server would ever come back
                 if not self._stop.is_set():
                     logger.exception("Watching the servers failed, and goes on.")
@@ -260,13 +257,10 @@ class HealthMonitor:
                 logger.warning("The server at %s answers again and stays out of service: %s", server.address, error)
             server.reason = str(error)
             return
-        self._failed.pop(server.address, None)
+        server.failed_checks = 0
         logger.info("The server at %s is back in service.", server.address)
 
     def _check(self, server: Server) -> None:
-        if self._client._is_healthy(server):
-            self._failed.pop(server.address, None)
-            return
-        self._failed[server.address] = self._failed.get(server.address, 0) + 1
-        if self._failed[server.address] >= self._strikes and self._router.take_out(server, "failed its health checks"):
+        server.failed_checks = 0 if self._client._is_healthy(server) else server.failed_checks + 1
+        if server.failed_checks >= self._strikes and self._router.take_out(server, "failed its health checks"):
             logger.error("The server at %s failed %d health checks and is out of service.", server.address, self._strikes)

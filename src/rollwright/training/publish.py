@@ -20,7 +20,7 @@ from rollwright.errors import WeightUpdateError
 from rollwright.inference.backends import BACKENDS
 from rollwright.inference.engine import InferenceEngine, WeightReceiver, takes_no_weights
 from rollwright.inference.network import find_server_addresses
-from rollwright.inference.remote import connected_clients
+from rollwright.inference.remote import CONNECTED_CLIENTS
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.weights.publication import RemoteClient
 from rollwright.tracking.logging import getLogger
@@ -291,7 +291,7 @@ def publisher_for(trainer: TrainEngine, engine: WeightReceiver | None, meta: Wei
 
 def _find_servers(meta: WeightUpdateMeta | None) -> RemoteClient:
     """The client that this process samples with, else one of the servers in the environment."""
-    if parallel.rank() == 0 and (clients := connected_clients()):
+    if parallel.rank() == 0 and (clients := CONNECTED_CLIENTS):
         if len({frozenset(client.addresses) for client in clients}) > 1:
             names = "; ".join(", ".join(client.addresses) for client in clients)
             raise WeightUpdateError(

@@ -121,7 +121,7 @@ def test_wait_lets_running_requests_end_and_holds_new_ones():
     with BuiltinEngine(model, on_weight_update="wait", max_running_requests=2) as engine:
         futures = engine.submit([ModelRequest([5, 6], LONG, seed=i) for i in range(6)])
         new = {name: torch.randn_like(p) for name, p in model.state_dict().items() if "norm" not in name}
-        engine.load_weights(new, 1)
+        engine.update_weights(version=1, weights=new)
         for future in futures:
             assert len(set(future.result(60).output_versions)) == 1
         assert engine.get_version() == 1
@@ -167,12 +167,12 @@ def test_wait_drains_at_pause_because_shared_weights_change_after_it():
 def test_load_weights_copies_all_or_nothing():
     model, other = tiny_model("qwen2"), tiny_model("qwen2", seed=4)
     with BuiltinEngine(model) as engine:
-        engine.load_weights(other.state_dict(), 2)
+        engine.update_weights(version=2, weights=other.state_dict())
         expect_logprobs(other, engine.generate([ModelRequest([5, 6], LONG)])[0], 0, 16)
         before = model.model.norm.weight.clone()
         for bad in ({"model.norm.weight": torch.zeros(3)}, {"model.norm.weight": torch.zeros(32), "no.such": torch.zeros(1)}):
             with pytest.raises(WeightUpdateError, match="another model"):
-                engine.load_weights(bad, 3)
+                engine.update_weights(version=3, weights=bad)
         assert engine.get_version() == 2
         torch.testing.assert_close(model.model.norm.weight, before, atol=0, rtol=0)
 
@@ -193,7 +193,7 @@ def test_going_back_ends_what_runs_and_relabels_the_rest():
         waiting = engine.submit([ModelRequest([5, 6 + index], LONG) for index in range(2)])
         engine.go_back(2)
         assert [future.result(60).stop_reason for future in waiting] == ["abort", "abort"]
-        engine.load_weights(other.state_dict(), 2)
+        engine.update_weights(version=2, weights=other.state_dict())
         engine.resume()
         (response,) = engine.generate([ModelRequest([5, 6], LONG)])
         assert set(response.output_versions) == {2}
@@ -205,7 +205,7 @@ def test_going_back_may_let_what_runs_finish_and_keep_what_waits():
     with BuiltinEngine(model, version=4, max_running_requests=2) as engine:
         running, held = drains(engine, lambda: engine.go_back(2, finish=True))
         assert [f.result(60).output_versions for f in running] == [[4] * 16] * 2
-        engine.load_weights(other.state_dict(), 2)
+        engine.update_weights(version=2, weights=other.state_dict())
         for response in (f.result(60) for f in held):
             assert response.output_versions == [2] * 16
             expect_logprobs(other, response, 0, 16)

@@ -37,12 +37,6 @@ PAUSE_MODES = {"recompute": "retract", "keep": "in_place", "wait": "retract"}
 _UNREAD_STATUSES = {401, 403, 404, 405, 413, 422}
 
 
-def _stop_before_minimum(gconfig: GenerationHyperparameters) -> str | None:
-    if gconfig.stop and gconfig.min_new_tokens > 0:
-        return "its stop strings end a request before min_new_tokens; use stop_token_ids, or min_new_tokens=0"
-    return None
-
-
 @dataclass(frozen=True)
 class _Facts:
     """What a server said about itself."""
@@ -62,7 +56,15 @@ class SGLangClient(RemoteClient):
     parameters = ParameterTable(
         {
             "max_new_tokens": "max_new_tokens",
-            "min_new_tokens": Wire("min_new_tokens", shifts_logprobs=True, refusal=_stop_before_minimum),
+            "min_new_tokens": Wire(
+                "min_new_tokens",
+                shifts_logprobs=True,
+                refusal=lambda gconfig: (
+                    "its stop strings end a request before min_new_tokens; use stop_token_ids, or min_new_tokens=0"
+                    if gconfig.stop
+                    else None
+                ),
+            ),
             "temperature": "temperature",
             "top_p": "top_p",
             "top_k": "top_k",
@@ -259,16 +261,14 @@ class SGLangClient(RemoteClient):
             raise WeightUpdateError(f"The server at {server.address} did not take new weights: {answer.get('message')}")
 
     def _weights_roots(self) -> list[str]:
-        roots: list[str] | None = None
-        for server in self.router.servers:
-            own = self._facts.get(server.address, _Facts()).weights_roots
-            if own is not None:
-                roots = own if roots is None else [root for root in roots if root in own]
-        if roots == []:
-            raise WeightUpdateError(
-                "A rollwright server loads no weights from files: start it with --weights-root DIRECTORY, or publish by xccl."
-            )
-        return super()._weights_roots() if roots is None else roots
+        said = [facts.weights_roots for facts in self._facts.values() if facts.weights_roots is not None]
+        if not said:
+            return super()._weights_roots()
+        if shared := [root for root in said[0] if all(root in other for other in said)]:
+            return shared
+        raise WeightUpdateError(
+            "A rollwright server loads no weights from files: start it with --weights-root DIRECTORY, or publish by xccl."
+        )
 
     def broadcast_weights(self, named: list[tuple[str, Tensor]], version: int, meta: WeightUpdateMeta) -> list[str]:
         """Send weights to every server over a distributed group, bucket by bucket.

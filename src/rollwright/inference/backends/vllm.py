@@ -30,12 +30,6 @@ PAUSE_MODES = {"recompute": "keep", "keep": "keep", "wait": "wait"}
 _ENGINE_ID_PREFIX = "generate-tokens-"
 
 
-def _setting(config: Any, section: str, name: str) -> Any:
-    """One setting of the server's config, or None where it does not say."""
-    part = config.get(section) if isinstance(config, dict) else None
-    return part.get(name) if isinstance(part, dict) else None
-
-
 class VLLMClient(RemoteClient):
     """Tokens in and out over ``/inference/v1/generate``."""
 
@@ -79,15 +73,16 @@ class VLLMClient(RemoteClient):
                 f"The vLLM server at {server.address} does not say the version of its weights ({error}). Start it with "
                 "VLLM_SERVER_DEV_MODE=1 and --enable-scale-out, as VLLMConfig.build_cmd does."
             ) from error
-        config = self.ask(server, "GET", "/server_info?config_format=json", timeout=120.0).get("vllm_config")
-        mode = _setting(config, "model_config", "logprobs_mode")
+        said = self.ask(server, "GET", "/server_info?config_format=json", timeout=120.0).get("vllm_config")
+        config = said if isinstance(said, dict) else {}  # others give text
+        model, device, scheduler = (config.get(part) or {} for part in ("model_config", "device_config", "scheduler_config"))
+        mode = model.get("logprobs_mode")
         if mode is not None and mode != "processed_logprobs":
             raise EngineError(
                 f"The vLLM server at {server.address} gives {mode}, which are not those of the temperature that tokens are "
                 "sampled at. Start it with --logprobs-mode processed_logprobs, as VLLMConfig.build_cmd does."
             )
-        is_cpu = "cpu" in (_setting(config, "device_config", "device_type"), _setting(config, "device_config", "device"))
-        if is_cpu and _setting(config, "scheduler_config", "enable_chunked_prefill"):
+        if "cpu" in (device.get("device_type"), device.get("device")) and scheduler.get("enable_chunked_prefill"):
             self._dies_of_seeds.add(server.address)
             logger.warning(
                 "The vLLM server at %s runs on a CPU with chunked prefill, where a request with a seed can end it: seeds are not "

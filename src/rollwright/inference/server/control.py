@@ -269,7 +269,7 @@ class Control:
     def _take(self, named: Any, version: int) -> None:
         if version < self._engine.get_version():  # a trainer that went back to a checkpoint, or another run's
             self._engine.go_back(version)
-        self._engine.load_weights(named, version)
+        self._engine.update_weights(version=version, weights=named)
 
     async def _init_group(self, body: Annotated[bodies.JoinGroup, Depends(bodies.JoinGroup.read)]) -> dict[str, Any]:
         name, rank, size = body.group_name, body.rank_offset, body.world_size

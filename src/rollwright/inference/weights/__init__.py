@@ -1,5 +1,1 @@
 """New weights on their way to inference engines: the ways there are, files, the distributed group, publication."""
-
-from rollwright.inference.weights.ways import WeightUpdateMeta
-
-__all__ = ["WeightUpdateMeta"]

@@ -76,30 +76,24 @@ def write_weights(directory: str | Path, named: Iterable[tuple[str, Tensor]], ve
 
 def _write_files(directory: Path, named: Iterable[tuple[str, Tensor]]) -> str:
     """Write shards of at most 4 GiB and their index; returns the digest of all."""
-    digests: dict[str, bytes] = {}
-    weight_map: dict[str, str] = {}
-    size = 0
-
-    def on_cpu() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in named:
+    number, file, digests = 0, "", dict[str, bytes]()
+    index: dict[str, Any] = {"metadata": {"total_size": 0}, "weight_map": {}}
+    for number, shard in enumerate(buckets(named, _FILE_BYTES), 1):
+        file = f"model-{number:05d}.safetensors"
+        for place, (name, tensor) in enumerate(shard):
             if name in digests:
                 raise WeightUpdateError(f"Weight {name} is given twice.")
             tensor = tensor.detach().to("cpu").contiguous()
             digests[name] = _tensor_digest(name, tensor)
-            yield name, tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
-
-    for number, shard in enumerate(buckets(on_cpu(), _FILE_BYTES), 1):
-        file = f"model-{number:05d}.safetensors"
+            shard[place] = name, tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+            index["weight_map"][name] = file
+            index["metadata"]["total_size"] += tensor.nbytes
         save_file(dict(shard), directory / file, metadata={"format": "pt"})
-        weight_map |= {name: file for name, _ in shard}
-        size += sum(tensor.nbytes for _, tensor in shard)
-    if not weight_map:
+    if not digests:
         raise WeightUpdateError("There are no weights to write.")
-    files = set(weight_map.values())
-    if len(files) == 1:
-        (directory / files.pop()).rename(directory / "model.safetensors")
+    if number == 1:
+        (directory / file).rename(directory / "model.safetensors")
     else:
-        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return _total_digest(digests)
 

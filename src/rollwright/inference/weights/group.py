@@ -32,8 +32,7 @@ class WeightGroup:
     ) -> None:
         """Args:
         master_address, master_port: of rank 0, which listens there.
-        rank, world_size: of this process in this group.
-        name: of the group.
+        rank, world_size, name: of this process in the group, and of the group.
         backend: ``"gloo"`` or ``"nccl"``.
         timeout: seconds until a rank that does not come is given up.
 

@@ -74,7 +74,8 @@ class RemoteClient(RemoteRequests):
             server: is paused, and answers to ``read_version`` with the version that it says.
             directory: a model directory with ``*.safetensors``.
             version: of these weights.
-            digest: of their content (``weights.files.content_digest``), for a server that can check it.
+            digest: of their content (``weights.files.content_digest``). ``rollwright serve-model`` refuses another; where a server
+                does not know it, only the audit compares.
 
         Raises:
             EngineError: it did not load them.
@@ -119,17 +120,7 @@ class RemoteClient(RemoteRequests):
         weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
         config: Any = None,
     ) -> None:
-        """Publish weights to all servers; when this returns, their next tokens are sampled with them.
-
-        Args:
-            meta: the way; None: that of the config, see ``default_meta``.
-            version: of the weights.
-            weights: whole tensors by parameter name; tied ones may stand twice.
-            config: a Hugging Face config, written beside weights on disk.
-
-        Raises:
-            WeightUpdateError: no server took the weights, or the way does not fit them.
-        """
+        """Publish weights to all servers; see ``WeightReceiver.update_weights``. Without ``meta``: by ``default_meta``."""
         started, named = time.perf_counter(), distinct_weights(weights)
         with self._update_lock:  # files that a server may just be brought back with are written, too
             meta = meta or self.default_meta()
@@ -154,20 +145,7 @@ class RemoteClient(RemoteRequests):
         logger.info("published version %d (%.1f MB) to %s by %s in %.2f s", version, size, names, meta.type, seconds)
 
     def update_weights_from_disk(self, directory: str, version: int, digest: str | None = None) -> list[str]:
-        """Have every server load safetensors from a directory that it can read.
-
-        Args:
-            directory: holds ``*.safetensors``.
-            version: of these weights.
-            digest: of their content (``weights.files.content_digest``). ``rollwright serve-model`` computes its own over
-                what it loaded and refuses another; other servers do not know it, and the audit compares log-probabilities.
-
-        Returns:
-            Addresses of the servers that confirmed.
-
-        Raises:
-            WeightUpdateError: no server took the weights.
-        """
+        """Have every server load safetensors from a directory; see ``load_from_disk`` and ``apply_update``."""
 
         def update(server: Server) -> None:
             self.load_from_disk(server, directory, version, digest)
@@ -237,15 +215,16 @@ class RemoteClient(RemoteRequests):
         """What every server in service samples for one request, by the server's name in messages; None while paused."""
         if self.is_paused:
             return None
-        answers = self._each_in_service(lambda server: self._probe(server, request), "answer the audit's probe")
+
+        def ask(server: Server) -> ModelResponse:
+            payload = self.payload(request, self.router.new_wire_id("audit-probe"), server)
+            data = self.ask(server, "POST", self.generate_path, payload, timeout=self.config.request_timeout)
+            return self.read_answer(request, data, self._version)
+
+        answers = self._each_in_service(ask, "answer the audit's probe")
         if not answers:
             logger.warning("No server is in service that could be compared with the trainer after version %d.", self._version)
         return {f"The {self.kind} server at {server.address}": answer for server, answer in answers}
-
-    def _probe(self, server: Server, request: ModelRequest) -> ModelResponse:
-        payload = self.payload(request, self.router.new_wire_id("audit-probe"), server)
-        data = self.ask(server, "POST", self.generate_path, payload, timeout=self.config.request_timeout)
-        return self.read_answer(request, data, self._version)
 
     def apply_update(
         self,
@@ -258,7 +237,7 @@ class RemoteClient(RemoteRequests):
     ) -> list[str]:
         """Give every server that answers new weights, between pause and resume, and make ``version`` the current one.
 
-        A server that fails is taken out; the others go on. One that was out and takes the weights is put back.
+        A server that fails is taken out; one that was out and takes the weights is put back.
 
         Args:
             version: of the new weights.
@@ -388,13 +367,7 @@ class RemoteClient(RemoteRequests):
         return self._version
 
     def set_version(self, version: int) -> None:
-        """Confirm a published version.
-
-        Another client may have published it, so the servers are asked before it is an error.
-
-        Raises:
-            WeightUpdateError: the servers hold another version.
-        """
+        """Confirm a published version, which another client may have published; another version is a ``WeightUpdateError``."""
         with self._update_lock:
             if version == self._version:
                 return
@@ -409,7 +382,7 @@ class RemoteClient(RemoteRequests):
     # -- control -------------------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Stop sampling on every server; requests keep what they have. A server that cannot be paused is taken out.
+        """Stop sampling on every server; a server that cannot be paused is taken out.
 
         Raises:
             EngineError: all servers that were started for this client have ended.
@@ -423,7 +396,7 @@ class RemoteClient(RemoteRequests):
                 raise
 
     def resume(self) -> None:
-        """Go on after ``pause``; then do what was put off until now. A server that cannot go on is taken out.
+        """Go on after ``pause``, and call what ``when_resumed`` was given; a server that cannot go on is taken out.
 
         Raises:
             EngineError: all servers that were started for this client have ended.
@@ -438,10 +411,7 @@ class RemoteClient(RemoteRequests):
             action()
 
     def when_resumed(self, action: Callable[[], object]) -> None:
-        """Call ``action`` now, or at the end of ``resume`` where this client is paused: a paused server answers no probe.
-
-        Of several actions the last is called.
-        """
+        """See ``WeightReceiver.when_resumed``; of several actions the last is called."""
         if self.is_paused:
             self._when_resumed = action
         else:

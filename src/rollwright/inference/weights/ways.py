@@ -119,9 +119,7 @@ class MappedWeights:
         directory: is created; ``close`` removes it.
         """
         self.directory = directory
-        self._remove = weakref.finalize(
-            self, _remove, directory, os.getpid()
-        )  # also where nobody closes it before the process ends
+        self._remove = weakref.finalize(self, _remove, directory, os.getpid())  # also where the process ends first
         self._path = directory / "model.safetensors"
         self._mapped: dict[str, Tensor] = {}
 

@@ -120,13 +120,8 @@ class Sequence:
 class StopStrings:
     """Finds stop strings in the decoded text of one output as it grows, also where they span tokens or characters span tokens.
 
-    Text is decoded a few tokens at a time: each new piece is the difference between decoding from a settled token on with
-    and without the new tokens, as decoding single tokens loses spaces in some tokenizers. Special tokens are decoded too,
-    so that a special token's text may be a stop string.
-
-    Args:
-        tokenizer: decodes ids.
-        stop: the strings that end the sequence.
+    Each new piece of text is the difference between decoding from a settled token on with and without the new tokens, as
+    decoding single tokens loses spaces in some tokenizers. Special tokens are decoded too: their text may be a stop string.
     """
 
     def __init__(self, tokenizer: Any, stop: list[str]) -> None:
@@ -142,12 +137,7 @@ class StopStrings:
         return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def find(self, token: int, may_stop: bool = True) -> str | None:
-        """The stop string that a new token completes, if any.
-
-        Args:
-            token: the output token after those given before.
-            may_stop: False below ``min_new_tokens``: the text is followed but no match is reported.
-        """
+        """The stop string that the next output token completes, if any; not below ``min_new_tokens`` (``may_stop`` False)."""
         self._pending.append(token)
         text = self._decode(self._pending)
         new, before = text[len(self._known) :], len(self._tail)

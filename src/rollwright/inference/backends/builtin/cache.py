@@ -8,6 +8,7 @@ sequences.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
@@ -166,12 +167,8 @@ class PrefixIndex:
         if not best:
             return None, 0
         holder = next(reversed(best))
-        length = 0
-        for own, other in zip(tokens, self._known[holder][0], strict=False):
-            if own != other:
-                break
-            length += 1
-        return holder, length
+        pairs = zip(tokens, self._known[holder][0], strict=False)
+        return holder, sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 @dataclass(eq=False)

@@ -351,34 +351,16 @@ class BuiltinEngine(InferenceEngine):
         if version != self.get_version():
             raise WeightUpdateError(
                 f"The engine's weights are version {self.get_version()}, not {version}: publish weights with publish(version) "
-                "or load_weights(named, version)."
+                "or update_weights(version=version, weights=named)."
             )
 
     def publish(self, version: int) -> None:
-        """The shared weights were changed in place and are ``version`` now.
-
-        Between the first change and this call the engine must not step: call ``pause`` before.
+        """See ``WeightReceiver.publish``.
 
         Raises:
             WeightUpdateError: the version goes back.
         """
         self._update(version)
-
-    def load_weights(self, named: Iterable[tuple[str, Tensor]] | dict[str, Tensor], version: int) -> None:
-        """Copy weights into the model and publish them as ``version``.
-
-        Args:
-            named: parameters by their names in the model's ``state_dict``; tied weights may be left out.
-
-        Raises:
-            WeightUpdateError: a name or shape is not the model's; then no weight has changed.
-        """
-        state, named = self.model.state_dict(keep_vars=True), dict(named)
-        for name, tensor in named.items():
-            if name not in state or state[name].shape != tensor.shape:
-                there = f"has shape {tuple(state[name].shape)}" if name in state else "is not in the model"
-                raise WeightUpdateError(f"Weight {name} of shape {tuple(tensor.shape)} {there}: it belongs to another model.")
-        self._update(version, [(state[name], tensor) for name, tensor in named.items()])
 
     @property
     def local_model(self) -> torch.nn.Module:
@@ -395,15 +377,21 @@ class BuiltinEngine(InferenceEngine):
     ) -> None:
         """Copy weights into the model and publish them as ``version``; see ``WeightReceiver.update_weights``.
 
+        Args:
+            weights: by their names in the model's ``state_dict``; tied ones may be left out.
+
         Raises:
             WeightUpdateError: a name or shape is not the model's; then no weight has changed.
         """
-        self.load_weights(dict(weights), version)
+        state, named = self.model.state_dict(keep_vars=True), dict(weights)
+        for name, tensor in named.items():
+            if name not in state or state[name].shape != tensor.shape:
+                there = f"has shape {tuple(state[name].shape)}" if name in state else "is not in the model"
+                raise WeightUpdateError(f"Weight {name} of shape {tuple(tensor.shape)} {there}: it belongs to another model.")
+        self._update(version, [(state[name], tensor) for name, tensor in named.items()])
 
     def go_back(self, version: int, *, finish: bool = False) -> None:
-        """End all requests, and give the present weights an earlier version, as whose weights others are loaded next.
-
-        For a trainer that began again from a checkpoint: within a request versions only grow.
+        """End all requests, as versions only grow within a request, and give the present weights an earlier version.
 
         Args:
             version: of the weights that are loaded next.
