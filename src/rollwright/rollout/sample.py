@@ -23,6 +23,7 @@ from rollwright.errors import EngineError, RequestAborted
 from rollwright.experience.recorder import Recorder
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.workflows.base import SampleBoundEngine
 
 #: Serves a request of a sample when it may go out, given the place of its conversation in the sample and its own in that.
 RequestGate = Callable[["SampleEngine", ModelRequest, tuple[int, int]], Awaitable[ModelResponse]]
@@ -59,7 +60,7 @@ def request_seed(run_seed: int, sample: SampleName, conversation: int, turn: int
     return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little") >> 1
 
 
-class SampleEngine(InferenceEngine):
+class SampleEngine(SampleBoundEngine):
     """Forwards requests to the run's engine, with a seed each, and records what comes back.
 
     Args:
@@ -159,25 +160,7 @@ class SampleEngine(InferenceEngine):
         """Version of the weights that the next token is sampled with."""
         return self.engine.get_version()
 
-    def set_version(self, version: int) -> None:
-        """Refused: versions are published by the trainer."""
-        self._not_for_workflows("set_version")
-
-    def pause(self) -> None:
-        """Refused: one sample must not stop the others."""
-        self._not_for_workflows("pause")
-
-    def resume(self) -> None:
-        """Refused: see :meth:`pause`."""
-        self._not_for_workflows("resume")
-
     def abort(self, rid: str | None = None) -> None:
         """End this sample's conversation ``rid``, or all of its conversations."""
         for own in list(self._conversations) if rid is None else self._conversations & {rid}:
             self.engine.abort(own)
-
-    def _not_for_workflows(self, method: str) -> None:
-        raise EngineError(
-            f"a workflow called engine.{method}() in {self.name}: the engine it was given is bound to its sample. "
-            f"Call {method} on the rollout engine, outside of the workflow."
-        )

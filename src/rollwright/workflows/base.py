@@ -1,10 +1,11 @@
-"""The base class of workflows: the code of one episode."""
+"""The base class of workflows, the code of one episode, and of the engines that they are given."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import Any
 
+from rollwright.errors import EngineError
 from rollwright.inference.engine import InferenceEngine
 
 
@@ -23,3 +24,25 @@ class RolloutWorkflow(ABC):
             A trajectory (dict of ``[B, L]`` tensors), a list of ``Experience``, the short form
             ``{"input_ids": [P], "output_ids": [N], "reward": float}``, or ``None`` to reject the sample on purpose.
         """
+
+
+class SampleBoundEngine(InferenceEngine):
+    """An engine that is bound to a sample: it answers requests, but one sample must not stop or change it for the others."""
+
+    def set_version(self, version: int) -> None:
+        """Refused: versions are published by the trainer."""
+        self._refuse("set_version")
+
+    def pause(self) -> None:
+        """Refused: see :meth:`set_version`."""
+        self._refuse("pause")
+
+    def resume(self) -> None:
+        """Refused: see :meth:`set_version`."""
+        self._refuse("resume")
+
+    def _refuse(self, method: str) -> None:
+        raise EngineError(
+            f"a workflow called engine.{method}(): the engine it was given is bound to its sample. Call {method} on the rollout "
+            "engine, outside of the workflow."
+        )

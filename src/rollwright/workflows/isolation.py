@@ -39,6 +39,7 @@ from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.processes.child import Channel, ChildProcess, connect
 from rollwright.processes.pool import processor_count
 from rollwright.tracking.logging import getLogger
+from rollwright.workflows.base import SampleBoundEngine
 from rollwright.workflows.model_wrapper import ModelWrapper
 from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.task import Task, WorkflowPool, returned_experiences, trait
@@ -314,7 +315,7 @@ class Parent:
             future.set_exception((kind or EngineError)(text))
 
 
-class BridgedEngine(InferenceEngine):
+class BridgedEngine(SampleBoundEngine):
     """The parent's engine; what it answers is recorded here, too, for the workflow's own history."""
 
     def __init__(self, parent: Parent) -> None:
@@ -345,21 +346,6 @@ class BridgedEngine(InferenceEngine):
     def abort(self, rid: str | None = None) -> None:
         """End requests of this sample."""
         self.parent.ask("abort", rid=rid)
-
-    def set_version(self, version: int) -> None:
-        """Refused, as for every workflow."""
-        self._refuse("set_version")
-
-    def pause(self) -> None:
-        """Refused: see :meth:`set_version`."""
-        self._refuse("pause")
-
-    def resume(self) -> None:
-        """Refused: see :meth:`set_version`."""
-        self._refuse("resume")
-
-    def _refuse(self, method: str) -> None:
-        raise EngineError(f"a workflow called engine.{method}(): the engine it was given is bound to its sample.")
 
 
 class BridgedEpisode:
@@ -422,11 +408,10 @@ def _run_task(
         template_kwargs=job["template_kwargs"],
     )
     model.parent = parent
-    workflow = workflows.take(task, model, lambda: [_auxiliary_client(**settings) for settings in job["auxiliary_models"]])
-    result = loop.run_until_complete(workflow.run_async()) if trait(workflow, "asynchronous") else workflow.run()
-    experiences = returned_experiences(f"{type(workflow).__name__} of task {task.task_id}", result)
-    workflows.keep(workflow)
-    return experiences
+    settings = job["auxiliary_models"]
+    with workflows.workflow(task, model, lambda: [_auxiliary_client(**each) for each in settings]) as workflow:
+        result = loop.run_until_complete(workflow.run_async()) if trait(workflow, "asynchronous") else workflow.run()
+        return returned_experiences(f"{type(workflow).__name__} of task {task.task_id}", result)
 
 
 def _auxiliary_client(model_path: str, **settings: Any) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -17,6 +17,21 @@ from rollwright.experience.experience import Experience
 from rollwright.experience.recorder import Recorder, experiences_of
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def _from_thread(
+    method: Callable[Concatenate[ModelWrapper, Arguments], Coroutine[Any, Any, Result]],
+) -> Callable[Concatenate[ModelWrapper, Arguments], Result]:
+    """The synchronous form of an asynchronous method, for workflows in threads."""
+
+    def call(self: ModelWrapper, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return self._wait(method(self, *args, **kwargs))
+
+    call.__doc__ = method.__doc__
+    return call
 
 
 class ModelWrapper:
@@ -113,19 +128,8 @@ class ModelWrapper:
             self._conversation.remember(messages, reply, response.input_tokens, response.output_tokens, tools)
         return experiences
 
-    def generate(self, prompts: Sequence[str] | str, **generation: Any) -> list[Experience]:
-        """As ``generate_async``, from a thread."""
-        return self._wait(self.generate_async(prompts, **generation))
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        reply_prefix: str | None = None,
-        **generation: Any,
-    ) -> list[Experience]:
-        """As ``chat_async``, from a thread."""
-        return self._wait(self.chat_async(messages, tools, reply_prefix, **generation))
+    generate = _from_thread(generate_async)
+    chat = _from_thread(chat_async)
 
     # -- experiences ---------------------------------------------------------------------------------------------------
 
@@ -147,11 +151,7 @@ class ModelWrapper:
             )
         return max(matching, key=lambda experience: len(experience.tokens))
 
-    def convert_messages_to_experience(
-        self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None
-    ) -> Experience:
-        """As ``convert_messages_to_experience_async``, from a thread."""
-        return self._wait(self.convert_messages_to_experience_async(messages, tools))
+    convert_messages_to_experience = _from_thread(convert_messages_to_experience_async)
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
         """All calls since the last time, as experiences: calls that extend one another are one sequence.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,19 +194,22 @@ class WorkflowPool:
     def __init__(self) -> None:
         self._idle: dict[tuple[type, str], list[Any]] = defaultdict(list)
 
-    def take(self, task: Task, model: ModelWrapper, auxiliary_models: Callable[[], list[Any]], taskset: str = "") -> Workflow:
-        """The workflow for a task, which is told its group's size where it asks for it with ``set_repeat_times``.
+    @contextlib.contextmanager
+    def workflow(
+        self, task: Task, model: ModelWrapper, auxiliary_models: Callable[[], list[Any]], taskset: str = ""
+    ) -> Iterator[Workflow]:
+        """The workflow for a task; where it is resettable and does not raise, it is kept for a later one.
 
-        A workflow that had a task before has the new task's model, arguments and OpenAI clients also where its ``reset`` keeps the
-        old ones.
+        It is told its group's size where it defines ``set_repeat_times``. A workflow that had a task before has the new task's
+        model, arguments and OpenAI clients also where its ``reset`` keeps the old ones.
 
         Args:
             auxiliary_models: the models that are not trained; called where a workflow is built.
             taskset: a workflow is given only tasks of its own taskset, whose arguments it has.
         """
-        try:
-            workflow: Any = self._idle[task.workflow_class(), taskset].pop()
-        except IndexError:
+        idle = self._idle[task.workflow_class(), taskset]
+        workflow: Any = idle.pop() if idle else None
+        if workflow is None:
             workflow = task.to_workflow(model, auxiliary_models())
         else:
             if isinstance(before := getattr(workflow, "model", None), ModelWrapper):
@@ -214,12 +218,9 @@ class WorkflowPool:
             workflow.reset(task)
         if callable(told := getattr(workflow, "set_repeat_times", None)):
             told(task.rollout_args.n_samples, 0)
-        return workflow
-
-    def keep(self, workflow: Workflow, taskset: str = "") -> None:
-        """Take back a workflow that ended, for the next task where it is resettable."""
+        yield workflow
         if trait(workflow, "resettable"):
-            self._idle[type(workflow), taskset].append(workflow)
+            idle.append(workflow)
 
 
 def returned_experiences(name: str, result: Any) -> list[Experience] | None:

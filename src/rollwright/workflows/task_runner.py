@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -113,11 +114,10 @@ class TaskRunner(RolloutWorkflow):
                     template_kwargs=_template_arguments(task),
                 )
             elif class_trait(kind, "asynchronous", task):
-                workflow = self._workflows.take(task, model, lambda: self.auxiliary_models, taskset.name)
-                experiences = returned_experiences(name, await workflow.run_async())
-                self._workflows.keep(workflow, taskset.name)
+                with self._workflows.workflow(task, model, lambda: self.auxiliary_models, taskset.name) as workflow:
+                    experiences = returned_experiences(name, await workflow.run_async())
             else:
-                experiences = await self.threads.run(lambda: self._run_in_thread(taskset, task, model, name), name=name)
+                experiences = await self.threads.run(partial(self._run_in_thread, taskset, task, model, name), name=name)
         finally:
             model.close()
         self._note_small_group(task, experiences)
@@ -143,10 +143,8 @@ class TaskRunner(RolloutWorkflow):
 
     def _run_in_thread(self, taskset: TasksetConfig, task: Task, model: ModelWrapper, name: str) -> list[Experience] | None:
         """Build (or reset) and run: a workflow that is heavy to build holds nobody up."""
-        workflow = self._workflows.take(task, model, lambda: self.auxiliary_models, taskset.name)
-        experiences = returned_experiences(name, workflow.run())
-        self._workflows.keep(workflow, taskset.name)
-        return experiences
+        with self._workflows.workflow(task, model, lambda: self.auxiliary_models, taskset.name) as workflow:
+            return returned_experiences(name, workflow.run())
 
     def _samples(self, task: Task) -> int:
         return task.repeat_times or self.n_samples or task.rollout_args.n_samples
@@ -169,7 +167,12 @@ class AbandonableThreads:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.abandoned = 0
+        self._running: set[Future[Any]] = set()
+
+    @property
+    def abandoned(self) -> int:
+        """Threads that were left behind and have not ended."""
+        return sum(outcome.cancelled() for outcome in list(self._running))
 
     async def run(self, function: Callable[[], Any], name: str) -> Any:
         """Await ``function()`` in a daemon thread of its own.
@@ -182,36 +185,29 @@ class AbandonableThreads:
                 f"{self.abandoned} workflow threads do not end after their time limit (the last: {name}). A Python thread cannot "
                 "be killed: give the code a limit of its own, or run the workflow with isolation: process."
             )
-        loop = asyncio.get_running_loop()
-        outcome: asyncio.Future[Any] = loop.create_future()
-
-        def finish(result: Any, error: BaseException | None) -> None:
-            if outcome.cancelled():
-                self.abandoned -= 1
-            elif error is not None:
-                outcome.set_exception(error)
-            else:
-                outcome.set_result(result)
+        outcome: Future[Any] = Future()
 
         def call() -> None:
             result, error = None, None
             try:
                 result = function()
-            except StopIteration:  # no future takes it
+            except StopIteration:  # no future of asyncio takes it
                 error = RuntimeError(f"{name} raised StopIteration")
             except BaseException as raised:  # handed over whole: the awaiting sample reports it
                 error = raised
-            try:
-                loop.call_soon_threadsafe(finish, result, error)
-            except RuntimeError:  # the loop is closed: nobody waits any more
-                self.abandoned -= outcome.cancelled()
+            self._running.discard(outcome)
+            if outcome.set_running_or_notify_cancel():  # it was not given up
+                if error is not None:
+                    outcome.set_exception(error)
+                else:
+                    outcome.set_result(result)
 
+        self._running.add(outcome)
         threading.Thread(target=call, name=name, daemon=True).start()
         try:
-            return await outcome
+            return await asyncio.wrap_future(outcome)
         except asyncio.CancelledError:
             if outcome.cancelled():
-                self.abandoned += 1
                 logger.warning("%s did not end in time: its thread is left behind (%d such)", name, self.abandoned)
             raise
 
