@@ -1,14 +1,12 @@
 """Deterministic mode: model requests go out in waves, so that what is batched together does not depend on the clock.
 
-Requests of running samples are held until no running sample can go on without an answer. Then all held requests are handed
-to the engine at once, in the order of (evaluation, ordinal, sample, conversation, turn), and the next wave is not begun
-before the last one is answered. A sample that awaits a tool holds the wave up until the tool has answered: there is no limit
-by the clock here, since a limit would let the clock decide what stands in a wave.
+Requests of running samples are held until no running sample can go on without an answer. Then all of them go to the engine at
+once, ordered by (evaluation, ordinal, sample, conversation, turn). The next wave begins when this one is answered. A sample that
+awaits a tool holds up the wave: a limit would let the clock decide what is in a wave.
 
-When is a sample blocked? All of its asyncio tasks are followed to what they wait for. A held request, another task of the
-sample, or a lock, queue, event or task group (whose holder is some other task that is looked at too) is a wait that only a
-wave can end; a timer, a socket (also where AnyIO waits for one by an event) or a thread is a wait that ends by itself. A
-sample whose own thread makes model calls, or that asks over HTTP, is blocked as soon as one of those calls is held.
+All asyncio tasks of a sample are followed to what they wait for. Only a wave can end a wait for a held request, another task of
+the sample, or a lock, queue, event or task group (whoever holds that is looked at too). A wait for a timer, a socket or a
+thread ends by itself. A sample whose own thread makes model calls, or that asks over HTTP, is blocked once a call is held.
 """
 
 from __future__ import annotations
@@ -34,12 +32,8 @@ from rollwright.tracking.logging import getLogger
 
 logger = getLogger("rollout")
 
-#: Seconds between two looks at samples that gave no sign (one passed from a tool to a lock, say). It delays a wave, and
-#: never changes what is in it.
-LOOK_AGAIN = 0.02
-
-#: Seconds after which a sample that holds up all others is named in the log.
-HELD_UP_WARNING_SECONDS = 30.0
+LOOK_AGAIN = 0.02  # seconds between two looks at samples that gave no sign; it delays a wave, and never changes it
+HELD_UP_WARNING_SECONDS = 30.0  # after which a sample that holds up all others is named in the log
 
 _STRUCTURAL_FILES = {asyncio.locks.__file__, asyncio.queues.__file__, asyncio.taskgroups.__file__}
 _NOT_USERS = (os.path.dirname(asyncio.__file__), os.path.dirname(__file__), "site-packages")

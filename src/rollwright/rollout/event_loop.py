@@ -43,8 +43,7 @@ class LoopThread:
     """Owns an event loop and its thread, from the first call to ``stop``. The thread does not keep the process alive.
 
     Args:
-        at_exit: called when the process ends while the thread runs; it has to call ``stop``. A thread that computes in
-            torch while Python ends would abort the process.
+        at_exit: calls ``stop`` where the process ends first: a thread in torch while Python ends would abort the process.
     """
 
     def __init__(self, at_exit: Callable[[], None]) -> None:
@@ -157,10 +156,8 @@ class LoopThread:
 class BlockedLoopMonitor:
     """Logs which workflow blocks an event loop, and on which line. Runs in a thread of its own.
 
-    A workflow that computes, sleeps or reads a file without awaiting stops all other samples. The monitor sees that the loop
-    gives no sign of life, and looks where the loop's thread is. A loop that is busy with very many samples is not reported:
-    the same step has to be seen again and again. Nor is time reported in which the thread waits for a processor, as Linux
-    counts it.
+    A workflow that computes, sleeps or reads a file without awaiting stops all other samples. Only one step that lasts is
+    reported, not a loop that is busy with many samples, nor time in which the thread waits for a processor (as Linux counts it).
 
     Args:
         loop: the loop; ``start`` and ``stop`` are called in its thread.
@@ -196,9 +193,8 @@ class BlockedLoopMonitor:
     def where(self) -> str | None:
         """The workflow that the loop's thread is in, with file, line and source; None where it does the executor's own work.
 
-        The line is the innermost one of user code. The workflow is that of an ``arun_episode`` on the stack, or of the sample whose
-        task or callback the loop runs: tasks that an episode starts inherit its context. A workflow of an installed package looks
-        like the libraries that it calls: the line is then the outermost of them.
+        The line is the innermost of user code; of a workflow in an installed package, the outermost of installed code. The
+        workflow is that of an ``arun_episode`` on the stack, or of the sample whose task or callback the loop runs.
         """
         workflow, users, installed = None, None, None
         frame = sys._current_frames().get(self._thread_id)
@@ -291,13 +287,10 @@ class ThreadTimes(NamedTuple):
 
 
 def own_time(elapsed: float, before: ThreadTimes | None, now: ThreadTimes | None) -> float:
-    """Seconds of ``elapsed`` in which a thread computed or was blocked, without those in which it waited for a processor.
-
-    The system counts a wait when it ends; so of a thread that is runnable only what it computed is known.
-    """
+    """Seconds of ``elapsed`` in which a thread computed or was blocked, without those in which it waited for a processor."""
     if before is None or now is None:
         return elapsed
-    if now.is_runnable:
+    if now.is_runnable:  # its wait is counted when it ends
         return min(elapsed, now.computed - before.computed)
     return max(0.0, elapsed - (now.waited - before.waited))
 
@@ -313,9 +306,8 @@ _gc_before: tuple[int, int, int] | None = None
 def rare_full_collections() -> Iterator[None]:
     """Make full garbage collections rarer (``GC_THRESHOLDS``) while any user of this is inside.
 
-    A full collection looks at every object of the process and stops all threads: up to 0.3 s with ten thousand samples in
-    flight, a sixth of a run in all. Samples need none: their reference counts free them. A process that collects more rarely
-    already, or never, keeps its thresholds; so does one that sets its own meanwhile.
+    A full collection stops all threads for up to 0.3 s with ten thousand samples in flight, a sixth of a run in all. Samples need
+    none: their reference counts free them. Thresholds that are rarer already, or that are set meanwhile, stay.
     """
     global _gc_users, _gc_before
     with _gc_lock:

@@ -37,10 +37,8 @@ class RolloutExecutor:
         engine: serves the model calls of all samples.
         config: limits and policies of rollout.
         seed: the run's seed; every request's seed derives from it.
-        deterministic: model requests go out in waves, batches leave in the order of their ordinals, and no limit is by the
-            clock (docs/determinism.md).
-        batch_size: groups in a training batch, for the admission rule; None: learnt from ``prepare_batch``, and until then
-            ``submit`` is not limited by it.
+        deterministic: model requests go out in waves, batches leave in the order of their ordinals (docs/determinism.md).
+        batch_size: groups in a training batch, for the admission rule; None: learnt from ``prepare_batch``.
 
     Raises:
         ConfigError: ``over_sampling`` in deterministic mode: what it cuts is for the clock to decide.
@@ -98,7 +96,7 @@ class RolloutExecutor:
             The task's id, for ``wait_for_task``.
 
         Raises:
-            RolloutError: too many tasks were submitted and not taken, the executor was destroyed, or rollout has stopped for its failures.
+            RolloutError: too many tasks were submitted and not taken, or rollout has stopped.
         """
         self._start()
         if len(self._runner.tasks) >= MAX_UNDELIVERED_TASKS:
@@ -123,8 +121,7 @@ class RolloutExecutor:
 
         Raises:
             TimeoutError: not complete in time; what is complete stays for the next call.
-            RolloutError: without a timeout, where no queued or running task can bring the groups any more; the message
-                counts how the tasks ended. Also where rollout has stopped for its failures.
+            RolloutError: without a timeout, where no queued or running task can bring the groups; or rollout has stopped.
         """
         if count < 1:
             raise RolloutError(f"wait({count}): wait for at least one group.")
@@ -194,9 +191,8 @@ class RolloutExecutor:
     ) -> Trajectory:
         """Run these tasks and return when each has ended, one way or another.
 
-        The tasks are started at once, whatever the admission rule says: their caller waits for them, so nothing else is
-        trained meanwhile. Tasks that are rejected or given up are left out; nothing is drawn in their place
-        (``prepare_batch`` does that).
+        They start at once, whatever the admission rule says. Tasks that are rejected or given up are left out; nothing is
+        drawn in their place (``prepare_batch`` does that).
 
         Returns:
             The rows of the accepted groups, in the order of ``data_list``.
@@ -241,9 +237,8 @@ class RolloutExecutor:
     ) -> Trajectory:
         """The next training batch, while enough work is kept in flight for the ones after it.
 
-        Tasks are drawn from the dataloader as the admission rule gives places, and anew for every group that is rejected,
-        filtered, dropped or given up. A dataloader that can be iterated anew goes on with its next epoch; an iterator ends,
-        and its last batch may be smaller.
+        Tasks are drawn as the admission rule gives slots, and anew for every group that is rejected, filtered, dropped or given
+        up. A dataloader goes on with its next epoch; an iterator ends, and its last batch may be smaller.
 
         Args:
             dataloader: gives rows or lists of rows; the same object in every call.
@@ -255,8 +250,7 @@ class RolloutExecutor:
 
         Raises:
             DatasetEnded: an iterator ended, and no group is left.
-            RolloutError: nothing was accepted in two whole epochs, the batches before were not published, or rollout has
-                stopped for its failures.
+            RolloutError: nothing was accepted in two epochs, earlier batches were not published, or rollout has stopped.
             DataError: the dataset is empty or gives what is no task.
         """
         self._start()
@@ -356,9 +350,8 @@ class RolloutExecutor:
         """A consistent cut, to be taken after the batch's weights were published.
 
         Returns:
-            ``version``; ``next_ordinal``; ``frontier`` and ``beyond`` (ordinals that are done); ``pending`` (tasks that were
-            drawn from the dataloader and are not done, in order, with their ordinals); ``finished`` (complete groups that no
-            batch has taken: task, trajectory, version of admission). The dataloader's own state is ahead by exactly these.
+            ``version``; ``next_ordinal``; ``frontier`` and ``beyond`` (ordinals that are done); ``pending`` (tasks drawn and not
+            done, in order) and ``finished`` (complete groups that no batch has taken), by which the dataloader is ahead.
         """
         return self._call(self._read_state)
 

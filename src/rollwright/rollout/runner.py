@@ -45,10 +45,9 @@ class Waiter:
     """A caller whose thread waits for ``future``.
 
     Args:
-        take: called on the loop whenever something changed: the groups, or None where they are not there yet; raises
-            ``RolloutError`` where they never will be.
+        take: called on the loop after each change; gives the groups, None where they are not there yet, or a ``RolloutError``.
         caller: identity of the thread, where it takes groups for training that it is to release.
-        own_groups: that nobody else waits for: they are dropped when the caller gives up.
+        own_groups: nobody else waits for them: they are dropped when the caller gives up.
     """
 
     take: Callable[[], list[Group] | None]

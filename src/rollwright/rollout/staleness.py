@@ -4,20 +4,17 @@ A group is admitted while
 
     running + ready + in_training < (max_head_offpolicyness + 1) * batch        (and the extra groups of over-sampling)
 
-and a group in training releases its place when the next version is published. Nothing here counts over the life of the
-run, so a rejection, a drop or a resume can neither starve nor flood it.
+A group in training releases its slot when the next version is published. Nothing counts over the life of the run, so a
+rejection, a drop or a resume can neither starve nor flood it. Each batch in training counts as a version to come.
 
-Each batch in training counts as a version to come, so that several batches may be trained between two publications.
-
-A group that was admitted at version ``s`` must be trained at version ``s + max_head_offpolicyness`` at the latest. Batches
-take the oldest ready groups first, and where ``on_stale`` is "wait" a batch leaves only if the groups that stay behind can
-still all meet their deadline in batches to come: earliest deadline first, which meets all deadlines whenever that is
-possible. The admission rule makes it possible, so under "wait" nothing ever has to be dropped for its age.
+A group admitted at version ``s`` must be trained at version ``s + max_head_offpolicyness`` at the latest. Batches take the
+oldest ready groups first. Under ``on_stale: wait`` a batch leaves only if the groups that stay behind can still all meet their
+deadline (earliest deadline first). The admission rule makes that possible, so "wait" drops nothing for its age.
 
 ``Staleness`` is the rule; ``Delivery`` keeps the groups by it, on the executor's loop. Invariants:
 
-* a group is delivered once, and no group is delivered that is older than ``max_head_offpolicyness`` allows;
-* places are counted here and nowhere else, and each is released exactly once.
+* a group is delivered once, and no group that is older than ``max_head_offpolicyness`` allows;
+* slots are counted here and nowhere else, and each is released exactly once.
 """
 
 from __future__ import annotations
@@ -123,12 +120,11 @@ class Staleness:
     def must_wait(self, leaving: Iterable[int], batch: int) -> bool:
         """True where a batch would leave groups behind that can no longer all be trained in time.
 
-        Args:
-            leaving: versions at which the groups were admitted that are in the batch, or are cut when it leaves.
-            batch: groups in a batch.
+        All are in time if at most ``batch * (d - head)`` of them have a deadline up to ``d``, for every ``d``.
 
-        With ``n`` groups left behind whose deadline is ``d`` or earlier, and the batches of the versions
-        ``head + 1 … d`` to come, all are in time if ``n <= batch * (d - head)`` for every ``d``.
+        Args:
+            leaving: versions of admission of the groups that are in the batch, or are cut when it leaves.
+            batch: groups in a batch.
         """
         left = self._living.copy()
         left.subtract(leaving)
@@ -200,10 +196,7 @@ class Delivery:
     # -- out -----------------------------------------------------------------------------------------------------------
 
     def take(self, count: int, final: bool = False) -> list[Group] | None:
-        """``count`` groups for training, or None where they are not there yet or must not leave yet.
-
-        Where ``on_stale`` is "wait", a batch waits if somebody left behind could not be trained in time, and an older group
-        that still runs could be in it instead.
+        """``count`` groups for training, or None where they are not there yet or must not leave yet (``on_stale: wait``).
 
         Args:
             count: groups in the batch.

@@ -101,8 +101,8 @@ class Group:
     def complete(self) -> None:
         """Fill ``group_ids`` and ``sample_ids`` of the samples' rows, and find the oldest version.
 
-        Samples are joined once, with their batch. Those whose keys or further columns differ are joined here: what cannot be
-        joined fails its group, not the batch.
+        Samples are joined with their batch; those whose columns differ are joined here, so that what cannot be joined fails
+        its group, not the batch.
         """
         first_id = self.task_id << _SAMPLE_BITS
         for rows in self.rows:

@@ -1,9 +1,8 @@
 """Mathematics with AgentScope's ReAct agent, which is trained as it is.
 
-The agent talks to the run's OpenAI front with the episode's own key and knows nothing of training; what it asks and is
-answered is recorded at the front, token for token. Only the settings that would falsify a record are changed: no streams and
-no second tries (a call that is sent twice is recorded twice), no wall clock in prompts (those of one group would differ), and
-no wait for a permission to use a tool.
+The agent talks to the run's OpenAI front, which records its calls, and knows nothing of training. Only settings that would
+falsify a record are changed: no streams, no second tries (both are recorded twice), no wall clock in prompts (those of one group
+would differ), and no wait for a permission to use a tool.
 """
 
 from __future__ import annotations

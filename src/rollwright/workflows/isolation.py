@@ -1,10 +1,8 @@
 """Task workflows in processes of their own, which can be killed: ``isolation: process`` of a taskset.
 
-A process runs one task at a time and is used again. When its sample is cancelled (its time limit, a group that is given up) it is
-killed with all that it started, and the next task gets a new one.
-
-In the process, the workflow runs in the main thread, as it would in a program of its own, ``run_async`` on an event loop there;
-model calls go through an event loop in a second thread, which no workflow can block; a third one reads what the parent sends.
+A process runs one task at a time and is used again. When its sample is cancelled it is killed with all that it started. In it,
+the workflow runs in the main thread; model calls go through an event loop in a second thread, which no workflow can block; a
+third thread reads what the parent sends.
 
 The parent sends ``RUN`` (a task) and ``ANSWER``, both pickled. The child sends ``READY``, ``ASK`` (JSON), ``DONE`` (experiences in
 safetensors bytes) and ``FAILED`` (a traceback). Nothing that the child sends is unpickled.

@@ -1,8 +1,7 @@
 """The ``openai`` package's own clients, pointed at a run of the OpenAI front.
 
-They differ from ordinary ones in four settings: they do not try again (a second try would be recorded as a second call), they
-wait as long as the sample may take, they use no proxy, and each call has a connection of its own, so that nothing is left open
-when the run ends.
+They do not try again (a second try would be recorded as a second call), wait as long as the sample may take, use no proxy, and
+make a connection for each call, so that nothing is left open when the run ends.
 """
 
 from __future__ import annotations

@@ -94,24 +94,19 @@ class Part:
 class ParallelGenerationWorkflow(EpisodeWorkflow):
     """A goal, its paths in parallel, a conclusion: one row, one reward.
 
-    No request samples more than ``gconfig.max_new_tokens``, whatever the limits below say. What happens where the model does
-    not keep to the form:
+    No request samples more than ``gconfig.max_new_tokens``. Where the model does not keep to the form:
 
-    * a goal without outlines, or one cut by its limit before the first: one path, numbered 1;
-    * a goal, path or conclusion that ends without its closing tag (cut by a limit, or ended by the end token): the tag is put
-      there as a marker, and the row goes on. Where a limit did it, the row counts as truncated;
-    * no room in the engine's context: a path stays empty; without room for the conclusion the row ends after the paths.
-
-    The reward function always sees the whole, as it stands in the row.
+    * a goal without outlines has one path, numbered 1;
+    * a part without its closing tag gets it as a marker. Where a limit cut the part, the row counts as truncated;
+    * without room in the engine's context a path stays empty, and the row ends where the conclusion would begin.
 
     Args:
         reward_fn: scores the completion: goal, paths and conclusion, markers and all.
         gconfig: how each part is sampled.
         max_goal_tokens, max_path_tokens, max_conclusion_tokens: most tokens of the goal, of each path, of the conclusion.
-        branch_attention: ``plain`` trains the row as one causal sequence, in which a path follows paths that it was sampled
-            without (the trainer reports by how much this changes log-probabilities as ``actor/context_mismatch/…``);
-            ``isolated`` samples and trains it with paths that do not see each other and a conclusion that sees all, which is
-            exact, and needs the built-in engine.
+        branch_attention: ``plain`` trains one causal sequence, in which a path follows paths that it was sampled without (the
+            change in log-probabilities is reported as ``actor/context_mismatch/…``); ``isolated`` is exact: paths do not see
+            each other, the conclusion sees all. It needs the built-in engine.
         max_paths: outlines beyond this many get no path.
         train_closing_tags: train closing tags that the model wrote, too, so that it learns to end its parts.
 

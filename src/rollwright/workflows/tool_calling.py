@@ -1,8 +1,7 @@
 """Task-style tool calling: the model calls Python functions by its chat template's own convention until it answers.
 
-Python functions are tools: ``ToolFunctions`` has their JSON schemas for the chat template, and their calls, which never raise.
-What goes wrong in a call (an unknown name, broken JSON, an exception, a time limit) is text that the model reads: a tool that
-fails is something an agent has to deal with, not the end of its episode.
+Python functions are tools: ``ToolFunctions`` has their JSON schemas for the chat template, and their calls, which never raise:
+what goes wrong in a call (an unknown name, broken JSON, an exception, a time limit) is text that the model reads.
 """
 
 from __future__ import annotations

@@ -127,8 +127,7 @@ class Turns(TokenSequence):
     def append_filled(self, template: str, **value: str) -> None:
         """Put a template with a text in its ``{place}`` behind the last turn, within the limit of the whole sequence.
 
-        The end of a long text is left out, so that the next turn has room for all that it may sample, or, where little room is
-        left, for half of it.
+        A long text loses its end, so that the next turn has room for all that it may sample, or for half of what is left.
 
         Args:
             template: has the place once.
@@ -191,12 +190,11 @@ class BranchedSequence(TokenSequence):
 
     Two layouts of the same tokens:
 
-    * **plain**: one causal sequence, branches one after the other. A branch was sampled without those before it, so its tokens
-      (all but the first branch's) stand behind other text than they were sampled behind; ``other_context`` marks them.
-    * **isolated**: the same order, with ``branch_ids`` (0 is the trunk, branches count from 1) and ``position_ids``. Branches
-      do not see each other, the trunk after them sees them all. All branches of a fork begin at the position after the
-      trunk's last token, and the trunk goes on at the position after the longest branch's end. Sampling and training compute
-      the same.
+    * **plain**: one causal sequence, branches one after the other. ``other_context`` marks the tokens that follow branches they
+      were sampled without.
+    * **isolated**: with ``branch_ids`` (0 is the trunk) and ``position_ids``. Branches do not see each other and begin at the
+      position after the trunk's last token; the trunk then sees them all and goes on at the position after the longest.
+      Sampling and training compute the same.
 
     Args:
         prompt_ids: where the trunk begins.
