@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 from collections import defaultdict
@@ -26,6 +25,7 @@ from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.plots import plot_curves
 from rollwright.tracking.run_directory import RunDirectory
+from rollwright.tracking.sinks import read_metrics
 from rollwright.trainers.evaluation import evaluate
 from rollwright.trainers.reporting import sample_means
 from rollwright.trainers.rollout_backend import make_rollout_engine, servers_of
@@ -114,8 +114,7 @@ def step_of(name: str) -> int | None:
 def last_step(final: Path) -> int | None:
     """The step whose weights a ``checkpoints/final`` holds: the last one in the metrics of its run; None where they are missing."""
     try:
-        lines = (final.parents[1] / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return max(int(json.loads(line)["step"]) for line in lines if '"step"' in line)
+        return max(record["step"] for record in read_metrics(final.parents[1] / "metrics.jsonl"))
     except (OSError, ValueError):
         return None
 
@@ -131,11 +130,11 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 
 def scores_of(rewards: Sequence[Sequence[float]], pass_at: Sequence[int], pass_reward: float) -> dict[str, float]:
-    """``mean@n`` and each ``pass@k`` over tasks.
+    """``mean@n`` and each ``pass@k`` over tasks; every k above the number of samples is left out.
 
     Args:
         rewards: the rewards of the samples of each task, as many for each.
-        pass_at: every k; those above the number of samples are left out.
+        pass_at: every k.
         pass_reward: reward from which on a sample passes.
     """
     samples = len(rewards[0])

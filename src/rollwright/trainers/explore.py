@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 from rollwright.config.experiment import PPOConfig
-from rollwright.data.drawing import TaskMixture
 from rollwright.data.tokenizer import load_tokenizer
-from rollwright.errors import ConfigError, RolloutError
+from rollwright.errors import RolloutError
 from rollwright.experience.operators import ExperiencePipeline, PipelineResult, report_operators, samples_of
 from rollwright.experience.trajectory import Trajectory
 from rollwright.rollout.engines import RolloutEngine
@@ -41,8 +40,7 @@ from rollwright.trainers.shared_run import (
     trial_path,
 )
 from rollwright.trainers.task_services import TaskServices
-from rollwright.trainers.tasks import count_tasks, held_out_tasks, training_runner, training_tasks, workflow_arguments
-from rollwright.workflows.registry import resolve_workflow
+from rollwright.trainers.tasks import count_tasks, held_out_tasks, training_tasks, training_workflow
 
 logger = getLogger("explorer")
 
@@ -97,13 +95,7 @@ class Explorer:
             self.pipeline = ExperiencePipeline(config.store.operators)
             self.operating = threading.Lock()
             services = opened.enter_context(TaskServices(config, self.tokenizer, self.directory.logs))
-            if isinstance(self.tasks.source, TaskMixture):
-                self.workflow: Any = training_runner(config, self.tokenizer, self.tasks.source, services)
-            elif config.workflow is None:
-                raise ConfigError("no workflow: set `workflow:` in the config, or give tasksets that name theirs.")
-            else:
-                kwargs = workflow_arguments(config, config.workflow, config.workflow_kwargs, self.tokenizer)
-                self.workflow = resolve_workflow(config.workflow, kwargs)
+            self.workflow = training_workflow(config, self.tokenizer, self.tasks.source, services)
             rows, *self.evaluated = held_out_tasks(config, self.tokenizer, services)
             self.evaluation_tasks = rows[: config.evaluator.limit]
             self.pool = ThreadPoolExecutor(self.limit, thread_name_prefix="explored-task")

@@ -48,7 +48,7 @@ class StageRun:
 
     Args:
         config: the stage's config.
-        directory: where it writes; None: ``<fileroot>/<experiment>/<trial>``, claimed here and released at the end.
+        directory: where it writes; claimed by the caller.
         total_steps: steps of the stage, for the display.
         resume_step: steps that were done before, where the stage is resumed; None: it begins.
         tokenizer: decodes the rollout dumps.
@@ -133,7 +133,7 @@ class StageRun:
 def report_step(
     run: StageRun, step: int, batch: Trajectory, stats: Mapping[str, float], version: int, waiting: str = "generate"
 ) -> float:
-    """Log a step that was made, and show it.
+    """Log and show a step that trained on ``batch``; returns the mean reward of the batch's samples.
 
     Args:
         run: the stage's records.
@@ -142,9 +142,6 @@ def report_step(
         stats: of ``ppo_update``.
         version: published after the step.
         waiting: the phase in which the batch came, by which sampled tokens are counted.
-
-    Returns:
-        The mean reward of the batch's samples.
     """
     rewards = sample_means(batch, batch["rewards"])
     sampled = float(batch["loss_mask"].sum())

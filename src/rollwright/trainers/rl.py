@@ -22,7 +22,7 @@ from rollwright.trainers.evaluation import evaluate
 from rollwright.trainers.loop import Part, StopSignal, Trainer
 from rollwright.trainers.reporting import EvaluationResult, StageRun, check_agreement, report_step
 from rollwright.trainers.rollout_backend import make_rollout_engine
-from rollwright.trainers.tasks import workflow_arguments
+from rollwright.trainers.tasks import task_loader, workflow_arguments
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.workflows.registry import resolve_workflow
 
@@ -110,9 +110,7 @@ class PPOTrainer(PolicyTrainer):
             self.loader: TaskLoader | TaskMixture = train_dataset
             size = len(train_dataset) * dataset.batch_size
         else:
-            self.loader = TaskLoader(
-                train_dataset, dataset.batch_size, shuffle=dataset.shuffle, drop_last=dataset.drop_last, seed=config.seed
-            )
+            self.loader = task_loader(config, train_dataset)
             size = len(train_dataset)
         self.spec = FinetuneSpec(config.total_train_epochs, size, dataset.batch_size, config.total_train_steps)
         self._taken: deque[Trajectory] = deque()  # batches that wait for their step

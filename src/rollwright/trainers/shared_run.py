@@ -191,13 +191,7 @@ def follow_trainer(
 
     A trainer that went back to an earlier version is followed at once: requests that run are finished first with the weights
     that they began with, and later ones are answered with the earlier weights. (Servers end the requests that run.)
-
-    Args:
-        rollout: the engine that samples.
-        store: where the trainer announces weights.
-        loaded: what the engine samples with; None: its first weights.
-        tolerance: see :func:`give_weights`.
-        begin_anew: called where the trainer went back; returns the engine that samples from then on. None: the same one.
+    ``begin_anew`` is called then and returns the engine that samples from then on; None: the same one.
     """
     found = newest_weights(store, loaded)
     if found is None:
@@ -217,14 +211,9 @@ def follow_trainer(
 def give_weights(rollout: InferenceEngine, weights: Mapping[str, Tensor], version: int, tolerance: float | None) -> None:
     """Have an engine sample with published weights from the next token on, and see that it does.
 
-    An engine in this process samples a probe, whose log-probabilities are compared with those of its model's plain forward pass.
-    (What servers sample is compared by the trainer, batch by batch.)
-
-    Args:
-        rollout: the engine.
-        weights: from ``read_published``.
-        version: of the weights.
-        tolerance: largest mean difference; None: what the weights' type allows.
+    An engine in this process samples a probe, whose log-probabilities are compared with those of its model's plain forward pass:
+    their mean difference is at most ``tolerance`` (None: what the weights' type allows). What servers sample is compared by the
+    trainer, batch by batch.
 
     Raises:
         WeightUpdateError: the engine does not compute with them; it stays paused.
@@ -262,8 +251,7 @@ class EvaluationTurns:
     def last(self, newest: Announcement | None) -> int | None:
         """The last version that was evaluated, by whichever explorer; None where there was none.
 
-        Args:
-            newest: the announcement of the weights that are loaded. A version that a restarted trainer took back does not count.
+        ``newest`` announced the weights that are loaded. A version that a restarted trainer took back does not count.
         """
         try:
             epoch, version = map(int, self.path.read_text(encoding="ascii").split())

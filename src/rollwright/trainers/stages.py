@@ -152,7 +152,6 @@ def _train_supervised(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
 
 
 def _train_policy(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
-    from rollwright.data.datasets import get_dataset
     from rollwright.trainers import tasks
     from rollwright.trainers.rl import PPOTrainer
     from rollwright.trainers.task_services import TaskServices
@@ -160,18 +159,14 @@ def _train_policy(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
     config = stage.config
     if config.mode != "both":
         return _play_part(config, directory)
-    if not config.tasksets:
-        tokenizer = config.tokenizer_path or config.actor.path  # counts prompts where max_length is set
-        valid = get_dataset(config.valid_dataset, tokenizer) if config.valid_dataset else None
-        with PPOTrainer(config, get_dataset(config.train_dataset, tokenizer), valid, directory=directory) as trainer:
-            return trainer.train()
-    mixture = tasks.task_mixture(config)
+    source = tasks.task_source(config)
     with (
-        PPOTrainer(config, mixture, tasks.evaluation_rows(config), directory=directory) as trainer,
+        PPOTrainer(config, source, tasks.evaluation_rows(config), directory=directory) as trainer,
         TaskServices(config, trainer.tokenizer, directory.logs) as services,
     ):
+        workflow = tasks.training_workflow(config, trainer.tokenizer, source, services) if config.tasksets else None
         evaluated = tasks.evaluation_runner(config, trainer.tokenizer, services) if config.eval_tasksets else None
-        return trainer.train(tasks.training_runner(config, trainer.tokenizer, mixture, services), eval_workflow=evaluated)
+        return trainer.train(workflow, eval_workflow=evaluated)
 
 
 def _play_part(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from rollwright.config.experiment import DPOConfig, FinetuneSpec, SFTConfig
-from rollwright.data.loader import TaskLoader
 from rollwright.data.vision import as_images, image_placeholder, load_processor, multi_modal_outputs, place_images
 from rollwright.errors import ConfigError, DataError
 from rollwright.experience.contract import MULTI_MODAL
@@ -21,7 +20,7 @@ from rollwright.trainers.evaluation import EvaluationResult, evaluate
 from rollwright.trainers.loop import Part, StopSignal, Trainer
 from rollwright.trainers.reporting import StageRun
 from rollwright.trainers.rollout_backend import make_local_engine
-from rollwright.trainers.tasks import workflow_arguments
+from rollwright.trainers.tasks import task_loader, workflow_arguments
 from rollwright.training.engine import TrainEngine
 from rollwright.training.preferences import PreferenceEngine
 from rollwright.training.publish import SharedWeights
@@ -56,11 +55,10 @@ class SupervisedTrainer(Trainer):
         super().__init__(config, config.model, directory)
         self.valid_dataset = list(valid_dataset or [])[: config.evaluator.limit]
         self.evaluates = bool(config.workflow and self.valid_dataset)
-        dataset = config.train_dataset
-        self.loader = TaskLoader(
-            train_dataset, dataset.batch_size, shuffle=dataset.shuffle, drop_last=dataset.drop_last, seed=config.seed
+        self.loader = task_loader(config, train_dataset)
+        self.spec = FinetuneSpec(
+            config.total_train_epochs, len(train_dataset), config.train_dataset.batch_size, config.total_train_steps
         )
-        self.spec = FinetuneSpec(config.total_train_epochs, len(train_dataset), dataset.batch_size, config.total_train_steps)
 
     @abstractmethod
     def make_engine(self) -> TrainEngine:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rollwright.config.experiment import PPOConfig
+from rollwright.data.datasets import get_dataset
 from rollwright.data.drawing import TaskMixture, taskset_rows
 from rollwright.data.loader import TaskLoader
-from rollwright.errors import DataError
+from rollwright.errors import ConfigError, DataError
 from rollwright.trainers.task_services import TaskServices
-from rollwright.workflows.registry import WORKFLOWS
+from rollwright.workflows.registry import WORKFLOWS, resolve_workflow
 from rollwright.workflows.task_runner import TaskRunner
 
 Row = dict[str, Any]
@@ -28,10 +29,7 @@ REMEMBERED = 65_536
 def with_defaults(workflow: Any, kwargs: dict[str, Any] | None, defaults: dict[str, Any]) -> dict[str, Any]:
     """``kwargs`` and those ``defaults`` that the constructor takes, are not None and are not given.
 
-    Args:
-        workflow: class, import string or registered name; an instance is built already, so its kwargs stay as they are.
-        kwargs: what the user gave.
-        defaults: values by parameter name.
+    An instance is built already, so its kwargs stay as they are.
     """
     given = dict(kwargs or {})
     target = WORKFLOWS.get(workflow) if isinstance(workflow, str) else workflow
@@ -55,46 +53,37 @@ def held_out_tasks(
 ) -> tuple[list[Row], Any, dict[str, Any]]:
     """The held-out tasks of a config, the workflow that runs them, and its arguments; no rows where there are no such tasks.
 
-    Args:
-        config: the experiment.
-        tokenizer: the policy's.
-        services: what runs beside the run; used where tasksets are evaluated.
-        n_samples: samples of each task of a taskset, whatever it says; None: as it says.
+    ``n_samples`` is the number of samples of each task of a taskset, whatever it says; None: as it says.
     """
     if config.eval_tasksets:
         return evaluation_rows(config), evaluation_runner(config, tokenizer, services, n_samples=n_samples), {}
-    from rollwright.data.datasets import get_dataset
-
     workflow = config.eval_workflow or config.workflow
-    if config.valid_dataset is None or workflow is None:
+    if workflow is None:
         return [], None, {}
     given = config.workflow_kwargs if config.eval_workflow_kwargs is None else config.eval_workflow_kwargs
-    return list(get_dataset(config.valid_dataset, tokenizer)), workflow, workflow_arguments(config, workflow, given, tokenizer)
-
-
-def task_mixture(config: PPOConfig) -> TaskMixture:
-    """The training tasksets, drawn from as one."""
-    rows = [taskset_rows(taskset) for taskset in config.tasksets]
-    return TaskMixture(config.tasksets, rows, config.train_dataset.batch_size, config.seed)
+    return evaluation_rows(config), workflow, workflow_arguments(config, workflow, given, tokenizer)
 
 
 def evaluation_rows(config: PPOConfig) -> list[Row]:
-    """The rows of all evaluation tasksets; each says which taskset it is of."""
-    return [{**row, "taskset": taskset.name} for taskset in config.eval_tasksets for row in taskset_rows(taskset)]
+    """The held-out tasks: the rows of all evaluation tasksets, each of which says its taskset's name, or ``valid_dataset``."""
+    if config.eval_tasksets or config.valid_dataset is None:
+        return [{**row, "taskset": taskset.name} for taskset in config.eval_tasksets for row in taskset_rows(taskset)]
+    return get_dataset(config.valid_dataset, config.tokenizer_path or config.actor.path)
 
 
-def training_runner(config: PPOConfig, tokenizer: Any, mixture: TaskMixture, services: TaskServices) -> TaskRunner:
-    """Runs training tasks; every task's reward is told to the mixture's selectors.
+def training_workflow(config: PPOConfig, tokenizer: Any, source: Any, services: TaskServices) -> Any:
+    """What runs training tasks: the config's workflow, or a runner that tells each task's reward to the mixture's selectors.
 
-    A task is sampled as often as its taskset's ``group_size`` says, else the run's ``gconfig.n_samples``, else
+    A taskset's task is sampled as often as its taskset's ``group_size`` says, else the run's ``gconfig.n_samples``, else
     the taskset's; with the taskset's ``gconfig``, or the run's where it sets none.
 
-    Args:
-        config: the experiment.
-        tokenizer: the policy's.
-        mixture: the training tasksets.
-        services: what runs beside the run.
+    Raises:
+        ConfigError: the config names neither a workflow nor tasksets.
     """
+    if not isinstance(source, TaskMixture):
+        if config.workflow is None:
+            raise ConfigError("no workflow: set `workflow:` in the config, or give tasksets that name theirs.")
+        return resolve_workflow(config.workflow, workflow_arguments(config, config.workflow, config.workflow_kwargs, tokenizer))
     return TaskRunner(
         config.tasksets,
         tokenizer,
@@ -102,19 +91,12 @@ def training_runner(config: PPOConfig, tokenizer: Any, mixture: TaskMixture, ser
         n_samples=config.gconfig.n_samples if config.gconfig.n_samples > 1 else None,
         services=services,
         model_path=config.actor.path,
-        feedback=mixture.feedback,
+        feedback=source.feedback,
     )
 
 
 def evaluation_runner(config: PPOConfig, tokenizer: Any, services: TaskServices, *, n_samples: int | None = None) -> TaskRunner:
-    """Runs evaluation tasks: with their taskset's ``gconfig``, or the evaluator's where the taskset sets none.
-
-    Args:
-        config: the experiment.
-        tokenizer: the policy's.
-        services: what runs beside the run.
-        n_samples: samples of each task, whatever its taskset says; None: as it says.
-    """
+    """Runs evaluation tasks: with their taskset's ``gconfig``, or the evaluator's where the taskset sets none."""
     tasksets = config.eval_tasksets
     if n_samples is not None:
         tasksets = [dataclasses.replace(taskset, group_size=n_samples) for taskset in tasksets]
@@ -132,13 +114,10 @@ def evaluation_runner(config: PPOConfig, tokenizer: Any, services: TaskServices,
 
 
 class DrawnTasks:
-    """The rows of a dataset that is drawn without end, by ordinal.
+    """The rows of a dataset that is drawn without end, by ``ordinal``, counted from 0.
 
     Every explorer of a run makes the same draws, so an ordinal is the same task in each of them. (A selector that learns from
     rewards draws by what its own explorer has seen.)
-
-    Args:
-        make_source: makes the batches of rows from the first; each row has its ``ordinal``, counted from 0.
     """
 
     def __init__(self, make_source: Callable[[], Iterable[list[Row]]]) -> None:
@@ -171,17 +150,26 @@ def _without_end(source: Iterable[list[Row]]) -> Iterator[list[Row]]:
             raise DataError("the training tasks give no batch: there are fewer than train_dataset.batch_size.")
 
 
+def task_source(config: PPOConfig) -> TaskMixture | list[Row]:
+    """The training tasks: the tasksets, drawn from as one, or the rows of ``train_dataset``."""
+    if not config.tasksets:
+        return get_dataset(config.train_dataset, config.tokenizer_path or config.actor.path)
+    rows = [taskset_rows(taskset) for taskset in config.tasksets]
+    return TaskMixture(config.tasksets, rows, config.train_dataset.batch_size, config.seed)
+
+
+def task_loader(config: Any, rows: Any) -> TaskLoader:
+    """Draws rows as the ``train_dataset`` section says."""
+    dataset = config.train_dataset
+    return TaskLoader(rows, dataset.batch_size, shuffle=dataset.shuffle, drop_last=dataset.drop_last, seed=config.seed)
+
+
 def training_tasks(config: PPOConfig) -> DrawnTasks:
     """The tasks of a config, from its tasksets or its ``train_dataset``."""
     if config.tasksets:
-        return DrawnTasks(lambda: task_mixture(config))
-    from rollwright.data.datasets import get_dataset
-
-    dataset = config.train_dataset
-    rows = get_dataset(dataset, config.tokenizer_path or config.actor.path)
-    return DrawnTasks(
-        lambda: TaskLoader(rows, dataset.batch_size, shuffle=dataset.shuffle, drop_last=dataset.drop_last, seed=config.seed)
-    )
+        return DrawnTasks(lambda: task_source(config))  # type: ignore[arg-type]
+    rows = task_source(config)
+    return DrawnTasks(lambda: task_loader(config, rows))
 
 
 def count_tasks(source: Iterable[list[Row]]) -> int:

@@ -363,7 +363,7 @@ def test_a_taskset_without_generation_arguments_has_the_run_s(tokenizer):
     from rollwright import GRPOConfig
     from rollwright.data.drawing import TaskMixture
     from rollwright.trainers.task_services import TaskServices
-    from rollwright.trainers.tasks import training_runner
+    from rollwright.trainers.tasks import training_workflow
 
     config = GRPOConfig(gconfig=GenerationHyperparameters(n_samples=2, max_new_tokens=7, temperature=0.6))
     config.tasksets = [
@@ -371,6 +371,6 @@ def test_a_taskset_without_generation_arguments_has_the_run_s(tokenizer):
         TasksetConfig(name="own", gconfig=GenerationHyperparameters(max_new_tokens=9)),
     ]
     mixture = TaskMixture(config.tasksets, [[{"prompt": "1"}], [{"prompt": "2"}]], 1)
-    runner = training_runner(config, tokenizer, mixture, TaskServices(config, tokenizer))
+    runner = training_workflow(config, tokenizer, mixture, TaskServices(config, tokenizer))
     asked = [runner.generation_of(taskset) for taskset in config.tasksets]
     assert [(each.max_new_tokens, each.temperature) for each in asked] == [(7, 0.6), (9, 1.0)]
