@@ -23,7 +23,6 @@ from rollwright.data.rows import ENDINGS
 from rollwright.errors import ConfigError, DataError, PromptTooLongError
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.rollout.sample import SampleName, request_seed
 from rollwright.sequence_processing.models import cache_bytes, generation_batch_size, halved_after
 
 ANSWER_END = "</answer>"
@@ -150,39 +149,13 @@ def _ids_of(prompt: Prompt, tokenizer: Any) -> list[int]:
 # ------------------------------------------------------------------ sampling
 
 
-def make_requests(
-    prompts: list[list[int]], group: int, gconfig: GenerationHyperparameters, seed: int, first_prompt: int = 0
-) -> list[ModelRequest]:
-    """``group`` requests for each prompt, prompt by prompt.
-
-    A request's seed is a function of (``seed``, the prompt's number, its number in the group): what it draws does not depend
-    on what else is generated, in how many batches or on how many processes.
-
-    Args:
-        prompts: ids of each prompt.
-        group: responses to each.
-        gconfig: how they are sampled.
-        seed: of the whole experiment.
-        first_prompt: number of the first prompt in the experiment.
-    """
-    return [
-        ModelRequest(ids, gconfig, seed=request_seed(seed, SampleName(first_prompt + b, g), 0, 0))
-        for b, ids in enumerate(prompts)
-        for g in range(group)
-    ]
-
-
 def context_of(model: Any) -> int | None:
     """Most tokens of the model's context; None where it names no limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def check_lengths(prompts: list[list[int]], model: Any) -> None:
-    """See that every prompt leaves room for a new token.
-
-    Raises:
-        PromptTooLongError: one does not; the message names it.
-    """
+    """Raise ``PromptTooLongError`` where a prompt leaves no room for a new token; the message names it."""
     limit = context_of(model)
     for index, ids in enumerate(prompts):
         if limit is not None and len(ids) >= limit:

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from rollwright.errors import ConfigError
+from rollwright.inference.request import ModelRequest
+from rollwright.rollout.sample import SampleName, request_seed
 from rollwright.sequence_processing.batches import BatchedSequences, LogprobResults, decoded, gathered, own_share
 from rollwright.sequence_processing.generation import (
     BatchSize,
@@ -20,7 +22,6 @@ from rollwright.sequence_processing.generation import (
     dataset_prompts,
     encoded,
     generate,
-    make_requests,
 )
 from rollwright.sequence_processing.models import module_with_gradients, plain_model, unwrapped
 from rollwright.sequence_processing.scoring import score
@@ -291,7 +292,12 @@ class SequenceProcessor:
         tokens: list[list[int]] = [[]] * total
         reasons: list[str] = ["length"] * total
         if config.max_new_tokens > 0:
-            requests = make_requests(prompts, group, config.hyperparameters(), seed, first_prompt)
+            gconfig = config.hyperparameters()
+            requests = [  # a seed for each: what it draws depends on nothing else that is generated, nor in how many batches
+                ModelRequest(ids, gconfig, seed=request_seed(seed, SampleName(first_prompt + b, g), 0, 0))
+                for b, ids in enumerate(prompts)
+                for g in range(group)
+            ]
             with progress_bar(total, "generating", self.progress) as advance:
                 responses = generate(
                     model,

@@ -166,18 +166,16 @@ def newest_weights(store: ExperienceStore, loaded: Announcement | None) -> tuple
     Raises:
         WeightUpdateError: they cannot be read, again and again.
     """
-    for attempt in range(ATTEMPTS):
-        newest = store.latest_version()
-        if newest is None or newest.names_weights_of(loaded):
-            return None
+    pauses = [FIRST_PAUSE * 2**attempt for attempt in range(ATTEMPTS - 1)]
+    while (newest := store.latest_version()) is not None and not newest.names_weights_of(loaded):
         try:
             return newest, read_published(newest)
         except WeightUpdateError as error:
-            if attempt == ATTEMPTS - 1:
+            if not pauses:
                 raise
             logger.info("version %d could not be read (%s); looking again", newest.version, error)
-            time.sleep(FIRST_PAUSE * 2**attempt)
-    raise AssertionError("unreachable")
+            time.sleep(pauses.pop(0))
+    return None
 
 
 def follow_trainer(

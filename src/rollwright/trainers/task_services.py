@@ -87,7 +87,14 @@ class TaskServices:
                 "'rollwright[openai]'."
             ) from error
         key = secrets.token_urlsafe(24)
-        served = iter(self._start([model for model in models if model.model_path], key))
+        launcher = Launcher(self._logs)
+        self._opened.callback(launcher.close)
+        for model in models:
+            if model.model_path:
+                threads = model.threads or max(1, len(os.sched_getaffinity(0)) // 2)
+                environment = {"ROLLWRIGHT_API_KEY": key, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads)}
+                launcher.start(_command(model, threads), name="auxiliary", environment=environment)
+        served = iter(launcher.wait_healthy(max(model.setup_timeout for model in models)))
         clients = []
         for model in models:
             own = bool(model.model_path)
@@ -100,18 +107,6 @@ class TaskServices:
             client.model_path = model.model_path or model.model or _first_model(client)  # type: ignore[attr-defined]
             clients.append(client)
         return clients
-
-    def _start(self, models: list[AuxiliaryModelConfig], key: str) -> list[str]:
-        """Addresses of the servers of ``models``, healthy."""
-        if not models:
-            return []
-        launcher = Launcher(self._logs)
-        self._opened.callback(launcher.close)
-        for model in models:
-            threads = model.threads or max(1, len(os.sched_getaffinity(0)) // 2)
-            environment = {"ROLLWRIGHT_API_KEY": key, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads)}
-            launcher.start(_command(model, threads), name="auxiliary", environment=environment)
-        return launcher.wait_healthy(max(model.setup_timeout for model in models))
 
 
 def _command(model: AuxiliaryModelConfig, threads: int) -> Any:

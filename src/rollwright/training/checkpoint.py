@@ -142,8 +142,7 @@ class RecoverCheckpoints:
 def random_states() -> dict[str, Any]:
     """The states of Python's, NumPy's and torch's global generators."""
     kind, internal, gauss = random.getstate()
-    legacy: Any = numpy.random.get_state()
-    name, keys, position, has_gauss, cached = legacy
+    name, keys, position, has_gauss, cached = numpy.random.get_state()
     states: dict[str, Any] = {
         "python": {"kind": kind, "internal": list(internal), "gauss": gauss},
         "numpy": {

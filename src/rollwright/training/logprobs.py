@@ -139,14 +139,8 @@ class TokenScorer(nn.Module):
         keep_logits = not torch.is_grad_enabled() or tokens * vocabulary <= _KEPT_LOGITS
         if tokens <= self.chunk_tokens and keep_logits:
             return score(hidden_TH, labels_T, temperature_T)
-        pieces = []
-        for chunk in zip(
-            hidden_TH.split(self.chunk_tokens),
-            labels_T.split(self.chunk_tokens),
-            temperature_T.split(self.chunk_tokens),
-            strict=True,
-        ):
-            pieces.append(score(*chunk) if keep_logits else checkpoint(score, *chunk, use_reentrant=False))
+        chunks = zip(*(each.split(self.chunk_tokens) for each in (hidden_TH, labels_T, temperature_T)), strict=True)
+        pieces = [score(*chunk) if keep_logits else checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
         return torch.cat([piece[0] for piece in pieces]), torch.cat([piece[1] for piece in pieces])
 
     @torch.no_grad()
@@ -185,7 +179,8 @@ def model_inputs(batch: Trajectory, model: nn.Module) -> dict[str, Any]:
         inputs["position_ids"] = batch["position_ids"]
     if batch.get("branch_ids") is not None:
         allowed_BLL = branch_attention(batch["branch_ids"])
-        dtype = _compute_dtype(model, ids_BL.device)
+        kind = ids_BL.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else next(model.parameters()).dtype
         bias_BLL = torch.zeros(allowed_BLL.shape, dtype=dtype, device=ids_BL.device)
         inputs["attention_mask"] = bias_BLL.masked_fill_(~allowed_BLL, torch.finfo(dtype).min)[:, None]
     if any(batch.get(MULTI_MODAL) or []):
@@ -248,12 +243,6 @@ def last_visible(branch_ids_BL: Tensor) -> Tensor:
     columns_L = torch.arange(branch_ids_BL.shape[1], device=branch_ids_BL.device)
     before_BLL = branch_attention(branch_ids_BL).tril(-1)
     return (before_BLL * columns_L).amax(-1)
-
-
-def _compute_dtype(model: nn.Module, device: torch.device) -> torch.dtype:
-    if torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    return next(model.parameters()).dtype
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -227,7 +226,6 @@ def save_model(
     tokenizer: Any = None,
     image_processor: Any = None,
     state: dict[str, Tensor] | None = None,
-    dtype: torch.dtype | None = None,
 ) -> None:
     """Write a model (and tokenizer) so that ``from_pretrained`` loads it; the directory appears whole or not at all.
 
@@ -237,26 +235,14 @@ def save_model(
         tokenizer: its files and chat template are written too.
         image_processor: of a model that sees; its file is written too.
         state: the tensors to write; None: the model's own.
-        dtype: type that floating-point tensors are written in; None: as they are.
     """
     state = owned_state(model) if state is None else state
-    if dtype is not None:
-        converted = {id(tensor): tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in state.values()}
-        state = {name: converted[id(tensor)] for name, tensor in state.items()}
     with replaced_directory(directory) as draft, without_progress_bars():
         model.save_pretrained(draft, state_dict=state)  # type: ignore[operator]
-        if dtype is not None:
-            _note_dtype(draft / "config.json", dtype)
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)
         if image_processor is not None:
             image_processor.save_pretrained(draft)
-
-
-def _note_dtype(config_file: Path, dtype: torch.dtype) -> None:
-    config = json.loads(config_file.read_text(encoding="utf-8"))
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def new_vision_model(

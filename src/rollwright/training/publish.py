@@ -112,13 +112,20 @@ class SentWeights:
         self._due: tuple[TrainEngine, int] | None = None  # a version that was not audited yet
 
     def before_first_step(self) -> None:
-        """The engine has weights of its own, but its audit may still be due.
+        """Make the audit that is still due; where the engine is paused, it stays due.
 
         Raises:
-            WeightUpdateError: it does not compute with the weights that were published.
+            WeightUpdateError: the engine does not compute with the weights that were published.
         """
-        if self._due is not None:
-            self._audit()
+        if self._due is None:
+            return
+        (trainer, version), self._due = self._due, None
+        new_tokens = NEW_TOKENS if self.engine.sampler.local_model is None else NEW_TOKENS_IN_PROCESS
+        agreements = audit_engine(self.engine, trainer, version, new_tokens)
+        if agreements is None:
+            self._due = trainer, version
+        else:
+            self.agreements = agreements
 
     def publish(self, trainer: TrainEngine, version: int) -> None:
         """Send the whole weights (from the first rank), and see that the engines compute with them.
@@ -136,30 +143,17 @@ class SentWeights:
         if parallel.world_size() == 1:
             self.engine.sampler.when_resumed(self.before_first_step)
         else:
-            self._audit()
-
-    def _audit(self) -> None:
-        assert self._due is not None
-        (trainer, version), self._due = self._due, None
-        new_tokens = NEW_TOKENS if self.engine.sampler.local_model is None else NEW_TOKENS_IN_PROCESS
-        agreements = audit_engine(self.engine, trainer, version, new_tokens)
-        if agreements is None:
-            self._due = trainer, version
-        else:
-            self.agreements = agreements
+            self.before_first_step()
 
 
 Publisher = SharedWeights | SentWeights
 
 
 def audit_engine(engine: WeightReceiver, trainer: TrainEngine, version: int, new_tokens: int) -> list[Agreement] | None:
-    """Have the engines sample the probe, and compare their log-probabilities with the trainer's.
+    """Have the engines sample the probe of ``new_tokens``, and compare their log-probabilities with the trainer's.
 
-    Args:
-        engine: in this process, or a client of servers; only the first rank's is asked.
-        trainer: whose present weights were published.
-        version: that they were published as.
-        new_tokens: tokens of the probe.
+    Only the first rank's ``engine`` is asked; it is in this process, or a client of servers. ``version`` is what the trainer's
+    present weights were published as.
 
     Returns:
         One entry for each engine that can be asked; None where they are paused and cannot be asked now.
@@ -193,12 +187,7 @@ def audit_engine(engine: WeightReceiver, trainer: TrainEngine, version: int, new
 
 
 def probe_request(model: torch.nn.Module, new_tokens: int = NEW_TOKENS) -> ModelRequest:
-    """The fixed probe: ids spread over the vocabulary, sampled at temperature 0.7 to a forced length.
-
-    Args:
-        model: a Hugging Face model; its vocabulary counts.
-        new_tokens: that are sampled.
-    """
+    """The fixed probe: ids spread over the model's vocabulary, sampled at temperature 0.7 to a forced length."""
     vocabulary = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr]
     ids = [(7 + 31 * index * index + 17 * index) % vocabulary for index in range(PROMPT_TOKENS)]
     gconfig = GenerationHyperparameters(max_new_tokens=new_tokens, temperature=TEMPERATURE, ignore_eos=True)

@@ -69,11 +69,6 @@ def test_parameters_that_are_views_of_one_tensor_are_saved_apart_and_tied_ones_o
         assert "lm_head.weight" not in file.keys()  # noqa: SIM118
 
 
-def test_saving_in_another_type(tmp_path):
-    save_model(tiny_model(dtype=torch.float32), tmp_path / "m", dtype=torch.bfloat16)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype="auto").dtype == torch.bfloat16
-
-
 def test_bfloat16_compute_keeps_float32_weights():
     actor = FSDPPPOActor(PPOActorConfig(device="cpu", dtype="bfloat16"), model=tiny_model(dtype=torch.float32))
     actor.initialize()
