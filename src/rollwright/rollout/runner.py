@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import RolloutError
 from rollwright.experience.contract import check_trajectory
@@ -125,7 +127,7 @@ class Runner:
             if not group.is_over:
                 group.state = GroupState.RUNNING
                 self.delivery.admit(group)
-                self._members.extend((group, index, 0) for index in range(group.size))
+                self._members.extend((group, index, 0) for index in range(len(group.runs)))
         self._settle()
 
     def _pump_soon(self) -> None:
@@ -152,6 +154,7 @@ class Runner:
             gate=self._gate and self._gate.agenerate,
             workflow=group.workflow_name,
         )
+        sample.samples_asked = group.runs[index]
         self.running_samples += 1
         context = contextvars.Context()
         context.run(CURRENT_SAMPLE.set, sample)
@@ -173,6 +176,8 @@ class Runner:
             result = await group.workflow.arun_episode(sample, dict(group.data))
             name = str(sample.name)
             trajectory = normalise(result, sample.recorder, workflow=group.workflow_name, task=name)
+            if trajectory is not None and sample.sample_of_row is not None:
+                trajectory["sample_ids"] = torch.tensor(sample.sample_of_row)
             if trajectory is not None and self.config.check_trajectories:
                 check_trajectory(trajectory, workflow=group.workflow_name, task=name)
             return trajectory
@@ -265,8 +270,10 @@ class Runner:
             self._end(group, GroupState.DROPPED, "rejected", reason)
             return
         self.samples["accepted"] += 1
-        group.rows[name.index] = outcome
-        if None not in group.rows:
+        further = group.add(name.index, outcome)
+        self._members.extendleft((group, index, 0) for index in reversed(further))
+        if group.samples >= group.size:
+            self._abandon_later(group, group.cancel("belongs to a group that is full"))
             self._complete(group)
 
     def _complete(self, group: Group) -> None:

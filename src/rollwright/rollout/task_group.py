@@ -55,17 +55,24 @@ class Group:
     data: dict[str, Any]
     workflow: Any
     workflow_name: str
-    size: int
+    runs: list[int]  # the samples that each run of the workflow is asked for
     is_eval: bool = False
+    is_filled: bool = False  # runs deliver any number of samples, which their rows tell apart
     should_accept: AcceptFunction | None = None
     batch: Batch | None = None  # the rollout_batch call that it belongs to; None: submit, wait and prepare_batch
     state: GroupState = GroupState.QUEUED
     admitted: int = 0  # version at which it was admitted
-    rows: list[Any] = field(default_factory=list)  # a trajectory of each sample, None where it is not at an end
+    size: int = 0  # samples that make it complete
+    samples: int = 0  # that its runs delivered so far
+    rows: list[Any] = field(default_factory=list)  # a trajectory of each run, None where it is not at an end
     running: dict[asyncio.Task[Any], SampleEngine] = field(default_factory=dict)
     head_version: int | None = None  # of the oldest token
     reason: str = ""  # why it was dropped or given up
     failure: Failure | None = None  # of the sample that it was given up for
+
+    def __post_init__(self) -> None:
+        self.size = sum(self.runs)
+        self.rows = [None] * len(self.runs)
 
     @property
     def in_stream(self) -> bool:
@@ -87,6 +94,21 @@ class Group:
         kind = "evaluation task" if self.is_eval else "task"
         return f"{kind} {self.ordinal} ({text if len(text) <= 160 else text[:157] + '…'})"
 
+    def add(self, index: int, rows: Trajectory) -> range:
+        """Take what a run delivered. Where all runs have ended and samples are missing, there will be further runs.
+
+        Returns:
+            Their indices.
+        """
+        delivered = int(rows["sample_ids"].unique().numel()) if self.is_filled else 1
+        self.rows[index] = rows
+        self.samples += delivered
+        first, missing = len(self.runs), self.size - self.samples
+        if missing > 0 and None not in self.rows:
+            self.runs += [1] * missing if delivered == 1 else [missing]
+            self.rows += [None] * (len(self.runs) - first)
+        return range(first, len(self.runs))
+
     def cancel(self, because: str) -> list[asyncio.Task[Any]]:
         """End the samples that run; a workflow that goes on all the same gets no answers.
 
@@ -105,6 +127,7 @@ class Group:
         its group, not the batch.
         """
         first_id = self.task_id << _SAMPLE_BITS
+        self.rows = [rows for rows in self.rows if rows is not None]
         for rows in self.rows:
             count = rows["input_ids"].shape[0]
             if "sample_ids" in rows:
@@ -259,7 +282,8 @@ class GroupFactory:
     ) -> Group:
         """A group of ``group_size`` samples of the task ``data``.
 
-        A workflow that has a method ``group_size(data)`` says itself how often each task is repeated. One that the executor
+        A workflow that has a method ``group_size(data)`` says itself how often each task is repeated; one with ``first_runs(data)``
+        says how many samples each of its first runs is asked for, and is run until the group is full. One that the executor
         repeats must not make ``n_samples`` samples itself: it is copied with 1.
 
         Args:
@@ -295,13 +319,13 @@ class GroupFactory:
             if not is_eval:
                 self.next_ordinal = max(self.next_ordinal, ordinal + 1)
         accept = None if should_accept_fn is None else resolve_function(should_accept_fn, "should_accept_fn")
-        group = Group(next(self._task_ids), ordinal, data, instance, name, group_size, is_eval, accept)
-        group.rows = [None] * group_size
-        return group
+        first_runs = getattr(instance, "first_runs", None)
+        runs = [1] * group_size if first_runs is None else first_runs(data)
+        return Group(next(self._task_ids), ordinal, data, instance, name, runs, is_eval, first_runs is not None, accept)
 
     def restored(self, entry: dict[str, Any]) -> Group:
         """A complete group from a checkpoint."""
-        group = Group(next(self._task_ids), entry["task"]["ordinal"], entry["task"], None, "", entry["size"])
+        group = Group(next(self._task_ids), entry["task"]["ordinal"], entry["task"], None, "", [entry["size"]])
         group.admitted, group.rows = entry["admitted"], [entry["trajectory"]]
         return group
 

@@ -27,7 +27,15 @@ class RolloutWorkflow(ABC):
 
 
 class SampleBoundEngine(InferenceEngine):
-    """An engine that is bound to a sample: it answers requests, but one sample must not stop or change it for the others."""
+    """An engine that is bound to a run of a workflow: it answers requests, but one run must not stop or change it for others.
+
+    Attributes:
+        samples_asked: how many samples the run should deliver, where its workflow can make several.
+        sample_of_row: the number of the sample that each returned row belongs to; None: the executor knows.
+    """
+
+    samples_asked: int = 1
+    sample_of_row: list[int] | None = None
 
     def set_version(self, version: int) -> None:
         """Refused: versions are published by the trainer."""

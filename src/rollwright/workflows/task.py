@@ -109,12 +109,11 @@ class Workflow:
     Three traits may each be a class attribute, a property or a method:
 
     * ``resettable``: the instance can be given its next task with ``reset`` (for workflows that are heavy to build);
-    * ``repeatable``: run once for each sample of the group with ``n`` = 1; otherwise run once, to make the group itself
-      from ``task.rollout_args.n``;
+    * ``repeatable``: its first runs are asked for one sample each, all at once; otherwise one run is asked for the whole group,
+      ``task.rollout_args.n``. Either way it is run until the group is full;
     * ``asynchronous``: ``run_async`` is awaited on the event loop; otherwise ``run`` runs in a thread.
 
-    A workflow that makes its group itself and defines ``set_repeat_times(repeat_times, run_id_base)`` is told by it, too, how
-    many samples the group has.
+    A class that defines ``set_repeat_times(repeat_times, run_id_base)`` is told by it, too, how many samples a run is asked for.
     """
 
     resettable: Any = False

@@ -8,11 +8,14 @@ threads stop the run.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
+
+import torch
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.tasksets import TasksetConfig
@@ -20,7 +23,7 @@ from rollwright.errors import RolloutError
 from rollwright.experience.experience import Experience
 from rollwright.inference.engine import InferenceEngine
 from rollwright.tracking.logging import getLogger
-from rollwright.workflows.base import RolloutWorkflow
+from rollwright.workflows.base import RolloutWorkflow, SampleBoundEngine
 from rollwright.workflows.isolation import IsolatedWorkflows
 from rollwright.workflows.model_wrapper import ModelWrapper
 from rollwright.workflows.task import Task, WorkflowPool, class_trait, returned_experiences
@@ -71,7 +74,7 @@ class TaskRunner(RolloutWorkflow):
         self.model_path = model_path
         self.threads = AbandonableThreads(max_abandoned_threads)
         self._workflows = WorkflowPool()
-        self._warned: set[type] = set()
+        self._delivers_one: dict[type, bool] = {}  # by workflow class: whether a run delivers one sample, or several
         self._processes: dict[str, IsolatedWorkflows] = {}
 
     def task_of(self, data: dict[str, Any]) -> Task:
@@ -88,17 +91,27 @@ class TaskRunner(RolloutWorkflow):
         """The generation arguments of a taskset's tasks: its own where it sets any."""
         return (taskset.gconfig or self.gconfig or GenerationHyperparameters()).new()
 
-    def group_size(self, data: dict[str, Any]) -> int:
-        """How often the executor repeats this row: once where its workflow makes the group itself."""
+    def first_runs(self, data: dict[str, Any]) -> list[int]:
+        """The samples that each first run of this row's workflow is asked for: all in one run, or one in each.
+
+        A run that delivers fewer is followed by further ones, until the group is full. So what a class declares (``repeatable``,
+        or ``can_repeat``, which means the opposite) is a first guess; what its runs delivered counts afterwards.
+        """
         task = self.task_of(data)
-        return self._samples(task) if class_trait(task.workflow_class(), "repeatable", task) else 1
+        samples, kind = self._samples(task), task.workflow_class()
+        one_each = self._delivers_one.get(kind)
+        if one_each is None and hasattr(kind, "can_repeat"):
+            one_each = not class_trait(kind, "can_repeat", task)
+        elif one_each is None:
+            one_each = class_trait(kind, "repeatable", task)
+        return [1] * samples if one_each else [samples]
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Experience] | None:
         """Run the row's workflow once."""
         task, taskset = self.task_of(data), self._taskset_of(data)
         kind = task.workflow_class()
-        n_samples = 1 if class_trait(kind, "repeatable", task) else self._samples(task)
-        task.rollout_args = task.rollout_args.new(n_samples=n_samples)
+        asked = engine.samples_asked if isinstance(engine, SampleBoundEngine) else self.first_runs(data)[0]
+        task.rollout_args = task.rollout_args.new(n_samples=asked)
         name = f"{kind.__name__} of task {task.task_id}"
         model = self._model(engine, task)
         try:
@@ -120,7 +133,10 @@ class TaskRunner(RolloutWorkflow):
                 experiences = await self.threads.run(partial(self._run_in_thread, taskset, task, model, name), name=name)
         finally:
             model.close()
-        self._note_small_group(task, experiences)
+        if experiences:
+            numbers = self._note_samples(kind, asked, experiences)
+            if isinstance(engine, SampleBoundEngine):
+                engine.sample_of_row = numbers
         rewards = [e.reward for e in experiences or [] if e.reward is not None]
         if self.feedback is not None and rewards and task.index is not None:
             self.feedback(task.index, sum(rewards) / len(rewards))
@@ -149,17 +165,37 @@ class TaskRunner(RolloutWorkflow):
     def _samples(self, task: Task) -> int:
         return task.repeat_times or self.n_samples or task.rollout_args.n_samples
 
-    def _note_small_group(self, task: Task, experiences: list[Experience] | None) -> None:
-        """A workflow that is not repeatable and yet samples once has groups of one, whose advantages say nothing."""
-        wanted, kind = task.rollout_args.n_samples, task.workflow_class()
-        if wanted > 1 and experiences is not None and len(experiences) == 1 and kind not in self._warned:
-            self._warned.add(kind)
-            logger.warning(
-                "%s returned 1 experience where the group has %d samples: a workflow that is not repeatable runs once for a task "
-                "and makes its group itself, with n=self.task.rollout_args.n; one that samples once says `repeatable = True`",
-                kind.__name__,
-                wanted,
-            )
+    def _note_samples(self, kind: type, asked: int, experiences: list[Experience]) -> list[int]:
+        """The sample of each experience; how many one run of the class delivers is remembered for its next tasks."""
+        samples = sample_numbers(experiences, asked, delivers_one=self._delivers_one.get(kind))
+        if asked > 1 or max(samples) > 0:
+            self._delivers_one[kind] = max(samples) == 0
+        return samples
+
+
+def sample_numbers(experiences: Sequence[Experience], asked: int, delivers_one: bool | None = None) -> list[int]:
+    """Which sample each experience of a run belongs to, counted from 0: a run may deliver several, and a sample several.
+
+    Runs that the workflow numbered (``eid.run``) are samples. Otherwise a sample begins where the first prompt comes again, at
+    the same step (``eid.step``).
+
+    Args:
+        experiences: what the run returned.
+        asked: samples that it was asked for. As many experiences, of different prompts and of one step, are as many samples.
+        delivers_one: what is known of the workflow: one sample a run (True), or several.
+    """
+    runs = list(dict.fromkeys(experience.eid.run for experience in experiences))
+    if len(runs) > 1:
+        return [runs.index(experience.eid.run) for experience in experiences]
+    first = experiences[0]
+    begins = [
+        experience.eid.step == first.eid.step and torch.equal(experience.prompt_tokens, first.prompt_tokens)
+        for experience in experiences
+    ]
+    has_steps = any(experience.eid.step != first.eid.step for experience in experiences)
+    if sum(begins) == 1 and len(experiences) == asked and not has_steps and not delivers_one:
+        return list(range(asked))
+    return [count - 1 for count in itertools.accumulate(begins)]
 
 
 class AbandonableThreads:

@@ -86,9 +86,9 @@ def test_a_trait_may_have_three_forms(form):
 def test_who_repeats(tokenizer):
     row = {"question": "1", "answer": "1"}
     once = TasksetConfig(workflow=TwoAnswers)
-    assert TaskRunner([once], tokenizer, n_samples=6).group_size(row) == 1
+    assert TaskRunner([once], tokenizer, n_samples=6).first_runs(row) == [6]
     often = TasksetConfig(workflow="simple_workflow", reward_fn="exact_match_reward")
-    assert TaskRunner([often], tokenizer, n_samples=6).group_size(row) == 6
+    assert TaskRunner([often], tokenizer, n_samples=6).first_runs(row) == [1] * 6
 
 
 def test_a_resettable_workflow_is_reused_with_its_next_task_and_arguments(tokenizer):
@@ -328,21 +328,6 @@ def test_a_trait_may_go_by_the_task_but_by_nothing_else():
     by_more = type("ByMore", (Workflow,), {"repeatable": property(lambda self: self.model.is_cheap)})
     with pytest.raises(WorkflowError, match=r"ByMore\.repeatable is asked before there is an instance"):
         class_trait(by_more, "repeatable", Task())
-
-
-def test_who_makes_a_group_of_one_is_warned_once(tokenizer, caplog):
-    class AsksOnce(Workflow):
-        def run(self):
-            (response,) = self.model.chat(self.task.messages())
-            response.reward = 0.0
-            return [response]
-
-    taskset = TasksetConfig(format=TASKSET.format, workflow=AsksOnce)
-    runner = TaskRunner([taskset], tokenizer, n_samples=4)
-    with caplog.at_level("WARNING"):
-        for _ in range(2):
-            asyncio.run(runner.arun_episode(Scripted(tokenizer, "x"), {"question": "1"}))
-    assert caplog.text.count("AsksOnce returned 1 experience where the group has 4 samples") == 1
 
 
 def test_who_asks_to_be_told_the_group_s_size_is_told(tokenizer):
