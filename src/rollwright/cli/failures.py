@@ -9,6 +9,7 @@ import time
 import traceback
 from pathlib import Path
 
+from rollwright.config.secrets import command_line
 from rollwright.errors import ConfigError, RollwrightError
 
 _directory: Path | None = None
@@ -46,7 +47,7 @@ def _write_traceback(error: Exception) -> Path | None:
         with contextlib.suppress(OSError):
             directory.mkdir(parents=True, exist_ok=True)
             with file.open("a", encoding="utf-8") as log:
-                log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}\n{text}\n")
+                log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {command_line(sys.argv)}\n{text}\n")
             return file
     print(text, file=sys.stderr)
     return None

@@ -25,7 +25,7 @@ from rollwright.compat.trinity_keys import (
     hint,
 )
 from rollwright.config.generation import ALIASES
-from rollwright.config.source import Dialect, Document, KeyPath, Origins, Written, dotted, undotted
+from rollwright.config.source import Dialect, Document, KeyPath, Origins, Written, dotted, plain, undotted
 from rollwright.errors import ConfigError
 
 INPUT = ("buffer", "explorer_input")
@@ -111,7 +111,7 @@ class Work:
                     node = node.setdefault(part, [] if isinstance(following, int) else {})
             node[parts[-1]] = value
             self.written[parts] = Written(key, self.place(key))
-            self.notes.append(f"{key} -> {target}: {value}")
+            self.notes.append(f"{key} -> {target}: {plain(value)}")
         if not pairs:
             self.notes.append(f"{key}: nothing to set")
 

@@ -46,11 +46,11 @@ class FinetuneSpec:
 class RunConfig:
     """What every stage has that runs a model."""
 
-    experiment_name: str = key("experiment", "Name of the experiment; paths and sinks derive from it.")
-    trial_name: str = key("trial", "Name of this trial of the experiment.")
+    experiment_name: str = key("experiment", "Name of the experiment; paths and sinks derive from it.", public=True)
+    trial_name: str = key("trial", "Name of this trial of the experiment.", public=True)
     seed: int = key(1, "Seed of everything that is random.")
     deterministic: bool = key(False, "The run repeats bit for bit on one machine (docs/determinism.md).")
-    tokenizer_path: str = key("", "Tokenizer directory or name; empty: the model's path.")
+    tokenizer_path: str = key("", "Tokenizer directory or name; empty: the model's path.", public=True)
     stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     plugins: list[str] = key_from(
@@ -146,7 +146,7 @@ class DPOConfig(SFTConfig):
 class EvalConfig(EpisodesConfig, RunConfig):
     """Scores of a model on a split: greedy, and the mean of several samples beside it."""
 
-    path: str = key("", "Model directory or Hugging Face name.")
+    path: str = key("", "Model directory or Hugging Face name.", public=True)
     label: str = key("", "Name of the result in tables and summary.json; empty: the stage's.")
     trust_remote_code: bool = key(False, "Run code that comes with a model. Off unless asked for.")
     dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(split="test", shuffle=False, drop_last=False))
@@ -171,7 +171,7 @@ class NewVisionConfig:
 class NewModelConfig:
     """A model with random weights and a tokenizer, written in Hugging Face form."""
 
-    path: str = key("", "Directory to write it to.")
+    path: str = key("", "Directory to write it to.", public=True)
     architecture: str = key("qwen3", "Transformer family.", choices=["qwen3", "qwen2", "llama", "qwen2_vl"])
     hidden_size: int = key(128, "Width of the residual stream.", ge=8)
     layers: int = key(4, "Transformer blocks.", ge=1)
@@ -181,7 +181,9 @@ class NewModelConfig:
     intermediate_size: int | None = key(None, "Width of the feed-forward; null: three times hidden_size.", ge=8)
     tie_embeddings: bool = key(True, "Input and output embeddings are one matrix.")
     max_position_embeddings: int = key(512, "Longest sequence, in tokens.", ge=8)
-    vocabulary_from: str = key("", "Tokenizer directory or name that is taken over; empty: a character tokenizer is made.")
+    vocabulary_from: str = key(
+        "", "Tokenizer directory or name that is taken over; empty: a character tokenizer is made.", public=True
+    )
     characters: str = key("", "Characters of the tokenizer; empty: printable ASCII and newline.")
     pieces: list[str] = key_from(list, "Strings that are one token each, such as '<answer>' or syllables.")
     vision: NewVisionConfig | None = key(None, "The part that sees, of architecture qwen2_vl; null: its defaults.")

@@ -71,6 +71,7 @@ class ServiceConfig:
     api_key: str | None = key(
         None,
         "Key that opens runs and gives feedback; None: made up, written to service.json. ${oc.env:NAME} keeps it out of the file.",
+        secret=True,
     )
     feedback_seconds: float = key(
         3600.0, "Seconds after its last feedback or start that a run waits; then it is dropped.", gt=0.0
@@ -94,10 +95,10 @@ class BenchConfig:
 class AuxiliaryModelConfig:
     """One model: a server of our own beside the run (``model_path``), or any URL of the OpenAI protocol (``base_url``)."""
 
-    model_path: str = key("", "Directory or Hugging Face name; served beside the run and ended with it.")
+    model_path: str = key("", "Directory or Hugging Face name; served beside the run and ended with it.", public=True)
     base_url: str = key("", "URL of a server that runs already, such as https://host/v1.")
     model: str = key("", "Name that requests to base_url give; empty: the first that it lists.")
-    api_key: str | None = key(None, "Key for base_url. ${oc.env:NAME} keeps it out of the file.")
+    api_key: str | None = key(None, "Key for base_url. ${oc.env:NAME} keeps it out of the file.", secret=True)
     timeout: float = key(600.0, "Seconds that one request may take.", gt=0.0)
     max_retries: int = key(2, "Times a failed request is sent again.", ge=0)
     device: str = key("auto", "Device of the server that is started.")

@@ -159,8 +159,12 @@ def apply_recipe(config: Any, explicitly_set_keys: Collection[str] | None = None
 def _changed(section: Any, prefix: str, keys: Collection[str]) -> set[str]:
     """Those of the keys whose value is not that of a section made without arguments."""
     plain = type(section)()
-    value = functools.partial(functools.reduce, lambda holder, name: getattr(holder, name, None))  # None: no such section
-    return {prefix + key for key in keys if value(key.split("."), section) != value(key.split("."), plain)}
+    return {prefix + key for key in keys if _value(section, key) != _value(plain, key)}
+
+
+def _value(section: Any, key: str) -> Any:
+    """The value of a dotted key; None where a section above it is not there."""
+    return functools.reduce(lambda holder, name: getattr(holder, name, None), key.split("."), section)
 
 
 def _set_defaults(section: Any, defaults: dict[str, Any], prefix: str, given: set[str]) -> None:

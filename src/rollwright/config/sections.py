@@ -50,7 +50,7 @@ class NormConfig:
 class TrainEngineConfig:
     """A model that is trained or scored."""
 
-    path: str = key("", "Model directory or Hugging Face name.")
+    path: str = key("", "Model directory or Hugging Face name.", public=True)
     init_from_scratch: bool = key(False, "Random weights from the configuration at path.")
     trust_remote_code: bool = key(False, "Run code that comes with a model. Off unless asked for.")
     dtype: str = key(
@@ -153,8 +153,8 @@ class RolloutConfig:
         "host has enough, else GPU 0, shared with the trainer.",
         ge=0,
     )
-    api_key: str | None = key(None, "Bearer token for the servers. ${oc.env:NAME} keeps it out of the file.")
-    path: str = key("", "Model of an engine that runs alone; empty: the actor's.")
+    api_key: str | None = key(None, "Bearer token for the servers. ${oc.env:NAME} keeps it out of the file.", secret=True)
+    path: str = key("", "Model of an engine that runs alone; empty: the actor's.", public=True)
     device: str = key("auto", "Device of the built-in engine.")
     dtype: str = key("auto", "Compute type of the built-in engine.", choices=["auto", "float32", "bfloat16", "float16"])
     max_running_requests: int = key(256, "Sequences that the built-in engine decodes together.", ge=1)
@@ -272,5 +272,5 @@ class StatsLoggerConfig:
 class ClusterConfig:
     """Where processes run and where runs are kept."""
 
-    fileroot: str = key("runs", "Runs are kept in <fileroot>/<experiment_name>/<trial_name>.")
+    fileroot: str = key("runs", "Runs are kept in <fileroot>/<experiment_name>/<trial_name>.", public=True)
     threads: int | None = key(None, "Compute threads of this process; None: one for each core.", ge=1)

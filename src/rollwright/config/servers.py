@@ -37,7 +37,7 @@ _PREFILL_TOKENS = 4096
 class ServerConfig:
     """What every server can be told."""
 
-    model_path: str = key("", "Model directory or name; empty: the actor's.")
+    model_path: str = key("", "Model directory or name; empty: the actor's.", public=True)
     dtype: str = key("auto", "Compute type.")
     trust_remote_code: bool = key(False, "Run code that comes with a model.")
     extra_args: dict[str, Any] = key_from(dict, "Further arguments of the server, by the server's own names.")

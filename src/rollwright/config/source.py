@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rollwright.config.secrets import command_line, is_secret_name, marked, names_environment, shown, unresolved
 from rollwright.errors import ConfigError
 from rollwright.registry import Registry
 
@@ -257,7 +259,7 @@ def parse_override(text: str) -> Override:
     key = key.strip().removeprefix("--")
     if not equals or not all(key.split(".")):
         raise ConfigError(f"override {text!r}: write key=value, such as actor.optimizer.lr=1e-5.")
-    return Override(text=text, path=undotted(key), value=parse_value(raw), raw=raw)
+    return Override(text=command_line([text]), path=undotted(key), value=parse_value(raw), raw=raw)
 
 
 def _construct(node: yaml.Node, path: KeyPath, document: Document) -> Any:
@@ -370,14 +372,9 @@ def resolve(
         if (default := default_of(each)) is not dataclasses.MISSING:
             context = merge(context, {each.name: plain(default)})
     try:
-        config = OmegaConf.create(merge(merge(context, around or {}), data), flags={"allow_objects": True})
-        resolved = {}
-        for key, value in data.items():
-            node = config._get_node(key)
-            written = OmegaConf.is_config(node) and not node._is_interpolation()
-            whole = OmegaConf.to_container(node, resolve=True) if written else _plain(config[key] if value != "???" else value)
-            resolved[key] = _project(whole, value)
-        return resolved
+        whole = merge(merge(context, around or {}), data)
+        resolved = _resolved(whole, data)
+        return marked(resolved, _resolved(unresolved(whole), data) if names_environment(whole) else resolved)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or ""
         path = undotted(key.replace("[", ".").replace("]", "")) if key else ()
@@ -386,25 +383,42 @@ def resolve(
         raise ConfigError(f"{origins.of(path)}: {name}{cause}. Name a key that the config has, or give a default.") from error
 
 
+def _resolved(whole: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    """The keys of ``data`` with the values that they have in ``whole``."""
+    config, resolved = OmegaConf.create(whole, flags={"allow_objects": True}), {}
+    for key, value in data.items():
+        node: Any = config._get_node(key)
+        if OmegaConf.is_config(node) and not node._is_interpolation():
+            found = OmegaConf.to_container(node, resolve=True)
+        else:
+            found = config[key] if value != "???" else value
+        resolved[key] = _project(OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found, value)
+    return resolved
+
+
 def default_of(each: dataclasses.Field) -> Any:
     """A field's default, made anew; ``MISSING`` where it has none."""
     return each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
 
 
-def plain(value: Any) -> Any:
-    """Dataclasses, enums and paths as what YAML can hold."""
+def plain(value: Any, metadata: Mapping[str, Any] | None = None) -> Any:
+    """Dataclasses, enums and paths as what YAML can hold, with what stands for each secret in its place.
+
+    Args:
+        value: a config, or the value of a key.
+        metadata: the key's.
+    """
+    metadata = metadata or {}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: plain(getattr(value, field.name), field.metadata) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {key: plain(element) for key, element in value.items()}
+        return {key: plain(element, {"secret": is_secret_name(key), **metadata}) for key, element in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(element) for element in value]
-    known = value is None or isinstance(value, (str, int, float, bool))
+        return [plain(element, metadata) for element in value]
+    if isinstance(value, str) and not isinstance(value, enum.Enum):
+        return shown(value, metadata)
+    known = value is None or isinstance(value, (int, float, bool))
     return getattr(value, "value", value if known else str(value))
-
-
-def _plain(value: Any) -> Any:
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def _project(resolved: Any, written: Any) -> Any:

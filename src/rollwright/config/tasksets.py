@@ -47,9 +47,11 @@ class TasksetConfig:
     The same class is a ``train_dataset`` or ``valid_dataset``, whose workflow, reward and generation arguments are the run's.
     """
 
-    name: str = key("taskset", "Name in metrics.", **_TASKSETS)
-    path: str = key("", "File (jsonl, json, parquet), directory, registered dataset, module:builder or Hugging Face name.")
-    split: str = key("train", "Split of the dataset.")
+    name: str = key("taskset", "Name in metrics.", public=True, **_TASKSETS)
+    path: str = key(
+        "", "File (jsonl, json, parquet), directory, registered dataset, module:builder or Hugging Face name.", public=True
+    )
+    split: str = key("train", "Split of the dataset.", public=True)
     subset: str | None = key(None, "Subset (configuration) of a Hugging Face dataset.")
     kwargs: dict[str, Any] = key_from(dict, "Arguments of a registered or procedural dataset, such as size, seed, digits.")
     limit: int | None = key(None, "Use only the first rows.", ge=1)

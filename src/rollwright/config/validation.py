@@ -24,6 +24,7 @@ from typing_extensions import TypedDict
 
 from rollwright.config.experiment import STAGE_CLASSES
 from rollwright.config.generation import ALIASES, GenerationHyperparameters
+from rollwright.config.secrets import HIDDEN, Secret
 from rollwright.config.source import DIALECTS, Faults, KeyPath, Written, default_of, dotted, plain
 from rollwright.errors import ConfigError, RollwrightError
 from rollwright.registry import Registry, import_path, nearest
@@ -94,6 +95,9 @@ def _named(kind: Any, value: Any, path: KeyPath, default: Any, faults: Faults) -
     """``value`` with a ``_Section`` in place of each mapping that becomes a dataclass."""
     if value == "???":
         faults.add(path, "is mandatory (???): give it a value")
+        return value
+    if value == HIDDEN:
+        faults.add(path, "is ***, which stands for a secret that was not written; give it again, best as ${oc.env:NAME}")
         return value
     choices = _choices(kind)
     sections = [choice for choice in choices if _is_section(choice)]
@@ -216,6 +220,8 @@ def _typed(kind: Any, metadata: Mapping[str, Any]) -> Any:
             pydantic.AfterValidator(functools.partial(_chosen, choices)),
             pydantic.Field(json_schema_extra={"enum": [*choices]}),
         ]
+    if kind is str:
+        marks.append(pydantic.WrapValidator(functools.partial(_text, metadata)))
     if (registry := metadata.get("registry")) is not None:
         marks.append(pydantic.AfterValidator(functools.partial(_registered, registry)))
         marks.append(pydantic.Field(json_schema_extra={"examples": list(registry.built_in)}))
@@ -251,6 +257,16 @@ def _as_long(length: int, value: Any) -> Any:
     if isinstance(value, (list, tuple)) and len(value) != length:
         raise _refusal(f"expected {length} values, got {len(value)}")
     return value
+
+
+def _text(metadata: Mapping[str, Any], value: Any, handler: Callable[[Any], str]) -> str:
+    """A text, which stays a secret where it is one."""
+    text = handler(value)
+    if not metadata.keys().isdisjoint(("public", "choices", "registry")):
+        return text
+    if isinstance(value, Secret):
+        return value
+    return Secret(text) if metadata.get("secret") else text
 
 
 def _chosen(choices: Iterable[Any], value: Any) -> Any:
@@ -335,7 +351,14 @@ def _shown(value: Any) -> str:
 
 
 def _type_name(kind: Any) -> str:
-    names: dict[Any, str] = {str: "text", int: "whole number", float: "number", bool: "true/false", dict: "mapping"}
+    names: dict[Any, str] = {
+        str: "text",
+        Secret: "text",
+        int: "whole number",
+        float: "number",
+        bool: "true/false",
+        dict: "mapping",
+    }
     return names.get(kind) or getattr(kind, "__name__", str(kind))
 
 

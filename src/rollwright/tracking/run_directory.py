@@ -1,4 +1,4 @@
-"""The run directory: ``<root>/<experiment>/<trial>/``, owned by one run and by one process at a time.
+"""The run directory: ``<root>/<experiment>/<trial>/``, owned by one run and by one process at a time; only its user may enter.
 
 ::
 
@@ -175,6 +175,7 @@ class RunDirectory:
                 f"{self.path} exists and was not made by a run ({MARKER} is missing): choose another trial_name or cluster.fileroot."
             )
         self.path.mkdir(parents=True, exist_ok=True)
+        self.path.chmod(0o700)
         self._lock()
         try:
             self.resumed = self._decide(config, recover_mode)

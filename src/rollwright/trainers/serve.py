@@ -30,6 +30,7 @@ from starlette.exceptions import HTTPException
 
 from rollwright.atomic import write_json
 from rollwright.config.experiment import PPOConfig
+from rollwright.config.source import plain
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import RollwrightError
 from rollwright.experience.experience import ExperienceId
@@ -240,7 +241,8 @@ def serve(config: PPOConfig, directory: RunDirectory, *, is_over: Callable[[], b
         book = RunBook(front, rollout.client, store, config, directory.trial)
         server = ServerThread(application(book, api_key), config.service.host, config.service.port)
         opened.callback(server.stop)
-        write_json(directory.path / "service.json", {"url": server.url, "api_key": api_key}, mode=0o600)
+        told = plain(config.service)["api_key"] or api_key
+        write_json(directory.path / "service.json", {"url": server.url, "api_key": told}, mode=0o600)
         logging.console().print(f"serving at {server.url}; the key is in {directory.path / 'service.json'}")
         loaded: Announcement | None = None
         with StopSignal() as stop:

@@ -60,6 +60,8 @@ def trial_path(config: PPOConfig) -> Path:
 def claim_part(config: PPOConfig) -> RunDirectory:
     """Claim the run directory of this process."""
     trial = trial_path(config)
+    trial.mkdir(parents=True, exist_ok=True)
+    trial.chmod(0o700)
     if config.mode != "train":
         name = f"{PARTS[config.mode]}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         return RunDirectory(trial.parent, trial.name, name).claim(config_to_dict(config), "off")

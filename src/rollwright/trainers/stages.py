@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.table import Table
 from rollwright.atomic import write_json
 from rollwright.config.experiment import EvalConfig, NewModelConfig, PPOConfig
 from rollwright.config.loading import Stage
+from rollwright.config.secrets import copy_without_secrets, secrets_of
 from rollwright.errors import ConfigError
 from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
@@ -43,7 +43,8 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
     refuse_unknown_names(stages)
     directory = _claimed(stages)
     if source_path is not None:
-        shutil.copyfile(source_path, directory.path / "source.yaml")
+        secrets = {secret for stage in stages for secret in secrets_of(stage.config)}
+        copy_without_secrets(source_path, directory.path / "source.yaml", secrets)
     console = logging.console()
     finished = directory.stages_file
     done = json.loads(finished.read_text(encoding="utf-8")) if directory.resumed and finished.exists() else {}

@@ -1,0 +1,144 @@
+"""Secrets of a config: used in full, and never written, printed or sent.
+
+Three kinds of text are secret: the value of a key that is marked so (``key(None, "…", secret=True)``), a literal in a free mapping
+under a key such as ``api_key``, ``hf_token`` or ``password``, and whatever comes from an environment variable. The last is written
+as its interpolation, ``${oc.env:NAME}``, so that a written config can be run again; the others as ``***``, which is refused when
+it is read. Keys marked ``public`` (paths and names, which the run directory shows anyway) and keys with a fixed choice of values are
+written as they are. The password in a URL is ``***`` everywhere.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+#: What stands for a secret.
+HIDDEN = "***"
+
+_NAMES = r"(?:api[_-]?key|(?:auth|access|api|hf|bearer)[_-]?token|password|passwd|secret(?:[_-]?key)?)"
+_SECRET_NAME = re.compile(rf"(?i){_NAMES}$")
+_SECRET_ARGUMENT = re.compile(rf"(?i)({_NAMES}[= ])\S+")
+_URL_PASSWORD = re.compile(r"(://[^\s:/@]*:)[^\s/@]+@")
+_ENVIRONMENT = re.compile(r"\$\{\s*oc\.(env|decode)\s*:")
+
+
+class Secret(str):
+    """Text that is used like any other, and shown as ``written``.
+
+    Args:
+        value: the text itself.
+        written: what stands for it where it is shown: the interpolation that it comes from, or ``***``.
+    """
+
+    written: str
+
+    def __new__(cls, value: str, written: str = HIDDEN) -> Secret:
+        made = super().__new__(cls, value)
+        made.written = written
+        return made
+
+    def __repr__(self) -> str:
+        return repr(self.written)
+
+
+def is_secret_name(key: object) -> bool:
+    """True for the names that secrets have in mappings with free keys: ``api_key``, ``HF_TOKEN``, ``password``."""
+    return bool(_SECRET_NAME.search(str(key)))
+
+
+def command_line(words: Iterable[str]) -> str:
+    """The words of a command with ``***`` in place of values whose option or key has a secret's name."""
+    return _SECRET_ARGUMENT.sub(rf"\1{HIDDEN}", " ".join(words))
+
+
+def shown(text: str, metadata: Mapping[str, Any]) -> str:
+    """How a text is written under a key with this metadata."""
+    if metadata.get("public"):
+        return str(text)
+    if isinstance(text, Secret):
+        return text.written
+    return HIDDEN if metadata.get("secret") and text else _URL_PASSWORD.sub(rf"\1{HIDDEN}@", text)
+
+
+# --- from the environment ---------------------------------------------------------------------------------------------
+
+
+def unresolved(value: Any) -> Any:
+    """A copy of keys as they were written in which ``${oc.env:NAME}`` resolves to itself."""
+    if isinstance(value, dict):
+        return {key: unresolved(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [unresolved(item) for item in value]
+    return _ENVIRONMENT.sub(r"${rollwright.\1:", value) if isinstance(value, str) else value
+
+
+def names_environment(value: Any) -> bool:
+    """True where some text interpolates an environment variable."""
+    return "oc.env" in repr(value)
+
+
+def marked(value: Any, as_written: Any, key: object = None) -> Any:
+    """``value`` with a ``Secret`` in place of every text that has a secret's name, or that is another without the environment."""
+    if isinstance(value, dict):
+        other = as_written if isinstance(as_written, dict) else {}
+        return {name: marked(item, other.get(name), name) for name, item in value.items()}
+    if isinstance(value, list):
+        others = as_written if isinstance(as_written, list) and len(as_written) == len(value) else [None] * len(value)
+        return [marked(item, other) for item, other in zip(value, others, strict=True)]
+    if not isinstance(value, str) or (value == as_written and not (value and is_secret_name(key))):
+        return value
+    return Secret(value, as_written if isinstance(as_written, str) and value != as_written else HIDDEN)
+
+
+def _itself(resolver: str, *arguments: Any) -> str:
+    return f"${{oc.{resolver}:{','.join(map(_argument, arguments))}}}"
+
+
+def _argument(value: Any) -> str:
+    if value is None:
+        return "null"
+    text = str(value)
+    return text if re.fullmatch(r"[\w./:-]*|\$\{.*\}", text) else "'" + text.replace("'", r"\'") + "'"
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)  # the name of this function changes in OmegaConf 2.4
+    for _name in ("env", "decode"):
+        OmegaConf.register_new_resolver(
+            f"rollwright.{_name}", lambda *arguments, name=_name: _itself(name, *arguments), replace=True
+        )
+
+
+# --- texts that may hold secrets --------------------------------------------------------------------------------------
+
+
+def secrets_of(config: Any, metadata: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """Every text of a config that is written as ``***``."""
+    metadata = metadata or {}
+    if is_dataclass(config):
+        for each in fields(config):
+            yield from secrets_of(getattr(config, each.name), each.metadata)
+    elif isinstance(config, dict):
+        for key, item in config.items():
+            yield from secrets_of(item, {"secret": is_secret_name(key), **metadata})
+    elif isinstance(config, list | tuple):
+        for item in config:
+            yield from secrets_of(item, metadata)
+    elif isinstance(config, str) and config and shown(config, metadata) == HIDDEN:
+        yield config
+
+
+def copy_without_secrets(source: Path, target: Path, secrets: set[str]) -> None:
+    """Copy a YAML file with ``***`` in place of values that are secret, and of the passwords in URLs."""
+    text = source.read_text(encoding="utf-8")
+    values = [token for token in yaml.scan(text) if isinstance(token, yaml.ScalarToken) and token.value in secrets]
+    for token in reversed(values):
+        text = f'{text[: token.start_mark.index]}"{HIDDEN}"{text[token.end_mark.index :]}'
+    target.write_text(_URL_PASSWORD.sub(rf"\1{HIDDEN}@", text), encoding="utf-8")
