@@ -1,4 +1,4 @@
-"""A deterministic run that is killed and resumed gives the curve of one that was not; the same seed gives the same curve."""
+"""A deterministic run that is killed, damaged and resumed gives the curve of one that was not; so does the same seed."""
 
 from __future__ import annotations
 
@@ -94,9 +94,14 @@ def test_a_killed_run_that_is_resumed_gives_the_same_curve(start, tmp_path):
         hold.unlink()
         process.communicate(timeout=300)
         assert process.returncode == (-9 if number == signal.SIGKILL else 143)
-    process = start("killed")
+    newest = max((run / "recover").glob("step_*")) / "state.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    process = start("killed")  # goes on from the checkpoint before
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
+    assert f"{newest.parent} is damaged" in output
     assert curve(run) == expected
 
     again = start("killed")  # finished: not silently run again

@@ -243,7 +243,7 @@ class RecoverConfig(IntervalConfig):
         "auto: resume where the trial has a checkpoint, else start; resume: it must have one; off: neither saved nor resumed.",
         choices=["auto", "resume", "off"],
     )
-    keep: int = key(2, "Recover checkpoints kept.", ge=1)
+    keep: int = key(2, "Recover checkpoints kept. Where the newest is damaged, the one before it is taken.", ge=1)
 
 
 @dataclass

@@ -350,8 +350,9 @@ class RolloutExecutor:
         """A consistent cut, to be taken after the batch's weights were published.
 
         Returns:
-            ``version``; ``next_ordinal``; ``frontier`` and ``beyond`` (ordinals that are done); ``pending`` (tasks drawn and not
-            done, in order) and ``finished`` (complete groups that no batch has taken), by which the dataloader is ahead.
+            ``version``; ``next_ordinal``; ``next_task_id``; ``frontier`` and ``beyond`` (ordinals that are done); ``pending``
+            (tasks drawn and not done, in order) and ``finished`` (complete groups that no batch has taken), by which the
+            dataloader is ahead.
         """
         return self._call(self._read_state)
 
@@ -362,6 +363,7 @@ class RolloutExecutor:
         return {
             "version": delivery.staleness.version,
             "next_ordinal": self._factory.next_ordinal,
+            "next_task_id": self._factory.next_task_id,
             "frontier": delivery.frontier.frontier,
             "beyond": delivery.frontier.beyond,
             "pending": [*(group.task for group in sorted(untrained, key=lambda group: group.ordinal)), *map(dict, drawn)],
@@ -379,7 +381,7 @@ class RolloutExecutor:
             raise RolloutError("load_state_dict: tasks are in flight already; load the state before the first one.")
         self._restored.clear()
         self._restored.extend(dict(row) for row in state["pending"])
-        self._factory.next_ordinal = state["next_ordinal"]
+        self._factory.next_ordinal, self._factory.next_task_id = state["next_ordinal"], state["next_task_id"]
         finished = [self._factory.restored(entry) for entry in state["finished"]]
         self._call(delivery.restore, state["version"], state["frontier"], state["beyond"], finished)
 

@@ -32,7 +32,7 @@ logger = getLogger("rollout")
 AcceptFunction = Callable[[Trajectory], bool]
 
 WORKFLOWS_KEPT = 8  # instances that are used again for the same arguments
-_SAMPLE_BITS = 20  # a sample's id is its group's id shifted by these, plus its number in the group
+SAMPLE_BITS = 20  # a sample's id is its group's id shifted by these, plus its number in the group
 
 
 class GroupState(Enum):
@@ -126,7 +126,7 @@ class Group:
         Samples are joined with their batch; those whose columns differ are joined here, so that what cannot be joined fails
         its group, not the batch.
         """
-        first_id = self.task_id << _SAMPLE_BITS
+        first_id = self.task_id << SAMPLE_BITS
         self.rows = [rows for rows in self.rows if rows is not None]
         for rows in self.rows:
             count = rows["input_ids"].shape[0]
@@ -264,7 +264,7 @@ class GroupFactory:
 
     def __init__(self) -> None:
         self.next_ordinal = 0  # of training tasks that carry none
-        self._task_ids = itertools.count()
+        self.next_task_id = 0
         self._eval_ordinals = itertools.count()
         self._instances: list[tuple[Any, dict[str, Any] | None, Any, str]] = []
         self._lock = threading.Lock()
@@ -321,13 +321,19 @@ class GroupFactory:
         accept = None if should_accept_fn is None else resolve_function(should_accept_fn, "should_accept_fn")
         first_runs = getattr(instance, "first_runs", None)
         runs = [1] * group_size if first_runs is None else first_runs(data)
-        return Group(next(self._task_ids), ordinal, data, instance, name, runs, is_eval, first_runs is not None, accept)
+        return Group(self._number(), ordinal, data, instance, name, runs, is_eval, first_runs is not None, accept)
 
     def restored(self, entry: dict[str, Any]) -> Group:
         """A complete group from a checkpoint."""
-        group = Group(next(self._task_ids), entry["task"]["ordinal"], entry["task"], None, "", [entry["size"]])
+        group = Group(self._number(), entry["task"]["ordinal"], entry["task"], None, "", [entry["size"]])
         group.admitted, group.rows = entry["admitted"], [entry["trajectory"]]
         return group
+
+    def _number(self) -> int:
+        """The next group's id, which no other group of the run has."""
+        with self._lock:
+            self.next_task_id += 1
+            return self.next_task_id - 1
 
     def _instance(self, workflow: Any, kwargs: dict[str, Any] | None) -> tuple[Any, str]:
         """The workflow's instance and name; the same for equal arguments, since building one may load a tokenizer."""

@@ -149,7 +149,10 @@ class RunDirectory:
         if not path.exists():
             return None
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            marker = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(marker, dict):
+                raise ValueError("it holds no JSON object")
+            return marker
         except ValueError as error:
             raise CheckpointError(
                 f"{path} is damaged ({error}): the run cannot be recognised; choose another trial_name."
@@ -179,9 +182,11 @@ class RunDirectory:
         self._lock()
         try:
             self.resumed = self._decide(config, recover_mode)
+            for directory in list(self.path.glob("**/")):  # the lock says that no other process writes here
+                for left in sweep(directory, older_than=0.0):
+                    logger.info("removed %s, which a killed process left unfinished", left)
             for directory in (self.rollouts, self.checkpoints, self.recover, self.logs):
                 directory.mkdir(exist_ok=True)
-                sweep(directory, older_than=0.0)  # the lock says that no other process of this run writes here
             previous = self.marker() if self.resumed else None
             write_json(
                 self.path / MARKER,

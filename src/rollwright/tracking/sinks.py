@@ -18,6 +18,9 @@ from typing import Any, Protocol
 from rollwright.atomic import write_text
 from rollwright.errors import CheckpointError, ConfigError
 from rollwright.registry import Registry
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("metrics")
 
 
 class MetricsSink(Protocol):
@@ -38,7 +41,7 @@ def _json_number(value: Any) -> float | int | None:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl``; a last line that was cut off by a kill is left out.
+    """The records of a ``metrics.jsonl``; a last line that was cut off by a kill is left out, with a warning.
 
     Raises:
         CheckpointError: a line in the middle of the file is no JSON object.
@@ -53,7 +56,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             if not isinstance(record, dict) or not isinstance(record.get("step"), int):
                 raise ValueError("no JSON object with a step")
         except ValueError as error:
-            if number == len(lines):  # no newline after it: the write was cut off
+            if number == len(lines):  # no newline after it
+                logger.warning("the last line of %s was cut off while it was written and is left out: %r", path, line[:80])
                 break
             raise CheckpointError(
                 f"line {number} of {path} is damaged ({error}): fix or delete that line; the rest is not touched."

@@ -15,6 +15,7 @@ from rollwright.config.recipes import apply_recipe
 from rollwright.experience.operators import joined_samples
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.rollout.staleness import Staleness
+from rollwright.rollout.task_group import SAMPLE_BITS
 from rollwright.store import Batch, ExperienceStore, Sampling
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
@@ -127,16 +128,15 @@ class StoreTrainer(PolicyTrainer):
 
 
 def trajectory_of(batch: Batch) -> Trajectory:
-    """A batch of the store in tensor form; a group's samples are told apart by ``eid.run``.
+    """A batch of the store in tensor form; a group's samples are told apart by ``eid.run``, and ids are those of the store.
 
     Groups stand in the order of their tasks, whichever came first, so that minibatches do not go by arrival.
     """
-    groups, first_sample = [], 0
+    groups = []
     in_order = sorted(batch, key=lambda group: (group.ordinal is None, group.ordinal or 0, group.id))
-    for number, group in enumerate(in_order):
+    for group in in_order:
         samples: dict[Any, list[Any]] = defaultdict(list)
         for experience in group.experiences:
             samples[experience.eid.run].append(experience)
-        groups.append(joined_samples(list(samples.values()), number, first_sample))
-        first_sample += len(samples)
+        groups.append(joined_samples(list(samples.values()), group.id, group.id << SAMPLE_BITS))
     return concat_padded_tensors(groups)

@@ -1,11 +1,13 @@
 """Recover checkpoints: everything that a run continues from, written whole or not at all, and read without pickle.
 
 A state is a nested dict whose leaves are tensors or JSON values. Tensors go to ``state.safetensors``, the rest to
-``state.json``. The states of the random generators are part of it.
+``state.json``; ``checksums.json`` has a checksum of each, so that damage is noticed and never loaded. The states of the random
+generators are part of it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import re
@@ -16,16 +18,21 @@ from typing import Any
 
 import numpy
 import torch
+import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rollwright.atomic import replaced_directory
 from rollwright.errors import CheckpointError
+from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
 
+logger = getLogger("checkpoint")
+
 _TENSOR = "__tensor__"
-_FORMAT = 1
+_FORMAT = 2
+_FILES = ("state.json", "state.safetensors")
 
 
 def write_state(directory: str | Path, state: dict[str, Any], *, before_visible: Callable[[], object] | None = None) -> None:
@@ -35,16 +42,18 @@ def write_state(directory: str | Path, state: dict[str, Any], *, before_visible:
     with replaced_directory(directory, before_visible=before_visible) as draft:
         save_file(tensors, draft / "state.safetensors")
         (draft / "state.json").write_text(json.dumps({"format": _FORMAT, "state": plain}), encoding="utf-8")
+        (draft / "checksums.json").write_text(json.dumps({name: _checksum(draft / name) for name in _FILES}))
 
 
 def read_state(directory: str | Path) -> dict[str, Any]:
     """Read what ``write_state`` wrote; tensors are on the CPU.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is of another format.
+        CheckpointError: there is no checkpoint, it is damaged, or it is of another format.
     """
     directory = Path(directory)
     try:
+        check_state(directory)
         plain = json.loads((directory / "state.json").read_text(encoding="utf-8"))
         tensors = load_file(directory / "state.safetensors")
     except (OSError, ValueError, SafetensorError) as error:
@@ -56,6 +65,32 @@ def read_state(directory: str | Path) -> dict[str, Any]:
             f"{directory} is a checkpoint of format {plain.get('format')}, not {_FORMAT}; use the version that wrote it."
         )
     return _reunite(plain["state"], tensors)
+
+
+def check_state(directory: Path) -> None:
+    """Compare the files of a state with their checksums.
+
+    Raises:
+        CheckpointError: a file is damaged or missing.
+    """
+    try:
+        expected = json.loads((directory / "checksums.json").read_text(encoding="utf-8"))
+        found = {name: _checksum(directory / name) for name in _FILES}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{directory} holds no readable checkpoint ({error}); resume from another, or start anew."
+        ) from error
+    if expected != found:
+        damaged = [name for name in _FILES if not isinstance(expected, dict) or expected.get(name) != found[name]]
+        raise CheckpointError(
+            f"{directory} is damaged: {' and '.join(damaged) or 'checksums.json'} is not what was written; resume from another "
+            "checkpoint, or start anew."
+        )
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
 
 
 def _separate(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -109,7 +144,9 @@ class RecoverCheckpoints:
         return self.directory / f"step_{step:08d}"
 
     def save(self, step: int, state: dict[str, Any], *, before_visible: Callable[[], object] | None = None) -> Path:
-        """Write the checkpoint of a step, then remove the oldest above ``keep``. Only rank 0 writes.
+        """Write the checkpoint of a step, then remove the oldest above ``keep`` and all of later steps. Only rank 0 writes.
+
+        One of a later step was damaged, or it is of a run that went back to before it.
 
         Args:
             step: its number.
@@ -119,39 +156,54 @@ class RecoverCheckpoints:
         """
         if parallel.rank() == 0:
             write_state(self.path(step), state, before_visible=before_visible)
-            for old in self.steps()[: -self.keep]:
+            kept = [each for each in self.steps() if each <= step][-self.keep :]
+            for old in set(self.steps()) - set(kept):
                 shutil.rmtree(self.path(old))
         return self.path(step)
 
-    def load(self, step: int | None = None) -> tuple[int, dict[str, Any]]:
-        """The state of a step (None: the newest), and the step.
+    def load(self, step: int | None = None, *, device: torch.device | None = None) -> tuple[int, dict[str, Any]]:
+        """The state of a step, and the step.
+
+        Args:
+            step: None: the newest that is whole; damaged ones are passed over, with a warning.
+            device: through which ranks exchange tensors; None: the CPU. The first rank chooses the step for all.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: there is none, or none that is whole.
         """
-        steps = self.steps()
-        if not steps or (step is not None and step not in steps):
+        found = parallel.from_first_rank(lambda: self._newest_whole() if step is None else step, device or torch.device("cpu"))
+        if found not in self.steps():
             raise CheckpointError(
-                f"{self.directory} has no checkpoint{'' if step is None else f' of step {step}'} (it has steps {steps}); "
+                f"{self.directory} has no checkpoint{'' if step is None else f' of step {step}'} (it has steps {self.steps()}); "
                 "set recover.mode=auto to start anew where there is none."
             )
-        step = steps[-1] if step is None else step
-        return step, read_state(self.path(step))
+        return found, read_state(self.path(found))
+
+    def _newest_whole(self) -> int | None:
+        """The newest step whose checkpoint is not damaged; None where there is no checkpoint."""
+        steps = self.steps()
+        for step in reversed(steps):
+            try:
+                check_state(self.path(step))
+            except CheckpointError as error:
+                logger.warning("%s It is passed over, and the checkpoint before it is taken.", error)
+            else:
+                return step
+        if steps:
+            raise CheckpointError(
+                f"{self.directory}: the checkpoints of steps {steps} are all damaged, so the run cannot go on; set another "
+                "trial_name, or move the directory away to start anew."
+            )
+        return None
 
 
 def random_states() -> dict[str, Any]:
     """The states of Python's, NumPy's and torch's global generators."""
-    kind, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = numpy.random.get_state()
+    numbers = numpy.random.get_state(legacy=False)
+    key = torch.from_numpy(numbers["state"]["key"].astype(numpy.int64))
     states: dict[str, Any] = {
-        "python": {"kind": kind, "internal": list(internal), "gauss": gauss},
-        "numpy": {
-            "name": name,
-            "keys": torch.from_numpy(keys.astype(numpy.int64)),
-            "position": position,
-            "has_gauss": has_gauss,
-            "cached": cached,
-        },
+        "python": random.getstate(),
+        "numpy": {**numbers, "state": {**numbers["state"], "key": key}},
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
@@ -161,12 +213,11 @@ def random_states() -> dict[str, Any]:
 
 def restore_random_states(states: dict[str, Any]) -> None:
     """Set the global generators to what ``random_states`` gave."""
-    python, numpy_state = states["python"], states["numpy"]
-    random.setstate((python["kind"], tuple(python["internal"]), python["gauss"]))
-    keys = numpy_state["keys"].numpy().astype(numpy.uint32)
-    numpy.random.set_state(
-        (numpy_state["name"], keys, numpy_state["position"], numpy_state["has_gauss"], numpy_state["cached"])
-    )
+    kind, internal, gauss = states["python"]
+    random.setstate((kind, tuple(internal), gauss))
+    numbers = states["numpy"]
+    key = numbers["state"]["key"].numpy().astype(numpy.uint32)
+    numpy.random.set_state({**numbers, "state": {**numbers["state"], "key": key}})
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])

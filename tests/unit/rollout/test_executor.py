@@ -444,12 +444,18 @@ def test_destroy_with_work_in_flight(make):
 
 def test_a_resumed_executor_trains_each_task_once(make):
     rows = [{"id": index, "ordinal": index} for index in range(24)]
-    trained = []
+    trained, names = [], []
     loader = iter(Loader(rows, 4))
+
+    def train(executor):
+        batch = executor.prepare_batch(loader, OneTurn, batch_size=4)
+        trained.extend((batch["input_ids"][:, 2] - 1).tolist())
+        names.extend(zip(batch["group_ids"].tolist(), batch["sample_ids"].tolist(), strict=True))
+
     engine = EchoEngine(latency=lambda request: 0.001 * (request.input_ids[2] % 3))
     executor = make(engine, max_head_offpolicyness=2)
     for version in range(1, 3):
-        trained += (executor.prepare_batch(loader, OneTurn, batch_size=4)["input_ids"][:, 2] - 1).tolist()
+        train(executor)
         executor.set_version(version)
     state = executor.state_dict()
     executor.destroy()
@@ -457,9 +463,10 @@ def test_a_resumed_executor_trains_each_task_once(make):
     resumed.engine.set_version(2)
     resumed.load_state_dict(state)
     for version in range(3, 7):
-        trained += (resumed.prepare_batch(loader, OneTurn, batch_size=4)["input_ids"][:, 2] - 1).tolist()
+        train(resumed)
         resumed.set_version(version)
     assert sorted(trained) == list(range(24))
+    assert [len(set(ids)) for ids in zip(*names, strict=True)] == [24, 24]
     assert resumed.state_dict()["frontier"] == 24
 
 

@@ -55,6 +55,26 @@ def test_a_run_killed_before_its_first_checkpoint_is_set_aside(tmp_path):
             assert (run.path / "attempts" / str(attempt) / "metrics.jsonl").read_text()
 
 
+def test_what_a_killed_process_left_unfinished_is_removed_wherever_it_is(tmp_path):
+    leave(tmp_path, steps=True, checkpoint=True)
+    path = tmp_path / "quickstart" / "first"
+    left = [path / place / ".draft.0123abcd.tmp" for place in (".", "recover", "grpo/recover", "weights", "checkpoints")]
+    for directory in left:
+        directory.mkdir(parents=True)
+        (directory / "state.safetensors").write_bytes(b"half")
+    (path / ".run.json.0123abcd.tmp").write_text("{")
+    with claim(tmp_path) as run:
+        assert run.resumed
+        assert not [*path.rglob("*.tmp")]
+
+
+def test_a_marker_that_is_no_object_is_damage(tmp_path):
+    leave(tmp_path, steps=True, checkpoint=True)
+    (tmp_path / "quickstart" / "first" / "run.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="damaged"):
+        claim(tmp_path)
+
+
 def test_a_half_written_checkpoint_does_not_count(tmp_path):
     leave(tmp_path, steps=True, checkpoint=False)
     (tmp_path / "quickstart" / "first" / "recover" / ".step-000001").mkdir(parents=True)

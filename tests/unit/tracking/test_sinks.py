@@ -6,6 +6,7 @@ import json
 import pytest
 
 from rollwright.errors import CheckpointError, ConfigError
+from rollwright.tracking import sinks
 from rollwright.tracking.sinks import SINKS, JSONLSink, MetricsLogger, read_metrics
 
 
@@ -38,10 +39,14 @@ def test_a_resumed_run_leaves_one_curve(tmp_path, resume_step):
     assert times == sorted(times)
 
 
-def test_a_line_cut_off_by_a_kill_is_left_out_and_overwritten(tmp_path):
+def test_a_line_cut_off_by_a_kill_is_reported_left_out_and_overwritten(tmp_path, monkeypatch):
+    warned = []
+    monkeypatch.setattr(sinks.logger, "warning", lambda message, *values: warned.append(message % values))
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "time": 1.0, "reward": 0.1}\n{"step": 2, "rew')
     assert [record["step"] for record in read_metrics(path)] == [1]
+    assert str(path) in warned[0]
+    assert '"rew' in warned[0]
     with MetricsLogger(path, resume_step=1) as logger:
         logger.log(2, {"reward": 0.2})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]

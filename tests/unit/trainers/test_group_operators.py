@@ -8,6 +8,7 @@ from rollwright.config.modes import OperatorConfig
 from rollwright.experience.contract import check_trajectory
 from rollwright.experience.experience import Experience, ExperienceId
 from rollwright.experience.operators import OPERATORS, ExperienceOperator, GroupOperators, joined_samples, samples_of
+from rollwright.rollout.task_group import SAMPLE_BITS
 from rollwright.store import Batch, StoredGroup
 from rollwright.tracking.metrics import MetricsTracker
 from rollwright.trainers.reporting import workflow_metrics
@@ -90,5 +91,6 @@ def test_a_batch_of_the_store_numbers_groups_and_samples():
 
     batch = trajectory_of(Batch(0, [stored(5, 0, 0, 1), stored(9, 0, 1)]))
     check_trajectory(batch)
-    assert batch["group_ids"].tolist() == [0, 0, 0, 1, 1]
-    assert batch["sample_ids"].tolist() == [0, 0, 1, 2, 3]
+    assert batch["group_ids"].tolist() == [5, 5, 5, 9, 9]  # as in the store: no other batch has them, before a resume or after
+    five, nine = 5 << SAMPLE_BITS, 9 << SAMPLE_BITS
+    assert batch["sample_ids"].tolist() == [five, five, five + 1, nine, nine + 1]

@@ -10,6 +10,7 @@ from tiny_policy import tiny_actor, tiny_batch
 from rollwright.atomic import replaced_directory
 from rollwright.config.sections import OptimizerConfig
 from rollwright.errors import CheckpointError
+from rollwright.training import checkpoint
 from rollwright.training.checkpoint import RecoverCheckpoints, random_states, read_state, restore_random_states, write_state
 
 
@@ -121,5 +122,44 @@ def test_a_directory_is_replaced_whole_or_not_at_all(tmp_path):
 def test_a_damaged_checkpoint_is_named(tmp_path):
     write_state(tmp_path / "state", {"a": torch.zeros(3)})
     (tmp_path / "state" / "state.safetensors").write_bytes(b"short")
-    with pytest.raises(CheckpointError, match="no readable checkpoint"):
+    with pytest.raises(CheckpointError, match=r"is damaged: state\.safetensors"):
         read_state(tmp_path / "state")
+
+
+def flip(path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["state.safetensors", "state.json", "checksums.json"])
+def test_a_flipped_bit_is_noticed(tmp_path, name):
+    write_state(tmp_path / "state", {"weights": torch.arange(4.0), "step": 3, "list": [1.5, "text"]})
+    file = tmp_path / "state" / name
+    for bit in range(0, 8 * file.stat().st_size, 7):
+        flip(file, bit)
+        with pytest.raises(CheckpointError, match=r"is damaged|no readable checkpoint"):
+            read_state(tmp_path / "state")
+        flip(file, bit)
+    assert read_state(tmp_path / "state")["step"] == 3
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path, monkeypatch):
+    warned = []
+    monkeypatch.setattr(checkpoint.logger, "warning", lambda message, *values: warned.append(message % values))
+    checkpoints = RecoverCheckpoints(tmp_path / "recover", keep=2)
+    for step in (4, 8, 12):
+        checkpoints.save(step, {"step": step, "weights": torch.ones(100)})
+    flip(checkpoints.path(12) / "state.safetensors", 2000)
+    step, state = checkpoints.load()
+    assert (step, state["step"]) == (8, 8)
+    assert str(checkpoints.path(12)) in warned[0]
+    assert "state.safetensors" in warned[0]
+    with pytest.raises(CheckpointError, match="is damaged"):
+        checkpoints.load(12)
+    checkpoints.save(10, {"step": 10})
+    assert checkpoints.steps() == [8, 10]  # what came after step 8 is no checkpoint of this run any more
+    for kept in checkpoints.steps():
+        (checkpoints.path(kept) / "state.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"\[8, 10\] are all damaged"):
+        checkpoints.load()
