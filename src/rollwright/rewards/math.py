@@ -7,24 +7,22 @@ import re
 from typing import Any
 
 from rollwright.rewards.registry import REWARD_FUNCTIONS
-from rollwright.rewards.text import format_reward, gsm8k_answer, last_tagged, references, to_number
+from rollwright.rewards.text import (
+    format_reward,
+    gsm8k_answer,
+    last_boxed,
+    last_tagged,
+    references,
+    sole_number,
+    without_grouping,
+)
 
 _IMPORTS = ("math_verify",)  # takes a second, and is not needed where these functions are only looked up
 _LONGEST_ANSWER = 2000  # characters that are parsed; an answer stands at the end
+_DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
+#: A word of prose, such as a unit, which math-verify would read as a product of letters.
+_WORD = re.compile(r"(?<![\\{A-Za-z])(?!(?:sin|cos|tan|log|ln|exp|mod|sqrt|pi)(?![A-Za-z]))[A-Za-z]{2,}")
 _DAPO_ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
-
-
-def last_boxed(text: str) -> str | None:
-    r"""What stands in the last ``\boxed{…}``, braces balanced; None where there is none."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth = 0
-    for index in range(start + len("\\boxed"), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[index], 0)
-        if depth == 0:
-            return text[start + len("\\boxed{") : index].strip()
-    return None
 
 
 def equivalent(found: str, wanted: str, *, is_free_text: bool = False) -> bool:
@@ -36,26 +34,27 @@ def equivalent(found: str, wanted: str, *, is_free_text: bool = False) -> bool:
         found: an answer, or, where ``is_free_text``, a completion from whose end math-verify extracts one.
         wanted: the reference.
     """
-    number = None if is_free_text else to_number(found)
-    if number is not None and number == to_number(wanted):
+    found, wanted = without_grouping(found), without_grouping(wanted)
+    is_plain = not is_free_text and not any(map(str.isalpha, _WORD.sub("", found)))  # a number and words, no expression
+    if is_plain and sole_number(found) == sole_number(wanted) is not None:
         return True
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call that has no limit
-    texts = (_delimited(wanted), found[-_LONGEST_ANSWER:] if is_free_text else _delimited(found))
+    texts = (_marked(wanted), found[-_LONGEST_ANSWER:] if is_free_text else _marked(found))
     gold, guess = (math_verify.parse(text, parsing_timeout=0) for text in texts)
     return bool(gold) and bool(guess) and math_verify.verify(gold, guess, timeout_seconds=None)
+
+
+def _marked(answer: str) -> str:
+    """The answer in a box, unless it is delimited already: math-verify takes LaTeX only so."""
+    answer = answer[-_LONGEST_ANSWER:]
+    return answer if _DELIMITED.search(answer) else f"\\boxed{{{answer}}}"
 
 
 def _is_right(found: str | None, answer: Any) -> bool:
     """True where an answer is one of the references."""
     return found is not None and any(equivalent(found, gsm8k_answer(one)) for one in references(answer))
-
-
-def _delimited(text: str) -> str:
-    """math-verify takes LaTeX only between dollars or in a box."""
-    text = text[-_LONGEST_ANSWER:]
-    return text if "$" in text or "\\boxed" in text or "\\(" in text or "\\[" in text else f"${text}$"
 
 
 def accuracy(completion: str, answer: Any) -> float:
