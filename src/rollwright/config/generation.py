@@ -32,7 +32,7 @@ def _second_name(name: str) -> Any:
 class GenerationHyperparameters:
     """How one request is sampled.
 
-    Log-probabilities are those of the temperature-scaled softmax before top-p, top-k and penalties; greedy counts as
+    Log-probabilities are those of the temperature-scaled softmax before top-p, top-k, min-p, bias and penalties; greedy counts as
     temperature 1.
     """
 
@@ -43,7 +43,13 @@ class GenerationHyperparameters:
     temperature: float = key(1.0, "Softmax temperature; 0 means greedy.", ge=0.0)
     top_p: float = key(1.0, "Nucleus: smallest set with this probability.", gt=0.0, le=1.0)
     top_k: int = key(0, "Only the k most likely tokens; 0, -1 or a huge value: all.")
+    min_p: float = key(0.0, "Leave out tokens less likely than this share of the most likely one's.", ge=0.0, le=1.0)
     frequency_penalty: float = key(0.0, "Subtracted from a logit for each time its token was generated.", ge=-2.0, le=2.0)
+    presence_penalty: float = key(0.0, "Subtracted from the logit of each token that was generated.", ge=-2.0, le=2.0)
+    repetition_penalty: float = key(
+        1.0, "Divides the logit, or multiplies a negative one, of each token of the prompt and the output.", gt=0.0, le=10.0
+    )
+    logit_bias: dict[int, float] = key_from(dict, "Added to the logits of these token ids.")
     stop: list[str] | None = key(None, "Strings that end a request; the tokens of the string are kept in output_tokens.")
     stop_token_ids: list[int] = key_from(list, "Token ids that end a request; kept in output.")
     ignore_eos: bool = key(False, "Go on after the end token (forced lengths, benchmarks).")
@@ -80,6 +86,7 @@ class GenerationHyperparameters:
         made = copy.copy(self)  # not dataclasses.replace: every request and record makes one
         made.stop = None if self.stop is None else list(self.stop)
         made.stop_token_ids = list(self.stop_token_ids)
+        made.logit_bias = dict(self.logit_bias)
         for name, value in changes.items():
             setattr(made, name, value)
         made.__post_init__()

@@ -90,7 +90,11 @@ class ParameterTable:
             reason = None if gives_contract_logprobs and name != "n_samples" else wire.refusal(gconfig)
             if reason:
                 raise EngineError(f"{value} cannot be honoured by {where}: {reason}.")
-            if not wire.shifts_logprobs or gives_contract_logprobs or (gconfig.is_greedy and name in ("top_p", "top_k")):
+            if (
+                not wire.shifts_logprobs
+                or gives_contract_logprobs
+                or (gconfig.is_greedy and name in ("top_p", "top_k", "min_p"))
+            ):
                 continue
             if not accept_shifted:
                 raise EngineError(
@@ -110,14 +114,19 @@ class ParameterTable:
             "temperature": 0.0 if gconfig.is_greedy else gconfig.temperature,
             "top_p": 1.0 if gconfig.is_greedy else gconfig.top_p,
             "top_k": gconfig.top_k if limits else self.all_tokens,
+            "min_p": gconfig.min_p or None,
             "frequency_penalty": gconfig.frequency_penalty,
+            "presence_penalty": gconfig.presence_penalty or None,
+            "repetition_penalty": None if gconfig.repetition_penalty == 1.0 else gconfig.repetition_penalty,
+            "logit_bias": {str(token): bias for token, bias in gconfig.logit_bias.items()} or None,
             "stop": list(gconfig.stop) if gconfig.stop else None,
             "stop_token_ids": list(gconfig.stop_token_ids) or None,
             "ignore_eos": gconfig.ignore_eos,
             "skip_special_tokens": gconfig.skip_special_tokens,
             "seed": seed,
         }
-        return {key: value for name, value in values.items() if (key := self.wire(name).key)} | dict(self.always or {})
+        named = {key: value for name, value in values.items() if value is not None and (key := self.wire(name).key)}
+        return named | dict(self.always or {})
 
 
 def limits_top_k(gconfig: GenerationHyperparameters) -> bool:

@@ -67,6 +67,22 @@ def frequency_penalty(sample, engine):
     assert sample(greedy=True, frequency_penalty=2.0) != sample(greedy=True)
 
 
+def min_p(sample, engine):
+    assert sample(min_p=1.0) == sample(greedy=True)
+
+
+def presence_penalty(sample, engine):
+    assert sample(greedy=True, presence_penalty=2.0) != sample(greedy=True)
+
+
+def repetition_penalty(sample, engine):
+    assert sample(greedy=True, repetition_penalty=10.0) != sample(greedy=True)
+
+
+def logit_bias(sample, engine):
+    assert sample(logit_bias={7: 1e4}) == [[7] * LENGTH] * len(SEEDS)
+
+
 def stop(sample, engine):
     first = engine.tokenizer.decode(sample(greedy=True)[0][:1])
     assert {len(tokens) for tokens in sample(greedy=True, stop=[first])} == {1}
@@ -95,8 +111,8 @@ def seed(sample, engine):
     assert len({tuple(tokens) for tokens in sample()}) > 1
 
 
-CASES = {case.__name__: case for case in (n_samples, max_new_tokens, min_new_tokens, greedy, temperature, top_p, top_k,
-                                          frequency_penalty, stop, stop_token_ids, ignore_eos, skip_special_tokens, seed)}  # fmt: skip
+CASES = {case.__name__: case for case in (n_samples, max_new_tokens, min_new_tokens, greedy, temperature, top_p, top_k, min_p,
+                                          frequency_penalty, presence_penalty, repetition_penalty, logit_bias, stop, stop_token_ids, ignore_eos, skip_special_tokens, seed)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(GenerationHyperparameters)])

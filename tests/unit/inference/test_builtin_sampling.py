@@ -33,20 +33,30 @@ def test_inverse_cdf_meets_tokens_in_proportion(vocabulary, seed):
     assert (weights[tokens] > 0).all()
 
 
-@given(st.integers(0, 1000), st.sampled_from([0, 1, 3, 7]), st.sampled_from([0.2, 0.5, 0.9, 1.0]))
-@settings(max_examples=40, deadline=None)
-def test_top_k_then_top_p(seed, top_k, top_p):
+@given(
+    st.integers(0, 1000),
+    st.sampled_from([0, 1, 3, 7]),
+    st.sampled_from([0.2, 0.5, 0.9, 1.0]),
+    st.sampled_from([0, 0.1, 0.4, 1]),
+)
+@settings(max_examples=60, deadline=None)
+def test_top_k_then_top_p_then_min_p(seed, top_k, top_p, min_p):
     vocabulary = 24
     scores = torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed)) * 2
     probs = scores.double().softmax(-1).numpy()
     order = np.argsort(-probs)[: top_k or vocabulary]
     inside = probs[order] / probs[order].sum()
     kept = order[: int(np.searchsorted(np.cumsum(inside), top_p)) + 1] if top_p < 1 else order
+    kept = kept[probs[kept] >= min_p * probs.max() * (1 - 1e-6)]
     expected = np.zeros(vocabulary)
     expected[kept] = probs[kept] / probs[kept].sum()
     count = len(EVEN)
     tokens = truncated_inverse_cdf(
-        scores.expand(count, -1), EVEN, torch.full((count,), top_k), torch.full((count,), top_p, dtype=torch.float32)
+        scores.expand(count, -1),
+        EVEN,
+        torch.full((count,), top_k),
+        torch.full((count,), top_p, dtype=torch.float32),
+        torch.full((count,), min_p, dtype=torch.float32),
     )
     assert np.abs(shares(tokens, vocabulary) - expected).max() < 2e-4
 
@@ -102,7 +112,9 @@ def test_what_a_request_draws_does_not_depend_on_its_company():
 def test_truncation_and_penalties_do_not_touch_logprobs():
     model = tiny_model("llama")
     prompt = [5, 6, 7]
-    for change in ({"top_p": 0.4}, {"top_k": 2}, {"frequency_penalty": 2.0}, {"min_new_tokens": 6}):
+    adjustments = {"presence_penalty": 1.5, "repetition_penalty": 2.0, "logit_bias": {9: 4.0, 11: -3.0}, "top_k": 20}
+    changes = ({"top_p": 0.4}, {"top_k": 2}, {"min_p": 0.3}, {"frequency_penalty": 2.0}, {"min_new_tokens": 6}, adjustments)
+    for change in changes:
         gconfig = GenerationHyperparameters(max_new_tokens=8, temperature=0.7).new(**change)
         response = sample(model, gconfig, prompt=prompt)[0]
         with torch.no_grad():
@@ -111,18 +123,67 @@ def test_truncation_and_penalties_do_not_touch_logprobs():
         torch.testing.assert_close(torch.tensor(response.output_logprobs).double(), expected, atol=1e-4, rtol=0)
 
 
-def test_frequency_penalty_by_hand():
-    model = tiny_model("qwen3")
-    gconfig = GenerationHyperparameters(max_new_tokens=10, greedy=True, frequency_penalty=2.0, ignore_eos=True)
+#: Each adjustment alone, and all together.
+ADJUSTMENTS = [
+    {"frequency_penalty": 2.0},
+    {"presence_penalty": -1.0},
+    {"repetition_penalty": 3.0},
+    {"logit_bias": {9: 5.0, 11: -100.0}},
+    {"frequency_penalty": 0.5, "presence_penalty": 1.0, "repetition_penalty": 1.5, "logit_bias": {4: 2.0, 7: -1.0}},
+]
+
+
+def adjusted(logits_V: torch.Tensor, prompt: list[int], output: list[int], settings: dict) -> torch.Tensor:
+    """Float64 logits after bias, repetition, frequency and presence penalty, one token after another."""
+    logits_V = logits_V.double().clone()
+    for token, bias in settings.get("logit_bias", {}).items():
+        logits_V[token] += bias
+    for token in {*prompt, *output}:
+        factor = settings.get("repetition_penalty", 1.0)
+        logits_V[token] = logits_V[token] / factor if logits_V[token] > 0 else logits_V[token] * factor
+    for token in set(output):
+        logits_V[token] -= settings.get("frequency_penalty", 0.0) * output.count(token) + settings.get("presence_penalty", 0.0)
+    return logits_V
+
+
+@pytest.mark.parametrize("settings", ADJUSTMENTS)
+def test_adjustments_by_hand(settings):
+    model, prompt = tiny_model("qwen3"), [5, 6, 7]
+    gconfig = GenerationHyperparameters(max_new_tokens=10, greedy=True, ignore_eos=True, **settings)
     output = sample(model, gconfig)[0].output_tokens
-    counts = torch.zeros(VOCABULARY)
-    tokens = [5, 6, 7]
-    for token in output:
+    for place, token in enumerate(output):
         with torch.no_grad():
-            logits = model(torch.tensor([tokens])).logits[0, -1]
-        assert token == int((logits - 2.0 * counts).argmax())
-        counts[token] += 1
-        tokens.append(token)
+            logits_V = model(torch.tensor([prompt + output[:place]])).logits[0, -1]
+        assert token == int(adjusted(logits_V, prompt, output[:place], settings).argmax())
+
+
+@pytest.mark.parametrize("settings", [ADJUSTMENTS[-1], {**ADJUSTMENTS[-1], "min_p": 0.05}])
+def test_adjusted_frequencies_follow_the_formula(settings):
+    model, prompt, count, temperature = tiny_model("llama"), [5, 6, 7, 6], 4000, 0.7
+    gconfig = GenerationHyperparameters(max_new_tokens=1, temperature=temperature, **settings)
+    responses = sample(model, gconfig, count, prompt, max_running_requests=512)
+    with torch.no_grad():
+        logits_V = model(torch.tensor([prompt])).logits[0, -1]
+    expected = (adjusted(logits_V, prompt, [], settings) / temperature).softmax(-1)
+    expected = expected.where(expected >= settings.get("min_p", 0.0) * expected.max(), 0.0)
+    expected = (expected / expected.sum()).numpy()
+    error = np.sqrt(expected * (1 - expected) / count)
+    tokens = torch.tensor([response.output_tokens[0] for response in responses])
+    assert (np.abs(shares(tokens, VOCABULARY) - expected) < 5 * error + 1e-3).all()
+    plain = (logits_V.double() / temperature).log_softmax(-1)
+    got = torch.tensor([response.output_logprobs[0] for response in responses]).double()
+    torch.testing.assert_close(got, plain[tokens], atol=1e-4, rtol=0)
+
+
+def test_penalties_go_on_after_a_preemption():
+    """What a sequence was punished for is not forgotten where its keys and values are computed again."""
+    model = tiny_model("qwen3")
+    gconfig = GenerationHyperparameters(max_new_tokens=150, greedy=True, ignore_eos=True, presence_penalty=0.5)
+    alone = sample(model, gconfig)[0].output_tokens
+    with BuiltinEngine(model, kv_cache_bytes=1 << 16, prefix_cache=False, context_length=200) as engine:
+        outputs = [r.output_tokens for r in engine.generate([ModelRequest([5, 6, 7], gconfig) for _ in range(8)])]
+        assert engine.stats()["preemptions"] > 0
+    assert outputs == [alone] * 8
 
 
 @pytest.mark.parametrize("greedy", [True, False])

@@ -275,7 +275,8 @@ def test_stop_strings_are_left_out_of_the_text(client):
         ("chat/completions", {"messages": ASK, "top_p": 1.5}, 400, "top_p"),
         ("chat/completions", {"messages": ASK, "n": 9}, 400, "limit"),
         ("chat/completions", {"messages": ASK, "top_logprobs": 3}, 400, "top_logprobs"),
-        ("chat/completions", {"messages": ASK, "presence_penalty": 0.5}, 400, "presence_penalty"),
+        ("chat/completions", {"messages": ASK, "presence_penalty": 5}, 400, "presence_penalty"),
+        ("completions", {"prompt": "hi", "logit_bias": {"hi": 1}}, 400, "logit_bias"),
         ("chat/completions", {"messages": ASK, "response_format": {"type": "json_object"}}, 400, "response_format"),
         ("chat/completions", {"messages": ASK, "tool_choice": "required"}, 400, "tool_choice"),
         (
@@ -309,11 +310,12 @@ def test_a_stream_that_cannot_start_has_an_error_status(address):
 GIVEN = {
     **dict.fromkeys(("model", "stop", "rid", "prompt"), "x"),
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens", "top_k", "n", "seed"), 3),
-    **dict.fromkeys(("temperature", "top_p", "frequency_penalty"), 0.5),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), 0.5),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty"), 0.5),
     **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "stream", "logprobs"), True),
     **dict.fromkeys(("return_token_ids", "add_generation_prompt", "continue_final_message"), True),
     **{"messages": ASK, "stop_token_ids": [1], "tools": TOOLS, "tool_choice": "auto", "best_of": 1},
-    **{"stream_options": {"include_usage": True}, "chat_template_kwargs": {"x": 1}},
+    **{"stream_options": {"include_usage": True}, "chat_template_kwargs": {"x": 1}, "logit_bias": {"3": 1.0}},
 }
 #: The OpenAI parameters that each endpoint alone takes.
 ALONE = {
@@ -331,7 +333,8 @@ def test_every_parameter_is_honoured_ignored_or_refused(body, other):
     base = {"messages": ASK} if body is Chat else {"prompt": "x"}
     assert {*body.model_fields, *body.neutral} - {*other.model_fields, *other.neutral} == ALONE[body]
     for name in body.model_fields:
-        assert body.of({**base, name: GIVEN[name]}).given()[name] == GIVEN[name]
+        read = {3: 1.0} if name == "logit_bias" else GIVEN[name]
+        assert body.of({**base, name: GIVEN[name]}).given()[name] == read
         with pytest.raises(RequestError, match=name):
             body.of({**base, name: object()})
         assert name in base or name not in body.of({**base, name: None}).given()

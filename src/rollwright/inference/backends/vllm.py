@@ -42,7 +42,11 @@ class VLLMClient(RemoteClient):
             "temperature": "temperature",
             "top_p": Wire("top_p", shifts_logprobs=True),
             "top_k": Wire("top_k", shifts_logprobs=True),
+            "min_p": Wire("min_p", shifts_logprobs=True),
             "frequency_penalty": Wire("frequency_penalty", shifts_logprobs=True),
+            "presence_penalty": Wire("presence_penalty", shifts_logprobs=True),
+            "repetition_penalty": Wire("repetition_penalty", shifts_logprobs=True),
+            "logit_bias": Wire("logit_bias", shifts_logprobs=True),
             "stop": "stop",
             "stop_token_ids": "stop_token_ids",
             "ignore_eos": "ignore_eos",
@@ -111,7 +115,7 @@ class VLLMClient(RemoteClient):
         return {
             "request_id": wire_id,
             "token_ids": request.input_ids,
-            "sampling_params": {key: value for key, value in params.items() if value is not None},
+            "sampling_params": params,
             **adapter,
         }
 

@@ -12,6 +12,7 @@ from fastapi import Request
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -87,6 +88,15 @@ class Body(BaseModel):
         return RequestError(f"{said}; it has to be {wanted}.", param=name)
 
 
+def _by_token_id(bias: Any) -> Any:
+    """JSON's keys are texts."""
+    if not isinstance(bias, dict):
+        return bias
+    if wrong := next((token for token in bias if not str(token).isdecimal()), None):
+        raise RequestError(f"logit_bias names {wrong!r:.100}; its keys are token ids, as text.", param="logit_bias")
+    return {int(token): value for token, value in bias.items()}
+
+
 def _leaves_a_token(top_p: float) -> float:
     if top_p == 0:
         raise RequestError("top_p=0 leaves no token; use temperature=0 for greedy sampling.", param="top_p")
@@ -105,7 +115,13 @@ class SamplingBody(Body):
     temperature: float = Field(1.0, ge=0.0, le=100.0)
     top_p: Annotated[float, AfterValidator(_leaves_a_token)] = Field(1.0, ge=0.0, le=1.0)
     top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    repetition_penalty: float = Field(1.0, gt=0.0, le=10.0)
+    logit_bias: Annotated[dict[int, Annotated[float, Field(ge=-100.0, le=100.0)]], BeforeValidator(_by_token_id)] = Field(
+        {}, description="an object of numbers between -100 and 100 by token id"
+    )
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -123,9 +139,8 @@ class Sampling(SamplingBody):
 
     noun = "sampling parameter"
     neutral = {
-        **_none("min_p", "presence_penalty", value=0),
-        **_none("repetition_penalty", "beam_width", "stream_interval", value=1),
-        **_none("logit_bias", "custom_params", value={}),
+        **_none("beam_width", "stream_interval", value=1),
+        **_none("custom_params", value={}),
         **_none("json_schema", "regex", "ebnf", "structural_tag", value=""),
         "stop_regex": (("", []), "this server has no such thing"),
         "watermark": ((), "this server has no such thing"),
@@ -237,13 +252,6 @@ class OpenAIBody(SamplingBody):
     """What chat and completions have in common; ``given`` is what the protocol works with."""
 
     ignored = frozenset({"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"})
-    neutral = {
-        "presence_penalty": ((0,), "the engine has no presence penalty"),
-        "repetition_penalty": ((1,), "the engine has no repetition penalty"),
-        "min_p": ((0,), "the engine has no min-p"),
-        "logit_bias": (({},), "logits are not biased"),
-    }
-
     model: str | None = None
     max_tokens: int = Field(16, ge=1)
     min_tokens: int = Field(0, ge=0)
@@ -277,7 +285,6 @@ class Chat(OpenAIBody):
     """``/v1/chat/completions``."""
 
     neutral = {
-        **OpenAIBody.neutral,
         "top_logprobs": ((0,), "only the sampled token's log-probability is known"),
         "parallel_tool_calls": ((True,), "the number of calls cannot be limited"),
         "response_format": (({"type": "text"},), "decoding is not constrained"),
@@ -299,7 +306,6 @@ class Completion(OpenAIBody):
     """``/v1/completions``."""
 
     neutral = {
-        **OpenAIBody.neutral,
         "echo": ((False,), "the prompt is not scored"),
         "suffix": (("",), "there is no insertion mode"),
     }

@@ -46,7 +46,10 @@ from rollwright.inference.server.openai_answer import (
 )
 
 #: Sampling parameters that have the generation argument's name.
-_SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "stop_token_ids", "ignore_eos")
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
+    *("stop_token_ids", "ignore_eos"),
+)
 
 
 class OpenAIProtocol:

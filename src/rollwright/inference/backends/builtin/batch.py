@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollwright.inference.backends.builtin.adjustment import Adjustment
 from rollwright.inference.request import ModelRequest, ModelResponse
 
 _INCOMPLETE = "�"  # what tokenizers decode an unfinished multi-byte character to
@@ -37,6 +38,7 @@ class Sequence:
         has_own_layout: positions or attention differ from a plain causal sequence.
         position_delta: position minus index of the tokens after a multi-modal prompt.
         hidden: ``[prompt]`` bool, the columns that new tokens must not see; None where they see all.
+        adjustment: what changes its scores before a token is drawn; None where nothing does.
         on_token: called in the engine's thread with the sequence, each sampled token, its log-probability and version.
         cached: leading tokens whose keys and values are in its row.
         row: its row in the cache, -1 while it waits.
@@ -54,6 +56,7 @@ class Sequence:
     position_delta: int = 0
     hidden: Tensor | None = None
     stop_strings: StopStrings | None = None
+    adjustment: Adjustment | None = None
     on_token: Callable[[Sequence, int, float, int], None] | None = None
     future: Future[ModelResponse] = field(default_factory=Future)
     logprobs: list[float] = field(default_factory=list)
@@ -170,8 +173,9 @@ _ROW = np.dtype(
         ("top_k", np.int64),
         ("temperature", np.float32),
         ("top_p", np.float32),
-        ("frequency_penalty", np.float32),
+        ("min_p", np.float32),
         ("greedy", np.bool_),
+        ("is_adjusted", np.bool_),
         ("has_stop_strings", np.bool_),
         ("has_hidden", np.bool_),
         ("has_listener", np.bool_),
@@ -210,8 +214,9 @@ class RowTable:
             "top_k": gconfig.top_k if 0 < gconfig.top_k < vocabulary else 0,
             "temperature": gconfig.effective_temperature,
             "top_p": gconfig.top_p,
-            "frequency_penalty": gconfig.frequency_penalty,
+            "min_p": gconfig.min_p,
             "greedy": gconfig.is_greedy,
+            "is_adjusted": sequence.adjustment is not None,
             "has_stop_strings": sequence.stop_strings is not None,
             "has_hidden": sequence.hidden is not None,
             "has_listener": sequence.on_token is not None,

@@ -17,6 +17,7 @@ import torch
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError, PromptTooLongError
+from rollwright.inference.backends.builtin.adjustment import Adjustment
 from rollwright.inference.backends.builtin.batch import Chunk, RowTable, Sequence, StopStrings, branch_visibility
 from rollwright.inference.backends.builtin.cache import KeptPrefix, KVCache, PrefixCache, PrefixIndex
 from rollwright.inference.backends.builtin.general_model import GeneralModel
@@ -297,7 +298,7 @@ class RequestIntake:
                 f"The prompt has {length} tokens and the engine's context is {runner.context_length} (rid {request.rid}): shorten "
                 "the prompt or start the engine with a larger context_length."
             )
-        check_sampling(gconfig)
+        check_sampling(gconfig, runner.vocabulary)
         self._check_inputs(request)
         tokenizer = request.tokenizer or self._tokenizer
         if gconfig.stop and tokenizer is None:
@@ -317,6 +318,8 @@ class RequestIntake:
             position_delta=delta,
             stop_strings=StopStrings(tokenizer, gconfig.stop) if gconfig.stop else None,
         )
+        if Adjustment.is_wanted(gconfig):
+            sequence.adjustment = Adjustment(gconfig, request.input_ids)
         if request.branch_ids is not None:
             branches = torch.from_numpy(sequence.branch_ids())
             hidden = ~branch_visibility(branches[-1:], branches)[0]
@@ -353,7 +356,7 @@ class RequestIntake:
             raise EngineError("A multi-modal request cannot have branches in the built-in engine.")
 
 
-def check_sampling(gconfig: GenerationHyperparameters) -> None:
+def check_sampling(gconfig: GenerationHyperparameters, vocabulary: int) -> None:
     """Refuse a generation argument of a wrong type or outside its limits.
 
     Raises:
@@ -378,3 +381,8 @@ def check_sampling(gconfig: GenerationHyperparameters) -> None:
         raise EngineError(f"stop is {gconfig.stop!r}; it has to be a list of texts.")
     if any(isinstance(token, bool) or not isinstance(token, Integral) for token in gconfig.stop_token_ids):
         raise EngineError(f"stop_token_ids is {gconfig.stop_token_ids!r}; it has to be a list of token ids.")
+    for token, bias in gconfig.logit_bias.items():
+        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < vocabulary:
+            raise EngineError(f"logit_bias names {token!r}, which is no token id: they are 0 to {vocabulary - 1}.")
+        if isinstance(bias, bool) or not isinstance(bias, Real) or not math.isfinite(bias):
+            raise EngineError(f"logit_bias of token {token} is {bias!r}; it has to be a finite number.")

@@ -1,6 +1,6 @@
 """One step of the engine: schedule, run, sample, postprocess; once for new prompts, once for all that decode.
 
-Tokens are drawn with temperature, top-k, top-p and frequency penalty; log-probabilities are those before all but the
+Tokens are drawn with temperature, top-k, top-p, min-p, bias and penalties; log-probabilities are those before all but the
 temperature. Each token takes one uniform number, a function of (request seed, index of the token) alone: what a request
 draws depends on its own distribution, never on which requests share the batch.
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollwright.inference.backends.builtin.adjustment import Adjustment
 from rollwright.inference.backends.builtin.batch import RowTable, Sequence, decode_batch, prefill_batch, to_tensor
 from rollwright.inference.backends.builtin.cache import PrefixCache
 from rollwright.inference.backends.builtin.model import ModelRunner
@@ -89,14 +90,11 @@ class Stepper:
         table, running = self._table, self.scheduler.running
         last = len(running)
         rows = table.rows[first:last]
-        history = {}
-        if rows["frequency_penalty"].any():
-            history = {
-                row: torch.tensor(s.tokens[s.prompt_length :] + table.unflushed(row)["token"].tolist(), dtype=torch.int64)
-                for row, s in enumerate(running[first:], first)
-            }
+        adjustments = [(index, running[first + index].adjustment) for index in rows["is_adjusted"].nonzero()[0].tolist()]
         begins = (rows["generated"] == 0).nonzero()[0].tolist()
-        tokens, logprobs = sample(logits, table, first, last, history)
+        tokens, logprobs = sample(logits, table, first, last, adjustments)
+        for index, adjustment in adjustments:
+            adjustment.take(int(tokens[index]))
         for index in begins:
             running[first + index].first_token_at = time.monotonic()
         table.append(first, last, tokens, logprobs, self.version)
@@ -168,14 +166,14 @@ class Stepper:
 
 
 def sample(
-    logits_BV: Tensor, table: RowTable, first: int, last: int, history: dict[int, Tensor]
+    logits_BV: Tensor, table: RowTable, first: int, last: int, adjustments: list[tuple[int, Adjustment]]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw one token for each of rows ``first .. last-1``.
 
     Args:
         logits_BV: of these rows; may be overwritten.
         table: how each row is sampled.
-        history: output tokens so far by row; needed of the rows that have a frequency penalty.
+        adjustments: of the rows that have one, by their index in ``logits_BV``.
 
     Returns:
         Tokens ``[B]`` int64, and their log-probabilities ``[B]`` float32 under the temperature-scaled softmax.
@@ -185,22 +183,22 @@ def sample(
     if (rows["temperature"] != 1.0).any():
         scores_BV = scores_BV / to_tensor(rows["temperature"], device)[:, None]
     greedy = rows["greedy"]
-    is_adjusted = (rows["frequency_penalty"] != 0) | (rows["generated"] < rows["min_new_tokens"])
-    whole = (rows["top_k"] == 0) & (rows["top_p"] >= 1.0)
+    below_minimum = (rows["generated"] < rows["min_new_tokens"]).nonzero()[0].tolist()
+    whole = (rows["top_k"] == 0) & (rows["top_p"] >= 1.0) & (rows["min_p"] == 0)
     uniforms_B = to_tensor(counter_uniforms(rows["seed"], rows["generated"]), device)
 
     if whole.all() and not greedy.any():
         probs_BV = scores_BV.softmax(-1)
         weights_BV = probs_BV
-        if is_adjusted.any():
-            weights_BV = _adjusted(scores_BV, table, first, is_adjusted, history).softmax(-1)
+        if adjustments or below_minimum:
+            weights_BV = _adjusted(scores_BV, table, first, adjustments, below_minimum).softmax(-1)
         tokens = inverse_cdf(weights_BV, uniforms_B)
         logprobs = probs_BV.gather(1, tokens[:, None]).squeeze(1).log_()
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
     logprobs_BV = scores_BV.log_softmax(-1)
-    if is_adjusted.any():
-        scores_BV = _adjusted(scores_BV, table, first, is_adjusted, history)
+    if adjustments or below_minimum:
+        scores_BV = _adjusted(scores_BV, table, first, adjustments, below_minimum)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
     for kind, chosen in (("whole", whole & ~greedy), ("greedy", greedy), ("truncated", ~whole & ~greedy)):
         if not chosen.any():
@@ -211,23 +209,22 @@ def sample(
         elif kind == "greedy":
             tokens[index] = scores_BV[index].argmax(-1)
         else:
-            top_k, top_p = to_tensor(rows["top_k"][chosen], device), to_tensor(rows["top_p"][chosen], device)
-            tokens[index] = truncated_inverse_cdf(scores_BV[index], uniforms_B[index], top_k, top_p)
+            limits = [to_tensor(rows[name][chosen], device) for name in ("top_k", "top_p", "min_p")]
+            tokens[index] = truncated_inverse_cdf(scores_BV[index], uniforms_B[index], *limits)
     logprobs = logprobs_BV.gather(1, tokens[:, None]).squeeze(1)
     return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
 
-def _adjusted(scores_BV: Tensor, table: RowTable, first: int, is_adjusted: np.ndarray, history: dict[int, Tensor]) -> Tensor:
-    """A copy of the scores, the frequency penalty subtracted and, below ``min_new_tokens``, without stop ids."""
+def _adjusted(
+    scores_BV: Tensor, table: RowTable, first: int, adjustments: list[tuple[int, Adjustment]], below_minimum: list[int]
+) -> Tensor:
+    """A copy of the scores, adjusted and, for the rows below ``min_new_tokens``, without stop ids."""
     scores_BV, vocabulary, device = scores_BV.clone(), scores_BV.shape[1], scores_BV.device
-    for row in (first + is_adjusted.nonzero()[0]).tolist():
-        entry = table.rows[row]
-        if entry["frequency_penalty"] != 0:
-            counts = torch.bincount(history[row].to(device), minlength=vocabulary)
-            scores_BV[row - first] -= counts * float(entry["frequency_penalty"] / entry["temperature"])
-        if entry["generated"] < entry["min_new_tokens"]:
-            stop_ids = table.stop_ids[row]
-            scores_BV[row - first, to_tensor(stop_ids[(stop_ids >= 0) & (stop_ids < vocabulary)], device)] = float("-inf")
+    for index, adjustment in adjustments:
+        adjustment.apply(scores_BV[index])
+    for index in below_minimum:
+        stop_ids = table.stop_ids[first + index]
+        scores_BV[index, to_tensor(stop_ids[(stop_ids >= 0) & (stop_ids < vocabulary)], device)] = float("-inf")
     return scores_BV
 
 
@@ -271,8 +268,9 @@ def inverse_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     return (block * size + torch.searchsorted(inner, target, right=True).clamp_(max=size - 1)).squeeze(1)
 
 
-def truncated_inverse_cdf(scores_BV: Tensor, uniforms_B: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
-    """Draw from the ``top_k`` most likely tokens (0: all), then from the smallest set of these with mass ``top_p``, ``[B]``."""
+def truncated_inverse_cdf(scores_BV: Tensor, uniforms_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
+    """Draw a token, ``[B]``, from the ``top_k`` most likely ones (0: all), of these from the smallest set with mass ``top_p``, and
+    of these from those at least ``min_p`` times as likely as the most likely one."""
     ordered, order = scores_BV.sort(dim=-1, descending=True, stable=True)
     running = ordered.softmax(-1).cumsum(-1)
     vocabulary = running.shape[1]
@@ -281,6 +279,8 @@ def truncated_inverse_cdf(scores_BV: Tensor, uniforms_B: Tensor, top_k_B: Tensor
     # the set ends with the first token at which the mass reaches top_p
     nucleus = torch.searchsorted(running, mass * top_p_B[:, None])
     last = torch.minimum(last, torch.where(top_p_B[:, None] < 1, nucleus, vocabulary - 1))
+    likely = (ordered >= ordered[:, :1] + min_p_B[:, None].log()).sum(-1, keepdim=True) - 1
+    last = torch.minimum(last, likely)
     target = running.gather(1, last) * uniforms_B[:, None].clamp(max=_BELOW_ONE)
     index = torch.minimum(torch.searchsorted(running, target, right=True), last)
     return order.gather(1, index).squeeze(1)

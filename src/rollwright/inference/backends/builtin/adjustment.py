@@ -1,0 +1,56 @@
+"""What changes the scores of one sequence before a token is drawn: a bias and penalties.
+
+Log-probabilities are taken before, so a sequence without an adjustment pays nothing and one with it gives the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rollwright.config.generation import GenerationHyperparameters
+
+
+class Adjustment:
+    """Bias and penalties of one sequence, in vLLM's order: bias, repetition, frequency, presence.
+
+    Args:
+        gconfig: of the request.
+        prompt: counts for the repetition penalty (as in Transformers and vLLM), not for the other two (as in OpenAI's).
+    """
+
+    def __init__(self, gconfig: GenerationHyperparameters, prompt: list[int]) -> None:
+        self._gconfig = gconfig
+        self._prompt = prompt
+        self._state: tuple[Tensor, Tensor, Tensor] | None = None  # made with the first token: many requests wait before that
+
+    @staticmethod
+    def is_wanted(gconfig: GenerationHyperparameters) -> bool:
+        """True where a request has a bias or a penalty."""
+        penalties = gconfig.frequency_penalty, gconfig.presence_penalty, gconfig.repetition_penalty - 1.0
+        return any(penalties) or bool(gconfig.logit_bias)
+
+    def take(self, token: int) -> None:
+        """Note the newest output token."""
+        assert self._state is not None
+        counts_V, seen_V, _ = self._state
+        counts_V[token] += 1
+        seen_V[token] = True
+
+    def apply(self, scores_V: Tensor) -> None:
+        """Change logits that were divided by the temperature, in place."""
+        gconfig, temperature = self._gconfig, self._gconfig.effective_temperature
+        if self._state is None:
+            seen_V = torch.zeros_like(scores_V, dtype=torch.bool)
+            seen_V[self._prompt] = True
+            bias_V = torch.zeros_like(scores_V)
+            bias_V[list(gconfig.logit_bias)] = scores_V.new_tensor(list(gconfig.logit_bias.values()))
+            self._state = torch.zeros_like(scores_V), seen_V, bias_V
+        counts_V, seen_V, bias_V = self._state
+        scores_V.add_(bias_V, alpha=1 / temperature)
+        if (penalty := gconfig.repetition_penalty) != 1.0:
+            penalised = torch.where(scores_V > 0, scores_V / penalty, scores_V * penalty)
+            scores_V.copy_(torch.where(seen_V, penalised, scores_V))
+        if gconfig.frequency_penalty or gconfig.presence_penalty:
+            penalty_V = gconfig.frequency_penalty * counts_V + gconfig.presence_penalty * (counts_V > 0)
+            scores_V.sub_(penalty_V / temperature)
