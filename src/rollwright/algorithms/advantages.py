@@ -42,13 +42,15 @@ def baseline_and_scale(
     mean_level: str | None = "group",
     std_level: str | None = "group",
     leave_one_out: bool = False,
+    std_after_mean: bool = False,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
     """What is subtracted from each row's reward, and what the difference is multiplied by.
 
     Group mean and deviation are GRPO's (arXiv 2402.03300, section 4.1.2); the group mean alone is Dr. GRPO's (arXiv
-    2503.20783); leave-one-out is RLOO's (arXiv 2402.14740); the batch's deviation after the group's mean is
-    REINFORCE++-baseline's (arXiv 2501.03262). Deviations are those of the population (no Bessel correction).
+    2503.20783); leave-one-out is RLOO's (arXiv 2402.14740). With the group's mean, the batch's deviation of the rewards is Lite
+    PPO's (arXiv 2508.08221), and that of the rewards less their group's mean REINFORCE++-baseline's (arXiv 2501.03262).
+    Deviations are those of the population (no Bessel correction).
 
     A sample that has nothing to be compared with (a group of one, a group or batch without variance where the level asks
     for a deviation) gets scale 0, so that its advantage is 0 and never its raw reward.
@@ -60,6 +62,7 @@ def baseline_and_scale(
         mean_level: ``group``, ``batch``, or ``none`` (not centred).
         std_level: ``group``, ``batch``, or ``none`` (not scaled). Deviations are taken around the mean of the same level.
         leave_one_out: the mean that a sample is compared with leaves the sample itself out.
+        std_after_mean: the deviation is that of rewards less their baseline.
         eps: added to the deviation.
 
     Returns:
@@ -76,23 +79,23 @@ def baseline_and_scale(
     weights = 1.0 / _sum_by(torch.ones_like(rewards), sample_index_B, sample_count)[sample_index_B]
     whole_batch_B = torch.zeros_like(group_ids_B)
 
-    def moments(level: str) -> tuple[Tensor, Tensor, Tensor]:
+    def moments(level: str, values_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Mean, deviation and number of samples of each row's group (or of the batch), all ``[B]``."""
         index_B, count = _segments(group_ids_B if level == "group" else whole_batch_B)
         samples = _sum_by(weights, index_B, count)
-        mean_B = (_sum_by(weights * rewards, index_B, count) / samples)[index_B]
-        variance = _sum_by(weights * (rewards - mean_B).square(), index_B, count) / samples
+        mean_B = (_sum_by(weights * values_B, index_B, count) / samples)[index_B]
+        variance = _sum_by(weights * (values_B - mean_B).square(), index_B, count) / samples
         return mean_B, variance.sqrt()[index_B], samples[index_B].round()
 
     baseline_B, scale_B = torch.zeros_like(rewards), torch.ones_like(rewards)
     if mean_level in ("group", "batch"):
-        baseline_B, _, samples_B = moments(mean_level)
+        baseline_B, _, samples_B = moments(mean_level, rewards)
         if leave_one_out:
             own_B = _sum_by(weights * rewards, sample_index_B, sample_count)[sample_index_B]
             baseline_B = (baseline_B * samples_B - own_B) / (samples_B - 1).clamp(min=1)
         scale_B = (samples_B > 1).double()
     if std_level in ("group", "batch"):
-        _, deviation_B, _ = moments(std_level)
+        _, deviation_B, _ = moments(std_level, rewards - baseline_B if std_after_mean else rewards)
         scale_B = torch.where(deviation_B > _variance_floor(rewards), scale_B / (deviation_B + eps), torch.zeros_like(scale_B))
     return baseline_B, scale_B
 

@@ -1,8 +1,9 @@
 """Losses per token, the importance ratios in them, KL to a reference, and the weights that make one number of them.
 
-A policy loss takes ``logp_BL`` (with gradient), ``old_logp_BL`` (the policy that the ratio is taken against), ``advantages_BL``
-and ``mask_BL``, and returns a ``PolicyLoss``, or its values alone. ``POLICY_LOSSES`` names them for the config. The loss of a
-batch is ``(weights_BL * values_BL).sum()`` with the weights of ``aggregation_weights``.
+A policy loss takes ``logp_BL`` (with gradient), ``old_logp_BL`` (the anchor, that the ratio is taken against), ``advantages_BL``
+and ``mask_BL``, and returns a ``PolicyLoss``, or its values alone. One that corrects for who sampled also takes
+``behaviour_logp_BL``: the log-probabilities at sampling, from which the anchor differs where it is recomputed. ``POLICY_LOSSES``
+names them for the config. The loss of a batch is ``(weights_BL * values_BL).sum()`` with the weights of ``aggregation_weights``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from rollwright.errors import ConfigError
 #: Log-ratios are cut here before the exponential: e^20 is beyond every clip and every cap, and stays finite.
 LOG_RATIO_LIMIT = 20.0
 
+#: Parameter of a loss that corrects for the behaviour policy by itself.
+_BEHAVIOUR = "behaviour_logp_BL"
+
 #: Parameters of a loss that are given by config keys of their own.
 _FROM_CONFIG = {"level": "importance_level", "eps_clip": "eps_clip", "eps_clip_higher": "eps_clip_higher", "c_clip": "c_clip"}
 
@@ -29,27 +33,42 @@ _FROM_CONFIG = {"level": "importance_level", "eps_clip": "eps_clip", "eps_clip_h
 # -- which loss --------------------------------------------------------------------------------------------------------
 
 
-def find_policy_loss(config: PPOActorConfig) -> Callable[[Tensor, Tensor, Tensor, Tensor], PolicyLoss]:
+def find_policy_loss(config: PPOActorConfig) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], PolicyLoss]:
     """The loss that ``config`` names, with its arguments.
 
     A loss that has a parameter ``level``, ``eps_clip``, ``eps_clip_higher`` or ``c_clip`` gets the config key
     (``importance_level`` for ``level``); others come from ``policy_loss_kwargs``.
 
+    Returns:
+        A function of ``logp_BL, old_logp_BL, advantages_BL, mask_BL, behaviour_logp_BL``; a loss that has no parameter of the
+        last name is not given it.
+
     Raises:
-        ConfigError: the loss does not exist (with the names that there are), or does not take an argument.
+        ConfigError: the loss does not exist (with the names that there are), does not take an argument, or corrects for the
+            behaviour policy while ``use_decoupled_loss`` does so, too.
     """
     name, arguments = config.policy_loss, dict(config.policy_loss_kwargs)
     loss = POLICY_LOSSES.get(name)
     parameters = list(inspect.signature(loss).parameters.values())[4:]
     known = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+    corrects = _BEHAVIOUR in known
+    known.discard(_BEHAVIOUR)
+    if corrects and config.use_decoupled_loss:
+        raise ConfigError(
+            f"actor.use_decoupled_loss weighs tokens by the policy that sampled them, and the loss {name!r} does so by itself: they "
+            "would be weighed twice. Set use_decoupled_loss to false, or take the loss clip."
+        )
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     if not takes_all and (unknown := sorted(set(arguments) - (known - set(_FROM_CONFIG)))):
         allowed = ", ".join(sorted(known - set(_FROM_CONFIG))) or "none"
         raise ConfigError(f"actor.policy_loss_kwargs has {unknown}, which the loss {name!r} does not take: it takes {allowed}.")
     arguments = {parameter: getattr(config, key) for parameter, key in _FROM_CONFIG.items() if parameter in known} | arguments
 
-    def policy_loss(logp_BL: Tensor, old_logp_BL: Tensor, advantages_BL: Tensor, mask_BL: Tensor) -> PolicyLoss:
-        result = loss(logp_BL, old_logp_BL, advantages_BL, mask_BL, **arguments)
+    def policy_loss(
+        logp_BL: Tensor, old_logp_BL: Tensor, advantages_BL: Tensor, mask_BL: Tensor, behaviour_logp_BL: Tensor
+    ) -> PolicyLoss:
+        behaviour = {_BEHAVIOUR: behaviour_logp_BL} if corrects else {}
+        result = loss(logp_BL, old_logp_BL, advantages_BL, mask_BL, **arguments, **behaviour)
         if isinstance(result, PolicyLoss):
             return result
         if not isinstance(result, Tensor) or result.shape != logp_BL.shape:
@@ -86,7 +105,8 @@ def clip_loss(
 ) -> PolicyLoss:
     """PPO's clipped surrogate (arXiv 1707.06347, eq. 7), with DAPO's separate upper clip and the dual clip.
 
-    With ``level="sequence"`` it is GSPO (arXiv 2507.18071, eq. 5), with ``level="turn"`` the same over a turn's tokens.
+    With ``level="sequence"`` it is GSPO (arXiv 2507.18071, eq. 5; with advantages per token GSPO-token, section 4.3), with
+    ``level="turn"`` the same over a turn's tokens. Leave-one-out advantages and ``level="sequence_product"`` make TRL's RLOO.
 
     Args:
         level: where the ratio is taken.
@@ -152,36 +172,81 @@ def sapo_loss(
 
 
 def reinforce_loss(
-    logp_BL: Tensor, old_logp_BL: Tensor, advantages_BL: Tensor, mask_BL: Tensor, *, level: str = "token"
+    logp_BL: Tensor,
+    old_logp_BL: Tensor,
+    advantages_BL: Tensor,
+    mask_BL: Tensor,
+    *,
+    behaviour_logp_BL: Tensor | None = None,
+    level: str = "token",
+    weight_high: float | None = 2.0,
 ) -> PolicyLoss:
-    """REINFORCE: ``-A log π``, without a ratio (Williams, 1992). ``level`` only shapes the reported ratio."""
-    ratio_BL = importance_ratio(logp_BL, old_logp_BL, mask_BL, level).detach()
-    return PolicyLoss(-advantages_BL * logp_BL, ratio_BL, torch.zeros_like(mask_BL, dtype=torch.bool))
+    """REINFORCE (Williams, 1992), ``-A log π``, weighted by the truncated ratio ``π / μ`` to the policy that sampled.
+
+    On policy the weight is 1. After the first of several steps on a batch, and on stale samples, it is what keeps the gradient
+    that of the current policy (truncated importance sampling; IMPALA, arXiv 1802.01561, section 4): without it, what was bad is
+    pushed down without end.
+
+    Args:
+        behaviour_logp_BL: log-probabilities at sampling; None: ``old_logp_BL``.
+        level: where the weight is taken.
+        weight_high: largest weight; None: no weights, as Williams has it.
+    """
+    behaviour_logp_BL = old_logp_BL if behaviour_logp_BL is None else behaviour_logp_BL
+    ratio_BL = importance_ratio(logp_BL, behaviour_logp_BL, mask_BL, level).detach()
+    weight_BL = torch.ones_like(ratio_BL) if weight_high is None else ratio_BL.clamp(max=weight_high)
+    over_BL = torch.zeros_like(mask_BL) if weight_high is None else ratio_BL > weight_high
+    return PolicyLoss(-weight_BL * advantages_BL * logp_BL, ratio_BL, (over_BL * mask_BL) > 0)
 
 
 def opmd_loss(
-    logp_BL: Tensor, old_logp_BL: Tensor, advantages_BL: Tensor, mask_BL: Tensor, *, level: str = "token", tau: float = 1.0
+    logp_BL: Tensor,
+    old_logp_BL: Tensor,
+    advantages_BL: Tensor,
+    mask_BL: Tensor,
+    *,
+    behaviour_logp_BL: Tensor | None = None,
+    level: str = "token",
+    weight_high: float | None = 2.0,
+    tau: float = 1.0,
 ) -> PolicyLoss:
     """Online policy mirror descent in its simple form: ``-A log π / (1 + τ)`` (Trinity-RFT, arXiv 2505.17826, appendix A).
 
-    It needs no importance ratio, also off policy; ``τ`` is the strength of the pull towards the current policy.
+    Args:
+        behaviour_logp_BL, level, weight_high: as for ``reinforce_loss``; Trinity-RFT has no weights (None).
+        tau: strength of the pull towards the current policy.
     """
-    result = reinforce_loss(logp_BL, old_logp_BL, advantages_BL, mask_BL, level=level)
+    result = reinforce_loss(
+        logp_BL,
+        old_logp_BL,
+        advantages_BL,
+        mask_BL,
+        behaviour_logp_BL=behaviour_logp_BL,
+        level=level,
+        weight_high=weight_high,
+    )
     result.values = result.values / (1.0 + tau)
     return result
 
 
 def topr_loss(
-    logp_BL: Tensor, old_logp_BL: Tensor, advantages_BL: Tensor, mask_BL: Tensor, *, level: str = "token"
+    logp_BL: Tensor,
+    old_logp_BL: Tensor,
+    advantages_BL: Tensor,
+    mask_BL: Tensor,
+    *,
+    behaviour_logp_BL: Tensor | None = None,
 ) -> PolicyLoss:
     """Tapered off-policy REINFORCE (arXiv 2503.14286, eq. 8): full weight on what was good, tapered on what was bad.
 
-    Rows of positive advantage are weighted by 1; the others by the whole row's ratio ``π(y) / μ(y)``, cut to [0, 1].
-    ``level`` is not used: the paper's ratio is that of the whole sequence, not length-normalised.
+    Rows of positive advantage are weighted by 1; the others by the whole row's ratio ``π(y) / μ(y)``, cut to [0, 1]. It is the
+    product over the row's tokens, as in the paper, and taken to the policy that sampled.
+
+    Args:
+        behaviour_logp_BL: log-probabilities at sampling; None: ``old_logp_BL``.
     """
-    del level
-    total_B = ((logp_BL - old_logp_BL) * mask_BL).sum(-1).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio_BL = total_B.exp().detach()[:, None].expand_as(logp_BL)
+    behaviour_logp_BL = old_logp_BL if behaviour_logp_BL is None else behaviour_logp_BL
+    ratio_BL = importance_ratio(logp_BL, behaviour_logp_BL, mask_BL, "sequence_product").detach()
     tapered_BL = (advantages_BL < 0) & (mask_BL > 0)
     weight_BL = torch.where(tapered_BL, ratio_BL.clamp(max=1.0), torch.ones_like(ratio_BL))
     return PolicyLoss(-weight_BL * advantages_BL * logp_BL, ratio_BL, tapered_BL & (ratio_BL > 1.0))
@@ -237,28 +302,33 @@ def importance_ratio(logp_BL: Tensor, old_logp_BL: Tensor, mask_BL: Tensor, leve
         logp_BL: log-probabilities under the new policy.
         old_logp_BL: under the old one.
         mask_BL: 1 where a token trains.
-        level: ``token``: of each token. ``sequence``: the log-ratio is the mean over the row, which is GSPO's
-            length-normalised sequence ratio (arXiv 2507.18071, eq. 7). ``turn``: the mean over each run of trained tokens.
+        level: ``token``: of each token. ``sequence``: the geometric mean over the row, which is GSPO's length-normalised
+            sequence ratio (arXiv 2507.18071, eq. 7). ``turn``: the geometric mean over each run of trained tokens.
+            ``sequence_product``: the product over the row, the ratio of two whole sequences.
 
     Returns:
-        ``[B, L]``; every token of a turn or row carries the same value, 1 where ``mask_BL`` is 0.
+        ``[B, L]``; every token of a turn or row carries the same value, 1 where ``mask_BL`` is 0. The gradient at a token is
+        that of its own log-probability times this value (GSPO-token, arXiv 2507.18071, section 4.3), so that advantages may differ
+        between the tokens of a row. Where they are equal, so is the gradient of the mean.
     """
-    log_ratio_BL = logp_BL - old_logp_BL
-    mask_BL = mask_BL.to(log_ratio_BL.dtype)
-    log_ratio_BL = log_ratio_BL * mask_BL
-    if level == "sequence":
-        mean_B = log_ratio_BL.sum(-1) / mask_BL.sum(-1).clamp(min=1)
-        log_ratio_BL = mean_B[:, None] * mask_BL
-    elif level == "turn":
+    mask_BL = mask_BL.to(logp_BL.dtype)
+    own_BL = (logp_BL - old_logp_BL) * mask_BL
+    if level == "token":
+        return own_BL.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    if level == "turn":
         index_BL = turn_index(mask_BL)
         turns = int(index_BL.max()) + 1 if index_BL.numel() else 1
-        empty_BT = log_ratio_BL.new_zeros(log_ratio_BL.shape[0], turns)
-        total_BT = empty_BT.scatter_add(1, index_BL, log_ratio_BL)
+        empty_BT = own_BL.new_zeros(own_BL.shape[0], turns)
+        total_BT = empty_BT.scatter_add(1, index_BL, own_BL)
         count_BT = empty_BT.scatter_add(1, index_BL, mask_BL)
-        log_ratio_BL = (total_BT / count_BT.clamp(min=1)).gather(1, index_BL) * mask_BL
-    elif level != "token":
-        raise ConfigError(f"importance_level is {level!r}: choose one of token, turn, sequence.")
-    return log_ratio_BL.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        pooled_BL = (total_BT / count_BT.clamp(min=1)).gather(1, index_BL)
+    elif level in ("sequence", "sequence_product"):
+        count_B = mask_BL.sum(-1).clamp(min=1) if level == "sequence" else 1.0
+        pooled_BL = (own_BL.sum(-1) / count_B)[:, None]
+    else:
+        raise ConfigError(f"importance_level is {level!r}: choose one of token, turn, sequence, sequence_product.")
+    pooled_BL = (pooled_BL * mask_BL).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return pooled_BL.exp() * (own_BL - own_BL.detach()).exp()
 
 
 def behaviour_weight(
@@ -276,7 +346,8 @@ def behaviour_weight(
         mask_BL: 1 where a token trains.
         cap: largest weight; None: no cap.
         mode: over the cap, ``mask`` gives the token no weight, ``clamp`` gives it the cap.
-        level: ``token``, ``turn`` or ``sequence``.
+        level: see ``importance_ratio``. What verl and TRL call the sequence's weight is ``sequence_product``; ``sequence`` is
+            its geometric mean over tokens.
 
     Returns:
         The weight ``[B, L]``, 0 where ``mask_BL`` is 0, and a bool ``[B, L]`` that is true where the cap took effect.
@@ -294,11 +365,11 @@ def behaviour_weight(
 
 
 def interpolated_prox_logp(logp_BL: Tensor, behaviour_logp_BL: Tensor, versions_BL: Tensor, current_version: int) -> Tensor:
-    """The proximal policy's log-probabilities without a forward pass of its own.
+    """The proximal policy's log-probabilities after a step on the batch, without a forward pass of its own.
 
-    The policy before this batch's update has ``current_version``, the one under optimisation is taken as one version on,
-    and the behaviour policy of a token has the version that sampled it; log-probabilities are interpolated linearly in
-    the version between behaviour and current. A token of the current version keeps its behaviour log-probability.
+    They are interpolated between behaviour and current by version as AReaL does it: ``log μ + α (log π - log μ)`` with
+    ``α = (v - 1 - v_b) / (v - v_b)``, for the trainer's version ``v`` and the version ``v_b`` that sampled the token. A token of
+    the current version, or of the one before, keeps its behaviour log-probability.
 
     Args:
         logp_BL: log-probabilities under the policy being optimised (detached here).
@@ -306,8 +377,8 @@ def interpolated_prox_logp(logp_BL: Tensor, behaviour_logp_BL: Tensor, versions_
         versions_BL: version that sampled each token; -1 where none did.
         current_version: version of the trainer's weights before this update.
     """
-    age_BL = (current_version - versions_BL).clamp(min=0).to(logp_BL.dtype)
-    share_BL = age_BL / (age_BL + 1)
+    age_BL = (current_version - versions_BL).clamp(min=1).to(logp_BL.dtype)
+    share_BL = (age_BL - 1) / age_BL
     return behaviour_logp_BL + share_BL * (logp_BL.detach() - behaviour_logp_BL)
 
 

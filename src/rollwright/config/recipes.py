@@ -69,10 +69,11 @@ for _name, _recipe in {
         {"eps_clip": 0.2, "eps_clip_higher": 0.28, "loss_aggregation": "token", "mask_truncated": True, "kl_ctl": 0.0},
         {"dynamic_filter": "no_variance"},
     ),
-    "rloo": Recipe("RLOO, arXiv 2402.14740", {**_norm("group", "none", leave_one_out=True), "policy_loss": "reinforce"}),
+    "rloo": Recipe("RLOO, arXiv 2402.14740; ratio and clip as in TRL", _norm("group", "none", leave_one_out=True)),
     "reinforceplusplus": Recipe("REINFORCE++, arXiv 2501.03262", {**_norm("batch", "batch"), "kl_estimator": "k1"}),
     "reinforceplusplus_baseline": Recipe(
-        "REINFORCE++ with a group baseline, arXiv 2501.03262", {**_norm("group", "batch"), "kl_estimator": "k2"}
+        "REINFORCE++ with a group baseline, arXiv 2501.03262",
+        {**_norm("group", "batch"), "adv_norm.std_after_mean": True, "kl_estimator": "k2"},
     ),
     "lite_ppo": Recipe("Lite PPO, arXiv 2508.08221", {**_norm("group", "batch"), "loss_aggregation": "token"}),
     "gspo": Recipe(

@@ -43,6 +43,9 @@ class NormConfig:
         "group", "Over what the deviation is taken; none: not scaled.", choices=["group", "batch", "none"]
     )
     leave_one_out: bool = key(False, "The mean that a sample is compared with leaves it out (RLOO).")
+    std_after_mean: bool = key(
+        False, "The deviation is that of rewards less their mean (REINFORCE++-baseline), not of the rewards (Lite PPO)."
+    )
     eps: float = key(1e-6, "Added to the deviation.", gt=0.0)
 
 
@@ -89,7 +92,9 @@ class PPOActorConfig(TrainEngineConfig):
     eps_clip_higher: float | None = key(None, "Upper clip of the ratio (DAPO's clip-higher).", gt=0.0)
     c_clip: float | None = key(None, "Dual clip for negative advantages; above 1.", gt=1.0)
     importance_level: str = key(
-        "token", "Where ratios are taken: token, turn or sequence (GSPO).", choices=["token", "turn", "sequence"]
+        "token",
+        "Where ratios are taken: token, turn, sequence (geometric mean over its tokens, GSPO) or sequence_product.",
+        choices=["token", "turn", "sequence", "sequence_product"],
     )
     loss_aggregation: str = key(
         "token",
@@ -106,7 +111,7 @@ class PPOActorConfig(TrainEngineConfig):
     adv_estimator_kwargs: dict[str, Any] = key_from(dict, "Arguments of an adv_estimator other than normalised.")
     reward_scaling: float = key(1.0, "Rewards are multiplied by this after reward_bias is added.")
     reward_bias: float = key(0.0, "Added to every reward.")
-    reward_clip: float = key(20.0, "Scaled rewards are clipped to ± this.", gt=0.0)
+    reward_clip: float | None = key(None, "Scaled rewards are clipped to ± this; None: they are not.", gt=0.0)
     kl_ctl: float = key(0.0, "Weight of the KL to the reference in the loss; above 0 loads the reference model.", ge=0.0)
     kl_estimator: str = key("k3", "Schulman's k1, k2 or k3; or a registered name or import path.", registry=KL_ESTIMATORS)
     entropy_coef: float = key(0.0, "Weight of an entropy bonus.", ge=0.0)
@@ -128,7 +133,10 @@ class PPOActorConfig(TrainEngineConfig):
         choices=["mask", "clamp"],
     )
     behav_imp_weight_level: str = key(
-        "token", "Where the behaviour importance weight is taken.", choices=["token", "turn", "sequence"]
+        "token",
+        "Where the behaviour importance weight is taken: token, turn, sequence (geometric mean over its tokens) or "
+        "sequence_product (what verl and TRL call sequence).",
+        choices=["token", "turn", "sequence", "sequence_product"],
     )
 
 

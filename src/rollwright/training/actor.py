@@ -27,11 +27,14 @@ from rollwright.config.recipes import apply_recipe
 from rollwright.config.sections import PPOActorConfig
 from rollwright.errors import TrainingError, WeightUpdateError
 from rollwright.experience.trajectory import Trajectory, select_rows, tensor_container_to
+from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
 from rollwright.training.engine import TrainEngine, trained_tokens
 from rollwright.training.logprobs import split_minibatches
 from rollwright.training.parallel import TokenStatistics
 from rollwright.training.publish import Publisher, SharedWeights, publisher_for
+
+logger = getLogger("training")
 
 
 class FSDPPPOActor(TrainEngine):
@@ -59,6 +62,7 @@ class FSDPPPOActor(TrainEngine):
         self._engine: Any = None
         self._meta: Any = None
         self._publisher: Publisher | None = None
+        self._warned: set[str] = set()
 
     # One step's calls
 
@@ -75,7 +79,7 @@ class FSDPPPOActor(TrainEngine):
     def compute_advantages(self, batch: Trajectory) -> Trajectory:
         """Write ``advantages [B, L]`` into the batch: what each trained token is reinforced by.
 
-        Rewards are shifted, scaled and clipped, then given to ``adv_estimator``; ``normalised`` normalises them over samples
+        Rewards are shifted, scaled and clipped (``returns [B]``, written, too), then given to ``adv_estimator``; ``normalised`` normalises them over samples
         as ``adv_norm`` says. Where the batch has ``token_rewards [B, L]``, a token's advantage is what its row still collects
         from there on, against the same baseline of whole rows. Advantages that the batch has already (``[B]`` or ``[B, L]``,
         from a workflow, an operator or the caller) are used as they are. With ``kl_ctl > 0`` the batch also receives
@@ -109,7 +113,17 @@ class FSDPPPOActor(TrainEngine):
     def _estimated(self, batch: Trajectory, mask_BL: Tensor) -> Tensor:
         config = self.config
         rewards_B = _require(batch, "rewards", "compute_advantages").float().to(mask_BL.device)
-        outcome_B = ((rewards_B + config.reward_bias) * config.reward_scaling).clamp(-config.reward_clip, config.reward_clip)
+        scaled_B = (rewards_B + config.reward_bias) * config.reward_scaling
+        limit = torch.inf if config.reward_clip is None else config.reward_clip
+        outcome_B = scaled_B.clamp(-limit, limit)
+        batch["reward_clipped"] = scaled_B.abs() > limit
+        if clipped := int(batch["reward_clipped"].sum()):
+            self._warn_once(
+                "clip",
+                f"actor.reward_clip={limit:g} cuts the rewards of {clipped} of {len(rewards_B)} rows (the largest is "
+                f"{float(scaled_B.abs().max()):g}), which makes them equal: what they tell apart is not learned. Raise it, set it to "
+                "null, or lower actor.reward_scaling.",
+            )
         later_BL = torch.zeros_like(mask_BL)
         if batch.get("token_rewards") is not None:
             token_rewards_BL = batch["token_rewards"].float().to(mask_BL.device) * config.reward_scaling
@@ -121,11 +135,30 @@ class FSDPPPOActor(TrainEngine):
                 "executor fills them; give them by hand, or set actor.adv_norm.mean_level and std_level to batch."
             )
         rows = torch.arange(len(rewards_B), device=mask_BL.device)
-        returns_all, own = parallel.gathered_rows(outcome_B + later_BL[:, 0])
+        batch["returns"] = outcome_B + later_BL[:, 0]
+        returns_all, own = parallel.gathered_rows(batch["returns"])
         groups_all, _ = parallel.gathered_rows(_numbers_of_this_rank(batch.get("group_ids"), rows))
         samples_all, _ = parallel.gathered_rows(_numbers_of_this_rank(batch.get("sample_ids"), rows))
+        if norm is not None and norm.mean_level == "group":
+            self._warn_of_lone_samples(groups_all, samples_all)
         baseline_all, scale_all = self._estimate(returns_all, groups_all, samples_all)
         return (outcome_B[:, None] + later_BL - baseline_all[own][:, None]) * scale_all[own][:, None] * mask_BL
+
+    def _warn_of_lone_samples(self, groups_B: Tensor, samples_B: Tensor) -> None:
+        group_of_sample = torch.stack([groups_B, samples_B]).unique(dim=1)[0]
+        sizes = group_of_sample.unique(return_counts=True)[1]
+        if alone := int((sizes == 1).sum()):
+            self._warn_once(
+                "alone",
+                f"{alone} of {len(sizes)} groups have one sample: actor.adv_norm compares a sample with its group, so that these "
+                "have advantage 0 and train nothing. Set gconfig.n_samples (or the taskset's group_size) to 2 or more, or compare "
+                "with the batch: actor.recipe=reinforceplusplus.",
+            )
+
+    def _warn_once(self, about: str, message: str) -> None:
+        if about not in self._warned and parallel.rank() == 0:
+            logger.warning("%s", message)
+        self._warned.add(about)
 
     def ppo_update(self, batch: Trajectory) -> dict[str, float]:
         """Optimise the policy on a batch, in ``ppo_n_minibatches`` steps.
@@ -160,7 +193,7 @@ class FSDPPPOActor(TrainEngine):
         statistics = TokenStatistics(self.device)
         batch_diagnostics(batch, self.version, statistics)
         steps = []
-        for number, rows in enumerate(split_minibatches(batch, config.ppo_n_minibatches)):
+        for rows in split_minibatches(batch, config.ppo_n_minibatches):
             minibatch = select_rows(batch, rows)
             if float(parallel.summed(minibatch["update_mask"].sum())) == 0:
                 continue  # every token is masked: a step would only decay weights
@@ -169,7 +202,7 @@ class FSDPPPOActor(TrainEngine):
             )
             if self._publisher is not None:
                 self._publisher.before_first_step()
-            update = PolicyUpdate(config, self._policy_loss, self.version, before_first_step=number == 0)
+            update = PolicyUpdate(config, self._policy_loss, self.version, before_first_step=not steps)
             steps.append(self.optimise(minibatch, update.loss, statistics, with_entropy=True))
         statistics.add("policy_loss", torch.zeros((), device=self.device), torch.tensor(len(steps) / parallel.world_size()))
         metrics = {**_summary(steps), "lr": self.learning_rate, **with_effective_sample_size(statistics.export())}
@@ -278,7 +311,7 @@ class PolicyUpdate:
     """
 
     config: PPOActorConfig
-    policy_loss: Callable[[Tensor, Tensor, Tensor, Tensor], PolicyLoss]
+    policy_loss: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], PolicyLoss]
     version: int
     before_first_step: bool
 
@@ -290,7 +323,7 @@ class PolicyUpdate:
         anchor_BL = self._anchor(part, logp_BL, behaviour_BL) * mask_BL
         if part.get("logprobs_shifted") is not None:  # not the policy's: its own before the first step take their place
             behaviour_BL = torch.where(part["logprobs_shifted"][:, None], anchor_BL, behaviour_BL)
-        policy = self.policy_loss(logp_BL, anchor_BL, part["advantages"].to(logp_BL.dtype), mask_BL)
+        policy = self.policy_loss(logp_BL, anchor_BL, part["advantages"].to(logp_BL.dtype), mask_BL, behaviour_BL)
         values_BL = policy.values
         if config.use_decoupled_loss:
             weight_BL, capped_BL = behaviour_weight(
@@ -323,13 +356,12 @@ class PolicyUpdate:
         current ones are the same numbers, so that no forward pass is spent on them.
         """
         config = self.config
-        interpolates = config.use_decoupled_loss and config.prox_logp_method == "interpolate" and not config.recompute_logprob
-        if interpolates and "prox_logp" not in part:
-            return interpolated_prox_logp(logp_BL, behaviour_BL, part["versions"], self.version)
         if "prox_logp" in part:
             return part["prox_logp"].to(logp_BL.dtype)
         if (config.use_decoupled_loss or config.recompute_logprob) and self.before_first_step:
             return logp_BL.detach()
+        if config.use_decoupled_loss and config.prox_logp_method == "interpolate":
+            return interpolated_prox_logp(logp_BL, behaviour_BL, part["versions"], self.version)
         return behaviour_BL
 
     @torch.no_grad()
@@ -382,8 +414,10 @@ def batch_diagnostics(batch: Trajectory, version: int, statistics: TokenStatisti
     if batch.get("rewards") is not None:
         statistics.add("reward/mean", batch["rewards"].double().sum(), rows)
         if batch.get("group_ids") is not None:
-            share, groups = groups_without_variance(batch["rewards"], batch["group_ids"])
-            statistics.add("groups_without_variance", share * groups, groups)
+            without, groups = groups_without_variance(batch.get("returns", batch["rewards"]), batch["group_ids"])
+            statistics.add("groups_without_variance", without, groups)
+    if batch.get("reward_clipped") is not None:
+        statistics.add("reward_clipped_share", batch["reward_clipped"].double().sum(), rows)
     if batch.get("truncated") is not None:
         statistics.add("truncated_share", batch["truncated"].double().sum(), rows)
     statistics.mean("advantage/abs_mean", batch["advantages"].abs(), mask_BL)

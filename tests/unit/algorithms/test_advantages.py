@@ -77,6 +77,20 @@ def test_group_mean_with_the_batch_deviation():
     assert got.tolist() == pytest.approx([value / deviation for value in (-0.5, 0.5, -1.0, 1.0)])
 
 
+def test_the_deviation_of_centred_rewards_is_reinforce_plus_plus_baselines():
+    """arXiv 2501.03262: rewards less their group's mean, over the batch's deviation of those."""
+    groups = [[10.0, 10.0, 10.0, 9.0], [0.0, 0.0, 0.0, 1.0]]
+    rewards = torch.tensor(groups, dtype=torch.float64).flatten()
+    centred = [value - statistics.fmean(group) for group in groups for value in group]
+    deviation = statistics.pstdev(centred)
+    group_ids = torch.arange(8) // 4
+    got = normalised_rewards(rewards, group_ids, torch.arange(8), std_level="batch", std_after_mean=True, eps=1e-12)
+    assert got.tolist() == pytest.approx([value / deviation for value in centred])
+    assert got[0].item() == pytest.approx(0.577, abs=1e-3)
+    raw = normalised_rewards(rewards, group_ids, torch.arange(8), std_level="batch", eps=1e-12)  # Lite PPO's
+    assert raw.tolist() == pytest.approx([value / statistics.pstdev(rewards.tolist()) for value in centred])
+
+
 def test_an_unknown_level_is_refused():
     with pytest.raises(ConfigError, match=r"mean_level.*'task'"):
         normalised_rewards(torch.zeros(1), torch.zeros(1).long(), torch.zeros(1).long(), mean_level="task")

@@ -90,6 +90,60 @@ def test_sequence_level_is_gspo(numbers):
     assert loss.item() == pytest.approx(expected)
 
 
+def reference_gspo_token(logp, old, advantages, mask, low, high):
+    """GSPO-token (arXiv 2507.18071, section 4.3) row by row: the ratio's value is the row's, its gradient the token's own."""
+    loss = torch.zeros((), dtype=torch.float64)
+    for row in range(len(mask)):
+        tokens = [t for t in range(mask.shape[1]) if mask[row, t]]
+        ratio = math.exp(sum(float((logp - old)[row, t].detach()) for t in tokens) / len(tokens))
+        for t in tokens:
+            own = ratio * logp[row, t].exp() / logp[row, t].exp().detach()
+            surrogate = torch.minimum(own * advantages[row, t], own.clamp(1 - low, 1 + high) * advantages[row, t])
+            loss = loss - surrogate / len(tokens) / len(mask)
+    return loss
+
+
+def test_sequence_level_keeps_the_advantages_of_tokens(numbers):
+    """GSPO over advantages that differ within a row: each token is moved by its own, not by the row's mean."""
+    logp, old, advantages, mask = numbers
+    expected = reference_gspo_token(logp, old, advantages, mask, 0.1, 0.2)
+    (wanted,) = torch.autograd.grad(expected, logp)
+    got = clip_loss(logp, old, advantages, mask, level="sequence", eps_clip=0.1, eps_clip_higher=0.2)
+    loss = (aggregation_weights(mask, "row") * got.values).sum()
+    (found,) = torch.autograd.grad(loss, logp)
+    assert loss.item() == pytest.approx(expected.item())
+    torch.testing.assert_close(found, wanted)
+    assert {float(value) > 0 for value in found[1][found[1] != 0]} == {True, False}
+
+
+def test_one_advantage_a_row_has_the_gradient_of_gspo_itself(numbers):
+    """The paper's statement: with equal advantages GSPO-token's gradient is that of the length-normalised ratio (eq. 5)."""
+    logp, old, advantages, mask = numbers
+    row_advantage = advantages[:, :1].expand_as(advantages)
+    ratio_B = (((logp - old) * mask).sum(-1) / mask.sum(-1)).exp()
+    surrogate_B = torch.minimum(ratio_B * row_advantage[:, 0], ratio_B.clamp(0.9, 1.2) * row_advantage[:, 0])
+    (wanted,) = torch.autograd.grad(-surrogate_B.mean(), logp)
+    got = clip_loss(logp, old, row_advantage, mask, level="sequence", eps_clip=0.1, eps_clip_higher=0.2)
+    (found,) = torch.autograd.grad((aggregation_weights(mask, "row") * got.values).sum(), logp)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_leave_one_out_with_a_clipped_product_is_trls_rloo(numbers):
+    """TRL's RLOOTrainer (arXiv 2402.14740 with a ratio): min over whole sequences of r A and clip(r) A, with r a product."""
+    logp, _, advantages, mask = numbers
+    old = logp.detach() + torch.tensor([[0.1], [-0.02], [0.05]], dtype=torch.float64)  # near enough that not all is clipped
+    row_advantage = advantages[:, :1].expand_as(advantages)
+    ratio_B = ((logp - old) * mask).sum(-1).exp()
+    advantage_B = row_advantage[:, 0]
+    surrogate_B = torch.minimum(ratio_B * advantage_B, ratio_B.clamp(0.8, 1.2) * advantage_B)
+    (wanted,) = torch.autograd.grad(-surrogate_B.mean(), logp)
+    got = clip_loss(logp, old, row_advantage, mask, level="sequence_product")
+    torch.testing.assert_close(got.ratio[mask > 0], ratio_B.detach()[:, None].expand_as(mask)[mask > 0])
+    (found,) = torch.autograd.grad((aggregation_weights(mask, "constant", constant=1.0) * got.values).sum(), logp)
+    torch.testing.assert_close(found, wanted)
+    assert found.abs().sum() > 0
+
+
 def test_turn_level_takes_the_mean_of_each_run(numbers):
     logp, old, advantages, mask = numbers
     got = clip_loss(logp, old, advantages, mask, level="turn").ratio
@@ -123,17 +177,33 @@ def test_sapo_on_policy_has_the_policy_gradient():
     torch.testing.assert_close(logp.grad, -advantages)
 
 
-def test_reinforce_and_opmd_ignore_the_ratio(numbers):
+def test_reinforce_and_opmd_weigh_by_the_truncated_ratio_to_who_sampled(numbers):
+    logp, behaviour, advantages, mask = numbers
+    anchor = logp.detach()  # recomputed before the step: says nothing of who sampled
+    got = reinforce_loss(logp, anchor, advantages, mask, behaviour_logp_BL=behaviour, weight_high=1.5)
+    (got.values * mask).sum().backward()
+    for at in each(mask):
+        ratio = math.exp((logp - behaviour)[at].item())
+        assert logp.grad[at].item() == pytest.approx(-min(ratio, 1.5) * float(advantages[at]))
+        assert bool(got.clipped[at]) == (ratio > 1.5)
+    assert got.clipped.any()
+    opmd = opmd_loss(logp, anchor, advantages, mask, behaviour_logp_BL=behaviour, weight_high=1.5, tau=1.5)
+    torch.testing.assert_close(opmd.values, got.values / 2.5)
+    assert torch.equal(opmd.clipped, got.clipped)
+
+
+def test_reinforce_without_weights_is_williams(numbers):
     logp, old, advantages, mask = numbers
-    plain = reinforce_loss(logp, old, advantages, mask).values
-    torch.testing.assert_close(plain, -advantages * logp)
-    torch.testing.assert_close(opmd_loss(logp, old, advantages, mask, tau=1.5).values, plain / 2.5)
+    plain = reinforce_loss(logp, old, advantages, mask, weight_high=None)
+    torch.testing.assert_close(plain.values, -advantages * logp)
+    assert not plain.clipped.any()
+    torch.testing.assert_close(opmd_loss(logp, old, advantages, mask, weight_high=None, tau=1.5).values, plain.values / 2.5)
 
 
 def test_topr_tapers_what_was_bad(numbers):
     logp, old, _, mask = numbers
     rows = torch.tensor([1.0, -1.0, -1.0], dtype=torch.float64)[:, None].expand_as(mask)
-    (topr_loss(logp, old, rows, mask).values * mask).sum().backward()
+    (topr_loss(logp, logp.detach(), rows, mask, behaviour_logp_BL=old).values * mask).sum().backward()
     for at in each(mask):
         whole = math.exp(sum(float((logp - old)[other]) for other in each(mask) if other[0] == at[0]))
         expected = -1.0 if at[0] == 0 else min(whole, 1.0)
@@ -172,10 +242,21 @@ def test_wrong_names_and_arguments_are_refused():
     loss_of("cispo", weight_high=3.0)
 
 
+@pytest.mark.parametrize("name", ["reinforce", "opmd", "topr"])
+def test_losses_that_correct_for_who_sampled_get_it_and_refuse_a_second_correction(name, numbers):
+    logp, behaviour, advantages, mask = numbers
+    anchor, behaviour = logp.detach(), behaviour + 2.0  # what was sampled has become less likely
+    corrected = loss_of(name)(logp, anchor, advantages, mask, behaviour).values
+    torch.testing.assert_close(corrected, POLICY_LOSSES[name](logp, behaviour, advantages, mask).values)
+    assert not torch.allclose(corrected, POLICY_LOSSES[name](logp, anchor, advantages, mask).values)
+    with pytest.raises(ConfigError, match=f"use_decoupled_loss.*{name}.*weighed twice"):
+        find_policy_loss(PPOActorConfig(policy_loss=name, use_decoupled_loss=True))
+
+
 def test_a_loss_gets_the_config_keys_that_it_has_parameters_for(numbers):
     config = PPOActorConfig(eps_clip=0.1, eps_clip_higher=0.3, c_clip=2.0, importance_level="sequence")
     mine, expected = (
-        find_policy_loss(config)(*numbers),
+        find_policy_loss(config)(*numbers, numbers[1]),
         clip_loss(*numbers, level="sequence", eps_clip=0.1, eps_clip_higher=0.3, c_clip=2.0),
     )
     assert torch.equal(mine.values, expected.values)
@@ -186,12 +267,12 @@ def test_a_loss_may_return_its_values_alone(numbers):
     POLICY_LOSSES["values alone"] = lambda logp, old, advantages, mask, **options: -advantages * logp * options["weight"]
     POLICY_LOSSES["summed"] = lambda logp, old, advantages, mask: -(advantages * logp).sum()
     try:
-        result = loss_of("values alone", weight=2.0)(*numbers)
+        result = loss_of("values alone", weight=2.0)(*numbers, numbers[1])
         assert isinstance(result, PolicyLoss)
         assert torch.equal(result.values, -2.0 * numbers[2] * numbers[0])
         assert not result.clipped.any()
         with pytest.raises(ConfigError, match=r"returned a tensor of \[\].*\[3, 7\], not summed"):
-            loss_of("summed")(*numbers)
+            loss_of("summed")(*numbers, numbers[1])
     finally:
         del POLICY_LOSSES["values alone"], POLICY_LOSSES["summed"]
 

@@ -30,10 +30,12 @@ def by_hand(logp: list[float], old: list[float], mask: list[int], level: str) ->
             turns[-1].append(index)
         else:
             turns.append([index])
-    pools = {"token": [[index] for index in trained], "turn": turns, "sequence": [trained] if trained else []}[level]
+    row = [trained] if trained else []
+    pools = {"token": [[index] for index in trained], "turn": turns, "sequence": row, "sequence_product": row}[level]
     ratios = [1.0] * len(mask)
     for pool in pools:
-        mean = sum(logp[index] - old[index] for index in pool) / len(pool)
+        total = sum(logp[index] - old[index] for index in pool)
+        mean = max(-20.0, min(20.0, total)) if level == "sequence_product" else total / len(pool)
         for index in pool:
             ratios[index] = math.exp(mean)
     return ratios
@@ -45,7 +47,7 @@ def by_hand(logp: list[float], old: list[float], mask: list[int], level: str) ->
         min_size=1,
         max_size=4,
     ),
-    level=st.sampled_from(["token", "turn", "sequence"]),
+    level=st.sampled_from(["token", "turn", "sequence", "sequence_product"]),
     cap=st.floats(0.1, 20.0),
     mode=st.sampled_from(["mask", "clamp"]),
 )
@@ -97,4 +99,18 @@ def test_no_gradient_flows_through_the_behaviour_weight():
 def test_interpolation_moves_with_age():
     logp, behaviour = torch.full((1, 3), -1.0), torch.full((1, 3), -3.0)
     got = interpolated_prox_logp(logp, behaviour, torch.tensor([[5, 4, 2]]), current_version=5)
-    assert got[0].tolist() == pytest.approx([-3.0, -3.0 + 2.0 / 2, -3.0 + 2.0 * 3 / 4])
+    alpha = [0.0, (5 - 1 - 4) / (5 - 4), (5 - 1 - 2) / (5 - 2)]  # AReaL: (v - 1 - v_b) / (v - v_b)
+    assert got[0].tolist() == pytest.approx([-3.0 + 2.0 * share for share in alpha])
+
+
+def test_a_sequences_weight_is_a_product_or_its_geometric_mean():
+    """verl's sequence-level weight e^(sum of differences), capped at 2, and the length-normalised one."""
+    prox, behaviour = torch.tensor([[0.0, 0.3, 0.1, 0.2]]), torch.zeros(1, 4)
+    mask = torch.tensor([[0.0, 1.0, 1.0, 1.0]])
+    product, _ = behaviour_weight(prox, behaviour, mask, cap=None, mode="clamp", level="sequence_product")
+    mean, _ = behaviour_weight(prox, behaviour, mask, cap=None, mode="clamp", level="sequence")
+    capped, over = behaviour_weight(2 * prox, behaviour, mask, cap=2.0, mode="clamp", level="sequence_product")
+    assert product[0].tolist() == pytest.approx([0.0] + [math.exp(0.6)] * 3)
+    assert mean[0].tolist() == pytest.approx([0.0] + [math.exp(0.2)] * 3)
+    assert capped[0].tolist() == pytest.approx([0.0, 2.0, 2.0, 2.0])
+    assert over[0].tolist() == [False, True, True, True]

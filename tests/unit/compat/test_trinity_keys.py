@@ -130,11 +130,11 @@ def part(file=FILE, **algorithm):
 
 def test_advantage_and_loss_are_those_that_the_file_names():
     """They used to be taken for the algorithm's own, whichever it was."""
-    actor = part(algorithm_type="rloo", advantage_fn="grpo", policy_loss_fn="ppo")
+    actor = part(algorithm_type="opmd", advantage_fn="grpo", policy_loss_fn="ppo")
     assert (actor.adv_norm.mean_level, actor.adv_norm.std_level, actor.adv_norm.leave_one_out) == ("group", "group", False)
     assert actor.policy_loss == "clip"
     own = part(algorithm_type="rloo")
-    assert (own.adv_norm.std_level, own.adv_norm.leave_one_out, own.policy_loss) == ("none", True, "reinforce")
+    assert (own.adv_norm.std_level, own.adv_norm.leave_one_out, own.policy_loss) == ("none", True, "clip")
     assert part(advantage_fn="reinforceplusplus").adv_norm.mean_level == "batch"
     assert part(policy_loss_fn="cispo").policy_loss == "cispo"
     gspo = part(algorithm_type="gspo", advantage_fn="grpo", policy_loss_fn="gspo")

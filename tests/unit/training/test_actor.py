@@ -75,6 +75,97 @@ def test_rewards_are_shifted_scaled_and_clipped():
     )
 
 
+def warnings_of(caplog, about):
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING" and about in record.getMessage()]
+
+
+def test_rewards_are_not_clipped_unless_asked_for(caplog):
+    actor, batch = tiny_actor(), tiny_batch()
+    batch["rewards"] = torch.linspace(25.0, 100.0, 12)
+    with caplog.at_level("WARNING"):
+        metrics = actor.ppo_update(actor.compute_advantages(batch))
+    assert metrics["groups_without_variance"] == 0
+    assert metrics["reward_clipped_share"] == 0
+    assert metrics["advantage/abs_mean"] > 0.5
+    assert not warnings_of(caplog, "reward_clip")
+
+
+def test_clipped_rewards_are_counted_told_once_and_leave_groups_without_variance(caplog):
+    actor = tiny_actor(reward_clip=20.0)
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            batch = tiny_batch()
+            batch["rewards"] = torch.tensor([25.0, 50.0, 75.0, 100.0] * 2 + [1.0, 2.0, 3.0, 99.0])
+            metrics = actor.ppo_update(actor.compute_advantages(batch))
+    assert metrics["groups_without_variance"] == pytest.approx(2 / 3)
+    assert metrics["reward_clipped_share"] == pytest.approx(9 / 12)
+    (warning,) = warnings_of(caplog, "reward_clip")
+    assert "9 of 12 rows" in warning
+    assert "100" in warning
+
+
+def test_groups_of_one_are_told_once_under_a_group_baseline_only(caplog):
+    def warned(groups, **keys):
+        caplog.clear()
+        actor = tiny_actor(**keys)
+        with caplog.at_level("WARNING"):
+            for _ in range(2):
+                batch = tiny_batch()
+                batch["sample_ids"], batch["group_ids"] = torch.arange(12), torch.tensor(groups)
+                actor.compute_advantages(batch)
+        return warnings_of(caplog, "one sample")
+
+    (warning,) = warned(list(range(12)))
+    assert "12 of 12 groups" in warning
+    assert "n_samples" in warning
+    assert "1 of 3 groups" in warned([0] + [1] * 5 + [2] * 6)[0]
+    assert warned([0] * 6 + [1] * 6) == []
+    assert warned(list(range(12)), recipe="reinforceplusplus") == []
+
+
+@pytest.mark.parametrize("loss", ["reinforce", "opmd", "topr"])
+def test_recomputed_log_probabilities_do_not_hide_who_sampled(loss):
+    """The weight to the behaviour policy is the same whether the anchor is recomputed or not."""
+    found = []
+    for recompute in (False, True):
+        actor, batch = tiny_actor(policy_loss=loss, recompute_logprob=recompute), tiny_batch()
+        actor.compute_advantages(batch)
+        found.append(gradients(actor))
+        metrics = actor.ppo_update(batch)
+        assert metrics["ratio/mean"] != pytest.approx(1.0, abs=0.05)
+    for name, grad in found[0].items():
+        torch.testing.assert_close(grad, found[1][name], atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_interpolation_takes_the_exact_anchor_before_the_first_step(minibatches):
+    def first_gradient(method):
+        actor, batch = (
+            tiny_actor(
+                use_decoupled_loss=True, prox_logp_method=method, ppo_n_minibatches=minibatches, behav_imp_weight_cap=None
+            ),
+            tiny_batch(),
+        )
+        actor.version = 4
+        batch["versions"] = torch.where(batch["loss_mask"] > 0, 2, -1).int()
+        actor.compute_advantages(batch)
+        steps, caught = [], gradients(actor)
+        catch = actor._step
+
+        def first_alone(loss):
+            steps.append(loss)
+            return catch(loss) if len(steps) == 1 else {"loss": loss, "grad_norm": 0.0, "skipped_steps": 0.0}
+
+        actor._step = first_alone
+        actor.ppo_update(batch)
+        assert len(steps) == minibatches
+        return caught
+
+    exact, interpolated = first_gradient("recompute"), first_gradient("interpolate")
+    for name, grad in exact.items():
+        torch.testing.assert_close(grad, interpolated[name], atol=1e-9, rtol=0)
+
+
 def test_token_rewards_are_what_the_row_still_collects():
     actor, batch = tiny_actor(adv_norm=NormConfig(std_level="none")), tiny_batch()
     batch["sample_ids"] = torch.arange(12)
