@@ -69,6 +69,7 @@ from rollwright.inference.weights.publication import RemoteClient as RemoteClien
 from rollwright.inference.weights.ways import WeightUpdateMeta as WeightUpdateMeta
 from rollwright.registry import PLUGINS as PLUGINS
 from rollwright.registry import Registry as Registry
+from rollwright.rewards.math import MathBoxedRewardFn as MathBoxedRewardFn
 from rollwright.rewards.registry import REWARD_FUNCTIONS as REWARD_FUNCTIONS
 from rollwright.rewards.wrapper import AsyncRewardWrapper as AsyncRewardWrapper
 from rollwright.rollout.engines import LocalRolloutEngine as LocalRolloutEngine
@@ -87,6 +88,7 @@ from rollwright.sequence_processing import StopAfterAnswer as StopAfterAnswer
 from rollwright.store import ExperienceStore as ExperienceStore
 from rollwright.store import Sampling as Sampling
 from rollwright.tracking import logging as logging
+from rollwright.tracking.logging import get_logger as get_logger
 from rollwright.tracking.metrics import MetricsTracker as MetricsTracker
 from rollwright.tracking.metrics import get_tracker as get_tracker
 from rollwright.tracking.sinks import SINKS as SINKS

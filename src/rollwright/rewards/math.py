@@ -111,12 +111,27 @@ def math_boxed_reward(
     Args:
         with_think: subtract ``format_weight`` where the thought does not end with exactly one ``</think>`` before the box.
     """
-    score = float(_is_right(last_boxed(completion), answer))
-    if with_think:
-        thought, __, rest = completion.partition("</think>")
-        if not rest or "</think>" in rest or "\\boxed" not in rest or thought.count("<think>") > 1:
-            score -= format_weight
-    return score
+    return sum(MathBoxedRewardFn()(completion, prompt, answer, with_think, format_weight).values())
+
+
+class MathBoxedRewardFn:
+    """``math_boxed_reward`` as task-style workflows call it in their ``run``: ``{"accuracy": …, "format_score": …}``."""
+
+    def __call__(
+        self,
+        response: str,
+        prompt: str | None = None,
+        truth: Any = None,
+        with_think: bool = False,
+        format_score_coef: float = 0.1,
+    ) -> dict[str, float]:
+        """The parts of the reward, by name; their sum is the reward."""
+        format_score = 0.0
+        if with_think:
+            thought, __, rest = response.partition("</think>")
+            if not rest or "</think>" in rest or "\\boxed" not in rest or thought.count("<think>") > 1:
+                format_score = -format_score_coef
+        return {"accuracy": float(_is_right(last_boxed(response), truth)), "format_score": format_score}
 
 
 @REWARD_FUNCTIONS.register_module("math_dapo_reward", worker_imports=_IMPORTS)

@@ -106,6 +106,9 @@ def getLogger(name: str | None = None) -> _standard.Logger:  # noqa: N802 (the s
     return _standard.getLogger(name if name.startswith(f"{ROOT_NAME}.") else f"{ROOT_NAME}.{name}")
 
 
+get_logger = getLogger
+
+
 def attach_file(path: str | Path, level: int | str = "DEBUG") -> _standard.Handler:
     """Also writes every message from ``level`` on, with date and thread, to a file that is appended to.
 

@@ -102,7 +102,8 @@ class ModelWrapper:
         """Answer a conversation ``n`` times.
 
         Args:
-            messages: ``{"role", "content"}`` messages, the last one to be answered.
+            messages: ``{"role", "content"}`` messages, the last one to be answered; where it is the assistant's, the reply begins
+                with it.
             tools: tools offered through the chat template.
             reply_prefix: text that the reply begins with; it is given, not sampled.
             generation: as in ``generate_async``.
@@ -116,6 +117,8 @@ class ModelWrapper:
                 "generate."
             )
         messages = [dict(message) for message in messages]
+        if messages and messages[-1].get("role") == "assistant":
+            reply_prefix = (messages.pop()["content"] or "") + (reply_prefix or "")
         gconfig = self._generation(generation)
         prompt = self._conversation.encode(messages, tools)
         if reply_prefix:
@@ -133,7 +136,7 @@ class ModelWrapper:
 
     # -- experiences ---------------------------------------------------------------------------------------------------
 
-    async def convert_messages_to_experience_async(
+    def convert_messages_to_experience(
         self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None
     ) -> Experience:
         """A finished conversation as one experience; the tokens of replies that this model sampled are the sampled ones.
@@ -151,7 +154,16 @@ class ModelWrapper:
             )
         return max(matching, key=lambda experience: len(experience.tokens))
 
-    convert_messages_to_experience = _from_thread(convert_messages_to_experience_async)
+    async def convert_messages_to_experience_async(
+        self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None
+    ) -> Experience:
+        """As ``convert_messages_to_experience``, which waits for nothing."""
+        return self.convert_messages_to_experience(messages, tools)
+
+    @property
+    def enable_history(self) -> bool:
+        """Whether calls are kept for ``extract_experience_from_history``: always, in a run."""
+        return self.recorder is not None
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
         """All calls since the last time, as experiences: calls that extend one another are one sequence.

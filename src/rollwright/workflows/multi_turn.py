@@ -7,15 +7,18 @@ chat template puts there are appended.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.conversation import ConversationTokens
 from rollwright.errors import ConfigError, WorkflowError
+from rollwright.experience.experience import Experience
 from rollwright.inference.engine import InferenceEngine
 from rollwright.workflows.episode import EpisodeWorkflow, PromptFunction, task_name
+from rollwright.workflows.model_wrapper import ModelWrapper
 from rollwright.workflows.registry import WORKFLOWS, resolve_function
+from rollwright.workflows.task import Task, Workflow
 from rollwright.workflows.turns import Turns
 
 FEEDBACK = "That answer was not accepted. Read the question once more, look for the mistake, and answer again."
@@ -25,7 +28,7 @@ FeedbackFunction = Callable[[str, float, dict[str, Any]], str | Awaitable[str]]
 
 
 @WORKFLOWS.register_module("multi_turn")
-class MultiTurnWorkflow(EpisodeWorkflow):
+class MultiTurnWorkflow(EpisodeWorkflow, Workflow):
     """Turns until the reward is reached, or ``max_turns``.
 
     The sample's reward is that of its last answer times ``turn_discount ** (turns - 1)``. A conversation that fills the
@@ -43,13 +46,18 @@ class MultiTurnWorkflow(EpisodeWorkflow):
             async where it takes time.
 
     The other arguments are those of :class:`EpisodeWorkflow`.
+
+    Built with ``task`` and ``model`` instead, it is the base of task-style workflows of several turns: a subclass defines ``run`` or
+    ``run_async``, asks ``self.model``, and returns what ``process_messages_to_experience`` makes of its conversations.
     """
+
+    can_repeat = True  # a task-style subclass is asked for the whole group
 
     def __init__(
         self,
-        reward_fn: Callable[..., Any] | str,
-        gconfig: GenerationHyperparameters,
-        tokenizer: Any,
+        reward_fn: Callable[..., Any] | str | None = None,
+        gconfig: GenerationHyperparameters | None = None,
+        tokenizer: Any = None,
         max_turns: int = 4,
         turn_discount: float = 0.9,
         rollout_stat_scope: str = "rollout",
@@ -60,7 +68,18 @@ class MultiTurnWorkflow(EpisodeWorkflow):
         enable_thinking: bool = False,
         data_extract_prompt_fn: PromptFunction | str | None = None,
         reward_timeout: float = 15.0,
+        *,
+        task: Task | None = None,
+        model: ModelWrapper | None = None,
+        auxiliary_models: list[Any] | None = None,
     ) -> None:
+        if task is not None and model is not None:
+            Workflow.__init__(self, task=task, model=model, auxiliary_models=auxiliary_models)
+            return
+        if reward_fn is None or tokenizer is None:
+            raise WorkflowError(
+                f"{type(self).__name__} needs reward_fn and tokenizer; or task and model, as a task-style workflow."
+            )
         if max_turns < 1 or not 0.0 <= turn_discount <= 1.0:
             raise ConfigError(
                 f"MultiTurnWorkflow(max_turns={max_turns}, turn_discount={turn_discount}): max_turns is at least 1 and "
@@ -81,6 +100,31 @@ class MultiTurnWorkflow(EpisodeWorkflow):
         self.target_reward = target_reward
         self.feedback_message = feedback_message
         self.feedback_fn = resolve_function(feedback_fn, "feedback_fn") if feedback_fn is not None else None
+
+    def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
+        """Take note of the samples that a run of a task-style workflow is asked for, and of the number of the first."""
+        self.repeat_times, self.run_id_base = repeat_times, run_id_base
+
+    def process_messages_to_experience(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        reward: float,
+        info: Mapping[str, Any] | None = None,
+        truncate_status: str | None = None,
+    ) -> Experience:
+        """A conversation of a task-style workflow as one experience.
+
+        Args:
+            messages: what ``self.model`` was asked and answered.
+            reward: of the conversation.
+            info: kept with the experience; its numbers go to the metrics.
+            truncate_status: anything but None: the conversation counts as truncated.
+        """
+        experience = self.model.convert_messages_to_experience(messages)
+        experience.reward, experience.info = reward, dict(info or {})
+        experience.metrics = {key: float(value) for key, value in experience.info.items() if isinstance(value, int | float)}
+        experience.truncated = bool(experience.truncated or truncate_status)
+        return experience
 
     async def episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
         """Ask, score, give feedback, and ask again; one row."""

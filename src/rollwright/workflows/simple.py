@@ -24,6 +24,8 @@ class SimpleWorkflow(ResettableWorkflow):
     The conversation comes from the task's format (system prompt, prompt or messages). ``reply_prefix`` is where the
     assistant's reply begins. The reward function gets the reference answer as ``answer``, the row's columns and
     ``reward_fn_args``. There are no ``workflow_args``; a subclass may have some.
+
+    A subclass may define ``run`` instead, with ``format_messages()``, ``task_desc``, ``truth``, ``system_prompt`` and ``reply_prefix``.
     """
 
     default_system_prompt: str | None = None
@@ -32,21 +34,27 @@ class SimpleWorkflow(ResettableWorkflow):
     def reset(self, task: Task) -> None:
         """Take the next task."""
         self.task = task
+        self.raw_task, self.task_desc, self.truth = task.raw_task, task.task_desc, task.truth
+        self.format_args, self.reply_prefix = task.format_args, task.format_args.reply_prefix
+        self.system_prompt = task.format_args.system_prompt or self.default_system_prompt
         if type(self).__module__ == __name__:  # a subclass may read some
             task.arguments()
         self.reward = TaskReward(task, type(self).__name__, self.default_reward_fn)
 
-    def messages(self) -> list[dict[str, Any]]:
-        """The conversation to be answered."""
-        return with_system(self.task.messages(), self.default_system_prompt)
+    def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
+        """Take note of the samples that a run is asked for, and of the number of the first."""
+        self.repeat_times, self.run_id_base = repeat_times, run_id_base
+
+    def format_messages(self) -> list[dict[str, Any]]:
+        """The conversation to be answered; a reply prefix is the assistant's message at its end."""
+        messages = with_system(self.task.messages(), self.system_prompt)
+        return [*messages, {"role": "assistant", "content": self.reply_prefix}] if self.reply_prefix else messages
 
     async def run_async(self) -> list[Experience]:
         """Ask ``rollout_args.n`` times and score each answer."""
         layout = self.task.format_args
         tools = self.task.raw_task.get(layout.tools_key) if layout.tools_key else None
-        experiences = await self.model.chat_async(
-            self.messages(), tools=tools, reply_prefix=layout.reply_prefix, n=self.task.rollout_args.n
-        )
+        experiences = await self.model.chat_async(self.format_messages(), tools=tools, n=self.task.rollout_args.n)
         for experience in experiences:
             experience.reward = await self.score(experience)
             experience.metrics = {"reward": experience.reward}

@@ -7,7 +7,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
@@ -16,6 +16,7 @@ from rollwright.errors import TrajectoryError, WorkflowError
 from rollwright.experience.experience import Experience
 from rollwright.rewards.registry import REWARD_FUNCTIONS
 from rollwright.rewards.wrapper import AsyncRewardWrapper
+from rollwright.tracking.logging import get_logger
 from rollwright.workflows.model_wrapper import ModelWrapper
 from rollwright.workflows.registry import WORKFLOWS
 
@@ -114,20 +115,38 @@ class Workflow:
     * ``asynchronous``: ``run_async`` is awaited on the event loop; otherwise ``run`` runs in a thread.
 
     A class that defines ``set_repeat_times(repeat_times, run_id_base)`` is told by it, too, how many samples a run is asked for.
+
+    Attributes:
+        rollout_args: the task's, unless a subclass makes it a property or assigns something else.
+        logger: named after the class's module.
     """
 
     resettable: Any = False
     repeatable: Any = False
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse a class that has nothing to run; registering it is no mistake.
+
+        Raises:
+            WorkflowError: it defines neither ``run`` nor ``run_async``.
+        """
+        if _definer(cls) is Workflow and ("task" in kwargs or not hasattr(cls, "arun_episode")):
+            raise WorkflowError(f"{cls.__name__} defines neither run() nor run_async(): define the one that runs its tasks.")
+        return super().__new__(cls)
+
     def __init__(self, *, task: Task, model: ModelWrapper, auxiliary_models: list[Any] | None = None) -> None:
         self.task = task
         self.model = model
         self.auxiliary_models = auxiliary_models or []
+        self.run_id_base = 0
+        self.logger = get_logger(type(self).__module__)
+        if "rollout_args" not in vars(self):  # which a reset before this call may have set
+            _give_rollout_args(self, task)
 
     @property
     def asynchronous(self) -> Any:
-        """True where the class defines ``run_async``."""
-        return type(self).run_async is not Workflow.run_async
+        """True where ``run_async`` is what the class, or the nearest of its bases that has either, defines."""
+        return "run_async" in vars(_definer(type(self)))
 
     def reset(self, task: Task) -> None:
         """Take the next task; needed only where the workflow says that it is resettable."""
@@ -135,7 +154,7 @@ class Workflow:
 
     def run(self) -> list[Experience]:
         """Run the workflow and return its experiences."""
-        raise WorkflowError(f"{type(self).__name__} defines neither run() nor run_async().")
+        raise WorkflowError(f"{type(self).__name__} is not asynchronous but defines no run().")
 
     async def run_async(self) -> list[Experience]:
         """As ``run``, awaited on the event loop."""
@@ -151,6 +170,16 @@ class ResettableWorkflow(Workflow):
     def __init__(self, *, task: Task, model: ModelWrapper, auxiliary_models: list[Any] | None = None) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
         self.reset(task)
+
+
+def _definer(kind: type) -> type:
+    """The nearest class of ``kind``'s bases, itself included, that defines what is run."""
+    return next((base for base in kind.__mro__ if {"run", "run_async"} & vars(base).keys()), Workflow)
+
+
+def _give_rollout_args(workflow: Any, task: Task) -> None:
+    with contextlib.suppress(AttributeError):  # a property of the subclass
+        workflow.rollout_args = task.rollout_args
 
 
 #: Second names of traits, which other systems' workflows may have.
@@ -213,7 +242,8 @@ class WorkflowPool:
         else:
             if isinstance(before := getattr(workflow, "model", None), ModelWrapper):
                 model.take_over_clients(before)
-            workflow.task, workflow.model, workflow.rollout_args = task, model, task.rollout_args
+            workflow.task, workflow.model = task, model
+            _give_rollout_args(workflow, task)
             workflow.reset(task)
         if callable(told := getattr(workflow, "set_repeat_times", None)):
             told(task.rollout_args.n_samples, 0)

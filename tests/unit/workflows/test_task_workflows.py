@@ -79,7 +79,7 @@ def test_a_trait_may_have_three_forms(form):
     body = {"attribute": True, "property": property(lambda self: True), "method": lambda self: True}[form]
     kind = type("Kind", (Workflow,), {"resettable": body})
     assert class_trait(kind, "resettable", Task())
-    assert trait(kind.__new__(kind), "resettable")
+    assert trait(object.__new__(kind), "resettable")
     assert not class_trait(Workflow, "resettable", Task())
 
 
