@@ -211,7 +211,8 @@ def _by_names(row: Row, where: str) -> Row:
         if prompt_key in row and answer_key in row:
             if is_worked_answer(row[answer_key]):
                 return {**row, **task_of(row[prompt_key], row[answer_key], where)}
-            return {**row, "messages": [{"role": "user", "content": str(row[prompt_key])}], "answer": row[answer_key]}
+            text = str(_column(row, prompt_key, "prompt_key", where))
+            return {**row, "messages": [{"role": "user", "content": text}], "answer": row[answer_key]}
     raise DataError(
         f"{where}: which column is the prompt? It has {', '.join(map(str, row)) or 'none'}. Name them in the dataset's format: "
         "prompt_key and response_key, or prompt_type: messages and messages_key."
@@ -219,7 +220,9 @@ def _by_names(row: Row, where: str) -> Row:
 
 
 def _column(row: Row, key: str, name: str, where: str) -> Any:
-    if key not in row or row[key] is None:
+    if key in row and row[key] is None:
+        raise DataError(f"{where}: column {key!r} is empty; fill it, or leave the row out.")
+    if key not in row:
         raise DataError(f"{where} has no column {key!r} (it has {', '.join(map(str, row)) or 'none'}); set format.{name}.")
     return row[key]
 

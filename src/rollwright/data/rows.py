@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import functools
 import itertools
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,9 @@ class Rows(list[Row]):
         self.places = [place for _, place in placed]
 
 
+#: Seconds within which Hugging Face must answer before a dataset is looked for in the cache alone.
+HUB_WAIT = 10.0
+
 #: Names under which people keep a split, for each split that is asked for.
 SPLIT_NAMES = {"valid": ("valid", "validation", "val", "dev"), "validation": ("validation", "valid", "val", "dev")}
 
@@ -31,7 +37,7 @@ def read_rows(path: str | Path, split: str = "train", name: str | None = None, l
     """Read the rows of a dataset.
 
     Args:
-        path: a file (``.jsonl``, ``.json``, ``.parquet``), a directory of such files named by split
+        path: a file (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``), a directory of such files named by split
             (``train.jsonl``, ``test-00000.parquet``), a directory written by ``Dataset.save_to_disk``, or the name of a
             Hugging Face dataset. A file holds one split, which ``split`` need not name.
         split: which split of a directory or dataset; slices such as ``train[:100]`` only for Hugging Face names.
@@ -93,6 +99,28 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
         raise DataError(f"{file} cannot be read: {error}.") from error
 
 
+def _csv_rows(file: Path, delimiter: str = ",") -> Iterator[tuple[Any, str]]:
+    """Rows by the names of the first line; a value is text, and None where the cell is empty."""
+    csv.field_size_limit(2**31 - 1)  # the text of a document may be one cell
+    reader = csv.reader((line for _, line in _lines(file)), delimiter=delimiter, strict=True)
+    try:
+        names = next(reader, [])
+        if len(set(names)) < len(names) or not all(names) or (len(names) == 1 and {";", "\t"} & set(names[0])):
+            raise DataError(
+                f"{file}:1: the first line must name the columns, each once, between {delimiter!r}; it is {names!r:.200}. "
+                "Columns are separated by commas in a .csv file and by tabs in a .tsv file."
+            )
+        for cells in filter(None, reader):
+            if len(cells) != len(names):
+                raise DataError(
+                    f"{file}:{reader.line_num}: this row has {len(cells)} cells for {len(names)} columns; put cells that hold a "
+                    'separator or a line break between double quotes, and write a quote in them as "".'
+                )
+            yield dict(zip(names, (cell or None for cell in cells), strict=True)), f"{file}:{reader.line_num}"
+    except csv.Error as error:
+        raise DataError(f"{file}:{reader.line_num}: this is not CSV ({error}).") from error
+
+
 def _json_rows(file: Path) -> Iterator[tuple[Any, str]]:
     text = "".join(line for _, line in _lines(file))
     try:
@@ -132,6 +160,8 @@ ENDINGS: dict[str, Callable[[Path], Iterator[tuple[Any, str]]]] = {
     ".jsonl": _jsonl_rows,
     ".ndjson": _jsonl_rows,
     ".json": _json_rows,
+    ".csv": _csv_rows,
+    ".tsv": functools.partial(_csv_rows, delimiter="\t"),
     ".parquet": _parquet_rows,
 }
 
@@ -165,12 +195,40 @@ def _saved_rows(directory: Path, split: str) -> Iterator[tuple[Row, str]]:
 def _hub_rows(path: str, split: str, name: str | None) -> Iterator[tuple[Row, str]]:
     import datasets
 
-    try:
+    unreachable = _unreachable_hub()
+    was_offline, datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE, bool(unreachable)
+    try:  # offline, the library looks in its cache and does not try again for half a minute
         dataset = datasets.load_dataset(path, name, split=split)
     except Exception as error:  # the library raises whatever its file systems and builders raise
-        cause = " ".join(str(error).split())[:300] or type(error).__name__
+        cause = unreachable or " ".join(str(error).split())[:300] or type(error).__name__
         raise DataError(
             f"{path!r} is no file or directory here, no registered dataset, and Hugging Face does not give it (split {split!r}"
-            f"{f', subset {name!r}' if name else ''}): {cause}"
+            f"{f', subset {name!r}' if name else ''}): {cause}. Without a network, give a local path: a file that ends in "
+            f"{', '.join(ENDINGS)}, or a directory of them (for a registered dataset, as its argument: `kwargs: {{path: ...}}`)."
         ) from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = was_offline
     return _numbered(map(dict, dataset), f"{path} ({split})")
+
+
+def _unreachable_hub() -> str:
+    """Why Hugging Face cannot be reached, found out within ``HUB_WAIT`` seconds; empty where it answers."""
+    import datasets
+    import huggingface_hub
+
+    if datasets.config.HF_HUB_OFFLINE:
+        return "offline mode is on (HF_HUB_OFFLINE or HF_DATASETS_OFFLINE)"
+    place = datasets.config.HF_ENDPOINT
+    found = [f"{place} did not answer within {HUB_WAIT:g} s"]
+
+    def ask() -> None:
+        try:
+            huggingface_hub.get_session().head(place, timeout=HUB_WAIT)
+            found.append("")
+        except Exception as error:  # of its HTTP library
+            found.append(f"{place} cannot be reached ({error or type(error).__name__})")
+
+    asking = threading.Thread(target=ask, daemon=True)  # a thread: looking up a name has no limit of its own
+    asking.start()
+    asking.join(HUB_WAIT)
+    return found[-1]

@@ -1,10 +1,16 @@
 """Reading rows, and errors with file and line."""
 
 import json
+import socket
+import time
 
 import datasets
+import huggingface_hub
 import pytest
 
+from rollwright.config.tasksets import DatasetConfig
+from rollwright.data import rows as reading
+from rollwright.data.datasets import get_dataset
 from rollwright.data.rows import read_rows
 from rollwright.errors import DataError
 
@@ -30,6 +36,33 @@ def test_files_of_each_kind(tmp_path):
     assert read_rows(tmp_path / "a.parquet") == ROWS
     for name in ("a.jsonl", "a.json", "a.parquet"):
         assert read_rows(tmp_path / name, limit=1) == ROWS[:1]
+
+
+def test_tables(tmp_path):
+    text = 'question,answer,note\n1+1=,007,\n"é, ""quoted""\ntwice","1,234",x\n\n'
+    rows = read_rows(write(tmp_path / "a.csv", "\ufeff" + text))
+    assert rows == [
+        {"question": "1+1=", "answer": "007", "note": None},
+        {"question": 'é, "quoted"\ntwice', "answer": "1,234", "note": "x"},
+    ]
+    assert [place.rsplit("/", 1)[1] for place in rows.places] == ["a.csv:2", "a.csv:4"]
+    assert read_rows(write(tmp_path / "t" / "train.tsv", "question\tanswer\n1+1=\t2\né\t3\n")) == ROWS
+    assert read_rows(tmp_path / "t") == ROWS
+    long = "x" * 200_000
+    assert read_rows(write(tmp_path / "long.csv", f"text\n{long}\n")) == [{"text": long}]
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_a_dataset_section_takes_tables(tmp_path, ending):
+    table = datasets.Dataset.from_list([{"question": "1+1=", "answer": "2"}, {"question": None, "answer": "3"}])
+    getattr(table.select([0]), f"to_{ending}")(tmp_path / f"train.{ending}")
+    for path in (tmp_path, tmp_path / f"train.{ending}"):
+        (task,) = get_dataset(DatasetConfig(path=str(path)))
+        assert task["messages"] == [{"role": "user", "content": "1+1="}]
+        assert task["answer"] == "2"
+    getattr(table, f"to_{ending}")(tmp_path / f"train.{ending}")
+    with pytest.raises(DataError, match=rf"train\.{ending}.*column 'question' is empty"):
+        get_dataset(DatasetConfig(path=str(tmp_path)))
 
 
 def test_rows_know_their_places(tmp_path):
@@ -72,7 +105,12 @@ def test_what_the_datasets_library_saved(tmp_path):
         ("a.json", '{"a": 1}', "an object with one list"),
         ("a.json", "[{}, 1]", r"row 1: a row is an object"),
         ("a.parquet", "x", "cannot be read as Parquet"),
-        ("a.csv", "x", r"files ending in \.csv are not read"),
+        ("a.txt", "x", r"files ending in \.txt are not read"),
+        ("a.csv", "question,answer\n1+1=,2,3\n", r"a\.csv:2: this row has 3 cells for 2 columns"),
+        ("a.csv", 'question,answer\n"1+1=,2\n', r"a\.csv:2: this is not CSV \(unexpected end"),
+        ("a.csv", "question;answer\n1+1=;2\n", r"a\.csv:1: the first line must name the columns.*separated by commas"),
+        ("a.csv", "answer,answer\n1,2\n", r"a\.csv:1: the first line must name the columns, each once"),
+        ("a.csv", "question,answer\n", "holds no rows"),
     ],
 )
 def test_broken_files(tmp_path, name, text, message):
@@ -91,3 +129,22 @@ def test_nothing_there(tmp_path):
     for path in (tmp_path / "none.jsonl", tmp_path / "none", "./none", "none.json"):
         with pytest.raises(DataError, match="no file or directory"):
             read_rows(path)
+
+
+@pytest.mark.parametrize("answers", ["refuses", "is silent", "is offline"])
+def test_a_hub_that_does_not_answer_is_told_soon_with_the_way_out(monkeypatch, answers):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+        if answers == "refuses":
+            server.close()
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", endpoint)
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", answers == "is offline")
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(reading, "HUB_WAIT", 0.5)
+        started = time.monotonic()
+        reason = {"refuses": "cannot be reached", "is silent": "did not answer within 0.5 s", "is offline": "offline mode"}
+        with pytest.raises(DataError, match=rf"{reason[answers]}.*give a local path: a file that ends in \.jsonl"):
+            read_rows("nobody/nothing-at-all")
+        assert time.monotonic() - started < 8
+    assert (answers == "is offline") == datasets.config.HF_HUB_OFFLINE
