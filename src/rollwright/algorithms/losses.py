@@ -16,9 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollwright.config.recipes import KL_ESTIMATORS, POLICY_LOSSES
+from rollwright.config.recipes import KL_ESTIMATORS, POLICY_LOSSES, was_set
 from rollwright.config.sections import PPOActorConfig
 from rollwright.errors import ConfigError
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("algorithms")
 
 #: Log-ratios are cut here before the exponential: e^20 is beyond every clip and every cap, and stays finite.
 LOG_RATIO_LIMIT = 20.0
@@ -47,6 +50,8 @@ def find_policy_loss(config: PPOActorConfig) -> Callable[[Tensor, Tensor, Tensor
         ConfigError: the loss does not exist (with the names that there are), does not take an argument, or corrects for the
             behaviour policy while ``use_decoupled_loss`` does so, too.
     """
+    for key, message in unread_keys(config):
+        logger.warning("actor.%s %s", key, message)
     name, arguments = config.policy_loss, dict(config.policy_loss_kwargs)
     loss = POLICY_LOSSES.get(name)
     parameters = list(inspect.signature(loss).parameters.values())[4:]
@@ -81,6 +86,14 @@ def find_policy_loss(config: PPOActorConfig) -> Callable[[Tensor, Tensor, Tensor
         return PolicyLoss(result, ratio_BL, torch.zeros_like(mask_BL, dtype=torch.bool))
 
     return policy_loss
+
+
+def unread_keys(config: PPOActorConfig) -> list[tuple[str, str]]:
+    """Keys that were set and that the loss of ``config`` has no parameter for, each with a message."""
+    parameters = inspect.signature(POLICY_LOSSES.get(config.policy_loss)).parameters
+    read = ", ".join(key for parameter, key in _FROM_CONFIG.items() if parameter in parameters) or "none of its kind"
+    message = f"is set, but the loss {config.policy_loss!r} does not read it: it reads {read}; take it out"
+    return [(key, message) for parameter, key in _FROM_CONFIG.items() if parameter not in parameters and was_set(config, key)]
 
 
 @dataclass

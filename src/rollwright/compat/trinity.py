@@ -312,7 +312,8 @@ def _kl(work: Work) -> None:
             work.notes.append(f"{weight_key}: {weight} is the weight of no KL, as kl_loss_fn is none")
         return
     if name is not None:
-        work.put(name_key, ("actor.kl_estimator", name), *([("actor.kl_ctl", KL_COEFFICIENT)] if weight is None else []))
+        estimator = [("actor.kl_estimator", name)] if weight != 0 else []  # of no KL where it weighs nothing
+        work.put(name_key, *estimator, *([("actor.kl_ctl", KL_COEFFICIENT)] if weight is None else []))
     if weight is not None:
         work.put(weight_key, ("actor.kl_ctl", weight))
 

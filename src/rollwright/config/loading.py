@@ -109,6 +109,7 @@ def _build(cls: type, data: dict[str, Any], faults: Faults, around: dict[str, An
             apply_recipe(config, set(_written_keys(resolved)))
         except ConfigError as error:
             faults.add(("actor", "recipe"), str(error))
+            return None
     for path, message in faults_of(config):
         faults.add(path, message)
     return config

@@ -157,6 +157,12 @@ def apply_recipe(config: Any, explicitly_set_keys: Collection[str] | None = None
     return config
 
 
+def was_set(actor: Any, key: str) -> bool:
+    """True where a dotted key of an ``actor`` section has another value than its default and than its recipe's."""
+    value, recipe = _value(actor, key), find_recipe(actor.recipe).actor
+    return value != _value(type(actor)(), key) and (key not in recipe or value != recipe[key])
+
+
 def _changed(section: Any, prefix: str, keys: Collection[str]) -> set[str]:
     """Those of the keys whose value is not that of a section made without arguments."""
     plain = type(section)()

@@ -11,7 +11,8 @@ from typing import Any
 
 from rollwright.config.experiment import BaseExperimentConfig, DPOConfig, EvalConfig, NewModelConfig, PPOConfig, SFTConfig
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.config.sections import IntervalConfig, NormConfig
+from rollwright.config.recipes import was_set
+from rollwright.config.sections import IntervalConfig, NormConfig, PPOActorConfig
 from rollwright.config.source import KeyPath, dotted, undotted
 from rollwright.config.tasksets import FormatConfig, unread_keys
 from rollwright.errors import ConfigError
@@ -56,6 +57,36 @@ def _generation(section: GenerationHyperparameters) -> list[Rule]:
 def _norm(section: NormConfig) -> list[Rule]:
     pointless = section.leave_one_out and section.mean_level == "none"
     return [(pointless, "leave_one_out", "says what the mean leaves out, but mean_level is none, so there is no mean")]
+
+
+def _actor(actor: PPOActorConfig) -> list[Rule]:
+    """Keys of the algorithm that were set and that nothing reads; those of a loss are its parameters (``algorithms.losses``)."""
+    estimator, cap, norm = actor.adv_estimator, actor.behav_imp_weight_cap, actor.adv_norm or NormConfig()
+    normalised, coupled = estimator == "normalised", not actor.use_decoupled_loss
+    optimizer = actor.optimizer
+    of_norm = (not normalised, f"the estimator {estimator!r} does not read adv_norm")
+    unread: dict[str, tuple[bool, str]] = {
+        "kl_estimator": (actor.kl_ctl == 0, "kl_ctl is 0, so no KL is taken"),
+        "loss_constant": (actor.loss_aggregation != "constant", f"loss_aggregation is {actor.loss_aggregation}"),
+        "adv_estimator_kwargs": (normalised, "adv_estimator is normalised, whose keys are in adv_norm"),
+        **{f"adv_norm.{each.name}": of_norm for each in fields(NormConfig) if actor.adv_norm and not normalised},
+        "adv_norm.eps": (not normalised or norm.std_level in (None, "none"), "nothing is divided by a deviation"),
+        "behav_imp_weight_cap": (coupled, "use_decoupled_loss is false, so nothing is weighted by the behaviour policy"),
+        "behav_imp_weight_mode": (coupled or cap is None, "no weight is capped"),
+        "behav_imp_weight_level": (coupled, "use_decoupled_loss is false, so nothing is weighted by the behaviour policy"),
+        "prox_logp_method": (
+            coupled or actor.recompute_logprob,
+            "use_decoupled_loss is false, or recompute_logprob recomputes",
+        ),
+        "optimizer.min_lr_ratio": (
+            optimizer is not None and optimizer.lr_scheduler_type == "constant",
+            "optimizer.lr_scheduler_type is constant",
+        ),
+    }
+    return [
+        (broken and was_set(actor, key), key, f"is set, but not read: {why}; take it out, or change that")
+        for key, (broken, why) in unread.items()
+    ]
 
 
 def _new_model(config: NewModelConfig) -> list[Rule]:
@@ -264,6 +295,11 @@ def _training(config: PPOConfig) -> list[Rule]:
     ]
 
 
+#: Keys of ``rollout`` that only servers read, and that only the built-in engine reads.
+_OF_SERVERS = ("weight_update", "weight_update_path", "request_retries")
+_OF_THE_BUILTIN_ENGINE = ("device", "max_running_requests", "kv_cache_bytes")
+
+
 def _rollout(config: PPOConfig) -> list[Rule]:
     rollout, backend = config.rollout, config.rollout.backend
     here, of_servers = backend.startswith("builtin"), backend not in ("builtin", "builtin_process")
@@ -273,7 +309,18 @@ def _rollout(config: PPOConfig) -> list[Rule]:
         if (value := getattr(rollout, name)) != default
     }
     lacking = [name for name in changed if not of_servers and (name, backend) != ("servers", "builtin_process")]
+    unread = [(name, "is of servers") for name in _OF_SERVERS if backend == "builtin"]
+    unread += [(name, "is of the built-in engine") for name in _OF_THE_BUILTIN_ENGINE if backend in ("sglang", "vllm")]
+    unread += [("weight_update_path", "is where weight_update: disk writes")] if rollout.weight_update != "disk" else []
     return [
+        *(
+            (
+                getattr(rollout, name) != getattr(type(rollout)(), name),
+                f"rollout.{name}",
+                f"{whose}, but rollout.backend is {backend} and rollout.weight_update {rollout.weight_update}; take it out",
+            )
+            for name, whose in dict(unread).items()
+        ),
         *(
             (
                 here and getattr(rollout, name),
@@ -411,6 +458,7 @@ def _deterministic(config: PPOConfig) -> list[Rule]:
 _RULES: dict[type, tuple[Callable[[Any], list[Rule]], ...]] = {
     GenerationHyperparameters: (_generation,),
     NormConfig: (_norm,),
+    PPOActorConfig: (_actor,),
     NewModelConfig: (_new_model,),
     EvalConfig: (_evaluation,),
     BaseExperimentConfig: (_experiment,),

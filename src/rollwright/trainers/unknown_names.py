@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
+from rollwright.algorithms.losses import unread_keys
 from rollwright.config.experiment import EvalConfig, NewModelConfig, PPOConfig, SFTConfig
 from rollwright.config.loading import Stage
 from rollwright.config.source import Faults, KeyPath
@@ -63,6 +64,7 @@ def _faults_of(config: Any) -> Iterator[Fault]:
 
 
 def _policy(config: PPOConfig) -> Iterator[Fault]:
+    yield from ((("actor", key), message) for key, message in unread_keys(config.actor))
     if config.mode in _SAMPLING_MODES:
         for name in ("tasksets", "eval_tasksets"):
             for index, taskset in enumerate(getattr(config, name)):
