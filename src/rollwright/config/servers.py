@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import resource
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -28,6 +30,29 @@ BACKENDS: Registry[type[Any]] = Registry(
     },
     accepts=inspect.isclass,
 )
+
+
+@dataclass(frozen=True)
+class BuiltCommand:
+    """What ``build_cmd`` made in this process for a server here."""
+
+    host: str
+    command: list[str]
+    built_at: float  # seconds since the machine started
+    children: Any  # what this process's ended children had used until then
+
+
+#: The newest command for each port: a server that its user starts from it, and that dies, is noticed by them.
+BUILT_COMMANDS: dict[int, BuiltCommand] = {}
+
+
+def _noted(host: str, port: int, command: list[str]) -> list[str]:
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    BUILT_COMMANDS[port] = BuiltCommand(
+        host, command, time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else 0.0, children
+    )
+    return command
+
 
 #: Prompt tokens of one step of vLLM's CPU build, at least the longest prompt.
 _PREFILL_TOKENS = 4096
@@ -107,7 +132,7 @@ class SGLangConfig(ServerConfig):
             raise ConfigError(
                 "sglang.extra_args.skip_tokenizer_init: requests with stop strings fail without a tokenizer; leave it out."
             )
-        return [sys.executable, "-m", "sglang.launch_server", *option_list(options)]
+        return _noted(host, port, [sys.executable, "-m", "sglang.launch_server", *option_list(options)])
 
 
 @dataclass
@@ -165,7 +190,8 @@ class VLLMConfig(ServerConfig):
         python = config.python or sys.executable
         assignments = [f"{name}={value}" for name, value in environment.items()]
         logger.info("vLLM at %s:%d runs in %s", host, port, python)
-        return ["env", *assignments, python, "-m", "vllm.entrypoints.openai.api_server", *option_list(options)]
+        command = ["env", *assignments, python, "-m", "vllm.entrypoints.openai.api_server", *option_list(options)]
+        return _noted(host, port, command)
 
 
 @dataclass
@@ -207,7 +233,7 @@ class LocalServerConfig(ServerConfig):
             **config.extra_args,
         }
         model = _model(config.model_path, "rollwright serve-model")
-        return [sys.executable, "-m", "rollwright", "serve-model", model, *option_list(options)]
+        return _noted(host, port, [sys.executable, "-m", "rollwright", "serve-model", model, *option_list(options)])
 
 
 def _same_names(config: ServerConfig, *others: str) -> dict[str, Any]:

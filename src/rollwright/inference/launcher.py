@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import resource
+import shlex
 import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
+from urllib.parse import urlsplit
 
 import httpx
 
+from rollwright.config.servers import BUILT_COMMANDS
 from rollwright.errors import EngineError
-from rollwright.inference.network import find_free_ports, server_url
+from rollwright.inference.network import find_free_ports, is_loopback, server_url
 from rollwright.processes.supervisor import supervised
+from rollwright.processes.tree import descendants
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("Launcher")
@@ -108,6 +115,28 @@ class ServerProcess:
     def found_its_port_taken(self) -> bool:
         """True where the server has ended because another process listened on its port."""
         return self.exit_status is not None and "address already in use" in self.log_tail().lower()
+
+
+def ended_child(address: str) -> str | None:
+    """The command that ``build_cmd`` gave for an address, where a child of this process has ended since and none runs it.
+
+    None: a child runs it, no child has ended since, or the server is nobody's that is known here.
+    """
+    url = urlsplit(server_url(address))
+    built = BUILT_COMMANDS.get(url.port or 0)
+    if built is None or sys.platform != "linux" or not (is_loopback(server_url(address)) or url.hostname == built.host):
+        return None
+    begin = built.command.index("-m") - 1  # the interpreter; what stands before it is replaced when the server starts
+    has_ended = resource.getrusage(resource.RUSAGE_CHILDREN) != built.children  # one that was waited for
+    for child in descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            state, *numbers = Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2].split()
+            line = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if state == "Z":
+                has_ended |= int(numbers[18]) / os.sysconf("SC_CLK_TCK") >= built.built_at - 0.1
+            elif not line or " ".join(built.command[begin:]) in line or line.lower().startswith(("sglang::", "vllm::")):
+                return None  # it runs it, or has only begun
+    return shlex.join(built.command) if has_ended else None
 
 
 #: Builds a command for ``(host, port, index)``.

@@ -22,6 +22,7 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, EngineError, RequestAborted
 from rollwright.inference.connections import ConnectionLostError, Connections, ServerRefusedError, refusal_of
 from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.launcher import ended_child
 from rollwright.inference.network import find_server_addresses, parse_addresses
 from rollwright.inference.parameters import ParameterTable
 from rollwright.inference.request import ModelRequest, ModelResponse
@@ -150,7 +151,7 @@ class RemoteRequests(InferenceEngine):
 
         Raises:
             ConfigError: an argument has no meaning, or an address is malformed.
-            EngineError: no server is known, or one is not healthy within ``setup_timeout``.
+            EngineError: no server is known, one has ended, or one is not healthy within ``setup_timeout``.
         """
         if unknown := sorted(set(kwargs) - _NOT_USED):
             raise ConfigError(f"initialize() has no argument {unknown[0]!r}; give addresses, or set rollout.addresses.")
@@ -212,9 +213,17 @@ class RemoteRequests(InferenceEngine):
         return True
 
     def _wait_healthy(self, server: Server, deadline: float) -> None:
-        """Return when the server answers ``/health``; it is an error where it does not until ``time.monotonic() == deadline``."""
+        """Return when the server answers ``/health``; it is an error where it has ended, or does not until the deadline."""
         started = time.monotonic()
         while not self._is_healthy(server):
+            for launched in self._owned:
+                launched.check()
+            if command := ended_child(server.address):
+                raise EngineError(
+                    f"The server at {server.address} ended before it was healthy: no child of this process runs the command that "
+                    f"build_cmd gave for it. Look at its output, and start it again ({command}); where it was started elsewhere, call "
+                    "initialize() again when it is healthy."
+                )
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"The server at {server.address} was not healthy within {deadline - started:.0f} s. Look at its log; raise "

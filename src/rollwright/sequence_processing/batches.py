@@ -61,11 +61,11 @@ class BatchedSequences:
             stop_reasons: see the attribute.
         """
         count = {len(row) for row in responses}
-        if len(prompts) != len(responses) or len(count) != 1:
+        if len(prompts) != len(responses) or len(count) > 1:
             raise ConfigError(f"{len(prompts)} prompts came with responses {[len(row) for row in responses]}: give each G.")
         prompt_lens, gen_lens = [len(p) for p in prompts], [[len(r) for r in row] for row in responses]
-        length = max(p + max(row) for p, row in zip(prompt_lens, gen_lens, strict=True))
-        tokens = np.full((len(prompts), count.pop(), length), pad_id, dtype=np.int64)
+        length = max((p + max(row) for p, row in zip(prompt_lens, gen_lens, strict=True)), default=0)
+        tokens = np.full((len(prompts), max(count, default=0), length), pad_id, dtype=np.int64)
         mask = np.zeros(tokens.shape, dtype=np.int64)
         for b, (prompt, row) in enumerate(zip(prompts, responses, strict=True)):
             for g, response in enumerate(row):
@@ -81,6 +81,9 @@ class BatchedSequences:
             responses_text=texts,
             stop_reasons=stop_reasons or [],
         )
+
+    def __len__(self) -> int:
+        return len(self.prompt_lens)
 
     def prompt(self, b: int) -> Tensor:
         """The ids of prompt ``b``."""

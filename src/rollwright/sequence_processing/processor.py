@@ -133,7 +133,12 @@ class SequenceProcessor:
         seed: int | None = None,
         gen_batch_size: BatchSize | None = None,
     ) -> BatchedSequences:
-        """Generate ``G`` responses to each prompt; arguments and errors as for ``generate_with_logprobs``."""
+        """Generate ``G`` responses to each prompt; arguments and errors as for ``generate_with_logprobs``.
+
+        No prompts give an empty batch.
+        """
+        if isinstance(prompts, list | tuple) and not prompts:
+            return BatchedSequences.from_tokens([], [], [], self.tokenizer.pad_token_id or 0, self.device)
         ids, config = encoded(self._chosen(prompts, G), self.tokenizer), self._config(gen_batch_size)
         with plain_model(self.model) as model:
             return self._generate(model, ids, G, int(torch.randint(1 << 62, ())) if seed is None else seed, config)

@@ -267,3 +267,10 @@ def test_with_grad_needs_something_to_train():
     model = small_model().requires_grad_(False)
     with pytest.raises(ConfigError, match="unfreeze"):
         processor_of(model).generate_with_logprobs(["a"], 1, with_grad=True)
+
+
+def test_no_prompts_are_an_empty_batch(model):
+    empty = processor_of(model).generate_batched([])
+    assert len(empty) == 0
+    assert (empty.prompt_lens, empty.gen_lens, empty.responses_text) == ([], [], [])
+    assert tuple(empty.sequences.shape) == (0, 0, 0)
