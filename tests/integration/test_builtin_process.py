@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from real_servers import write_model
@@ -72,6 +73,11 @@ def test_a_run_trains_with_generation_in_a_process_of_its_own(tmp_path, init_fro
         assert trainer.actor._publisher.agreements[0].mean < 1e-4  # compared before the first token
         children = servers_of_this_process()
         assert len(children) == 2  # the server and its supervisor
+        (server,) = client.router.servers
+        assert httpx.post(f"{server.url}/pause_generation", timeout=60).status_code == 401  # nobody else has its key
+        key = client.config.api_key
+        assert not any(key in argument for child in children for argument in command_of(child))
+        assert not any(key in path.read_text(errors="replace") for path in trainer.directory.path.rglob("*") if path.is_file())
         summary = trainer.train("rollwright.workflows.rlvr.RLVRWorkflow", {"reward_fn": reward})
         assert summary["steps"] == 3
         assert client.get_version() == 3

@@ -93,19 +93,19 @@ def test_the_name_localhost_reaches_it(service):
 @pytest.mark.parametrize(
     ("path", "content", "status", "message"),
     [
-        ("/retrieve", b"{oops", 400, "not valid JSON"),
-        ("/retrieve", b'{"queries": ["a"], "top_k": 3}', 422, "top_k"),
-        ("/retrieve", b'{"queries": ["a"], "topk": 100000}', 422, "less than or equal to 100"),
-        ("/retrieve", b'{"queries": ["a"], "topk": 0}', 422, "greater than or equal to 1"),
-        ("/retrieve", b'{"queries": "a"}', 422, "queries"),
-        ("/retrieve", b"{}", 422, "queries: Field required"),
-        ("/access", b'{"urls": [1]}', 422, "urls.0"),
-        ("/retrieve", b'{"queries": ["' + b"a" * 5000 + b'"]}', 422, "4096"),
-        ("/retrieve", b" " * (9 << 20), 413, "Send fewer"),
+        ("/retrieve", b"{oops", 400, "not JSON"),
+        ("/retrieve", b'{"queries": ["a"], "top_k": 3}', 400, "Unknown parameter 'top_k'; known are queries"),
+        ("/retrieve", b'{"queries": ["a"], "topk": 100000}', 400, "between 1 and 100"),
+        ("/retrieve", b'{"queries": ["a"], "topk": 0}', 400, "between 1 and 100"),
+        ("/retrieve", b'{"queries": "a"}', 400, "queries='a'; it has to be a list"),
+        ("/retrieve", b"{}", 400, "queries is missing"),
+        ("/access", b'{"urls": [1]}', 400, "urls=[1]"),
+        ("/retrieve", b'{"queries": ["' + b"a" * 5000 + b'"]}', 400, "4096"),
+        ("/retrieve", b" " * (9 << 20), 413, "send less"),
     ],
 )
 def test_a_wrong_request_is_told_what_is_wrong(service, path, content, status, message):
-    response = post(service, path, content=content)
+    response = post(service, path, content=content, headers={"Content-Type": "application/json"})
     assert response.status_code == status
     assert message in response.json()["error"]["message"]
 
@@ -113,15 +113,16 @@ def test_a_wrong_request_is_told_what_is_wrong(service, path, content, status, m
 def test_unknown_paths_and_methods_are_told_in_the_same_form(service):
     unknown = post(service, "/search", json={})
     assert unknown.status_code == 404
-    assert "There are POST /retrieve" in unknown.json()["error"]["message"]
+    assert "there are /access, /health, /retrieve" in unknown.json()["error"]["message"]
     wrong = httpx.get(service + "/retrieve", timeout=120)
     assert wrong.status_code == 405
-    assert "GET /retrieve: Method Not Allowed" in wrong.json()["error"]["message"]
+    assert "/retrieve takes POST, not GET" in wrong.json()["error"]["message"]
 
 
 async def test_a_search_that_fails_is_a_500_that_says_so():
     from rollwright.environments.corpus import Corpus
     from rollwright.environments.retrieval_service import create_app
+    from rollwright.inference.server.settings import ServiceSettings
 
     class Broken:
         name = "broken"
@@ -129,7 +130,7 @@ async def test_a_search_that_fails_is_a_500_that_says_so():
         def search(self, queries, topk):
             raise MemoryError("index is gone")
 
-    app = create_app(Corpus.from_rows([{"contents": "a"}]), Broken())
+    app = create_app(Corpus.from_rows([{"contents": "a"}]), Broken(), ServiceSettings())
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
         response = await client.post("/retrieve", json={"queries": ["a"]})
@@ -151,7 +152,7 @@ async def test_the_client_turns_refusals_into_tool_errors(service):
     client = RetrievalClient(service)
     assert (await client.search("Maliku", 1))[0]["wikipedia_title"] == "Tufeno"
     assert (await client.access("http://x/tufeno"))["contents"].startswith("Tufeno lies")
-    with pytest.raises(ToolError, match="less than or equal to 100"):
+    with pytest.raises(ToolError, match="between 1 and 100"):
         await client.search("Maliku", 1000)
     with pytest.raises(ToolError, match="did not answer"):
         await RetrievalClient("127.0.0.1:9").search("x", 1)

@@ -26,13 +26,18 @@ def serve_model(
     prefix_cache: bool = typer.Option(True, help="Keep the cache of finished requests for a conversation's next turn."),
     max_prompt_tokens: int | None = typer.Option(None, min=1, help="Longest prompt; default: what the context holds."),
     max_samples: int = typer.Option(256, min=1, help="Most completions of one request: its prompts times n."),
-    max_body_bytes: int = typer.Option(64 << 20, min=1024, help="Largest request body."),
+    max_body_bytes: int = typer.Option(
+        0, min=0, help="Largest request body; 0: 1 MiB and 256 bytes for each token of the context."
+    ),
     weights_root: list[Path] = typer.Option(  # noqa: B008 - how typer declares a repeated option
         [], help="Weights may be loaded from below this directory (repeatable); default: updates from disk are refused."
     ),
     threads: int | None = typer.Option(None, min=1, help="Compute threads; default: one for each core."),
     random_seed: int = typer.Option(0, help="Seed of requests that bring none."),
     trust_remote_code: bool = typer.Option(False, help="Run code that comes with the model."),
+    allowed_host: list[str] = typer.Option(  # noqa: B008
+        [], help="Name besides its own that it may be asked by, such as that of a proxy before it (repeatable)."
+    ),
     log_level: str = typer.Option("warning", help="Of the HTTP server."),
 ) -> None:
     """Serve a model to clients of SGLang's native protocol and of the OpenAI protocol."""
@@ -52,6 +57,7 @@ def serve_model(
         model_name=model_name,
         weights_roots=[str(path) for path in weights_root],
         max_body_bytes=max_body_bytes,
+        allowed_hosts=allowed_host,
         max_samples=max_samples,
         max_prompt_tokens=max_prompt_tokens,
         max_pending=max_waiting + max_running_requests,
@@ -90,13 +96,19 @@ def retrieve(
     api_key: Annotated[
         str | None, typer.Option(envvar="ROLLWRIGHT_API_KEY", help="Bearer token that requests must carry.")
     ] = None,
+    max_body_bytes: Annotated[int, typer.Option(min=1024, help="Largest request body.")] = 8 << 20,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="Name besides its own that it may be asked by (repeatable).")
+    ] = None,
 ) -> None:
     """Serve BM25 search over a corpus at /retrieve, whole pages at /access, and /health."""
     from rollwright.environments.bm25 import open_index
     from rollwright.environments.corpus import Corpus
+    from rollwright.inference.server.settings import ServiceSettings, check_exposure
 
     try:
-        from rollwright.environments.retrieval_service import check_exposure, create_app, open_sockets, serve
+        from rollwright.environments.retrieval_service import create_app
+        from rollwright.inference.server.service import bind, run, url_of
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"rollwright retrieve needs the package {error.name}: pip install 'rollwright[retrieval]'."
@@ -105,9 +117,10 @@ def retrieve(
     check_exposure(host, api_key)
     documents, index = open_index(corpus, index_dir)
     index.search(["warm up the compiled loop"], 1)
-    app = create_app(documents, index, api_key=api_key, pages=Corpus.from_file(pages) if pages else None, threads=threads)
-    sockets = open_sockets(host, port)
-    typer.echo(
-        f"Serving {len(documents):,} documents of {corpus} at http://{host}:{sockets[0].getsockname()[1]} (Ctrl-C ends it)."
-    )
-    serve(app, sockets)
+    settings = ServiceSettings(host, port, api_key, max_body_bytes, allowed_host or [])
+    app = create_app(documents, index, settings, pages=Corpus.from_file(pages) if pages else None, threads=threads)
+    sockets = bind(settings)
+    for listener in sockets:
+        listener.listen()  # who reads the address may ask at once
+    typer.echo(f"Serving {len(documents):,} documents of {corpus} at {url_of(settings)} (Ctrl-C ends it).")
+    run(app, sockets)

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from rollwright.atomic import write_json
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError
 from rollwright.inference.backends import BACKENDS, ServerLaunch
@@ -68,11 +69,15 @@ class LocalServers(Launcher):
         self.weights_root = Path(tempfile.mkdtemp(prefix="rollwright-", dir=parent))
         super().__init__(logs)
         roots = [str(self.weights_root), *weights_roots]
+        key_file: Path | None = None
+        if rollout.api_key:
+            key_file = self.weights_root / "key.yaml"
+            write_json(key_file, {"api-key": rollout.api_key}, mode=0o600)  # JSON is YAML
 
         def command(host: str, port: int, index: int) -> list[str]:
             first = base_gpu + index * tensor_parallel
             return backend.command(
-                ServerLaunch(host, port, rollout, model_path, first, tensor_parallel, threads, roots, sections)
+                ServerLaunch(host, port, rollout, model_path, first, tensor_parallel, threads, roots, sections, key_file)
             )
 
         environment = {"OMP_WAIT_POLICY": "PASSIVE"}

@@ -77,6 +77,10 @@ class ServiceConfig:
         3600.0, "Seconds after its last feedback or start that a run waits; then it is dropped.", gt=0.0
     )
     max_open_runs: int = key(1024, "Runs that may be open at once.", ge=1)
+    max_body_bytes: int = key(8 << 20, "Largest body of a request, of the agents' calls too.", ge=1024)
+    allowed_hosts: list[str] = key_from(
+        list, "Names besides its own that the service may be asked by, such as that of a proxy before it."
+    )
 
 
 @dataclass

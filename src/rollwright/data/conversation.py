@@ -8,8 +8,9 @@ its ids are the remembered ids followed by the encoding of only what the templat
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _SENTINEL = "⁂"
@@ -23,8 +24,14 @@ class ConversationTokens:
         encoded: requests that were encoded as a whole (the first of each conversation, and histories that were rewritten).
     """
 
-    def __init__(self, tokenizer: Any, **template_kwargs: Any) -> None:
+    def __init__(self, tokenizer: Any, encode: Callable[[str], list[int]] | None = None, **template_kwargs: Any) -> None:
+        """Args:
+        tokenizer: with the chat template.
+        encode: the ids of rendered text; None: the tokenizer's.
+        template_kwargs: variables of the template.
+        """
         self.tokenizer = tokenizer
+        self._encode = encode or functools.partial(tokenizer.encode, add_special_tokens=False)
         self.template_kwargs = template_kwargs
         self.continued = 0
         self.encoded = 0
@@ -40,9 +47,9 @@ class ConversationTokens:
             added = None if ids is None else self._text_after(messages, count, ids, tools)
             if ids is not None and added is not None:
                 self.continued += 1
-                return [*ids, *self.tokenizer.encode(added, add_special_tokens=False)]
+                return [*ids, *self._encode(added)]
         self.encoded += 1
-        return self.tokenizer.encode(self._render(messages, tools, True), add_special_tokens=False)
+        return self._encode(self._render(messages, tools, True))
 
     def remember(
         self,

@@ -12,48 +12,46 @@ An error is ``{"error": {"message": ...}}`` with a status of 400 or above, also 
 from __future__ import annotations
 
 import asyncio
-import hmac
-import json
-import socket
 import time
 from collections import deque
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.exceptions import HTTPException
+from fastapi import FastAPI, Response
+from pydantic import Field
 
 from rollwright.environments.corpus import Corpus
 from rollwright.environments.retrieval import DEFAULT_TOPK, Retriever, SearchHits
-from rollwright.errors import ConfigError
-from rollwright.inference.server.exchange import RequestError
+from rollwright.inference.server.bodies import Body
+from rollwright.inference.server.exchange import RequestError, Routes
+from rollwright.inference.server.service import make_service
+from rollwright.inference.server.settings import ServiceSettings
 
 MAX_QUERIES = 1024
 MAX_QUERY_CHARACTERS = 4096
 MAX_TOPK = 100
-MAX_BODY_BYTES = 8 << 20
 MAX_WAITING_QUERIES = 16_384
 #: Queries searched in one call; bounds how long a search keeps later arrivals waiting.
 _BATCH_QUERIES = 64
-_LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 
-class RetrieveRequest(BaseModel):
-    """Body of ``/retrieve``."""
+class Retrieve(Body):
+    """``/retrieve``."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-    queries: Annotated[list[Annotated[str, Field(max_length=MAX_QUERY_CHARACTERS)]], Field(max_length=MAX_QUERIES)]
-    topk: Annotated[int, Field(ge=1, le=MAX_TOPK)] | None = None
+    queries: Annotated[list[Annotated[str, Field(max_length=MAX_QUERY_CHARACTERS)]], Field(max_length=MAX_QUERIES)] = Field(
+        description=f"a list of at most {MAX_QUERIES} texts of at most {MAX_QUERY_CHARACTERS} characters"
+    )
+    topk: int = Field(DEFAULT_TOPK, ge=1, le=MAX_TOPK)
     return_scores: bool = False
 
 
-class AccessRequest(BaseModel):
-    """Body of ``/access``."""
+class Access(Body):
+    """``/access``."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-    urls: Annotated[list[str], Field(max_length=MAX_QUERIES)]
+    urls: Annotated[list[str], Field(max_length=MAX_QUERIES)] = Field(description=f"a list of at most {MAX_QUERIES} texts")
 
 
 @dataclass
@@ -128,88 +126,33 @@ class QueryBatcher:
         return batch
 
 
-_Body = TypeVar("_Body", bound=BaseModel)
-
-
-async def _body(request: Request, model: type[_Body]) -> _Body:
-    length = request.headers.get("content-length", "0")
-    if length.isdigit() and int(length) > MAX_BODY_BYTES:
-        raise RequestError(
-            f"The body has {length} bytes; at most {MAX_BODY_BYTES} are read. Send fewer queries at a time.", status=413
-        )
-    content = bytearray()
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > MAX_BODY_BYTES:
-            raise RequestError(f"The body has over {MAX_BODY_BYTES} bytes. Send fewer queries at a time.", status=413)
-    try:
-        return model.model_validate_json(bytes(content))
-    except ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False, include_input=False)
-        if problems[0]["type"] == "json_invalid":
-            raise RequestError(f"The body is not valid JSON: {problems[0]['msg']}.") from None
-        fields = ", ".join(f"{name}{'' if field.is_required() else '?'}" for name, field in model.model_fields.items())
-        text = "; ".join(f"{'.'.join(map(str, problem['loc'])) or 'body'}: {problem['msg']}" for problem in problems[:5])
-        raise RequestError(f"{text}. {request.url.path} takes {{{fields}}}.", status=422) from None
-
-
 def create_app(
-    corpus: Corpus, retriever: Retriever, *, api_key: str | None = None, pages: Corpus | None = None, threads: int = 1
+    corpus: Corpus, retriever: Retriever, settings: ServiceSettings, *, pages: Corpus | None = None, threads: int = 1
 ) -> FastAPI:
     """The service as an ASGI application.
 
     Args:
         corpus: the documents.
         retriever: an index over them.
-        api_key: where set, requests other than ``/health`` must carry it as a bearer token.
+        settings: the key that requests other than ``/health`` must carry, and the limit of their bodies.
         pages: where ``/access`` looks; None: the corpus itself.
         threads: searches that run at once.
     """
-    app = FastAPI(title="Rollwright retrieval", openapi_url=None)
     batcher = QueryBatcher(retriever, threads)
     started = time.time()
     served = {"retrieve": 0, "queries": 0, "access": 0}
-    app.state.batcher = batcher
 
-    def authorize(request: Request) -> None:
-        given = request.headers.get("authorization", "")
-        if api_key and not hmac.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
-            raise RequestError("This service needs its key: send 'Authorization: Bearer KEY'.", status=401)
-
-    @app.exception_handler(RequestError)
-    async def refuse(_request: Request, error: RequestError) -> Response:
-        return _error(error.status, str(error))
-
-    @app.exception_handler(HTTPException)
-    async def unknown(request: Request, error: HTTPException) -> Response:
-        return _error(
-            error.status_code,
-            f"{request.method} {request.url.path}: {error.detail}. There are POST /retrieve, POST /access and GET /health.",
-        )
-
-    @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
-        return _error(500, f"{request.url.path} failed ({type(error).__name__}: {error}); see the service's log.")
-
-    @app.post("/retrieve")
-    async def retrieve(request: Request) -> Response:
-        authorize(request)
-        body = await _body(request, RetrieveRequest)
-        hits = await batcher.search(body.queries, body.topk or DEFAULT_TOPK)
+    async def retrieve(body: Retrieve) -> Response:
+        hits = await batcher.search(body.queries, body.topk)
         served["retrieve"] += 1
         served["queries"] += len(body.queries)
         lists = b",".join(_document_list(corpus, hit, body.return_scores) for hit in hits)
         return Response(b'{"result":[' + lists + b"]}", media_type="application/json")
 
-    @app.post("/access")
-    async def access(request: Request) -> Response:
-        authorize(request)
-        body = await _body(request, AccessRequest)
+    async def access(body: Access) -> dict[str, Any]:
         served["access"] += 1
-        result = [(pages or corpus).page(url) for url in body.urls]
-        return Response(json.dumps({"result": result}, ensure_ascii=False).encode(), media_type="application/json")
+        return {"result": [(pages or corpus).page(url) for url in body.urls]}
 
-    @app.get("/health")
     async def health() -> dict[str, Any]:
         return {
             "status": "ok",
@@ -222,11 +165,13 @@ def create_app(
             "served": served,
         }
 
-    return app
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        batcher.close()
 
-
-def _error(status: int, message: str) -> Response:
-    return Response(json.dumps({"error": {"message": message}}), status_code=status, media_type="application/json")
+    table = [("POST", "/retrieve", retrieve, Retrieve), ("POST", "/access", access, Access), ("GET", "/health", health, None)]
+    return make_service("rollwright retrieve", [Routes(table)], settings, lifespan=lifespan)
 
 
 def _document_list(corpus: Corpus, hits: SearchHits, with_scores: bool) -> bytes:
@@ -237,50 +182,3 @@ def _document_list(corpus: Corpus, hits: SearchHits, with_scores: bool) -> bytes
             b'{"document":%b,"score":%b}' % (doc, repr(score).encode()) for doc, score in zip(documents, scores, strict=True)
         ]
     return b"[" + b",".join(documents) + b"]"
-
-
-def open_sockets(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets; a loopback host listens on both its families, so that the name localhost reaches it too.
-
-    Raises:
-        ConfigError: the port is taken or the host is not this machine's.
-    """
-    sockets: list[socket.socket] = []
-    for name in ["127.0.0.1", "::1"] if host in _LOOPBACK else [host]:
-        family = socket.AF_INET6 if ":" in name else socket.AF_INET
-        address = (name, port or (sockets[0].getsockname()[1] if sockets else 0))
-        try:
-            listener = socket.create_server(address, family=family, backlog=2048)
-        except OSError as error:
-            if sockets:
-                continue  # this machine has no IPv6, or no loopback address of it
-            reason = str(error.strerror).partition(" (while")[0]
-            raise ConfigError(
-                f"The retrieval service cannot listen on {host}:{port} ({reason}). Choose another --port."
-            ) from error
-        listener.setblocking(False)
-        sockets.append(listener)
-    return sockets
-
-
-def serve(app: FastAPI, sockets: list[socket.socket], log_level: str = "warning") -> None:
-    """Serve until a signal ends the process."""
-    import uvicorn
-
-    server = uvicorn.Server(uvicorn.Config(app, log_level=log_level, access_log=False, lifespan="off", proxy_headers=False))
-    try:
-        server.run(sockets=sockets)
-    finally:
-        app.state.batcher.close()
-
-
-def check_exposure(host: str, api_key: str | None) -> None:
-    """Refuse to listen beyond this machine without a key.
-
-    Raises:
-        ConfigError: ``host`` is not a loopback address and there is no key.
-    """
-    if host not in _LOOPBACK and not api_key:
-        raise ConfigError(
-            f"--host {host} can be reached from other machines: set --api-key (or ROLLWRIGHT_API_KEY), or use 127.0.0.1."
-        )

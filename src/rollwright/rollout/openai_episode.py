@@ -74,7 +74,6 @@ class OpenAIEpisode(OpenAIProtocol):
         super().__init__(engine, tokenizer, model_name, on_call=self._keep, defaults=gconfig)
         self.base_url = base_url
         self.api_key = api_key
-        self.engine = engine
         self._records_itself = engine.recorder is None
         self.recorder = Recorder() if engine.recorder is None else engine.recorder
         self._template_kwargs = dict(template_kwargs or {})
@@ -212,7 +211,7 @@ class OpenAIEpisode(OpenAIProtocol):
     def _conversation(self, variables: dict[str, Any]) -> ConversationTokens:
         key = json.dumps(variables, sort_keys=True, default=str)
         if key not in self._conversations:
-            self._conversations[key] = ConversationTokens(self.tokenizer, **variables)
+            self._conversations[key] = ConversationTokens(self.tokenizer, self._encode, **variables)
         return self._conversations[key]
 
     def _check_model(self, fields: dict[str, Any]) -> None:
@@ -225,10 +224,8 @@ class OpenAIEpisode(OpenAIProtocol):
             fields = {**fields, "max_tokens": max(1, min(self._defaults.max_new_tokens, room))}
         return super()._gconfig(fields, endpoint, prompt_length)
 
-    def _call(
-        self, api_key: str | None, endpoint: str, body: dict[str, Any], fields: dict[str, Any], prompts: list[list[int]]
-    ) -> OpenAICall:
-        call = super()._call(api_key, endpoint, body, fields, prompts)
+    def _call(self, endpoint: str, body: dict[str, Any], fields: dict[str, Any], prompts: list[list[int]]) -> OpenAICall:
+        call = super()._call(endpoint, body, fields, prompts)
         if len(call.requests) == 1 and "rid" not in fields:
             call.requests[0].rid = self._conversation_of(call.requests[0].input_ids) or call.requests[0].rid
         turn = sum(message["role"] == "user" for message in fields.get("messages", []))

@@ -11,18 +11,17 @@ agents that score themselves. ``OpenAIAgentWorkflow`` makes a workflow of an age
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 import secrets
-import socket
 import threading
-import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import load_tokenizer
-from rollwright.errors import ConfigError, RolloutError, WorkflowError
+from rollwright.errors import ConfigError, WorkflowError
 from rollwright.experience.experience import Experience
 from rollwright.inference.engine import InferenceEngine
 from rollwright.tracking.logging import getLogger
@@ -32,13 +31,12 @@ from rollwright.workflows.registry import resolve_function
 from rollwright.workflows.task_runner import AbandonableThreads
 
 try:
-    import uvicorn
     from fastapi import FastAPI, Request
-    from fastapi.responses import Response
-    from starlette.exceptions import HTTPException
 
-    from rollwright.inference.server.exchange import AnsweringRoute, RequestError, bearer_token, path_refusal
+    from rollwright.inference.server.exchange import RequestError, Routes, bearer_token
     from rollwright.inference.server.openai import ROUTES
+    from rollwright.inference.server.service import ServerThread, make_service
+    from rollwright.inference.server.settings import ServiceSettings
     from rollwright.rollout.openai_episode import OpenAIEpisode
 except ModuleNotFoundError as error:
     raise ConfigError(
@@ -46,9 +44,6 @@ except ModuleNotFoundError as error:
     ) from error
 
 logger = getLogger("OpenAIFront")
-
-START_SECONDS = 30.0
-BACKLOG = 2048  # connections that may wait to be taken, when many agents begin at once
 
 
 class OpenAIFront:
@@ -71,16 +66,18 @@ class OpenAIFront:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
+        **limits: Any,
     ) -> None:
         """Args:
         tokenizer: the policy's, with its chat template.
         model_name: the name under which the policy is asked for.
         host: interface to bind; another than this machine's own lets agents run elsewhere, guarded by their keys alone.
         port: port to listen on; 0: a free one.
+        limits: ``allowed_hosts`` and ``max_body_bytes`` of the ``ServiceSettings``.
         """
         self.tokenizer = tokenizer
         self.model_name = model_name or "default"
-        self._host, self._port = host, port
+        self._settings = ServiceSettings(host, port, **limits)
         self._episodes: dict[str, OpenAIEpisode] = {}
         self._lock = threading.Lock()
         self._server: ServerThread | None = None
@@ -128,11 +125,12 @@ class OpenAIFront:
         """``http://host:port`` of the server, which is started if it does not run.
 
         Raises:
-            RolloutError: the port cannot be bound.
+            ConfigError: the port cannot be bound.
         """
         with self._lock:
             if self._server is None:
-                self._server = ServerThread(_application(self), self._host, self._port)
+                settings = dataclasses.replace(self._settings)  # which learns the port
+                self._server = ServerThread(_application(self, settings), settings)
                 self._stop_server = weakref.finalize(self, self._server.stop)
                 logger.info("the OpenAI front listens at %s", self._server.url)
             return self._server.url
@@ -169,9 +167,8 @@ class OpenAIFront:
         return episode
 
 
-def _application(front: OpenAIFront) -> FastAPI:
+def _application(front: OpenAIFront, settings: ServiceSettings) -> FastAPI:
     """The routes; they hold the front weakly, so that a front that nobody holds any more ends its server."""
-    app = FastAPI(title="rollwright OpenAI front", openapi_url=None)
     held = weakref.ref(front)
 
     def route(serve: Callable[[Any, Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Any]]:
@@ -186,49 +183,9 @@ def _application(front: OpenAIFront) -> FastAPI:
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    async def refuse_path(request: Request, error: Exception) -> Response:
-        return path_refusal(request, error, sorted(getattr(route, "path", "") for route in app.routes))
-
-    app.router.route_class = AnsweringRoute
-    app.add_exception_handler(HTTPException, refuse_path)
-    app.add_api_route("/health", health, methods=["GET"])
-    for method, path, serve in (*ROUTES, ("POST", "/v1/rewards", OpenAIEpisode.take_reward)):
-        app.add_api_route(path, route(serve), methods=[method], response_model=None)
-    return app
-
-
-class ServerThread:
-    """uvicorn in a daemon thread, on a socket that is bound before it starts."""
-
-    def __init__(self, app: FastAPI, host: str, port: int) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        except OSError as error:
-            raise RolloutError(f"the OpenAI front cannot bind {host}:{port} ({error}): choose another port, or 0.") from error
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self._listener.getsockname()[1]}"
-        config = uvicorn.Config(
-            app, log_level="warning", access_log=False, backlog=BACKLOG, timeout_graceful_shutdown=1, lifespan="off"
-        )
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [self._listener]}, name="openai-front", daemon=True
-        )
-        self._thread.start()
-        deadline = time.monotonic() + START_SECONDS
-        while not self._server.started:
-            if not self._thread.is_alive() or time.monotonic() > deadline:
-                self.stop()
-                raise RolloutError(f"the OpenAI front did not start at {self.url}; the log says why.")
-            time.sleep(0.005)
-
-    def stop(self) -> None:
-        """End the server; requests that are answered get a second to finish."""
-        self._server.should_exit = True
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=10)
-        self._listener.close()
+    of_episodes = (*ROUTES, ("POST", "/v1/rewards", OpenAIEpisode.take_reward))
+    table = [(method, path, route(serve), None) for method, path, serve in of_episodes]
+    return make_service("rollwright OpenAI front", [Routes([("GET", "/health", health, None), *table])], settings)
 
 
 # -- any agent as a workflow -------------------------------------------------------------------------------------------

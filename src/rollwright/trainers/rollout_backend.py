@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import secrets
 from typing import Any
 
 import torch
@@ -70,6 +72,9 @@ def make_rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory
                 )
             model_path = str(directory.path / "engine_model")
             actor.save(directory.path / "engine_model", tokenizer)
+        # Made for this run alone, and never written: it is neither in the config of the run nor on a command line.
+        key = rollout.api_key or os.environ.get("ROLLWRIGHT_API_KEY") or secrets.token_urlsafe(24)
+        rollout = dataclasses.replace(rollout, api_key=key)
         servers = LocalServers(
             rollout,
             model_path=model_path,
@@ -86,7 +91,7 @@ def make_rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory
     client = backend(rollout, addresses=addresses)
     if servers is not None:
         client.own(servers)
-    return RemoteEngine(rollout, client=client, seed=config.seed, deterministic=config.deterministic)
+    return RemoteEngine(config.rollout, client=client, seed=config.seed, deterministic=config.deterministic)
 
 
 def servers_of(rollout: RolloutConfig) -> type[RemoteClient] | None:

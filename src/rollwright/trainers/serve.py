@@ -8,7 +8,7 @@ what came of it::
     POST /feedback  {"run": …, "reward": 0.5, "turn": 0, "final": false}         a reward for a turn; the run goes on
     GET  /status                                           -> counts, and the version that samples
 
-``/runs`` and ``/feedback`` want the service's own key as a bearer token. Runs that name the same task become one group when there
+All three want the service's own key as a bearer token. Runs that name the same task become one group when there
 are ``gconfig.n_samples`` of them; a run without a task is a group of its own (which wants a recipe whose baseline is not the
 group's, such as reinforceplusplus). A trainer of mode ``train`` on the same store trains on the groups; its weights are loaded here.
 """
@@ -21,12 +21,10 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import Depends, FastAPI, Request
-from fastapi.responses import Response
+from fastapi import FastAPI
 from pydantic import Field
-from starlette.exceptions import HTTPException
 
 from rollwright.atomic import write_json
 from rollwright.config.experiment import PPOConfig
@@ -37,9 +35,11 @@ from rollwright.experience.experience import ExperienceId
 from rollwright.experience.operators import ExperiencePipeline
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.server.bodies import Body
-from rollwright.inference.server.exchange import RequestError, bearer_token, error_response
+from rollwright.inference.server.exchange import RequestError, Routes
+from rollwright.inference.server.service import ServerThread, make_service
+from rollwright.inference.server.settings import ServiceSettings
 from rollwright.rollout.openai_episode import OpenAIEpisode, Reward
-from rollwright.rollout.openai_front import OpenAIFront, ServerThread
+from rollwright.rollout.openai_front import OpenAIFront
 from rollwright.store import Announcement, ExperienceStore
 from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
@@ -188,36 +188,20 @@ class RunBook:
         return stored
 
 
-def application(book: RunBook, api_key: str) -> FastAPI:
-    """The service's routes."""
+def application(book: RunBook, settings: ServiceSettings) -> FastAPI:
+    """The service's routes, behind its key."""
 
-    async def check_key(request: Request) -> None:
-        if not secrets.compare_digest(bearer_token(request) or "", api_key):
-            raise RequestError("This wants the service's key as a bearer token.", status=401, kind="authentication_error")
-
-    async def refuse(request: Request, error: Exception) -> Response:
-        if isinstance(error, HTTPException):
-            known = "There are POST /runs, POST /feedback and GET /status; an agent talks to the base_url of its run"
-            error = RequestError(f"{request.method} {request.url.path}: {error.detail}. {known}.", status=error.status_code)
-        return error_response(error)
-
-    # A RollwrightError is of an operator that fails, or of a store that cannot be written.
-    handlers: dict[Any, Any] = dict.fromkeys((RequestError, RollwrightError, HTTPException), refuse)
-    app = FastAPI(title="rollwright service", openapi_url=None, exception_handlers=handlers)
-
-    @app.post("/runs", dependencies=[Depends(check_key)])
-    async def open_run(body: Annotated[NewRun, Depends(NewRun.read)]) -> dict[str, str]:
+    async def open_run(body: NewRun) -> dict[str, str]:
         return book.open(body.task)
 
-    @app.post("/feedback", dependencies=[Depends(check_key)])
-    async def feedback(body: Annotated[Feedback, Depends(Feedback.read)]) -> dict[str, int]:
+    async def feedback(body: Feedback) -> dict[str, int]:
         return {"stored": book.feedback(body)}
 
-    @app.get("/status")
     async def status() -> dict[str, Any]:
         return book.status()
 
-    return app
+    table = [("POST", "/runs", open_run, NewRun), ("POST", "/feedback", feedback, Feedback), ("GET", "/status", status, None)]
+    return make_service("rollwright service", [Routes(table)], settings)
 
 
 def serve(config: PPOConfig, directory: RunDirectory, *, is_over: Callable[[], bool] = lambda: False) -> dict[str, Any]:
@@ -236,10 +220,12 @@ def serve(config: PPOConfig, directory: RunDirectory, *, is_over: Callable[[], b
         store = opened.enter_context(open_run_database(config))
         tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, config.actor.trust_remote_code)
         rollout = opened.enter_context(make_rollout_engine(config, None, tokenizer, directory))
-        front = OpenAIFront(tokenizer, config.actor.path, host=config.service.host)
+        limits = {"max_body_bytes": config.service.max_body_bytes, "allowed_hosts": config.service.allowed_hosts}
+        front = OpenAIFront(tokenizer, config.actor.path, host=config.service.host, **limits)
         opened.callback(front.close)
         book = RunBook(front, rollout.client, store, config, directory.trial)
-        server = ServerThread(application(book, api_key), config.service.host, config.service.port)
+        settings = ServiceSettings(config.service.host, config.service.port, api_key, **limits)
+        server = ServerThread(application(book, settings), settings)
         opened.callback(server.stop)
         told = plain(config.service)["api_key"] or api_key
         write_json(directory.path / "service.json", {"url": server.url, "api_key": told}, mode=0o600)

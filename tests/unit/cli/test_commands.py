@@ -150,7 +150,8 @@ def test_a_bug_is_one_line_too(config, run_config, capsys, cache):
     ],
 )
 def test_a_command_whose_packages_are_missing_names_the_extra(command, service, package, extra, monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, service, raising=False)
+    for module in (service, "rollwright.inference.server.service"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     assert main(command) == 1
     assert f"needs the package {package}: pip install 'rollwright[{extra}]'" in capsys.readouterr().err

@@ -8,9 +8,10 @@ from rollwright.environments import retrieval, retrieval_service
 from rollwright.environments.bm25 import BM25Retriever
 from rollwright.environments.corpus import Corpus
 from rollwright.environments.retrieval import LocalSearchTool, RetrievalClient, SearchHits, make_search_tool
-from rollwright.environments.retrieval_service import QueryBatcher, check_exposure
+from rollwright.environments.retrieval_service import QueryBatcher
 from rollwright.errors import ConfigError
 from rollwright.inference.server.exchange import RequestError
+from rollwright.inference.server.settings import check_exposure
 
 
 class SlowRetriever:

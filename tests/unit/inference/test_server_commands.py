@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 
 import pytest
 
 from rollwright import LocalServerConfig, SGLangConfig, VLLMConfig
+from rollwright.config.sections import RolloutConfig
 from rollwright.config.servers import option_list
 from rollwright.errors import ConfigError
+from rollwright.inference.backends import ServerLaunch
+from rollwright.inference.backends.sglang import SGLangClient
 
 
 def options_of(command):
@@ -107,3 +111,15 @@ def test_binding_other_interfaces_needs_a_key():
     with pytest.raises(ConfigError, match="api_key"):
         ServerSettings(host="0.0.0.0")
     assert ServerSettings(host="0.0.0.0", api_key="k").api_key == "k"
+
+
+def test_sglang_is_given_its_key_by_a_file(tmp_path):
+    file = tmp_path / "key.yaml"
+    launch = ServerLaunch("127.0.0.1", 5, RolloutConfig(), "model", key_file=file)
+    command = SGLangClient.command(launch)
+    assert command[command.index("--config") + 1] == str(file)
+    section = SGLangConfig(extra_args={"config": "mine.yaml"})
+    with pytest.raises(ConfigError, match="takes the place of the file that gives SGLang its key"):
+        SGLangClient.command(dataclasses.replace(launch, sections={"sglang": section}))
+    section = SGLangConfig(implementation="builtin")  # which reads it from the environment
+    assert "--config" not in SGLangClient.command(dataclasses.replace(launch, sections={"sglang": section}))

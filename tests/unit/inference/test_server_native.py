@@ -140,8 +140,8 @@ def test_a_wrong_request_is_a_400_that_says_what_is_wrong(server, body, said):
 
 
 def test_what_is_not_json_and_what_is_too_large(server):
-    assert server.post("/generate", content=b"{").status_code == 400
-    assert server.post("/generate", content=b"[1]").status_code == 400
+    assert server.post("/generate", content=b"{", headers={"Content-Type": "application/json"}).status_code == 400
+    assert server.post("/generate", content=b"[1]", headers={"Content-Type": "application/json"}).status_code == 400
     large = server.post("/generate", json={"text": "a" * 5000})
     assert large.status_code == 413
     assert "4096 bytes" in large.json()["error"]["message"]
@@ -150,7 +150,7 @@ def test_what_is_not_json_and_what_is_too_large(server):
         for _ in range(10):
             yield b"a" * 1000
 
-    assert server.post("/generate", content=chunks()).status_code == 413
+    assert server.post("/generate", content=chunks(), headers={"Content-Type": "application/json"}).status_code == 413
 
 
 def test_isolated_branches_are_an_extension_of_ours(server):

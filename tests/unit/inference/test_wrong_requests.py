@@ -19,6 +19,7 @@ from rollwright.inference.server.bodies import Chat, Completion, Generate, Sampl
 from rollwright.inference.server.settings import ServerSettings
 
 HUGE = 1 << 70
+JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +142,8 @@ def test_no_value_of_any_parameter_is_a_fault_of_the_server(server, engine):
         async with httpx.AsyncClient(base_url=server.base_url, limits=limits, timeout=60) as client:
 
             async def ask(path, body):
-                answer = await client.post(path, content=json.dumps(body))  # with infinities and NaN, as Python writes them
+                content = json.dumps(body)  # with infinities and NaN, as Python writes them
+                answer = await client.post(path, content=content, headers=JSON)
                 return None if answer.status_code < 500 else (path, body, answer.text)
 
             faults = [await ask(path, body) for path, body in bodies()]
@@ -155,7 +157,7 @@ def test_no_value_of_any_parameter_is_a_fault_of_the_server(server, engine):
 @pytest.mark.parametrize("raw", [b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b'"x"', b"null", b"{"])
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/abort_request"])
 def test_a_body_that_is_no_object_is_a_400(server, path, raw):
-    answer = server.post(path, content=raw)
+    answer = server.post(path, content=raw, headers=JSON)
     assert answer.status_code == 400
     assert "JSON" in answer.json()["error"]["message"]
 
@@ -198,9 +200,9 @@ def test_a_long_prompt_does_not_hold_up_health_checks():
     answers: list[httpx.Response] = []
 
     def ask(address: str) -> None:
-        answers.append(httpx.post(f"http://{address}/generate", json={"text": "hello " * 300_000}, timeout=120))
+        answers.append(httpx.post(f"http://{address}/generate", json={"text": "hello " * 5_000_000}, timeout=120))
 
-    app = create_application(tiny_engine(context_length=256), ServerSettings(), model_path="tiny")
+    app = create_application(tiny_engine(), ServerSettings(max_body_bytes=64 << 20), model_path="tiny")
     with served(app) as address, httpx.Client(base_url=f"http://{address}", timeout=120) as client:
         for _ in range(10):  # the machine itself may stand still for as long; a loop that is held up always does
             asked = threading.Thread(target=ask, args=(address,))

@@ -303,14 +303,14 @@ async def test_a_synchronous_client_does_not_block_the_loop_that_answers(front, 
 
 
 def test_any_engine_is_recorded_and_the_server_ends(tokenizer):
-    front, before = OpenAIFront(tokenizer), sum(thread.name == "openai-front" for thread in threading.enumerate())
+    front, before = OpenAIFront(tokenizer), sum(thread.name == "rollwright OpenAI front" for thread in threading.enumerate())
     with front, front.episode(Script(tokenizer, "hello")) as episode:
         answer = plain_client(episode).completions.create(model="default", prompt="say", max_tokens=8)
         assert answer.choices[0].text == "hello"
         (experience,) = episode.experiences(reward=1.0)
         assert tokenizer.decode(experience.response_tokens, skip_special_tokens=True) == "hello"
-        assert sum(thread.name == "openai-front" for thread in threading.enumerate()) == before + 1
-    assert sum(thread.name == "openai-front" for thread in threading.enumerate()) == before
+        assert sum(thread.name == "rollwright OpenAI front" for thread in threading.enumerate()) == before + 1
+    assert sum(thread.name == "rollwright OpenAI front" for thread in threading.enumerate()) == before
     with pytest.raises(openai.APIConnectionError):
         plain_client(episode).models.list()
 

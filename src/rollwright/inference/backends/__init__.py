@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rollwright.config.sections import RolloutConfig
@@ -32,6 +33,8 @@ class ServerLaunch:
         threads: compute threads; None: its own choice.
         weights_roots: directories that it may load weights from.
         sections: the sections of the experiment that describe servers, by backend (``sglang``, ``vllm``).
+        key_file: YAML with the ``api-key`` that requests will carry, for servers that read it neither from ROLLWRIGHT_API_KEY
+            nor from VLLM_API_KEY; None: they carry none.
     """
 
     host: str
@@ -43,3 +46,4 @@ class ServerLaunch:
     threads: int | None = None
     weights_roots: list[str] = field(default_factory=list)
     sections: Mapping[str, Any] = field(default_factory=dict)
+    key_file: Path | None = None

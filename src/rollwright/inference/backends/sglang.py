@@ -16,7 +16,7 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
 from rollwright.config.servers import LocalServerConfig, SGLangConfig
 from rollwright.data.vision import encoded_image
-from rollwright.errors import EngineError, WeightUpdateError
+from rollwright.errors import ConfigError, EngineError, WeightUpdateError
 from rollwright.inference.backends import ServerLaunch
 from rollwright.inference.connections import ServerRefusedError, UpdateRefusedError
 from rollwright.inference.network import find_free_ports, own_address
@@ -99,6 +99,13 @@ class SGLangClient(RemoteClient):
             if launch.threads is not None:
                 extra.setdefault("threads", launch.threads)
             section = dataclasses.replace(section, extra_args=extra)
+        elif launch.key_file is not None:  # SGLang reads its key from its command line, which everybody sees, or from a file
+            if "config" in section.extra_args:
+                raise ConfigError(
+                    "sglang.extra_args.config takes the place of the file that gives SGLang its key: write the settings of that file "
+                    "into sglang.extra_args instead."
+                )
+            section = dataclasses.replace(section, extra_args={**section.extra_args, "config": str(launch.key_file)})
         return SGLangConfig.build_cmd(section, launch.gpus, launch.first_gpu, host=launch.host, port=launch.port)
 
     def on_connected(self, server: Server) -> None:

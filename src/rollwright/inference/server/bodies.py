@@ -49,8 +49,8 @@ class Body(BaseModel):
         Raises:
             RequestError: the body is not a JSON object, or a parameter is wrong.
         """
-        body = await read_object(request)
-        return await beside_the_loop(len(await request.body()), cls.of, body)
+        body, size = await read_object(request)
+        return await beside_the_loop(request, size, cls.of, body)
 
     @classmethod
     def of(cls, body: dict[str, Any]) -> Self:

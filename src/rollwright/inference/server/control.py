@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import prometheus_client
-from fastapi import APIRouter, Depends, Response
+from fastapi import Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -18,7 +18,7 @@ from rollwright.errors import WeightUpdateError
 from rollwright.inference.backends.builtin.engine import BuiltinEngine, OnWeightUpdate
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.server import bodies
-from rollwright.inference.server.exchange import AnsweringRoute, RequestError, read_object
+from rollwright.inference.server.exchange import RequestError, Routes
 from rollwright.inference.server.settings import ServerSettings
 from rollwright.inference.weights.files import content_digest, read_weights
 from rollwright.inference.weights.group import WeightGroup
@@ -86,38 +86,37 @@ class Control:
         self._holds: set[str] = set()  # why nothing is sampled: for a client, or until new weights are whole
 
     @property
-    def router(self) -> APIRouter:
+    def router(self) -> Routes:
         """The routes."""
-        router = APIRouter(route_class=AnsweringRoute, dependencies=[Depends(read_object)])
-        get, post, both = ["GET"], ["POST"], ["GET", "POST"]
-        for path, handler, methods in [
-            ("/health", self._health, get),
-            ("/ping", self._health, get),
-            ("/health_generate", self._health_generate, get),
-            ("/model_info", self._model_info, get),
-            ("/get_model_info", self._model_info, get),
-            ("/server_info", self._server_info, get),
-            ("/get_server_info", self._server_info, get),
-            ("/weight_version", self._weight_version, get),
-            ("/get_weight_version", self._weight_version, get),
-            ("/metrics", self._metrics_text, get),
-            ("/pause_generation", self._pause, post),
-            ("/continue_generation", self._continue, post),
-            ("/abort_request", self._abort, post),
-            ("/flush_cache", self._flush_cache, both),
-            ("/update_weight_version", self._update_weight_version, post),
-            ("/begin_weight_update", self._begin_update, post),
-            ("/end_weight_update", self._end_update, post),
-            ("/update_weights_from_disk", self._update_from_disk, post),
-            ("/init_weights_update_group", self._init_group, post),
-            ("/destroy_weights_update_group", self._destroy_group, post),
-            ("/update_weights_from_distributed", self._update_from_distributed, post),
-            ("/weights_checker", self._weights_checker, both),
-            ("/release_memory_occupation", self._release_memory, both),
-            ("/resume_memory_occupation", self._resume_memory, both),
-        ]:
-            router.add_api_route(path, handler, methods=methods, response_model=None)
-        return router
+        return Routes(
+            [
+                ("GET", "/health", self._health, None),
+                ("GET", "/ping", self._health, None),
+                ("GET", "/health_generate", self._health_generate, None),
+                ("GET", "/model_info", self._model_info, None),
+                ("GET", "/get_model_info", self._model_info, None),
+                ("GET", "/server_info", self._server_info, None),
+                ("GET", "/get_server_info", self._server_info, None),
+                ("GET", "/weight_version", self._weight_version, None),
+                ("GET", "/get_weight_version", self._weight_version, None),
+                ("GET", "/metrics", self._metrics_text, None),
+                ("GET", "/weights_checker", self._weights_checker, None),
+                ("POST", "/weights_checker", self._weights_checker, bodies.Checker),
+                ("POST", "/pause_generation", self._pause, bodies.Pause),
+                ("POST", "/continue_generation", self._continue, bodies.ControlBody),
+                ("POST", "/abort_request", self._abort, bodies.Abort),
+                ("POST", "/flush_cache", self._flush_cache, bodies.ControlBody),
+                ("POST", "/update_weight_version", self._update_weight_version, bodies.NewVersion),
+                ("POST", "/begin_weight_update", self._begin_update, bodies.ControlBody),
+                ("POST", "/end_weight_update", self._end_update, bodies.ControlBody),
+                ("POST", "/update_weights_from_disk", self._update_from_disk, bodies.FromDisk),
+                ("POST", "/init_weights_update_group", self._init_group, bodies.JoinGroup),
+                ("POST", "/destroy_weights_update_group", self._destroy_group, bodies.Group),
+                ("POST", "/update_weights_from_distributed", self._update_from_distributed, bodies.FromDistributed),
+                ("POST", "/release_memory_occupation", self._release_memory, bodies.Memory),
+                ("POST", "/resume_memory_occupation", self._resume_memory, bodies.Memory),
+            ]
+        )
 
     # -- about the server ----------------------------------------------------------------------------------------------
 
@@ -167,7 +166,7 @@ class Control:
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
-    async def _pause(self, body: Annotated[bodies.Pause, Depends(bodies.Pause.read)]) -> dict[str, Any]:
+    async def _pause(self, body: bodies.Pause) -> dict[str, Any]:
         await self._hold("client")
         self._engine.on_weight_update = _ON_UPDATE[body.mode]
         if body.mode == "abort":
@@ -193,7 +192,7 @@ class Control:
         if not self._holds:
             await asyncio.to_thread(self._engine.resume)
 
-    async def _abort(self, body: Annotated[bodies.Abort, Depends(bodies.Abort.read)]) -> dict[str, Any]:
+    async def _abort(self, body: bodies.Abort) -> dict[str, Any]:
         await asyncio.to_thread(self._engine.abort, None if body.abort_all else body.rid)
         return {"success": True}
 
@@ -201,12 +200,12 @@ class Control:
         await asyncio.to_thread(self._engine.flush_cache)
         return {"success": True, "message": "The cache of finished requests is empty."}
 
-    async def _release_memory(self, _: Annotated[bodies.Memory, Depends(bodies.Memory.read)]) -> dict[str, Any]:
+    async def _release_memory(self) -> dict[str, Any]:
         await self._hold("client")
         await asyncio.to_thread(self._engine.flush_cache)
         return {"success": True, "message": "Paused; the cache of finished requests is released."}
 
-    async def _resume_memory(self, _: Annotated[bodies.Memory, Depends(bodies.Memory.read)]) -> dict[str, Any]:
+    async def _resume_memory(self) -> dict[str, Any]:
         return {"success": True, **await self._continue()}
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -214,9 +213,7 @@ class Control:
     def _next(self, version: int | None) -> int:
         return self._engine.get_version() + 1 if version is None else version
 
-    async def _update_weight_version(
-        self, body: Annotated[bodies.NewVersion, Depends(bodies.NewVersion.read)]
-    ) -> dict[str, Any]:
+    async def _update_weight_version(self, body: bodies.NewVersion) -> dict[str, Any]:
         version = self._next(body.new_version)
         async with self._update:
             if body.abort_all_requests:
@@ -242,7 +239,7 @@ class Control:
             raise RequestError(f"{path} is not a directory.", param="model_path")
         return directory
 
-    async def _update_from_disk(self, body: Annotated[bodies.FromDisk, Depends(bodies.FromDisk.read)]) -> dict[str, Any]:
+    async def _update_from_disk(self, body: bodies.FromDisk) -> dict[str, Any]:
         directory, version = self._allowed(body.model_path), self._next(body.weight_version)
         async with self._update:
             if body.abort_all_requests:
@@ -271,7 +268,7 @@ class Control:
             self._engine.go_back(version)
         self._engine.update_weights(version=version, weights=named)
 
-    async def _init_group(self, body: Annotated[bodies.JoinGroup, Depends(bodies.JoinGroup.read)]) -> dict[str, Any]:
+    async def _init_group(self, body: bodies.JoinGroup) -> dict[str, Any]:
         name, rank, size = body.group_name, body.rank_offset, body.world_size
         if name in self._groups:
             self._groups.pop(name).close()
@@ -280,16 +277,14 @@ class Control:
         )
         return {"success": True, "message": f"Joined {name!r} as rank {rank} of {size} over {body.backend}."}
 
-    async def _destroy_group(self, body: Annotated[bodies.Group, Depends(bodies.Group.read)]) -> dict[str, Any]:
+    async def _destroy_group(self, body: bodies.Group) -> dict[str, Any]:
         name = body.group_name
         if name not in self._groups:
             raise WeightUpdateError(f"There is no group {name!r}; there are {sorted(self._groups)}.")
         self._groups.pop(name).close()
         return {"success": True, "message": f"Left {name!r}."}
 
-    async def _update_from_distributed(
-        self, body: Annotated[bodies.FromDistributed, Depends(bodies.FromDistributed.read)]
-    ) -> dict[str, Any]:
+    async def _update_from_distributed(self, body: bodies.FromDistributed) -> dict[str, Any]:
         group = self._groups.get(body.group_name)
         if group is None:
             raise WeightUpdateError(f"This server is in no group {body.group_name!r}: call /init_weights_update_group first.")
@@ -322,7 +317,7 @@ class Control:
             await self._release("update")
         return {"success": True, "message": "The weights are whole."}
 
-    async def _weights_checker(self, _: Annotated[bodies.Checker, Depends(bodies.Checker.read)]) -> dict[str, Any]:
+    async def _weights_checker(self) -> dict[str, Any]:
         async with self._update:
             state = dict(self._engine.model.named_parameters())
             digest = await asyncio.to_thread(content_digest, state.items())

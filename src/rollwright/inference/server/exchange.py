@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+import weakref
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
-from fastapi import Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from rollwright.errors import (
     EngineError,
@@ -26,25 +29,33 @@ Result = TypeVar("Result")
 
 #: From this size on a text takes longer to parse or to encode than a thread takes to start.
 _LARGE = 1 << 16
+_BODY_SECONDS = 120
+_large_bodies: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
 
 class RequestError(Exception):
     """A request that is refused, with an HTTP status."""
 
     def __init__(
-        self, message: str, *, status: int = 400, param: str | None = None, kind: str = "invalid_request_error"
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.param, self.kind = status, param, kind
+        self.status, self.param, self.kind, self.code = status, param, kind, code
 
     def body(self) -> dict[str, Any]:
         """The body of the answer, in the form that clients of both protocols read."""
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.status}}
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code or self.status}}
 
 
 #: How engine errors that are no fault of the request's parameters are refused.
 _REFUSALS: dict[type[EngineError], dict[str, Any]] = {
-    PromptTooLongError: {"param": "prompt"},
+    PromptTooLongError: {"param": "prompt", "code": "context_length_exceeded"},
     RequestAborted: {"status": 503, "kind": "server_error"},
     QueueFullError: {"status": 429, "kind": "rate_limit_error"},
 }
@@ -63,23 +74,11 @@ def as_request_error(error: Exception) -> RequestError:
     return RequestError(f"{type(error).__name__}: {error}", status=500, kind="server_error")
 
 
-def error_response(error: Exception) -> JSONResponse:
+def error_response(error: Exception, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """The response that reports ``error``."""
     refusal = as_request_error(error)
-    headers = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(refusal.status)
-    return JSONResponse(refusal.body(), status_code=refusal.status, headers=headers)
-
-
-def path_refusal(request: Request, error: Exception, paths: Iterable[str]) -> JSONResponse:
-    """The response to a path or method that nothing answers, in the form of every other error; it names the ``paths``."""
-    assert isinstance(error, HTTPException)
-    path, message = request.url.path, str(error.detail)
-    if error.status_code == 404:
-        message = f"There is no {path} here; there are {', '.join(known for known in paths if known)}."
-    elif error.status_code == 405:
-        message = f"{path} takes {(error.headers or {}).get('Allow', 'another method')}, not {request.method}."
-    refusal = RequestError(message, status=error.status_code)
-    return JSONResponse(refusal.body(), status_code=error.status_code, headers=dict(error.headers or {}))
+    usual = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(refusal.status, {})
+    return JSONResponse(refusal.body(), status_code=refusal.status, headers={**usual, **(headers or {})})
 
 
 class AnsweringRoute(APIRoute):
@@ -92,7 +91,7 @@ class AnsweringRoute(APIRoute):
         async def answer(request: Request) -> Response:
             try:
                 return await handle(request)
-            except ClientGoneError:
+            except (ClientGoneError, ClientDisconnect):
                 return Response(status_code=499)
             except HTTPException:
                 raise
@@ -104,22 +103,60 @@ class AnsweringRoute(APIRoute):
         return answer
 
 
-async def read_object(request: Request) -> dict[str, Any]:
-    """The JSON object in a request's body; an empty body is an empty object.
+class Routes(APIRouter):
+    """Routes whose handlers' exceptions become responses that say what is wrong.
+
+    Args:
+        table: method, path, handler and body of each. Where a body is named (a ``Body``), it is read and given to a handler that
+            takes an argument; else a handler is FastAPI's.
+    """
+
+    def __init__(self, table: Iterable[tuple[str, str, Callable[..., Any], Any]]) -> None:
+        super().__init__(route_class=AnsweringRoute)
+        for method, path, handler, body in table:
+            endpoint = handler if body is None else _reading(body, handler)
+            self.add_api_route(path, endpoint, methods=[method], response_model=None)
+
+
+def _reading(body: Any, handler: Callable[..., Any]) -> Callable[..., Any]:
+    takes_it = bool(inspect.signature(handler).parameters)
+
+    async def endpoint(request: Request) -> Any:
+        given = await body.read(request)
+        return await (handler(given) if takes_it else handler())
+
+    return endpoint
+
+
+async def read_object(request: Request) -> tuple[dict[str, Any], int]:
+    """The JSON object in a request's body, and the body's size in bytes; an empty body is an empty object.
+
+    A parsed body may take twenty times the memory of its bytes, so only two large ones are read and parsed at once; the others
+    are left in the network until then.
 
     Raises:
-        RequestError: it is not a JSON object.
+        RequestError: it is not a JSON object, or does not arrive in time.
     """
-    body = await request.body()
-    if not body:
-        return {}
-    try:
-        value = await beside_the_loop(len(body), json.loads, body)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"The body is not JSON: {error}.") from error
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) < _LARGE:
+        value, size = await _read(request)
+    else:
+        async with _large_bodies.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(2)):
+            value, size = await _read(request)
     if not isinstance(value, dict):
         raise RequestError(f"The body is a JSON {type(value).__name__}, not an object with named parameters.")
-    return value
+    return value, size
+
+
+async def _read(request: Request) -> tuple[Any, int]:
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            body = b"".join([chunk async for chunk in request.stream()])
+        return (await beside_the_loop(request, len(body), json.loads, body) if body else {}), len(body)
+    except TimeoutError:
+        raise RequestError(f"The body did not arrive within {_BODY_SECONDS} s.", status=408) from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"The body is not JSON: {error}.") from error
 
 
 def bearer_token(request: Request) -> str | None:
@@ -128,9 +165,13 @@ def bearer_token(request: Request) -> str | None:
     return token.strip() or None if scheme.lower() == "bearer" else None
 
 
-async def beside_the_loop(size: int, work: Callable[..., Result], *arguments: Any) -> Result:
-    """``work(*arguments)``, in a thread where it reads a large ``size`` (bytes), so that other requests are answered meanwhile."""
-    return work(*arguments) if size < _LARGE else await asyncio.to_thread(work, *arguments)
+async def beside_the_loop(request: Request, size: int, work: Callable[..., Result], *arguments: Any) -> Result:
+    """``work(*arguments)``; where it reads a large ``size`` (bytes), in a thread, so that other requests are answered meanwhile.
+
+    Raises:
+        ClientGoneError: nobody waits for it any more.
+    """
+    return work(*arguments) if size < _LARGE else await while_connected(request, asyncio.to_thread(work, *arguments))
 
 
 async def while_connected(request: Request, work: Awaitable[Result]) -> Result:
@@ -154,6 +195,10 @@ async def while_connected(request: Request, work: Awaitable[Result]) -> Result:
         task.cancel()
         watcher.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
+        del (
+            task,
+            watcher,
+        )  # the error of a task holds this frame: together they would keep the request until a garbage collection
 
 
 def event_line(value: Any) -> str:

@@ -8,15 +8,15 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse, version_spans
 from rollwright.inference.server.bodies import Generate, Sampling
 from rollwright.inference.server.exchange import (
-    AnsweringRoute,
     RequestError,
+    Routes,
     as_request_error,
     beside_the_loop,
     event_line,
@@ -24,6 +24,7 @@ from rollwright.inference.server.exchange import (
     read_object,
     while_connected,
 )
+from rollwright.inference.server.prompts import PromptReader
 from rollwright.inference.server.text_stream import completion_text
 
 
@@ -52,19 +53,16 @@ class NativeProtocol:
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
-        self._max_prompt_tokens = max_prompt_tokens
-        self._max_samples = max_samples
+        self._reader = PromptReader(tokenizer, engine.context_length, max_prompt_tokens, max_samples)
 
     @property
-    def router(self) -> APIRouter:
+    def router(self) -> Routes:
         """The route."""
-        router = APIRouter(route_class=AnsweringRoute)
-        router.add_api_route("/generate", self._generate, methods=["POST", "PUT"], response_model=None)
-        return router
+        return Routes((method, "/generate", self._generate, None) for method in ("POST", "PUT"))
 
     async def _generate(self, request: Request) -> Response:
-        body = await read_object(request)
-        completions, as_list = await beside_the_loop(len(await request.body()), self._parse, body)
+        body, size = await read_object(request)
+        completions, as_list = await beside_the_loop(request, size, self._parse, body)
         if completions[0].body.stream:
             return await event_stream(request, self._events(completions[0]))
         requests = [completion.request for completion in completions]
@@ -78,7 +76,7 @@ class NativeProtocol:
         prompts, as_list = self._prompts(body)
         samplings = [Sampling.of(params or {}) for params in _one_each(body, "sampling_params", len(prompts))]
         asked = sum(sampling.n for sampling in samplings)
-        self._check_number(asked)
+        self._reader.check_number(asked, "sampling_params")
         as_list = as_list or asked > 1
         if as_list and body.stream:
             raise RequestError("stream is served for one prompt with n=1.", param="stream")
@@ -102,35 +100,17 @@ class NativeProtocol:
                 completions.append(_Completion(request, sampling.no_stop_trim, bool(return_logprob), body))
         return completions, as_list
 
-    def _check_number(self, asked: int) -> None:
-        if asked > self._max_samples:
-            raise RequestError(
-                f"{asked} completions are over the limit of {self._max_samples} (--max-samples); send fewer in one request.",
-                param="sampling_params",
-            )
-
     def _prompts(self, body: Generate) -> tuple[list[list[int]], bool]:
         """The prompts' ids, and whether they were given as a list."""
         given: Any = body.input_ids if body.text is None else body.text
         is_batch = isinstance(given, list) and not isinstance(given[0], int)
         prompts = given if is_batch else [given]
-        self._check_number(len(prompts))
-        if body.text is not None:
-            if self.tokenizer is None:
-                raise RequestError("This server has no tokenizer; give input_ids.", param="text")
-            prompts = [self.tokenizer.encode(text) for text in prompts]
-        vocabulary = None if self.tokenizer is None else len(self.tokenizer)
-        for prompt in prompts:
-            if not prompt:
-                raise RequestError("text is empty: there is no token to continue from.", param="text")
-            if min(prompt) < 0 or (vocabulary is not None and max(prompt) >= vocabulary):
-                raise RequestError(f"input_ids holds ids outside 0 to {(vocabulary or 0) - 1}.", param="input_ids")
-            if self._max_prompt_tokens and len(prompt) > self._max_prompt_tokens:
-                raise RequestError(
-                    f"The prompt has {len(prompt)} tokens, longer than the limit of {self._max_prompt_tokens}.",
-                    param="input_ids",
-                )
-        return prompts, is_batch
+        self._reader.check_number(len(prompts), "text" if body.input_ids is None else "input_ids")
+        if body.text is None:
+            return [self._reader.checked(prompt, "input_ids") for prompt in prompts], is_batch
+        if self.tokenizer is None:
+            raise RequestError("This server has no tokenizer; give input_ids.", param="text")
+        return [self._reader.encode(text, "text") for text in prompts], is_batch
 
     def _answer(self, completion: _Completion, response: ModelResponse, *, final: bool = True) -> dict[str, Any]:
         """One answer in SGLang's form; ``final`` is False for the chunks of a stream before the last."""

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable
 from types import MethodType
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.inference.engine import InferenceEngine
@@ -25,10 +25,9 @@ from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.server.bodies import Chat, Completion
 from rollwright.inference.server.chat import template_messages, tool_convention
 from rollwright.inference.server.exchange import (
-    AnsweringRoute,
     RequestError,
+    Routes,
     as_request_error,
-    bearer_token,
     beside_the_loop,
     event_line,
     event_stream,
@@ -44,6 +43,7 @@ from rollwright.inference.server.openai_answer import (
     partial_responses,
     usage_of,
 )
+from rollwright.inference.server.prompts import PromptReader
 
 #: Sampling parameters that have the generation argument's name.
 _SAMPLING = (
@@ -59,11 +59,10 @@ class OpenAIProtocol:
     servers, or an engine bound to a sample.
 
     Args:
-        engine: answers every call; None where ``engine_for_key`` chooses.
+        engine: answers every call.
         tokenizer: the model's, with its chat template.
         model_name: the name that requests give.
         on_call: sees each finished call (plain or async); an exception of it fails the call.
-        engine_for_key: the engine for a bearer token; raises ``RequestError`` (status 401) for one it does not know.
         defaults: sampling of parameters that a request leaves out; the protocol's own where None.
         context_length: prompt and new tokens together; None: the engine's.
         max_prompt_tokens: a longer prompt is refused.
@@ -72,37 +71,30 @@ class OpenAIProtocol:
 
     def __init__(
         self,
-        engine: InferenceEngine | None,
+        engine: InferenceEngine,
         tokenizer: Any,
         model_name: str,
         *,
         on_call: Callable[[OpenAICall], Any] | None = None,
-        engine_for_key: Callable[[str | None], InferenceEngine] | None = None,
         defaults: GenerationHyperparameters | None = None,
         context_length: int | None = None,
         max_prompt_tokens: int | None = None,
         max_samples: int = 256,
     ) -> None:
-        if (engine is None) == (engine_for_key is None):
-            raise ValueError("give either engine or engine_for_key")
-        self._engine_for_key: Callable[[str | None], Any] = engine_for_key or (lambda _: engine)
+        self.engine = engine
         self.tokenizer = tokenizer
         self.model_name = model_name
         self._on_call = on_call
         self._defaults = defaults or GenerationHyperparameters()
-        self._context_length = context_length or (engine.context_length if engine is not None else None)
-        self._max_prompt_tokens = max_prompt_tokens
-        self._max_samples = max_samples
+        self._context_length = context_length or engine.context_length
+        self._reader = PromptReader(tokenizer, self._context_length, max_prompt_tokens, max_samples)
         self._template_kwargs: dict[str, Any] = {}
         self.convention = tool_convention(getattr(tokenizer, "chat_template", None) or "")
 
     @property
-    def router(self) -> APIRouter:
+    def router(self) -> Routes:
         """The routes."""
-        router = APIRouter(route_class=AnsweringRoute)
-        for method, path, handler in ROUTES:
-            router.add_api_route(path, MethodType(handler, self), methods=[method], response_model=None)
-        return router
+        return Routes((method, path, MethodType(handler, self), None) for method, path, handler in ROUTES)
 
     # -- routes --------------------------------------------------------------------------------------------------------
 
@@ -130,17 +122,15 @@ class OpenAIProtocol:
         return await self._serve(request, CHAT)
 
     async def _serve(self, request: Request, endpoint: str) -> Response | dict[str, Any]:
-        body = await read_object(request)
+        body, size = await read_object(request)
         fields = (Chat if endpoint == CHAT else Completion).of(body).given()
         self._check_model(fields)
-        api_key = bearer_token(request)
-        engine = self._engine_for_key(api_key)
-        prompts = await beside_the_loop(len(await request.body()), self._prompts, endpoint, fields)
-        call = self._call(api_key, endpoint, body, fields, prompts)
+        prompts = await beside_the_loop(request, size, self._prompts, endpoint, fields)
+        call = self._call(endpoint, body, fields, prompts)
         if fields.get("stream"):
             include_usage = bool(fields.get("stream_options", {}).get("include_usage"))
-            return await event_stream(request, self._events(engine, call, include_usage))
-        await self._finish(call, await while_connected(request, engine.agenerate_batch(call.requests)))
+            return await event_stream(request, self._events(call, include_usage))
+        await self._finish(call, await while_connected(request, self.engine.agenerate_batch(call.requests)))
         answer = self._head(call, "chat.completion") | {"choices": call.choices, "usage": usage_of(call)}
         return answer | ({"prompt_token_ids": call.requests[0].input_ids} if call.return_token_ids and call.is_chat else {})
 
@@ -156,10 +146,10 @@ class OpenAIProtocol:
             return [self.chat_prompt(fields)]
         given: Any = fields["prompt"]
         items = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-        prompts = [self.tokenizer.encode(item, add_special_tokens=True) if isinstance(item, str) else item for item in items]
-        if not all(prompts):
-            raise RequestError("prompt is empty.", param="prompt")
-        return prompts
+        return [
+            self._reader.encode(item, "prompt") if isinstance(item, str) else self._reader.checked(item, "prompt")
+            for item in items
+        ]
 
     def chat_prompt(self, fields: dict[str, Any]) -> list[int]:
         """Token ids of a chat request's prompt, by the model's chat template.
@@ -177,21 +167,26 @@ class OpenAIProtocol:
         except Exception as error:  # jinja raises its own errors for conversations that a template does not allow
             raise RequestError(f"The chat template refuses the conversation: {error}", param="messages") from error
         begun = self._begun(fields)
-        return [*ids, *(self.tokenizer.encode(begun, add_special_tokens=False) if begun else [])]
+        if begun:
+            ids = [*ids, *self.tokenizer.encode(begun, add_special_tokens=False)]
+        return self._reader.checked(ids, "messages")
 
     def _render(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, fields: dict[str, Any], variables: dict[str, Any]
     ) -> list[int]:
         continues = bool(fields.get("continue_final_message"))
-        return self.tokenizer.apply_chat_template(
+        text = self.tokenizer.apply_chat_template(
             messages,
             tools=tools,
             add_generation_prompt=fields.get("add_generation_prompt", not continues),
             continue_final_message=continues,
-            tokenize=True,
-            return_dict=False,
+            tokenize=False,
             **variables,
         )
+        return self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._reader.encode(text, "messages", add_special_tokens=False)
 
     @staticmethod
     def _tools(fields: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -220,24 +215,11 @@ class OpenAIProtocol:
             )
         return self.convention.beginning_of_call(name)
 
-    def _call(
-        self, api_key: str | None, endpoint: str, body: dict[str, Any], fields: dict[str, Any], prompts: list[list[int]]
-    ) -> OpenAICall:
+    def _call(self, endpoint: str, body: dict[str, Any], fields: dict[str, Any], prompts: list[list[int]]) -> OpenAICall:
         samples = fields.get("n", 1)
-        if samples * len(prompts) > self._max_samples:
-            raise RequestError(
-                f"{samples} samples of {len(prompts)} prompts are over the limit of {self._max_samples} (--max-samples).",
-                param="n",
-            )
-        vocabulary = len(self.tokenizer)
+        self._reader.check_number(samples * len(prompts), "n")
         requests = []
         for prompt in prompts:
-            if self._max_prompt_tokens and len(prompt) > self._max_prompt_tokens:
-                raise RequestError(
-                    f"The prompt has {len(prompt)} tokens, longer than the limit of {self._max_prompt_tokens}.", param="prompt"
-                )
-            if max(prompt) >= vocabulary or min(prompt) < 0:
-                raise RequestError(f"The prompt holds token ids outside 0 to {vocabulary - 1}.", param="prompt")
             gconfig = self._gconfig(fields, endpoint, len(prompt))
             for index in range(samples):
                 seed = None if "seed" not in fields else fields["seed"] + index
@@ -246,7 +228,6 @@ class OpenAIProtocol:
                     ModelRequest(input_ids=prompt, gconfig=gconfig.new(seed=seed), rid=rid, tokenizer=self.tokenizer)
                 )
         return OpenAICall(
-            api_key,
             endpoint,
             body,
             requests,
@@ -295,12 +276,12 @@ class OpenAIProtocol:
             "model": self.model_name,
         }
 
-    async def _events(self, engine: InferenceEngine, call: OpenAICall, include_usage: bool) -> AsyncGenerator[str, None]:
+    async def _events(self, call: OpenAICall, include_usage: bool) -> AsyncGenerator[str, None]:
         """The server-sent events of a streamed call. The first is yielded only after the engine took every request."""
         head = self._head(call, "chat.completion.chunk")
         streams = [ChoiceStream(call, index, self.tokenizer, self.convention) for index in range(len(call.requests))]
         latest: dict[int, ModelResponse] = {}
-        async with contextlib.aclosing(partial_responses(engine, call.requests)) as partials:
+        async with contextlib.aclosing(partial_responses(self.engine, call.requests)) as partials:
             try:
                 async for index, partial in partials:
                     if not latest and call.is_chat:  # every choice begins with its role

@@ -22,7 +22,6 @@ class OpenAICall:
     """One call of the OpenAI protocol, with everything that was asked and answered.
 
     Attributes:
-        api_key: the bearer token that the client sent, or None.
         endpoint: ``"chat"`` or ``"completion"``.
         body: the request as it came.
         requests: one for each choice, in the order of the choices.
@@ -31,7 +30,6 @@ class OpenAICall:
         started: ``time.time()`` at arrival.
     """
 
-    api_key: str | None
     endpoint: str
     body: dict[str, Any]
     requests: list[ModelRequest]
