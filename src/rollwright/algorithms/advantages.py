@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rollwright.config.recipes import ADVANTAGE_ESTIMATORS
 from rollwright.config.sections import PPOActorConfig
+from rollwright.config.validation import refuse_wrong_arguments
 from rollwright.errors import ConfigError, TrainingError
 
 #: Rewards, group ids and sample ids of rows, each ``[B]`` -> baseline and scale of each row.
@@ -126,6 +127,7 @@ def find_estimator(config: PPOActorConfig) -> Estimator:
         raise ConfigError(
             f"actor.adv_estimator_kwargs has {', '.join(arguments) or 'no arguments'}, but of the estimator {name!r}: {error}."
         ) from None
+    refuse_wrong_arguments(estimator, config.adv_estimator_kwargs, "actor.adv_estimator_kwargs")
 
     def estimate(rewards_B: Tensor, group_ids_B: Tensor, sample_ids_B: Tensor) -> tuple[Tensor, Tensor]:
         result = estimator(rewards_B, group_ids_B, sample_ids_B, **arguments)

@@ -11,17 +11,24 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from rollwright.config.recipes import KL_ESTIMATORS, POLICY_LOSSES, was_set
 from rollwright.config.sections import PPOActorConfig
+from rollwright.config.validation import refuse_wrong_arguments
 from rollwright.errors import ConfigError
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("algorithms")
+
+#: Ranges of arguments; ``policy_loss_kwargs`` are checked against the annotations of the loss.
+Positive = Annotated[float, Field(gt=0.0)]
+NotNegative = Annotated[float, Field(ge=0.0)]
 
 #: Log-ratios are cut here before the exponential: e^20 is beyond every clip and every cap, and stays finite.
 LOG_RATIO_LIMIT = 20.0
@@ -48,7 +55,7 @@ def find_policy_loss(config: PPOActorConfig) -> Callable[[Tensor, Tensor, Tensor
 
     Raises:
         ConfigError: the loss does not exist (with the names that there are), does not take an argument, or corrects for the
-            behaviour policy while ``use_decoupled_loss`` does so, too.
+            behaviour policy while ``use_decoupled_loss`` does so, too; or an argument has another type or range than annotated.
     """
     for key, message in unread_keys(config):
         logger.warning("actor.%s %s", key, message)
@@ -67,6 +74,7 @@ def find_policy_loss(config: PPOActorConfig) -> Callable[[Tensor, Tensor, Tensor
     if not takes_all and (unknown := sorted(set(arguments) - (known - set(_FROM_CONFIG)))):
         allowed = ", ".join(sorted(known - set(_FROM_CONFIG))) or "none"
         raise ConfigError(f"actor.policy_loss_kwargs has {unknown}, which the loss {name!r} does not take: it takes {allowed}.")
+    refuse_wrong_arguments(loss, arguments, "actor.policy_loss_kwargs")
     arguments = {parameter: getattr(config, key) for parameter, key in _FROM_CONFIG.items() if parameter in known} | arguments
 
     def policy_loss(
@@ -148,8 +156,8 @@ def cispo_loss(
     mask_BL: Tensor,
     *,
     level: str = "token",
-    weight_low: float = 0.0,
-    weight_high: float = 5.0,
+    weight_low: NotNegative = 0.0,
+    weight_high: Positive = 5.0,
 ) -> PolicyLoss:
     """CISPO: the importance weight is clipped, not the update, so every token keeps a gradient (arXiv 2506.13585, eq. 4).
 
@@ -157,6 +165,8 @@ def cispo_loss(
         weight_low: smallest weight (the paper sets no lower bound).
         weight_high: largest weight, the paper's ``1 + ε_high``.
     """
+    if weight_low > weight_high:
+        raise ConfigError(f"actor.policy_loss_kwargs: weight_low is {weight_low}, more than weight_high ({weight_high}).")
     ratio_BL = importance_ratio(logp_BL, old_logp_BL, mask_BL, level).detach()
     weight_BL = ratio_BL.clamp(weight_low, weight_high)
     return PolicyLoss(-weight_BL * advantages_BL * logp_BL, ratio_BL, (weight_BL != ratio_BL) & (mask_BL > 0))
@@ -169,8 +179,8 @@ def sapo_loss(
     mask_BL: Tensor,
     *,
     level: str = "token",
-    tau_positive: float = 1.0,
-    tau_negative: float = 1.05,
+    tau_positive: Positive = 1.0,
+    tau_negative: Positive = 1.05,
 ) -> PolicyLoss:
     """SAPO: a smooth gate ``4/τ · σ(τ (r - 1))`` in the place of the hard clip (arXiv 2511.20347, eq. 5 and 6).
 
@@ -192,7 +202,7 @@ def reinforce_loss(
     *,
     behaviour_logp_BL: Tensor | None = None,
     level: str = "token",
-    weight_high: float | None = 2.0,
+    weight_high: Positive | None = 2.0,
 ) -> PolicyLoss:
     """REINFORCE (Williams, 1992), ``-A log π``, weighted by the truncated ratio ``π / μ`` to the policy that sampled.
 
@@ -220,8 +230,8 @@ def opmd_loss(
     *,
     behaviour_logp_BL: Tensor | None = None,
     level: str = "token",
-    weight_high: float | None = 2.0,
-    tau: float = 1.0,
+    weight_high: Positive | None = 2.0,
+    tau: NotNegative = 1.0,
 ) -> PolicyLoss:
     """Online policy mirror descent in its simple form: ``-A log π / (1 + τ)`` (Trinity-RFT, arXiv 2505.17826, appendix A).
 

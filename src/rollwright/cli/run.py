@@ -32,7 +32,11 @@ def run(
     config: ConfigOption = None,
     plugin_dir: PluginDirectories = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved config and what would happen, and do nothing.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print the resolved config and what would happen, after reading the datasets and looking for the models; run nothing.",
+        ),
     ] = False,
 ) -> None:
     """Carry out a config: one stage, or each of its stages in order.
@@ -47,6 +51,9 @@ def run(
     stages = load_with_plugins(file, overrides, plugin_dir)
     if dry_run:
         look_up_names(stages)
+        from rollwright.trainers.dry_run import refuse_missing_inputs
+
+        refuse_missing_inputs(stages)
         typer.echo(resolved_yaml(stages))
         typer.echo(describe(stages))
         return

@@ -63,14 +63,20 @@ def _actor(actor: PPOActorConfig) -> list[Rule]:
     """Keys of the algorithm that were set and that nothing reads; those of a loss are its parameters (``algorithms.losses``)."""
     estimator, cap, norm = actor.adv_estimator, actor.behav_imp_weight_cap, actor.adv_norm or NormConfig()
     normalised, coupled = estimator == "normalised", not actor.use_decoupled_loss
-    optimizer = actor.optimizer
+    optimizer, levels, unnormed = actor.optimizer, (norm.mean_level, norm.std_level), (None, "none")
     of_norm = (not normalised, f"the estimator {estimator!r} does not read adv_norm")
     unread: dict[str, tuple[bool, str]] = {
         "kl_estimator": (actor.kl_ctl == 0, "kl_ctl is 0, so no KL is taken"),
         "loss_constant": (actor.loss_aggregation != "constant", f"loss_aggregation is {actor.loss_aggregation}"),
         "adv_estimator_kwargs": (normalised, "adv_estimator is normalised, whose keys are in adv_norm"),
-        **{f"adv_norm.{each.name}": of_norm for each in fields(NormConfig) if actor.adv_norm and not normalised},
-        "adv_norm.eps": (not normalised or norm.std_level in (None, "none"), "nothing is divided by a deviation"),
+        **{f"adv_norm.{each.name}": of_norm for each in fields(NormConfig) if not normalised},
+        "adv_norm.std_after_mean": (
+            not (
+                levels == ("group", "batch") or (norm.leave_one_out and levels[0] not in unnormed and levels[1] not in unnormed)
+            ),
+            "with these levels the deviation is the same",
+        ),
+        "adv_norm.eps": (not normalised or levels[1] in unnormed, "nothing is divided by a deviation"),
         "behav_imp_weight_cap": (coupled, "use_decoupled_loss is false, so nothing is weighted by the behaviour policy"),
         "behav_imp_weight_mode": (coupled or cap is None, "no weight is capped"),
         "behav_imp_weight_level": (coupled, "use_decoupled_loss is false, so nothing is weighted by the behaviour policy"),
@@ -86,6 +92,7 @@ def _actor(actor: PPOActorConfig) -> list[Rule]:
     return [
         (broken and was_set(actor, key), key, f"is set, but not read: {why}; take it out, or change that")
         for key, (broken, why) in unread.items()
+        if actor.adv_norm or not key.startswith("adv_norm.")
     ]
 
 
@@ -260,7 +267,10 @@ def _auxiliary_models(config: PPOConfig) -> list[Rule]:
 
 def _training(config: PPOConfig) -> list[Rule]:
     actor, rollout = config.actor, config.rollout
-    samples = config.train_dataset.batch_size * config.gconfig.n_samples
+    tasks, size = config.train_dataset.batch_size, config.store.train_batch_size if config.store else None
+    groups, size_key = tasks, "train_dataset.batch_size"
+    if size is not None and config.mode == "train":
+        groups, size_key = -(-size // config.gconfig.n_samples), "store.train_batch_size"
     every = rollout.weight_update_every_steps
     recomputes = actor.recompute_logprob or (actor.use_decoupled_loss and actor.prox_logp_method == "recompute")
     return [
@@ -276,9 +286,10 @@ def _training(config: PPOConfig) -> list[Rule]:
             "is given, but actor.kl_ctl is 0, so no KL to it is taken; set actor.kl_ctl above 0 or take ref out",
         ),
         (
-            actor.ppo_n_minibatches > samples,
+            actor.ppo_n_minibatches > groups,
             "actor.ppo_n_minibatches",
-            f"is {actor.ppo_n_minibatches}, but a batch has {samples} samples (train_dataset.batch_size × gconfig.n_samples)",
+            f"is {actor.ppo_n_minibatches}, but a batch has {groups} groups of samples, which are not divided; lower it, or raise "
+            f"{size_key}",
         ),
         (
             every > rollout.max_head_offpolicyness + 1,

@@ -50,6 +50,29 @@ def validated(cls: type, data: Any, faults: Faults) -> Any:
     return None
 
 
+def refuse_wrong_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], key: str) -> None:
+    """Check keyword arguments by the annotations of what is called with them; those without a usable annotation are not checked.
+
+    Args:
+        function: what is called with them.
+        arguments: by name.
+        key: where they were written, for messages.
+
+    Raises:
+        ConfigError: one has another type than annotated, or is out of its range.
+    """
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+        adapters = {name: pydantic.TypeAdapter(hints[name]) for name in arguments.keys() & hints.keys()}
+    except (NameError, TypeError, pydantic.PydanticUserError):
+        return
+    for name, adapter in adapters.items():
+        try:
+            adapter.validate_python(arguments[name], strict=True)
+        except pydantic.ValidationError as error:
+            raise ConfigError(f"{key}.{name}: {_words(error.errors()[0])}.") from None
+
+
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 

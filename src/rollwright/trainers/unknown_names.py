@@ -10,9 +10,13 @@ import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
-from rollwright.algorithms.losses import unread_keys
+import torch
+
+from rollwright.algorithms.advantages import find_estimator
+from rollwright.algorithms.losses import find_policy_loss, unread_keys
 from rollwright.config.experiment import EvalConfig, NewModelConfig, PPOConfig, SFTConfig
 from rollwright.config.loading import Stage
+from rollwright.config.sections import PPOActorConfig
 from rollwright.config.source import Faults, KeyPath
 from rollwright.config.tasksets import TasksetConfig
 from rollwright.data.drawing import SELECTORS, make_selector
@@ -64,7 +68,11 @@ def _faults_of(config: Any) -> Iterator[Fault]:
 
 
 def _policy(config: PPOConfig) -> Iterator[Fault]:
-    yield from ((("actor", key), message) for key, message in unread_keys(config.actor))
+    unread = unread_keys(config.actor)
+    yield from ((("actor", key), message) for key, message in unread)
+    if not unread:
+        yield from _tried(("actor", "policy_loss"), lambda: _try_loss(config.actor))
+        yield from _tried(("actor", "adv_estimator"), lambda: find_estimator(config.actor))
     if config.mode in _SAMPLING_MODES:
         for name in ("tasksets", "eval_tasksets"):
             for index, taskset in enumerate(getattr(config, name)):
@@ -78,6 +86,16 @@ def _policy(config: PPOConfig) -> Iterator[Fault]:
             from rollwright.store import Sampling
 
             yield from _tried(("store", "priority_fn"), lambda: Sampling.from_config(config.store))  # type: ignore[arg-type]
+
+
+def _try_loss(config: PPOActorConfig) -> None:
+    """Compute the loss of two tokens: a loss may check its arguments itself."""
+    loss, ones = find_policy_loss(config), torch.ones(1, 2)
+    try:
+        loss(-ones, -1.1 * ones, torch.tensor([[1.0, -1.0]]), ones, -0.9 * ones)
+    except Exception as error:  # a user's function can fail in any way
+        kind = "" if isinstance(error, RollwrightError) else f"{type(error).__name__}: "
+        raise ConfigError(f"the loss {config.policy_loss!r} cannot be computed: {kind}{error}") from error
 
 
 def _episodes(config: PPOConfig) -> Iterator[Fault]:

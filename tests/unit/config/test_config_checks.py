@@ -12,7 +12,7 @@ REFUSED = [
     ("critic: {path: m}", "critic: a value model is not built yet"),
     ("actor: {optimizer: null}", "actor.optimizer: is null"),
     ("ref: {path: m}", "actor.kl_ctl is 0"),
-    ("actor: {ppo_n_minibatches: 9}\ngconfig: {n_samples: 2}\ntrain_dataset: {batch_size: 4}", "a batch has 8 samples"),
+    ("actor: {ppo_n_minibatches: 9}\ngconfig: {n_samples: 2}\ntrain_dataset: {batch_size: 4}", "a batch has 4 groups"),
     ("rollout: {addresses: ['h:1']}", "rollout.addresses: names a server"),
     ("rollout: {api_key: k}", "rollout.api_key: names a server"),
     ("rollout: {servers: 2}", "rollout.servers: is 2, which the builtin engine does not have"),

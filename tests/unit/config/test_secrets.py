@@ -118,10 +118,10 @@ def test_messages_name_the_variable_and_not_its_value(key):
     assert key not in str(told.value)
 
 
-def test_commands_show_no_secret(key, capsys, tmp_path):
+def test_commands_show_no_secret(key, capsys, tmp_path, tiny_model):
     file = tmp_path / "run.yaml"
     file.write_text(
-        "actor: {path: m}\ntrain_dataset: {path: arithmetic}\nworkflow: rlvr\nreward_fn: numeric_reward\n"
+        f"actor: {{path: {tiny_model}}}\ntrain_dataset: {{path: arithmetic}}\nworkflow: rlvr\nreward_fn: numeric_reward\n"
         "rollout: {backend: sglang, api_key: '${oc.env:OUR_KEY}'}\nworkflow_kwargs: {}\n"
         f"auxiliary_models: [{{base_url: 'http://h/v1', api_key: {key}}}]\n"
     )

@@ -1,0 +1,153 @@
+"""What ``rollwright run --dry-run`` finds beyond keys and names: datasets that cannot be read, models that are not there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollwright.config.experiment import DPOConfig, EvalConfig, NewModelConfig, PPOConfig, RunConfig, SFTConfig
+from rollwright.config.loading import Stage
+from rollwright.config.source import Faults, KeyPath
+from rollwright.config.tasksets import DatasetConfig
+from rollwright.data.datasets import get_dataset
+from rollwright.data.drawing import taskset_rows
+from rollwright.data.tokenizer import load_tokenizer
+from rollwright.errors import ConfigError, RollwrightError
+
+Fault = tuple[KeyPath, str]
+
+
+def refuse_missing_inputs(stages: Sequence[Stage]) -> None:
+    """Read every dataset, and look for every model and tokenizer; those that an earlier stage makes are left aside.
+
+    Names at Hugging Face are looked up there: of a model its configuration and tokenizer, of a dataset its rows.
+
+    Raises:
+        ConfigError: with everything that a run would not find, its key, file and line.
+    """
+    messages: list[str] = []
+    made: list[Path] = []
+    for stage in stages:
+        faults = Faults(stage.origins)
+        for path, message in _faults_of(stage.config, made):
+            faults.add(path, message)
+        messages += faults.messages
+        made.append(_output_of(stage.config))
+    if messages:
+        raise ConfigError.of(messages)
+
+
+def _output_of(config: Any) -> Path:
+    """The directory in which a stage leaves what it makes."""
+    if isinstance(config, NewModelConfig):
+        return Path(config.path).absolute()
+    return (Path(config.cluster.fileroot) / config.experiment_name / config.trial_name).absolute()
+
+
+def _faults_of(config: Any, made: Sequence[Path]) -> Iterator[Fault]:
+    def is_there(path: str) -> bool:
+        """False where a path is not given, or an earlier stage makes it."""
+        return bool(path) and not any(Path(path).absolute().is_relative_to(each) for each in made)
+
+    for key, path, needs_weights in _models(config):
+        if is_there(path) and (fault := _model_fault(path, needs_weights)):
+            yield key, fault
+    tokenizer: Any = None
+    for key, path in _tokenizers(config):
+        if is_there(path):
+            try:
+                tokenizer = load_tokenizer(path, getattr(config, "trust_remote_code", False))
+            except RollwrightError as error:
+                yield key, str(error)
+    for key, section, read in _datasets(config):
+        if is_there(section.path):
+            try:
+                rows = read(dataclasses.replace(section, max_length=section.max_length if tokenizer else None), tokenizer)
+            except Exception as error:  # a user's builder can fail in any way
+                kind = "" if isinstance(error, RollwrightError) else f"{type(error).__name__}: "
+                yield (*key, "path"), f"cannot be read: {kind}{error}"
+            else:
+                yield from ((key + below, message) for below, message in _batch_faults(config, section, key, len(rows)))
+
+
+def _models(config: Any) -> Iterator[tuple[KeyPath, str, bool]]:
+    """Key and path of each model, and whether it needs weights."""
+    if isinstance(config, PPOConfig):
+        yield ("actor", "path"), config.actor.path, not config.actor.init_from_scratch
+        yield ("rollout", "path"), config.rollout.path, True
+        for index, auxiliary in enumerate(config.auxiliary_models):
+            yield ("auxiliary_models", index, "model_path"), auxiliary.model_path, True
+        for index, path in enumerate(config.bench.checkpoints if config.mode == "bench" else []):
+            yield ("bench", "checkpoints", index), path, True
+    if isinstance(config, SFTConfig):
+        yield ("model", "path"), config.model.path, not config.model.init_from_scratch
+    if isinstance(config, PPOConfig | DPOConfig) and config.ref is not None:
+        yield ("ref", "path"), config.ref.path, True
+    if isinstance(config, EvalConfig):
+        yield ("path",), config.path, True
+
+
+def _tokenizers(config: Any) -> Iterator[tuple[KeyPath, str]]:
+    if isinstance(config, NewModelConfig):
+        yield ("vocabulary_from",), config.vocabulary_from
+    elif config.tokenizer_path:
+        yield ("tokenizer_path",), config.tokenizer_path
+    else:
+        yield from ((key, path) for key, path, _ in list(_models(config))[:1] if _model_fault(path, False) is None)
+
+
+def _model_fault(path: str, needs_weights: bool) -> str | None:
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        if not (directory / "config.json").is_file():
+            return f"is {path}, a directory that holds no model: it has no config.json"
+        if needs_weights and not any(directory.glob("*.safetensors")) and not any(directory.glob("*.bin")):
+            return f"is {path}, which has a configuration and no weights (*.safetensors)"
+        return None
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        return f"is {path}, and there is no such directory (looked from {Path.cwd()})"
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        if "trust_remote_code" not in str(error):
+            cause = " ".join(str(error).split())[:200]
+            return f"is {path}, which is neither a directory (looked from {Path.cwd()}) nor a model at Hugging Face: {cause}"
+    return None
+
+
+def _datasets(config: Any) -> Iterator[tuple[KeyPath, DatasetConfig, Callable[[DatasetConfig, Any], Sequence[Any]]]]:
+    """Key and section of each dataset, and how it is read."""
+    names: list[str] = []
+    if isinstance(config, EvalConfig):
+        names = ["dataset"]
+    elif isinstance(config, SFTConfig):
+        names = ["train_dataset", "valid_dataset"]
+    elif isinstance(config, PPOConfig):
+        trains, evaluates = config.mode in ("both", "explore"), config.mode in ("both", "explore", "bench")
+        names = [*(["train_dataset"] if trains and not config.tasksets else []), *(["valid_dataset"] if evaluates else [])]
+        for name in [*(["tasksets"] if trains else []), *(["eval_tasksets"] if evaluates else [])]:
+            for index, taskset in enumerate(getattr(config, name)):
+                yield (name, index), taskset, lambda section, _: taskset_rows(section)
+    yield from (((name,), section, get_dataset) for name in names if (section := getattr(config, name)) is not None)
+
+
+def _batch_faults(config: RunConfig, section: DatasetConfig, key: KeyPath, rows: int) -> Iterator[Fault]:
+    """Batches that would never be full, or too small to be divided."""
+    size, rest = section.batch_size, rows % section.batch_size
+    if key != ("train_dataset",):
+        return
+    if section.drop_last and rows < size:
+        yield (
+            ("batch_size",),
+            f"is {size}, but there are {rows} tasks, so no batch would ever be full; lower it, or set drop_last: false",
+        )
+    elif not section.drop_last and isinstance(config, PPOConfig) and 0 < rest < config.actor.ppo_n_minibatches:
+        parts = config.actor.ppo_n_minibatches
+        yield (
+            ("drop_last",),
+            f"is false, and the last batch of {rest} tasks cannot be divided into actor.ppo_n_minibatches ({parts})",
+        )
