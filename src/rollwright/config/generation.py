@@ -59,6 +59,8 @@ class GenerationHyperparameters:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             self.stop = [self.stop]
+        if any(isinstance(token, str) for token in self.logit_bias):  # as JSON has them
+            self.logit_bias = {int(token): bias for token, bias in self.logit_bias.items()}
 
     n = _second_name("n_samples")
     max_tokens = _second_name("max_new_tokens")

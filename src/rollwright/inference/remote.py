@@ -67,6 +67,8 @@ class RemoteRequests(InferenceEngine):
         "branch_ids": "use the built-in engine or rollwright serve-model",
         "multi_modal": "use the built-in engine in this process",
         "image_data": "use the built-in engine or an SGLang server",
+        "top_logprobs": "use the built-in engine, SGLang or vLLM",
+        "prompt_logprobs_from": "use the built-in engine, SGLang or vLLM",
     }
 
     def __init__(self, config: RolloutConfig | None = None, *, addresses: Iterable[str] | None = None) -> None:

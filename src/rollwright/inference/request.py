@@ -60,6 +60,16 @@ def _counts(values: Any, what: str) -> list[int]:
     return list(values)
 
 
+def _count(name: str, value: Any) -> int | None:
+    if value is not None and (type(value) is not int or value < 0):
+        raise EngineError(f"{name} is {value!r}; it has to be a whole number of at least 0, or None.")
+    return value
+
+
+#: The most likely tokens at one place, most likely first: ids and log-probabilities.
+TopTokens = list[tuple[int, float]]
+
+
 @dataclass
 class ModelRequest:
     """One request: a prompt in token ids and how to sample from it.
@@ -79,6 +89,8 @@ class ModelRequest:
     multi_modal: dict[str, Any] | None = None  # processor outputs, e.g. pixel_values
     image_data: list[Any] | None = None  # PIL images, or encoded ones in text, for servers
     lora_name: str | None = None
+    top_logprobs: int | None = None  # so many of the most likely tokens, with log-probabilities, beside each sampled one
+    prompt_logprobs_from: int | None = None  # the prompt's tokens from this index on get log-probabilities, too
 
     def __post_init__(self) -> None:
         if not isinstance(self.gconfig, GenerationHyperparameters):
@@ -92,6 +104,8 @@ class ModelRequest:
             self.position_ids = _counts(self.position_ids, "position_ids")
         if self.branch_ids is not None:
             self.branch_ids = _counts(self.branch_ids, "branch_ids")
+        self.top_logprobs = _count("top_logprobs", self.top_logprobs) or None
+        _count("prompt_logprobs_from", self.prompt_logprobs_from)
 
     @property
     def effective_seed(self) -> int | None:
@@ -123,7 +137,16 @@ class ModelResponse:
     temperature: float = 1.0  # that the log-probabilities are at (1.0 where greedy)
     rid: str = ""
     seed: int | None = None
+    output_top_logprobs: list[TopTokens] | None = None  # for each output token, where the request asks for ``top_logprobs``
+    input_logprobs: list[float | None] | None = None  # of the prompt from ``prompt_logprobs_from`` on; the first token has none
+    input_top_logprobs: list[TopTokens | None] | None = None  # where both are asked for
     logprobs_shifted: bool = False  # taken after top-p, top-k or penalties: the trainer has to recompute them
+
+    def of_the_prompt(self) -> ModelResponse:
+        """The same without what was sampled, for a caller that asked for the prompt's log-probabilities alone."""
+        nothing: dict[str, Any] = {name: [] for name in ("output_tokens", "output_logprobs", "output_versions")}
+        top = None if self.output_top_logprobs is None else []
+        return replace(self, **nothing, output_top_logprobs=top, stop_reason="length", stop_match=None)
 
     @property
     def input_len(self) -> int:

@@ -45,7 +45,10 @@ from rollwright.workflows.task import Task, WorkflowPool, returned_experiences, 
 logger = getLogger("isolation")
 
 RUN, ANSWER, READY, ASK, DONE, FAILED = b"U", b"A", b"R", b"Q", b"D", b"F"
-_SENT_FIELDS = ("input_ids", "rid", "metadata", "seed", "position_ids", "branch_ids", "lora_name")
+_SENT_FIELDS = (
+    *("input_ids", "rid", "metadata", "seed", "position_ids", "branch_ids", "lora_name"),
+    *("top_logprobs", "prompt_logprobs_from"),
+)
 
 
 class IsolatedWorkflows:

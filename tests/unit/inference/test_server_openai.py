@@ -252,7 +252,9 @@ def test_stop_strings_are_left_out_of_the_text(client):
         ("chat/completions", {"messages": ASK, "temperature": True}, 400, "temperature"),
         ("chat/completions", {"messages": ASK, "top_p": 1.5}, 400, "top_p"),
         ("chat/completions", {"messages": ASK, "n": 9}, 400, "limit"),
-        ("chat/completions", {"messages": ASK, "top_logprobs": 3}, 400, "top_logprobs"),
+        ("chat/completions", {"messages": ASK, "top_logprobs": 3}, 400, "top_logprobs needs logprobs"),
+        ("chat/completions", {"messages": ASK, "top_logprobs": 21, "logprobs": True}, 400, "top_logprobs"),
+        ("chat/completions", {"messages": ASK, "max_tokens": 0}, 400, "max_tokens"),
         ("chat/completions", {"messages": ASK, "presence_penalty": 5}, 400, "presence_penalty"),
         ("completions", {"prompt": "hi", "logit_bias": {"hi": 1}}, 400, "logit_bias"),
         ("chat/completions", {"messages": ASK, "response_format": {"type": "json_object"}}, 400, "response_format"),
@@ -270,7 +272,8 @@ def test_stop_strings_are_left_out_of_the_text(client):
         ("completions", {"prompt": [10**6]}, 400, "outside"),
         ("completions", {"prompt": "a", "best_of": 3}, 400, "best_of"),
         ("completions", {"prompt": "a", "stop": [1]}, 400, "stop"),
-        ("completions", {"prompt": "a", "stream": True, "max_tokens": 5, "stop": ["x"], "echo": True}, 400, "echo"),
+        ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens=0 samples nothing"),
+        ("completions", {"prompt": "a", "logprobs": 21}, 400, "logprobs"),
     ],
 )
 def test_a_wrong_request_is_refused_by_parameter(address, path, body, status, said):
@@ -291,7 +294,8 @@ GIVEN = {
     **dict.fromkeys(("temperature", "top_p", "min_p"), 0.5),
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty"), 0.5),
     **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "stream", "logprobs"), True),
-    **dict.fromkeys(("return_token_ids", "add_generation_prompt", "continue_final_message"), True),
+    **dict.fromkeys(("return_token_ids", "add_generation_prompt", "continue_final_message", "echo"), True),
+    "top_logprobs": 4,
     **{"messages": ASK, "stop_token_ids": [1], "tools": TOOLS, "tool_choice": "auto", "best_of": 1},
     **{"stream_options": {"include_usage": True}, "chat_template_kwargs": {"x": 1}, "logit_bias": {"3": 1.0}},
 }

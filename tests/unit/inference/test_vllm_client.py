@@ -22,7 +22,7 @@ class FakeVLLM:
     def __init__(self):
         self.version, self.calls, self.bodies = "default", [], []
         self.mode, self.developer, self.loads = "processed_logprobs", True, True
-        self.change = lambda choice: None
+        self.change, self.more = lambda choice: None, {}
         self.app = FastAPI()
         self.app.get("/health")(lambda: {})
         self.app.get("/weight_info")(self.weight_info)
@@ -53,7 +53,7 @@ class FakeVLLM:
             "weight_versions": [{"version": self.version, "start": 0, "end": 2}],
         }
         self.change(choice)
-        return {"choices": [choice]}
+        return {"choices": [choice], **self.more}
 
 
 @contextlib.contextmanager
@@ -68,10 +68,8 @@ def connected(fake, **settings):
 
 
 def ask(client, **settings):
-    request = settings.pop("request", {})
-    return asyncio.run(
-        client.agenerate(ModelRequest(input_ids=[1, 2], gconfig=GenerationHyperparameters(**settings), **request))
-    )
+    request = {"input_ids": [1, 2], **settings.pop("request", {})}
+    return asyncio.run(client.agenerate(ModelRequest(gconfig=GenerationHyperparameters(**settings), **request)))
 
 
 def test_requests_and_answers():

@@ -21,7 +21,7 @@ from rollwright.inference.backends import ServerLaunch
 from rollwright.inference.connections import ServerRefusedError, UpdateRefusedError
 from rollwright.inference.network import find_free_ports, own_address
 from rollwright.inference.parameters import ParameterTable, Wire
-from rollwright.inference.request import ModelRequest, ModelResponse, versions_of_spans
+from rollwright.inference.request import ModelRequest, ModelResponse, TopTokens, versions_of_spans
 from rollwright.inference.router import Server
 from rollwright.inference.weights.group import WeightGroup, buckets
 from rollwright.inference.weights.publication import RemoteClient
@@ -46,6 +46,26 @@ class _Facts:
     weights_roots: list[str] | None = None  # None: it may read any directory
     ranks: int | None = None  # processes that share one copy of the model; None: it does not say
     context_length: int | None = None  # above which it refuses a prompt and max_new_tokens together; None: it cuts the output
+
+
+def _scores(request: ModelRequest, meta: dict[str, Any]) -> dict[str, Any]:
+    """What a response has besides the sampled tokens' log-probabilities, where the request asks for it."""
+    scores: dict[str, Any] = {}
+    if request.top_logprobs:
+        scores["output_top_logprobs"] = [_top(entries) for entries in meta["output_top_logprobs"]]
+    if request.prompt_logprobs_from is not None:
+        first, count = min(1, request.prompt_logprobs_from), len(request.input_ids) - request.prompt_logprobs_from
+        pairs = meta["input_token_logprobs"][first:]
+        if [pair[1] for pair in pairs] != request.input_ids[request.prompt_logprobs_from :]:
+            raise EngineError(f"The SGLang server scored {len(pairs)} other tokens than the {count} that it was asked for.")
+        scores["input_logprobs"] = [pair[0] for pair in pairs]
+        if request.top_logprobs:
+            scores["input_top_logprobs"] = [_top(entries) for entries in meta["input_top_logprobs"][first:]]
+    return scores
+
+
+def _top(entries: list[Any] | None) -> TopTokens | None:
+    return None if entries is None else [(int(token), float(logprob)) for logprob, token, *_ in entries]
 
 
 class SGLangClient(RemoteClient):
@@ -145,6 +165,11 @@ class SGLangClient(RemoteClient):
                     f"{where[:1].upper()}{where[1:]} has no {name}; use the built-in engine or rollwright serve-model, or for "
                     "images give image_data."
                 )
+        if request.prompt_logprobs_from is not None and not is_builtin and request.gconfig.effective_temperature != 1.0:
+            raise EngineError(
+                f"prompt_logprobs_from cannot be honoured by {where} at temperature {request.gconfig.temperature:g}: SGLang scores "
+                "prompts at temperature 1. Use that, or the built-in engine."
+            )
         if request.gconfig.seed is not None and not is_builtin and not all(f.deterministic for f in self._facts.values()):
             raise EngineError(
                 f"gconfig.seed={request.gconfig.seed} cannot be honoured: {where} draws from its own generator. Start it with "
@@ -161,6 +186,9 @@ class SGLangClient(RemoteClient):
             "lora_path": request.lora_name,
             "position_ids": request.position_ids,
             "branch_ids": request.branch_ids,
+            "top_logprobs_num": request.top_logprobs,
+            # SGLang's first entry has no value, whatever the index
+            "logprob_start_len": None if request.prompt_logprobs_from is None else max(0, request.prompt_logprobs_from - 1),
         }
         return {
             "rid": wire_id,
@@ -204,6 +232,7 @@ class SGLangClient(RemoteClient):
             stop_match=reason.get("matched"),
             ttft=float(meta.get("ttft") or 0.0),
             seed=request.effective_seed,
+            **_scores(request, meta),
         )
 
     def _versions(self, meta: dict[str, Any], count: int, version_when_sent: int) -> list[int]:

@@ -7,7 +7,7 @@ The server has to be started with ``--enable-scale-out``, ``--logprobs-mode proc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rollwright.config.sections import RolloutConfig
@@ -16,7 +16,7 @@ from rollwright.errors import EngineError, WeightUpdateError
 from rollwright.inference.backends import ServerLaunch
 from rollwright.inference.connections import ServerRefusedError
 from rollwright.inference.parameters import ParameterTable, Wire
-from rollwright.inference.request import ModelRequest, ModelResponse, versions_of_spans
+from rollwright.inference.request import ModelRequest, ModelResponse, TopTokens, versions_of_spans
 from rollwright.inference.router import Server
 from rollwright.inference.weights.publication import RemoteClient
 from rollwright.tracking.logging import getLogger
@@ -30,11 +30,36 @@ PAUSE_MODES = {"recompute": "keep", "keep": "keep", "wait": "wait"}
 _ENGINE_ID_PREFIX = "generate-tokens-"
 
 
+def _scores(request: ModelRequest, content: list[Any], prompt: list[Any] | None) -> dict[str, Any]:
+    """What a response has besides the sampled tokens' log-probabilities, where the request asks for it."""
+    scores: dict[str, Any] = {}
+    count, start = request.top_logprobs or 0, request.prompt_logprobs_from
+    if count:
+        tops = ([(one["token_id"], one["logprob"]) for one in entry["top_logprobs"]] for entry in content)
+        scores["output_top_logprobs"] = [_most_likely(top, count) for top in tops]
+    if start is not None:
+        scored = list(zip(request.input_ids, prompt or [], strict=True))[start:]
+        scores["input_logprobs"] = [None if entry is None else entry[str(token)]["logprob"] for token, entry in scored]
+        if count:
+            scores["input_top_logprobs"] = [
+                None if entry is None else _most_likely([(int(token), one["logprob"]) for token, one in entry.items()], count)
+                for _, entry in scored
+            ]
+    return scores
+
+
+def _most_likely(tokens: TopTokens, count: int) -> TopTokens:
+    return sorted(tokens, key=lambda one: -one[1])[:count]
+
+
 class VLLMClient(RemoteClient):
     """Tokens in and out over ``/inference/v1/generate``."""
 
     kind = "vllm"
     generate_path = "/inference/v1/generate"
+    refused_inputs: Mapping[str, str] = {
+        name: remedy for name, remedy in RemoteClient.refused_inputs.items() if "logprobs" not in name
+    }
     parameters = ParameterTable(
         {
             "max_new_tokens": "max_tokens",
@@ -106,11 +131,20 @@ class VLLMClient(RemoteClient):
                 f"{', '.join(sorted(self._dies_of_seeds))} ends when a request with a seed is prefilled in parts. Start it with "
                 "--no-enable-chunked-prefill (vllm.device: cpu), or leave the seed out."
             )
+        if request.prompt_logprobs_from is not None and request.gconfig.effective_temperature != 1.0:
+            raise EngineError(
+                f"prompt_logprobs_from cannot be honoured by {where} at temperature {request.gconfig.temperature:g}: vLLM scores "
+                "prompts at temperature 1. Use that, or the built-in engine."
+            )
         return super().check(request, where)
 
     def payload(self, request: ModelRequest, wire_id: str, server: Server) -> dict[str, Any]:
         """The body of a request; vLLM names adapters as models."""
         params = self.parameters.sampling_params(request.gconfig, self._seed(request))
+        if request.top_logprobs:
+            params["logprobs"] = request.top_logprobs + 1  # the sampled token takes one place
+        if request.prompt_logprobs_from is not None:
+            params["prompt_logprobs"] = request.top_logprobs or 0
         adapter = {} if request.lora_name is None else {"model": request.lora_name}
         return {
             "request_id": wire_id,
@@ -144,6 +178,7 @@ class VLLMClient(RemoteClient):
             stop_reason=choice["finish_reason"],
             stop_match=choice.get("stop_reason"),
             seed=self._seed(request),
+            **_scores(request, content, data.get("prompt_logprobs")),
         )
 
     # -- control -------------------------------------------------------------------------------------------------------

@@ -105,6 +105,9 @@ def _leaves_a_token(top_p: float) -> float:
 
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 NotEmpty = Annotated[str, Field(min_length=1)]
+#: Most alternatives to a token whose log-probabilities are given, as in OpenAI's protocol.
+_MOST = 20
+Alternatives = Annotated[int, Field(ge=0, le=_MOST)]
 Flag = Annotated[bool, Field(strict=False)]
 
 
@@ -146,7 +149,7 @@ class Sampling(SamplingBody):
         "watermark": ((), "this server has no such thing"),
     }
 
-    max_new_tokens: int = Field(128, ge=1)
+    max_new_tokens: int = Field(128, ge=0)
     min_new_tokens: int = Field(0, ge=0)
     stop: str | list[str] | None = Field(None, description="text or a list of texts")
     no_stop_trim: bool = False
@@ -184,8 +187,6 @@ class Generate(Body):
         ]
     )
     neutral = {
-        "logprob_start_len": ((-1,), "the prompt is not scored"),
-        "top_logprobs_num": ((0,), "only the sampled token's log-probability is known"),
         "image_data": (
             ([],),
             "the model behind this server reads token ids only; pixel values travel only to the built-in engine in process",
@@ -212,11 +213,20 @@ class Generate(Body):
         None, description="an object, or a list with one for each prompt"
     )
     return_logprob: Flag | list[Flag | None] = Field(False, description="true or false, or a list with one for each prompt")
+    top_logprobs_num: Alternatives | list[Alternatives | None] = Field(0, description=f"0 to {_MOST}, or a list of such")
+    logprob_start_len: int | list[int | None] = Field(-1, description="an index into the prompt, or a list with one for each")
     stream: Flag = False
     position_ids: list[int] | None = None
     branch_ids: list[int] | None = None
     return_text_in_logprobs: Flag = False
     return_prompt_token_ids: Flag = False
+
+    @model_validator(mode="after")
+    def _scores_are_returned(self) -> Self:
+        for name, nothing in (("top_logprobs_num", 0), ("logprob_start_len", -1)):
+            if not self.return_logprob and getattr(self, name) not in (nothing, None):
+                raise RequestError(f"{name} needs return_logprob=true.", param=name)
+        return self
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
@@ -253,16 +263,14 @@ class OpenAIBody(SamplingBody):
 
     ignored = frozenset({"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"})
     model: str | None = None
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=0)
     min_tokens: int = Field(0, ge=0)
     seed: int | None = None
     stop: NotEmpty | list[NotEmpty] | None = Field(None, description="text or a list of texts that are not empty")
     include_stop_str_in_output: bool = False
     stream: bool = False
     stream_options: dict[str, Any] | None = None
-    logprobs: bool | Annotated[int, Field(le=1)] = Field(
-        False, description="true, false, 0 or 1: only the sampled token's log-probability is known, no alternatives"
-    )
+    logprobs: bool | Alternatives = Field(False, description=f"true, false, or a number of alternatives from 0 to {_MOST}")
     return_token_ids: bool = False
     rid: str | None = None
 
@@ -285,7 +293,6 @@ class Chat(OpenAIBody):
     """``/v1/chat/completions``."""
 
     neutral = {
-        "top_logprobs": ((0,), "only the sampled token's log-probability is known"),
         "parallel_tool_calls": ((True,), "the number of calls cannot be limited"),
         "response_format": (({"type": "text"},), "decoding is not constrained"),
         "functions": (([],), "use tools"),
@@ -295,6 +302,9 @@ class Chat(OpenAIBody):
 
     messages: list[Any] = Field(min_length=1, description="a list with at least one message")
     max_completion_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=1)
+    logprobs: bool | Annotated[int, Field(ge=0, le=1)] = Field(False, description="true or false; top_logprobs says how many")
+    top_logprobs: Alternatives = 0
     tools: list[Any] = []
     tool_choice: str | dict[str, Any] = "auto"
     chat_template_kwargs: dict[str, Any] = {}
@@ -306,7 +316,6 @@ class Completion(OpenAIBody):
     """``/v1/completions``."""
 
     neutral = {
-        "echo": ((False,), "the prompt is not scored"),
         "suffix": (("",), "there is no insertion mode"),
     }
 
@@ -314,9 +323,12 @@ class Completion(OpenAIBody):
         description="text, token ids, or a list of either, and not empty"
     )
     best_of: int | None = None
+    echo: bool = False
 
     @model_validator(mode="after")
     def _best_of_all(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError("max_tokens=0 samples nothing: it only scores a prompt, with echo=true.", param="max_tokens")
         if self.best_of not in (None, self.n):
             raise RequestError(f"best_of={self.best_of} cannot be honoured: only best_of = n can be served.", param="best_of")
         return self

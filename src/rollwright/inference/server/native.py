@@ -36,6 +36,7 @@ class _Completion:
     keep_stop: bool
     return_logprob: bool
     body: Generate
+    samples: bool = True  # False: the prompt is scored, and nothing more
 
 
 class NativeProtocol:
@@ -85,19 +86,32 @@ class NativeProtocol:
         if isinstance(body.rid, str) and len(prompts) > 1:
             rids = [f"{rid}_{index}" for index, rid in enumerate(rids)]
         completions = []
-        returns = _one_each(body, "return_logprob", len(prompts))
-        for prompt, sampling, rid, return_logprob in zip(prompts, samplings, rids, returns, strict=True):
-            gconfig = sampling.gconfig()
+        names = ("return_logprob", "top_logprobs_num", "logprob_start_len")
+        scores = zip(*(_one_each(body, name, len(prompts)) for name in names), strict=True)
+        for prompt, sampling, rid, (return_logprob, top, start) in zip(prompts, samplings, rids, scores, strict=True):
+            gconfig, start = sampling.gconfig(), -1 if start is None else start
+            if gconfig.max_new_tokens == 0 and start < 0:
+                said = "max_new_tokens=0 samples nothing: it only scores a prompt, with return_logprob and logprob_start_len."
+                raise RequestError(said, param="max_new_tokens")
+            if start >= len(prompt):
+                raise RequestError(f"logprob_start_len={start} is not in a prompt of {len(prompt)}.", param="logprob_start_len")
             for index in range(sampling.n):
                 request = ModelRequest(
                     input_ids=prompt,
-                    gconfig=gconfig.new(n_samples=1, seed=None if gconfig.seed is None else gconfig.seed + index),
+                    gconfig=gconfig.new(
+                        n_samples=1,
+                        max_new_tokens=max(1, gconfig.max_new_tokens),
+                        seed=None if gconfig.seed is None else gconfig.seed + index,
+                    ),
                     rid=rid,
                     tokenizer=self.tokenizer,
                     position_ids=body.position_ids,
                     branch_ids=body.branch_ids,
+                    top_logprobs=top if return_logprob else None,
+                    prompt_logprobs_from=start if return_logprob and start >= 0 else None,
                 )
-                completions.append(_Completion(request, sampling.no_stop_trim, bool(return_logprob), body))
+                samples = gconfig.max_new_tokens > 0
+                completions.append(_Completion(request, sampling.no_stop_trim, bool(return_logprob), body, samples))
         return completions, as_list
 
     def _prompts(self, body: Generate) -> tuple[list[list[int]], bool]:
@@ -115,6 +129,7 @@ class NativeProtocol:
     def _answer(self, completion: _Completion, response: ModelResponse, *, final: bool = True) -> dict[str, Any]:
         """One answer in SGLang's form; ``final`` is False for the chunks of a stream before the last."""
         request, body = completion.request, completion.body
+        response = response if completion.samples else response.of_the_prompt()
         meta: dict[str, Any] = {
             "id": request.rid,
             "finish_reason": _finish_reason(response) if final else None,
@@ -127,9 +142,7 @@ class NativeProtocol:
         }
         text, tokenizer = "", self.tokenizer
         if completion.return_logprob:
-            has_texts = body.return_text_in_logprobs and tokenizer
-            texts = [tokenizer.decode([token]) if has_texts else None for token in response.output_tokens]
-            meta["output_token_logprobs"] = list(zip(response.output_logprobs, response.output_tokens, texts, strict=True))
+            meta |= self._scores(request, response, body.return_text_in_logprobs)
         if body.return_prompt_token_ids:
             meta["prompt_token_ids"] = request.input_ids
         if tokenizer is not None:
@@ -140,6 +153,27 @@ class NativeProtocol:
                 stop_match=None if completion.keep_stop else response.stop_match,
             )
         return {"text": text, "output_ids": response.output_tokens, "meta_info": meta}
+
+    def _scores(self, request: ModelRequest, response: ModelResponse, with_texts: bool) -> dict[str, Any]:
+        """SGLang's entries ``[log-probability, token, text or null]``; the first of the prompt's has no value."""
+
+        def entry(logprob: float | None, token: int) -> tuple[float | None, int, str | None]:
+            return logprob, token, self.tokenizer.decode([token]) if with_texts and self.tokenizer else None
+
+        def entries(tops: list[Any]) -> list[Any]:
+            return [top and [entry(logprob, token) for token, logprob in top] for top in tops]
+
+        scores: dict[str, Any] = {
+            "output_token_logprobs": list(map(entry, response.output_logprobs, response.output_tokens)),
+        }
+        if response.output_top_logprobs is not None:
+            scores["output_top_logprobs"] = entries(response.output_top_logprobs)
+        if response.input_logprobs is not None:
+            tokens = request.input_ids[request.prompt_logprobs_from :]
+            scores["input_token_logprobs"] = list(map(entry, [None, *response.input_logprobs[1:]], tokens))
+        if response.input_top_logprobs is not None:
+            scores["input_top_logprobs"] = entries([None, *response.input_top_logprobs[1:]])
+        return scores
 
     async def _events(self, completion: _Completion) -> AsyncGenerator[str, None]:
         latest: ModelResponse | None = None

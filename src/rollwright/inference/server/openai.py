@@ -219,13 +219,25 @@ class OpenAIProtocol:
         samples = fields.get("n", 1)
         self._reader.check_number(samples * len(prompts), "n")
         requests = []
+        given = fields.get("logprobs", False)
+        returns_logprobs = given is not False  # 0 asks for the sampled tokens' and no alternatives
+        top = fields.get("top_logprobs", 0) if endpoint == CHAT else int(given) if given is not True else 0
+        if top and not returns_logprobs:
+            raise RequestError("top_logprobs needs logprobs=true.", param="top_logprobs")
         for prompt in prompts:
             gconfig = self._gconfig(fields, endpoint, len(prompt))
             for index in range(samples):
                 seed = None if "seed" not in fields else fields["seed"] + index
                 rid = fields.get("rid") or uuid.uuid4().hex
                 requests.append(
-                    ModelRequest(input_ids=prompt, gconfig=gconfig.new(seed=seed), rid=rid, tokenizer=self.tokenizer)
+                    ModelRequest(
+                        input_ids=prompt,
+                        gconfig=gconfig.new(seed=seed),
+                        rid=rid,
+                        tokenizer=self.tokenizer,
+                        top_logprobs=top,
+                        prompt_logprobs_from=0 if fields.get("echo") and returns_logprobs else None,
+                    )
                 )
         return OpenAICall(
             endpoint,
@@ -234,7 +246,9 @@ class OpenAIProtocol:
             samples=samples,
             tools=bool(endpoint == CHAT and self._tools(fields)),
             begun=self._begun(fields) if endpoint == CHAT else "",
-            logprobs=fields.get("logprobs", False) is not False,  # 0 asks for the sampled tokens' and no alternatives
+            logprobs=returns_logprobs,
+            echo=bool(fields.get("echo")),
+            samples_nothing=fields.get("max_tokens") == 0,
             return_token_ids=bool(fields.get("return_token_ids")),
             keep_stop=bool(fields.get("include_stop_str_in_output")),
         )
@@ -247,7 +261,7 @@ class OpenAIProtocol:
             given = max(1, room if endpoint == CHAT else 16)
         return defaults.new(
             n_samples=1,
-            max_new_tokens=given,
+            max_new_tokens=max(1, given),
             min_new_tokens=fields.get("min_tokens", defaults.min_new_tokens),
             greedy=defaults.greedy and "temperature" not in fields,
             stop=[stop] if isinstance(stop, str) else stop,
@@ -259,9 +273,15 @@ class OpenAIProtocol:
 
     async def _finish(self, call: OpenAICall, responses: list[ModelResponse]) -> None:
         """Write the choices of a call whose responses are complete, and show it to ``on_call``."""
-        call.responses = responses
+        for request, response in zip(call.requests, responses, strict=True):
+            if request.top_logprobs and response.output_top_logprobs is None:
+                raise RequestError("The engine behind this server gives no alternatives.", param="top_logprobs")
+            if request.prompt_logprobs_from is not None and response.input_logprobs is None:
+                raise RequestError("The engine behind this server scores no prompts.", param="echo")
+        call.responses = [response.of_the_prompt() for response in responses] if call.samples_nothing else responses
         call.choices = [
-            answer_choice(call, index, response, self.tokenizer, self.convention) for index, response in enumerate(responses)
+            answer_choice(call, index, response, self.tokenizer, self.convention)
+            for index, response in enumerate(call.responses)
         ]
         if self._on_call is not None:
             result = self._on_call(call)
@@ -291,7 +311,7 @@ class OpenAIProtocol:
                             for at in range(len(streams))
                         ]
                         yield event_line(head | {"choices": roles} | ids)
-                    latest[index] = partial
+                    latest[index] = partial = partial.of_the_prompt() if call.samples_nothing else partial
                     chunk = streams[index].advance(partial)
                     if chunk is not None:
                         yield event_line({**head, "choices": [chunk]})

@@ -43,6 +43,8 @@ class OpenAICall:
     tools: bool = False
     begun: str = ""  # text that every reply begins with, given and not sampled: of a forced tool call
     logprobs: bool = False
+    echo: bool = False  # the prompt stands before each completion
+    samples_nothing: bool = False  # the prompt is scored, and nothing more
     return_token_ids: bool = False
     keep_stop: bool = False
 
@@ -50,6 +52,10 @@ class OpenAICall:
     def is_chat(self) -> bool:
         """True for ``/v1/chat/completions``."""
         return self.endpoint == CHAT
+
+    def echoed(self, index: int, tokenizer: Any) -> str:
+        """The text of the prompt that stands before a completion."""
+        return tokenizer.decode(self.requests[index].input_ids, skip_special_tokens=True) if self.echo else ""
 
     @property
     def answer_id(self) -> str:
@@ -68,17 +74,40 @@ def usage_of(call: OpenAICall) -> dict[str, int]:
     }
 
 
-def logprobs_of(call: OpenAICall, response: ModelResponse, tokenizer: Any, start: int = 0) -> dict[str, Any]:
-    """Log-probabilities of the output tokens from ``start`` on, in the endpoint's form."""
-    every_text = [tokenizer.decode([token], skip_special_tokens=False) for token in response.output_tokens]
-    texts, values = every_text[start:], response.output_logprobs[start:]
+def logprobs_of(
+    call: OpenAICall, response: ModelResponse, tokenizer: Any, start: int = 0, *, echo: bool = False
+) -> dict[str, Any]:
+    """Log-probabilities of the output tokens from ``start`` on, in the endpoint's form; with ``echo`` behind the prompt's."""
+
+    def text_of(token: int) -> str:
+        return tokenizer.decode([token], skip_special_tokens=False)
+
+    every_text = list(map(text_of, (response.input_tokens if call.echo else []) + response.output_tokens))
+    values, tops = response.output_logprobs[start:], (response.output_top_logprobs or [])[start:]
+    if echo:
+        values, tops = [*(response.input_logprobs or ()), *values], [*(response.input_top_logprobs or ()), *tops]
+    begin = len(every_text) - len(values)
+    texts, tops = every_text[begin:], tops or [None] * len(values)
     if not call.is_chat:
-        offsets = list(itertools.accumulate(map(len, every_text), initial=0))[start:-1]
-        return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+        offsets = list(itertools.accumulate(map(len, every_text), initial=0))[begin:-1]
+        named = [None if top is None else {text_of(token): p for token, p in reversed(top)} for top in tops]
+        for text, value, alternatives in zip(texts, values, named, strict=True):
+            if alternatives is not None:  # the token itself is among them, as in OpenAI's protocol
+                alternatives.setdefault(text, value)
+        return {
+            "tokens": texts,
+            "token_logprobs": values,
+            "top_logprobs": named if any(named) else None,
+            "text_offset": offsets,
+        }
+
+    def entry(text: str, logprob: float | None) -> dict[str, Any]:
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
     return {
         "content": [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in zip(texts, values, strict=True)
+            entry(text, value) | {"top_logprobs": [entry(text_of(other), logprob) for other, logprob in top or ()]}
+            for text, value, top in zip(texts, values, tops, strict=True)
         ]
     }
 
@@ -105,7 +134,7 @@ def answer_choice(
     request, calls = call.requests[index], list[ToolCall]()
     skips = request.gconfig.skip_special_tokens
     choice: dict[str, Any] = {"index": index, "finish_reason": response.stop_reason, "stop_reason": response.stop_match}
-    choice["logprobs"] = logprobs_of(call, response, tokenizer) if call.logprobs else None
+    choice["logprobs"] = logprobs_of(call, response, tokenizer, echo=call.echo) if call.logprobs else None
     if call.return_token_ids:
         choice |= {"token_ids": response.output_tokens, "weight_versions": version_spans(response.output_versions)}
     text = completion_text(
@@ -115,6 +144,7 @@ def answer_choice(
         stop_match=None if call.keep_stop else response.stop_match,
     )
     if not call.is_chat:
+        text = call.echoed(index, tokenizer) + text
         return choice | ({"prompt_token_ids": request.input_ids} if call.return_token_ids else {}) | {"text": text}
     if call.tools:
         text, calls = convention.parse(call.begun + text.removesuffix(tokenizer.eos_token or ""))
@@ -142,10 +172,12 @@ class ChoiceStream:
         self.sent_tokens = 0
         self.sent_text = ""
         self.held = ""
+        self.echo = call.echoed(index, tokenizer)  # not sent yet
+        self.scores_prompt = call.echo
 
     def advance(self, response: ModelResponse) -> dict[str, Any] | None:
         """A chunk with what is new in ``response``; None where nothing is certain yet."""
-        piece = self._release(self.text.push(response.output_tokens[self.sent_tokens :]))
+        piece = self._release(self._echo() + self.text.push(response.output_tokens[self.sent_tokens :]))
         if not piece and not self.call.return_token_ids and not self.call.logprobs:
             self.sent_tokens = len(response.output_tokens)
             return None
@@ -172,6 +204,10 @@ class ChoiceStream:
             chunks[-1]["weight_versions"] = complete["weight_versions"]
         return chunks
 
+    def _echo(self) -> str:
+        echo, self.echo = self.echo, ""
+        return echo
+
     def _release(self, piece: str) -> str:
         if not self.call.tools:
             self.sent_text += piece
@@ -192,8 +228,9 @@ class ChoiceStream:
         start, self.sent_tokens = self.sent_tokens, len(response.output_tokens)
         chunk: dict[str, Any] = {"index": self.index, "finish_reason": finish_reason, "logprobs": None}
         chunk |= {"delta": content} if self.call.is_chat else content
-        if self.call.logprobs and start < self.sent_tokens:
-            chunk["logprobs"] = logprobs_of(self.call, response, self.tokenizer, start)
+        if self.call.logprobs and (start < self.sent_tokens or self.scores_prompt):
+            chunk["logprobs"] = logprobs_of(self.call, response, self.tokenizer, start, echo=self.scores_prompt)
+            self.scores_prompt = False
         if self.call.return_token_ids:
             chunk["token_ids"] = response.output_tokens[start:]
         return chunk

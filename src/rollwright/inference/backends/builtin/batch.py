@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rollwright.inference.backends.builtin.adjustment import Adjustment
-from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.request import ModelRequest, ModelResponse, TopTokens
 
 _INCOMPLETE = "�"  # what tokenizers decode an unfinished multi-byte character to
 _NO_TOKEN = -1
@@ -34,6 +34,8 @@ class Sequence:
     Attributes:
         tokens: prompt and generated tokens. While the sequence is in a row, its newest tokens are in the row table and are
             added here when it leaves the row; so are ``logprobs`` and ``versions``, one for each generated token.
+        top_logprobs: the most likely tokens beside each generated one, where the request asks for them.
+        prompt_logprobs: of the prompt's tokens that were scored so far, with the most likely ones.
         length_limit: most tokens, the prompt included.
         has_own_layout: positions or attention differ from a plain causal sequence.
         position_delta: position minus index of the tokens after a multi-modal prompt.
@@ -60,6 +62,8 @@ class Sequence:
     on_token: Callable[[Sequence, int, float, int], None] | None = None
     future: Future[ModelResponse] = field(default_factory=Future)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopTokens] = field(default_factory=list)
+    prompt_logprobs: list[tuple[float, TopTokens]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     cached: int = 0
     row: int = -1
@@ -67,6 +71,14 @@ class Sequence:
     is_current: bool = True
     submitted_at: float = field(default_factory=time.monotonic)
     first_token_at: float | None = None
+
+    @property
+    def next_scored(self) -> int | None:
+        """Index of the first token of the prompt that waits for its log-probability; None: none does."""
+        if self.request.prompt_logprobs_from is None:
+            return None
+        index = max(1, self.request.prompt_logprobs_from) + len(self.prompt_logprobs)
+        return index if index < self.prompt_length else None
 
     @property
     def shareable_length(self) -> int:
@@ -104,7 +116,15 @@ class Sequence:
     ) -> ModelResponse:
         """The response with all that was generated so far, or with what a listener has kept of it (``sampled``)."""
         tokens, logprobs, versions = sampled or (self.tokens[self.prompt_length :], self.logprobs, self.versions)
-        now = time.monotonic()
+        now, request = time.monotonic(), self.request
+        scores: dict[str, Any] = {}
+        if request.top_logprobs:
+            scores["output_top_logprobs"] = self.top_logprobs[: len(tokens)]
+        if request.prompt_logprobs_from is not None:
+            none = [None] if request.prompt_logprobs_from == 0 else []
+            scores["input_logprobs"] = [*none, *(logprob for logprob, _ in self.prompt_logprobs)]
+            if request.top_logprobs:
+                scores["input_top_logprobs"] = [*none, *(top for _, top in self.prompt_logprobs)]
         return ModelResponse(
             input_tokens=self.tokens[: self.prompt_length],
             output_tokens=tokens,
@@ -114,9 +134,10 @@ class Sequence:
             stop_match=stop_match,
             latency=now - self.submitted_at,
             ttft=(self.first_token_at or now) - self.submitted_at,
-            temperature=self.request.gconfig.effective_temperature,
-            rid=self.request.rid,
+            temperature=request.gconfig.effective_temperature,
+            rid=request.rid,
             seed=self.seed,
+            **scores,
         )
 
 
@@ -179,6 +200,7 @@ _ROW = np.dtype(
         ("has_stop_strings", np.bool_),
         ("has_hidden", np.bool_),
         ("has_listener", np.bool_),
+        ("top_logprobs", np.int64),
     ],
     align=True,
 )
@@ -220,6 +242,7 @@ class RowTable:
             "has_stop_strings": sequence.stop_strings is not None,
             "has_hidden": sequence.hidden is not None,
             "has_listener": sequence.on_token is not None,
+            "top_logprobs": min(sequence.request.top_logprobs or 0, vocabulary),
         }
         for name, value in entry.items():
             self.rows[name][row] = value
@@ -285,6 +308,7 @@ class ForwardBatch:
         is_query: ``[n, Q]`` bool, false on padding, which is on the left so that last tokens are in the last column; None
             where all rows have one length.
         last_tokens: ``[n]``: index in ``T`` of each row's last token; None while decoding, where a row has one token.
+        scores_all: the logits of all tokens are wanted, ``[T, vocabulary]``, and not only of the last ones.
         multi_modal: processor outputs of the sequence, where the pass is a multi-modal prompt.
     """
 
@@ -300,6 +324,7 @@ class ForwardBatch:
     visible: Tensor | None = None
     is_query: Tensor | None = None
     last_tokens: Tensor | None = None
+    scores_all: bool = False
     multi_modal: dict[str, Any] | None = None
 
     def pad(self, packed: Tensor) -> Tensor:
@@ -363,6 +388,7 @@ def prefill_batch(chunks: list[Chunk], first_row: int, device: torch.device) -> 
         kv_length=kv_length,
         is_query=to_tensor(is_query, device) if is_ragged else None,
         last_tokens=to_tensor(lengths.cumsum() - 1, device),
+        scores_all=chunks[0].sequence.next_scored is not None,
         multi_modal=chunks[0].sequence.request.multi_modal,
     )
     branched = [(index, c) for index, c in enumerate(chunks) if c.sequence.request.branch_ids is not None]

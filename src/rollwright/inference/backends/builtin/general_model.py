@@ -87,7 +87,7 @@ class GeneralModel:
         return [LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in layers]
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Logits ``[n, vocabulary]`` of each row's last token; the keys and values of all tokens go into the cache."""
+        """Logits ``[n, vocabulary]`` of each row's last token, or ``[T, vocabulary]`` of all; keys and values go into the cache."""
         visible = batch.visible
         if visible is None:
             columns = batch.pad(batch.columns)
@@ -96,7 +96,7 @@ class GeneralModel:
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
         mask = mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
         layers: list[Any] = [_SlotLayer(index, batch, cache) for index in range(len(self.layer_shapes))]
-        arguments: dict[str, Any] = {"logits_to_keep": 1} if self._keeps_last_logits else {}
+        arguments: dict[str, Any] = {"logits_to_keep": 0 if batch.scores_all else 1} if self._keeps_last_logits else {}
         if self._takes_positions:
             arguments["position_ids"] = batch.pad(batch.positions)
         if batch.multi_modal is not None:
@@ -110,7 +110,7 @@ class GeneralModel:
             use_cache=True,
             **arguments,
         )
-        return output.logits[:, -1]
+        return batch.unpad(output.logits) if batch.scores_all else output.logits[:, -1]
 
     # ------------------------------------------------------------------ images and video
 

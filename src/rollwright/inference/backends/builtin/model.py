@@ -175,7 +175,7 @@ class LlamaFamily:
         return cos.index_select(0, positions_T)[:, None], sin.index_select(0, positions_T)[:, None]
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Logits ``[n, vocabulary]`` of each row's last token; the keys and values of all tokens go into the cache."""
+        """Logits ``[n, vocabulary]`` of each row's last token, or ``[T, vocabulary]`` of all; keys and values go into the cache."""
         H, G, D, eps = self._heads, self._kv_heads, self._head_size, self._eps
         cos, sin = self._rope(batch.positions, batch.position_limit)
         head_norms = self._head_norms.index_select(1, self._norm_of_head) if self._has_head_norm else None
@@ -202,7 +202,7 @@ class LlamaFamily:
             normed = F.rms_norm(x, (x.shape[1],), layer.mlp_norm, eps)
             gate, up = F.linear(normed, layer.gate_up_weight).chunk(2, -1)
             x.addmm_(F.silu(gate).mul_(up), layer.down_weight.t())
-        if batch.last_tokens is not None:
+        if batch.last_tokens is not None and not batch.scores_all:
             x = x.index_select(0, batch.last_tokens)
         return F.linear(F.rms_norm(x, (x.shape[1],), self._final_norm, eps), self._head, self._head_bias)
 

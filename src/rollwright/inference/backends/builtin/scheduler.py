@@ -24,6 +24,8 @@ from rollwright.inference.backends.builtin.general_model import GeneralModel
 from rollwright.inference.backends.builtin.model import ModelRunner
 from rollwright.inference.request import ModelRequest
 
+#: Most prompt tokens that are scored in one pass: their logits are in memory together.
+_SCORED_TOKENS = 512
 _HEADROOM = 64  # columns beyond its tokens that a sequence must find free when not all it may need fits
 
 #: Numbers among the generation arguments: whether only whole ones make sense, and the limits that their config has.
@@ -113,20 +115,22 @@ class Scheduler:
             request = sequence.request
             layout = tuple(request.position_ids or ()), tuple(request.branch_ids or ())
             prompt = (sequence.prompt_length, tuple(sequence.tokens), *layout)
-            if not request.multi_modal and prompt in leaders:
+            is_plain = not request.multi_modal and sequence.next_scored is None
+            if is_plain and prompt in leaders:
                 followers.append((sequence, leaders[prompt]))
                 continue
             self._find_prefix(sequence)
             chunks.append(self._chunk(sequence, budget))
-            budget -= chunks[-1].length
-            if chunks[-1].completes and not request.multi_modal:
+            budget = budget - chunks[-1].length if chunks[-1].completes else 0
+            if chunks[-1].completes and is_plain:
                 leaders[prompt] = sequence
         return Prefill(self._place(chunks, followers), followers)
 
     def _find_prefix(self, sequence: Sequence) -> None:
         """Note where a prefix of the sequence was computed before; it is copied once the sequence has its row."""
         sequence.cached, sequence.prefix_source = 0, None
-        limit = min(sequence.shareable_length, len(sequence.tokens) - 1)  # the last token must be computed: it gives logits
+        # the last token must be computed, and the one before each that is scored: they give logits
+        limit = min(sequence.shareable_length, (sequence.next_scored or len(sequence.tokens)) - 1)
         if limit <= 0:
             return
         for index in (self._active_prefixes, self.kept):
@@ -137,6 +141,7 @@ class Scheduler:
     @staticmethod
     def _chunk(sequence: Sequence, budget: int) -> Chunk:
         end = len(sequence.tokens)
+        budget = budget if sequence.next_scored is None else min(budget, _SCORED_TOKENS)
         return Chunk(sequence, sequence.cached, end if sequence.request.multi_modal else min(end, sequence.cached + budget))
 
     def _place(self, chunks: list[Chunk], followers: list[tuple[Sequence, Sequence]]) -> list[list[Chunk]]:
@@ -163,9 +168,13 @@ class Scheduler:
             self.reused_tokens += sequence.cached
         groups: list[list[Chunk]] = []
         for chunk in resumed + begun:
-            if groups and not chunk.sequence.request.multi_modal and not groups[-1][0].sequence.request.multi_modal:
+            before = groups[-1][0].sequence if groups else chunk.sequence
+            scores = chunk.sequence.next_scored is not None
+            are_alike = scores == (before.next_scored is not None)
+            if groups and are_alike and not chunk.sequence.request.multi_modal and not before.request.multi_modal:
                 lengths = [c.length for c in groups[-1]] + [chunk.length]
-                if max(lengths) * len(lengths) <= 1.5 * sum(lengths) + 64:
+                has_room = not scores or sum(lengths) <= _SCORED_TOKENS
+                if has_room and max(lengths) * len(lengths) <= 1.5 * sum(lengths) + 64:
                     groups[-1].append(chunk)
                     continue
             groups.append([chunk])
@@ -352,6 +361,9 @@ class RequestIntake:
             raise EngineError(
                 f"{type(runner.model).__name__} takes text only, and the request carries {sorted(request.multi_modal)}."
             )
+        if (start := request.prompt_logprobs_from) is not None and (request.multi_modal or start > length):
+            said = "scores the prompts of text only" if request.multi_modal else f"was asked for index {start} of {length}"
+            raise EngineError(f"prompt_logprobs_from cannot be honoured: the built-in engine {said} (rid {request.rid}).")
         if request.multi_modal and request.branch_ids is not None:
             raise EngineError("A multi-modal request cannot have branches in the built-in engine.")
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from rollwright.inference.backends.builtin.adjustment import Adjustment
-from rollwright.inference.backends.builtin.batch import RowTable, Sequence, decode_batch, prefill_batch, to_tensor
+from rollwright.inference.backends.builtin.batch import Chunk, RowTable, Sequence, decode_batch, prefill_batch, to_tensor
 from rollwright.inference.backends.builtin.cache import PrefixCache
 from rollwright.inference.backends.builtin.model import ModelRunner
 from rollwright.inference.backends.builtin.scheduler import Scheduler
-from rollwright.inference.request import ModelResponse
+from rollwright.inference.request import ModelResponse, TopTokens
 
 Finished = tuple[Sequence, ModelResponse | BaseException]
 
@@ -68,6 +68,9 @@ class Stepper:
             for group in prefill.groups:
                 batch = prefill_batch(group, group[0].sequence.row, self._runner.device)
                 group_logits = self._runner.forward(batch, self._runner.cache)
+                if batch.scores_all and batch.last_tokens is not None:
+                    score_prompts(group, group_logits)
+                    group_logits = group_logits[batch.last_tokens]
                 if group[0].completes:
                     logits.append(group_logits)
                 self._counts["prefill_tokens"] += sum(chunk.length for chunk in group)
@@ -90,7 +93,8 @@ class Stepper:
         table, running = self._table, self.scheduler.running
         last = len(running)
         rows = table.rows[first:last]
-        adjustments = [(index, running[first + index].adjustment) for index in rows["is_adjusted"].nonzero()[0].tolist()]
+        adjusted = ((index, running[first + index].adjustment) for index in rows["is_adjusted"].nonzero()[0].tolist())
+        adjustments = [(index, adjustment) for index, adjustment in adjusted if adjustment is not None]
         begins = (rows["generated"] == 0).nonzero()[0].tolist()
         tokens, logprobs = sample(logits, table, first, last, adjustments)
         for index, adjustment in adjustments:
@@ -98,6 +102,9 @@ class Stepper:
         for index in begins:
             running[first + index].first_token_at = time.monotonic()
         table.append(first, last, tokens, logprobs, self.version)
+        for index in rows["top_logprobs"].nonzero()[0].tolist():
+            logprobs_V = (logits[index].float() / float(rows["temperature"][index])).log_softmax(-1)
+            running[first + index].top_logprobs.append(most_likely(logprobs_V, int(rows["top_logprobs"][index])))
         for index in rows["has_listener"].nonzero()[0].tolist():
             sequence = running[first + index]
             if sequence.on_token is not None:
@@ -171,7 +178,7 @@ def sample(
     """Draw one token for each of rows ``first .. last-1``.
 
     Args:
-        logits_BV: of these rows; may be overwritten.
+        logits_BV: of these rows.
         table: how each row is sampled.
         adjustments: of the rows that have one, by their index in ``logits_BV``.
 
@@ -226,6 +233,27 @@ def _adjusted(
         stop_ids = table.stop_ids[first + index]
         scores_BV[index, to_tensor(stop_ids[(stop_ids >= 0) & (stop_ids < vocabulary)], device)] = float("-inf")
     return scores_BV
+
+
+def score_prompts(group: list[Chunk], logits_TV: Tensor) -> None:
+    """Add the log-probabilities of prompt tokens to the sequences of ``group``, whose tokens ``logits_TV`` belong to.
+
+    They are those of the temperature-scaled softmax, as if the tokens had been sampled.
+    """
+    for chunk, logits in zip(group, logits_TV.split([chunk.length for chunk in group]), strict=True):
+        sequence, request = chunk.sequence, chunk.sequence.request
+        begin, end = sequence.next_scored or 0, min(chunk.end + 1, sequence.prompt_length)
+        scores = logits[begin - 1 - chunk.start : end - 1 - chunk.start].float() / request.gconfig.effective_temperature
+        logprobs_TV, targets = scores.log_softmax(-1), torch.tensor(sequence.tokens[begin:end], dtype=torch.int64)
+        values = logprobs_TV.gather(1, targets.to(logits.device)[:, None]).squeeze(1).tolist()
+        count = min(request.top_logprobs or 0, logits.shape[1])
+        sequence.prompt_logprobs += [(value, most_likely(row, count)) for value, row in zip(values, logprobs_TV, strict=True)]
+
+
+def most_likely(logprobs_V: Tensor, count: int) -> TopTokens:
+    """The ``count`` most likely tokens and their log-probabilities."""
+    values, tokens = logprobs_V.topk(count)
+    return list(zip(tokens.tolist(), values.tolist(), strict=True))
 
 
 def counter_uniforms(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:
