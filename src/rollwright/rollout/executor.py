@@ -18,7 +18,7 @@ from rollwright.errors import ConfigError, DatasetEnded, RolloutError
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.inference.engine import InferenceEngine
 from rollwright.rollout.event_loop import LoopThread
-from rollwright.rollout.failures import Failure
+from rollwright.rollout.failures import Failure, with_cause
 from rollwright.rollout.runner import Runner, Waiter
 from rollwright.rollout.task_group import AcceptFunction, Batch, Group, GroupFactory, GroupState, TaskSource
 from rollwright.tracking.logging import getLogger
@@ -138,10 +138,10 @@ class RolloutExecutor:
                 may_come = any(group.is_eval for group in list(runner.tasks.values()) if not group.is_over)
             if timeout is None and not runner.is_paused and not may_come:
                 ready = sum(group.is_eval == is_eval for group in self._delivery.ready)
-                raise RolloutError(
+                raise with_cause(
                     f"wait({count}): only {ready} groups are ready, and no task is queued or running that could bring more "
-                    f"({runner.describe()}). Submit more tasks, or wait with a timeout for those of another thread. "
-                    + runner.failures.describe_first()
+                    f"({runner.describe()}). Submit more tasks, or wait with a timeout for those of another thread.",
+                    runner.failures.first,
                 )
             return None
 
@@ -222,8 +222,8 @@ class RolloutExecutor:
         trajectory = self._await(Waiter(take, own_groups=groups), None, "rollout_batch", groups)
         if not trajectory:
             reasons = "; ".join(sorted({group.reason for group in groups})[:4])
-            first = next((group.failure.describe() for group in groups if group.failure is not None), "")
-            raise RolloutError(f"rollout_batch: none of {len(tasks)} tasks was accepted ({reasons}). {first}")
+            first = next((group.failure for group in groups if group.failure is not None), None)
+            raise with_cause(f"rollout_batch: none of {len(tasks)} tasks was accepted ({reasons}).", first)
         return trajectory
 
     def prepare_batch(
@@ -289,10 +289,10 @@ class RolloutExecutor:
                 if runner.groups["accepted"] != accepted:
                     epochs, accepted = source.epochs, runner.groups["accepted"]
                 elif source.epochs - epochs > EPOCHS_WITHOUT_ACCEPTANCE:
-                    raise RolloutError(
+                    raise with_cause(
                         f"prepare_batch: no group was accepted in {EPOCHS_WITHOUT_ACCEPTANCE} whole epochs "
-                        f"({runner.describe()}). Look at the workflow, should_accept_fn and dynamic_filter. "
-                        + runner.failures.describe_first()
+                        f"({runner.describe()}). Look at the workflow, should_accept_fn and dynamic_filter.",
+                        runner.failures.first,
                     )
 
     # -- between batches -----------------------------------------------------------------------------------------------

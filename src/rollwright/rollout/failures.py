@@ -1,22 +1,27 @@
-"""Failures of samples: kept, reported with task and traceback, and counted against a budget.
+"""Failures of samples: kept, reported in a line each with the traceback in the run's log, and counted against a budget.
 
 A failed sample is data, not a crash; too many failed samples are a broken run.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
 import traceback
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 
+import rollwright
 from rollwright.errors import RolloutError
-from rollwright.tracking.logging import getLogger
+from rollwright.tracking.logging import attached_file, getLogger
 
 logger = getLogger("rollout")
 
 WINDOW = 64  # samples that the failure budget looks back on
 KEPT = 32  # failures whose tracebacks are kept
-LOGGED_IN_FULL = 3  # tracebacks of one cause that the log shows
+_NOT_USERS = ("site-packages", str(Path(rollwright.__file__).parent), os.path.dirname(asyncio.__file__))
 
 
 @dataclass(frozen=True)
@@ -26,13 +31,18 @@ class Failure:
     sample: str
     task: str
     workflow: str
-    cause: str  # the last line of the traceback
+    cause: str  # in one line, with the place in the workflow's own code
     traceback: str
     is_final: bool  # no attempt is left
 
-    def describe(self) -> str:
-        """In words, with the traceback."""
-        return f"First cause: {self.cause} in {self.workflow}, {self.sample}, {self.task}.\n{self.traceback}"
+
+def with_cause(message: str, failure: Failure | None) -> RolloutError:
+    """An error with a failure's cause in its message, and the traceback as a note, which is shown where nobody handles it."""
+    if failure is None:
+        return RolloutError(message)
+    error = RolloutError(f"{message} First cause: {failure.cause} in {failure.workflow}, {failure.sample}, {failure.task}.")
+    error.add_note(failure.traceback)
+    return error
 
 
 class FailureLog:
@@ -47,7 +57,7 @@ class FailureLog:
         self.recent: deque[Failure] = deque(maxlen=KEPT)
         self.first: Failure | None = None
         self.outcomes: deque[bool] = deque(maxlen=WINDOW)  # of samples, after their retries: True where it failed
-        self._logged: Counter[tuple[str, str]] = Counter()
+        self._logged: set[tuple[str, str]] = set()
 
     def record(self, error: BaseException, *, sample: str, task: str, workflow: str, is_final: bool) -> Failure:
         """Keep and report a failed attempt."""
@@ -55,17 +65,28 @@ class FailureLog:
             sample=sample,
             task=task,
             workflow=workflow,
-            cause=traceback.format_exception_only(error)[-1].strip(),
+            cause=_cause(error),
             traceback="".join(traceback.format_exception(error)),
             is_final=is_final,
         )
         self.recent.append(failure)
         self.first = self.first or failure
-        key = (type(error).__name__, workflow)
-        self._logged[key] += 1
-        report, then = (logger.error, "given up") if is_final else (logger.warning, "run again")
-        detail = f"\n{failure.traceback}" if self._logged[key] <= LOGGED_IN_FULL else f": {failure.cause}"
-        report("%s failed in %s and is %s: %s%s", sample, workflow, then, task, detail)
+        key, file = (type(error).__name__, workflow), attached_file()
+        where = (
+            f"traceback and further failures of this kind: {file}" if file else "further failures of this kind are not shown"
+        )
+        logger.log(
+            logging.DEBUG if key in self._logged else logging.WARNING,
+            "%s failed in %s and is %s: %s: %s%s",
+            sample,
+            workflow,
+            "given up" if is_final else "run again",
+            task,
+            failure.cause,
+            "" if key in self._logged else f" ({where})",
+        )
+        self._logged.add(key)
+        logger.debug("%s", failure.traceback)
         return failure
 
     def too_many(self) -> RolloutError | None:
@@ -73,11 +94,17 @@ class FailureLog:
         failed = sum(self.outcomes)
         if failed <= self.max_share * WINDOW:
             return None
-        return RolloutError(
-            f"{failed} of the last {len(self.outcomes)} samples failed after their retries; "
-            f"rollout.max_failed_share={self.max_share} allows {int(self.max_share * WINDOW)} of {WINDOW}. {self.describe_first()}"
+        return with_cause(
+            f"{failed} of the last {len(self.outcomes)} samples failed after their retries; rollout.max_failed_share="
+            f"{self.max_share} allows {int(self.max_share * WINDOW)} of {WINDOW}.",
+            self.first,
         )
 
-    def describe_first(self) -> str:
-        """The first failure in words, with its traceback; empty where nothing failed."""
-        return "" if self.first is None else self.first.describe()
+
+def _cause(error: BaseException) -> str:
+    """An exception in one line, with the innermost line of code that is neither ours nor a library's."""
+    lines = "".join(traceback.format_exception_only(error)).strip().splitlines() or [type(error).__name__]
+    text = lines[0] if len(lines) == 1 else f"{lines[0]} … {lines[-1].strip()}"
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not any(part in frame.filename for part in _NOT_USERS)]
+    return f"{text} at {users[-1].filename}:{users[-1].lineno}" if users else text

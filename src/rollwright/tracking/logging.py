@@ -123,6 +123,12 @@ def attach_file(path: str | Path, level: int | str = "DEBUG") -> _standard.Handl
     return handler
 
 
+def attached_file() -> str | None:
+    """The file that messages of all levels go to now; None: there is none."""
+    handlers = [handler for handler in _root().handlers if isinstance(handler, _standard.FileHandler)]
+    return handlers[-1].baseFilename if handlers else None
+
+
 def detach_file(handler: _standard.Handler) -> None:
     """Ends what :func:`attach_file` began."""
     _root().removeHandler(handler)

@@ -7,6 +7,7 @@ would differ), and no wait for a permission to use a tool.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -52,7 +53,6 @@ class AgentScopeReactMathWorkflow(Workflow):
 
     def __init__(self, *, task: Task, model: ModelWrapper, auxiliary_models: list[Any] | None = None) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
-        _require_agentscope()
         self.arguments = task.arguments(
             tools=["execute_python"], tool_timeout=30.0, structured=True, max_iters=MAX_ITERATIONS, system_prompt=None
         )
@@ -68,6 +68,7 @@ class AgentScopeReactMathWorkflow(Workflow):
                 f"task {self.task.task_id!r} holds a conversation; AgentScopeReactMathWorkflow answers one question. Use a "
                 "taskset with prompt_type plaintext."
             )
+        await asyncio.to_thread(_require_agentscope)  # it takes seconds to import, in which no other sample would go on
         result, completed = await self._reply(system_prompt, question["content"])
         experiences = self.model.extract_experience_from_history()
         if not experiences:
@@ -126,12 +127,15 @@ class AgentScopeReactMathWorkflow(Workflow):
 
 
 def _require_agentscope() -> None:
-    """Refuse to start without AgentScope 2.
+    """Import AgentScope 2.
 
     Raises:
         ConfigError: it is missing, or another generation than 2.
     """
     try:
+        import agentscope.model
+        import agentscope.tool  # noqa: F401
+        import openai  # noqa: F401
         from agentscope.agent import InjectionConfig  # noqa: F401
         from agentscope.permission import PermissionDecision  # noqa: F401
     except ImportError as error:

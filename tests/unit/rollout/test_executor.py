@@ -1,6 +1,7 @@
 """The executor: groups, ends of samples, batches, and calls that must not wait for ever."""
 
 import asyncio
+import re
 import threading
 import time
 
@@ -15,6 +16,7 @@ from rollwright.experience.trajectory import concat_padded_tensors
 from rollwright.inference.request import ModelRequest
 from rollwright.rollout.executor import RolloutExecutor
 from rollwright.rollout.sample import SampleName, request_seed
+from rollwright.tracking import logging
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=3)
 
@@ -160,17 +162,35 @@ def test_the_first_cause_is_one_of_the_call_s_own(make):
     executor = make(max_failed_share=1.0)
     with pytest.raises(RolloutError, match="First cause: ValueError: a bug in the workflow"):
         executor.rollout_batch(tasks(2, does="raise"), OneTurn)
-    with pytest.raises(RolloutError, match="First cause: KeyError: 'another bug' in OtherBug"):
+    with pytest.raises(RolloutError, match="First cause: KeyError: 'another bug' at .* in OtherBug"):
         executor.rollout_batch(tasks(2), OtherBug)
     with pytest.raises(RolloutError) as rejected:
         executor.rollout_batch(tasks(2, does="reject"), OneTurn)
     assert "cause" not in str(rejected.value)
 
 
+def test_a_failing_workflow_takes_one_line_and_its_tracebacks_a_file(make, tmp_path, caplog):
+    handler = logging.attach_file(tmp_path / "run.log")
+    try:
+        with caplog.at_level("INFO"), pytest.raises(RolloutError):
+            make(max_failed_share=1.0).rollout_batch(tasks(8, does="raise"), OneTurn, group_size=4)
+    finally:
+        logging.detach_file(handler)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
+    assert re.search(
+        r"failed in OneTurn and is run again: task .*: ValueError: a bug in the workflow at .*test_executor.py:\d+ ", line
+    )
+    assert f"further failures of this kind: {tmp_path / 'run.log'}" in line
+    assert "\n" not in line
+    assert (tmp_path / "run.log").read_text().count("Traceback") > 8
+
+
 def test_too_many_failures_stop_the_run(make):
     executor = make(max_failed_share=0.1, max_sample_retries=0)
-    with pytest.raises(RolloutError, match=r"max_failed_share=0.1 allows 6 of 64.*a bug in the workflow(.|\n)*Traceback"):
+    with pytest.raises(RolloutError, match=r"max_failed_share=0.1 allows 6 of 64.*a bug in the workflow") as raised:
         executor.rollout_batch([*tasks(20), *tasks(20, does="raise")], OneTurn)
+    assert "\n" not in str(raised.value)
+    assert "Traceback" in raised.value.__notes__[0]
     with pytest.raises(RolloutError, match="a bug in the workflow"):
         executor.submit({"id": 0}, OneTurn)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -68,6 +69,17 @@ async def test_the_result_that_agentscope_forces_is_begun_by_the_front_and_sampl
     assert [experience.reward for experience in experiences] == [pytest.approx(1.0)] * len(experiences)
     trained = [token for experience in experiences for token in experience.response_tokens[experience.action_mask].tolist()]
     assert trained == [token for record in recorder.records for token in record.output_ids]
+
+
+async def test_agentscope_is_imported_beside_the_event_loop(monkeypatch):
+    """It takes seconds, in which no other sample would go on."""
+    threads, require = [], agentscope_react._require_agentscope
+    monkeypatch.setattr(
+        agentscope_react, "_require_agentscope", lambda: (threads.append(threading.current_thread()), require())
+    )
+    await run([RESULT])
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
 
 
 def test_without_agentscope_the_extra_is_named(monkeypatch):
