@@ -162,7 +162,7 @@ def test_the_first_cause_is_one_of_the_call_s_own(make):
     executor = make(max_failed_share=1.0)
     with pytest.raises(RolloutError, match="First cause: ValueError: a bug in the workflow"):
         executor.rollout_batch(tasks(2, does="raise"), OneTurn)
-    with pytest.raises(RolloutError, match="First cause: KeyError: 'another bug' at .* in OtherBug"):
+    with pytest.raises(RolloutError, match=r"First cause: KeyError: 'another bug' at .* in OtherBug"):
         executor.rollout_batch(tasks(2), OtherBug)
     with pytest.raises(RolloutError) as rejected:
         executor.rollout_batch(tasks(2, does="reject"), OneTurn)
