@@ -224,8 +224,10 @@ class OpenAIEpisode(OpenAIProtocol):
             fields = {**fields, "max_tokens": max(1, min(self._defaults.max_new_tokens, room))}
         return super()._gconfig(fields, endpoint, prompt_length)
 
-    def _call(self, endpoint: str, body: dict[str, Any], fields: dict[str, Any], prompts: list[list[int]]) -> OpenAICall:
-        call = super()._call(endpoint, body, fields, prompts)
+    def _call(
+        self, endpoint: str, body: dict[str, Any], fields: dict[str, Any], prompts: list[list[int]], prefix: str
+    ) -> OpenAICall:
+        call = super()._call(endpoint, body, fields, prompts, prefix)
         if len(call.requests) == 1 and "rid" not in fields:
             call.requests[0].rid = self._conversation_of(call.requests[0].input_ids) or call.requests[0].rid
         turn = sum(message["role"] == "user" for message in fields.get("messages", []))

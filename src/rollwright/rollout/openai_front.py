@@ -4,8 +4,8 @@ An agent is given a ``base_url`` and an API key of its own. It needs no change a
 key is answered by the engine of its run and recorded token for token. A key that nobody was given, or whose run has ended, is
 refused with 401.
 
-The routes: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions`` (tools, streams), and ``POST /v1/rewards`` for
-agents that score themselves. ``OpenAIAgentWorkflow`` makes a workflow of an agent.
+The routes: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions`` and ``/v1/responses`` (tools, streams), and
+``POST /v1/rewards`` for agents that score themselves. ``OpenAIAgentWorkflow`` makes a workflow of an agent.
 """
 
 from __future__ import annotations

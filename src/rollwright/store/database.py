@@ -19,14 +19,13 @@ from rollwright.errors import ConfigError, StoreError
 
 try:
     import sqlalchemy as sa
-    import sqlalchemy.exc
 except ModuleNotFoundError:
     raise ConfigError(
         "the experience store needs SQLAlchemy, which is not installed: pip install 'rollwright[store]'."
     ) from None
 
+from sqlalchemy import event, exc
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
 from sqlalchemy.pool import StaticPool
 
 SCHEMA_VERSION = 1
@@ -180,7 +179,7 @@ class Database:
         except StoreError:
             self.close()
             raise
-        except sa.exc.SQLAlchemyError as error:
+        except exc.SQLAlchemyError as error:
             self.close()
             raise StoreError(
                 f"{self.name} cannot be used as an experience store ({_cause(error)}): check store.url; if the file is damaged, "
@@ -245,7 +244,7 @@ class Database:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except (OperationalError, sa.exc.TimeoutError) as error:
+        except (exc.OperationalError, exc.TimeoutError) as error:
             raise StoreError(
                 f"{self.name}: the database refused ({_cause(error)}): check that its disk is not full and that no other program holds it."
             ) from error
@@ -319,7 +318,7 @@ def _engine(url: str) -> sa.Engine:
             parsed = parsed.set(drivername="postgresql+psycopg")
         if parsed.get_backend_name() == "postgresql":
             return sa.create_engine(parsed, pool_pre_ping=True, pool_timeout=BUSY_SECONDS, isolation_level="READ COMMITTED")
-    except (ArgumentError, NoSuchModuleError) as error:
+    except (exc.ArgumentError, exc.NoSuchModuleError) as error:
         raise ConfigError(f"store.url is {url!r}, which is no database URL ({error}): write sqlite:///path.db.") from error
     except ModuleNotFoundError as error:
         package = "'rollwright[postgresql]'" if error.name == "psycopg" else error.name
@@ -330,7 +329,7 @@ def _engine(url: str) -> sa.Engine:
     pooling: dict[str, Any] = {"poolclass": StaticPool} if in_memory else {"pool_timeout": BUSY_SECONDS}
     engine = sa.create_engine(parsed, connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False}, **pooling)
 
-    @sa.event.listens_for(engine, "connect")
+    @event.listens_for(engine, "connect")
     def _configure(connection: Any, _: Any) -> None:
         connection.isolation_level = None  # transactions are begun below
         if not in_memory:
@@ -338,7 +337,7 @@ def _engine(url: str) -> sa.Engine:
             connection.execute("PRAGMA synchronous=NORMAL")
             connection.execute("PRAGMA foreign_keys=ON")
 
-    @sa.event.listens_for(engine, "begin")
+    @event.listens_for(engine, "begin")
     def _begin(connection: sa.Connection) -> None:
         read_only = connection.get_execution_options().get(_READ_ONLY)
         connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")

@@ -148,14 +148,14 @@ def _parse_tagged(text: str) -> tuple[str, list[ToolCall]]:
         return ""
 
     rest = _TAGGED.sub(take, text)
-    return (rest.strip() if calls else text), calls
+    return (rest.rstrip() if calls else text), calls
 
 
 def _parse_bracketed(text: str) -> tuple[str, list[ToolCall]]:
     head, _, tail = text.partition("[TOOL_CALLS]")
     values, _ = _first_value(tail.strip())
     calls = [call for value in (values if isinstance(values, list) else [values]) if (call := _call(value)) is not None]
-    return (head.strip(), calls) if calls else (text, [])
+    return (head.rstrip(), calls) if calls else (text, [])
 
 
 def _parse_bare(text: str) -> tuple[str, list[ToolCall]]:

@@ -44,6 +44,7 @@ from rollwright.inference.server.openai_answer import (
     usage_of,
 )
 from rollwright.inference.server.prompts import PromptReader
+from rollwright.inference.server.responses import RESPONSES_ROUTES, KeptResponses
 
 #: Sampling parameters that have the generation argument's name.
 _SAMPLING = (
@@ -89,6 +90,7 @@ class OpenAIProtocol:
         self._context_length = context_length or engine.context_length
         self._reader = PromptReader(tokenizer, self._context_length, max_prompt_tokens, max_samples)
         self._template_kwargs: dict[str, Any] = {}
+        self.responses = KeptResponses()
         self.convention = tool_convention(getattr(tokenizer, "chat_template", None) or "")
 
     @property
@@ -123,16 +125,27 @@ class OpenAIProtocol:
 
     async def _serve(self, request: Request, endpoint: str) -> Response | dict[str, Any]:
         body, size = await read_object(request)
+        call = await self._open(request, endpoint, body, size, "chatcmpl-" if endpoint == CHAT else "cmpl-")
+        if body.get("stream"):
+            include_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+            return await event_stream(request, self._events(call, include_usage))
+        await self.complete(request, call)
+        answer = self._head(call, "chat.completion") | {"choices": call.choices, "usage": usage_of(call)}
+        return answer | ({"prompt_token_ids": call.requests[0].input_ids} if call.return_token_ids and call.is_chat else {})
+
+    async def open_chat(self, request: Request, chat: dict[str, Any], size: int, prefix: str) -> OpenAICall:
+        """The call of a chat request that another dialect makes of ``size`` bytes; its answer's id begins with ``prefix``."""
+        return await self._open(request, CHAT, chat, size, prefix)
+
+    async def _open(self, request: Request, endpoint: str, body: dict[str, Any], size: int, prefix: str) -> OpenAICall:
         fields = (Chat if endpoint == CHAT else Completion).of(body).given()
         self._check_model(fields)
         prompts = await beside_the_loop(request, size, self._prompts, endpoint, fields)
-        call = self._call(endpoint, body, fields, prompts)
-        if fields.get("stream"):
-            include_usage = bool(fields.get("stream_options", {}).get("include_usage"))
-            return await event_stream(request, self._events(call, include_usage))
+        return self._call(endpoint, body, fields, prompts, prefix)
+
+    async def complete(self, request: Request, call: OpenAICall) -> None:
+        """Have the engine answer a call; it is shown to ``on_call`` then."""
         await self._finish(call, await while_connected(request, self.engine.agenerate_batch(call.requests)))
-        answer = self._head(call, "chat.completion") | {"choices": call.choices, "usage": usage_of(call)}
-        return answer | ({"prompt_token_ids": call.requests[0].input_ids} if call.return_token_ids and call.is_chat else {})
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -215,7 +228,9 @@ class OpenAIProtocol:
             )
         return self.convention.beginning_of_call(name)
 
-    def _call(self, endpoint: str, body: dict[str, Any], fields: dict[str, Any], prompts: list[list[int]]) -> OpenAICall:
+    def _call(
+        self, endpoint: str, body: dict[str, Any], fields: dict[str, Any], prompts: list[list[int]], prefix: str
+    ) -> OpenAICall:
         samples = fields.get("n", 1)
         self._reader.check_number(samples * len(prompts), "n")
         requests = []
@@ -243,6 +258,7 @@ class OpenAIProtocol:
             endpoint,
             body,
             requests,
+            prefix=prefix,
             samples=samples,
             tools=bool(endpoint == CHAT and self._tools(fields)),
             begun=self._begun(fields) if endpoint == CHAT else "",
@@ -296,34 +312,39 @@ class OpenAIProtocol:
             "model": self.model_name,
         }
 
-    async def _events(self, call: OpenAICall, include_usage: bool) -> AsyncGenerator[str, None]:
-        """The server-sent events of a streamed call. The first is yielded only after the engine took every request."""
-        head = self._head(call, "chat.completion.chunk")
+    async def chunks(self, call: OpenAICall) -> AsyncGenerator[dict[str, Any], None]:
+        """The choices of a streamed call, chunk by chunk. The first comes only after the engine took every request."""
         streams = [ChoiceStream(call, index, self.tokenizer, self.convention) for index in range(len(call.requests))]
         latest: dict[int, ModelResponse] = {}
         async with contextlib.aclosing(partial_responses(self.engine, call.requests)) as partials:
-            try:
-                async for index, partial in partials:
-                    if not latest and call.is_chat:  # every choice begins with its role
-                        ids = {"prompt_token_ids": call.requests[0].input_ids} if call.return_token_ids else {}
-                        roles = [
-                            {"index": at, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-                            for at in range(len(streams))
-                        ]
-                        yield event_line(head | {"choices": roles} | ids)
-                    latest[index] = partial = partial.of_the_prompt() if call.samples_nothing else partial
-                    chunk = streams[index].advance(partial)
-                    if chunk is not None:
-                        yield event_line({**head, "choices": [chunk]})
-                await self._finish(call, [latest[index] for index in range(len(streams))])
-            except Exception as error:  # of the engine or of on_call: whatever it is, the client is told
-                if not latest:
-                    raise  # nothing was sent: the request gets a status
-                yield event_line(as_request_error(error).body())
-                return
+            async for index, partial in partials:
+                if not latest and call.is_chat:  # every choice begins with its role
+                    ids = {"prompt_token_ids": call.requests[0].input_ids} if call.return_token_ids else {}
+                    delta = {"role": "assistant", "content": ""}
+                    roles = [{"index": at, "delta": delta, "finish_reason": None} for at in range(len(streams))]
+                    yield {"choices": roles} | ids
+                latest[index] = partial = partial.of_the_prompt() if call.samples_nothing else partial
+                chunk = streams[index].advance(partial)
+                if chunk is not None:
+                    yield {"choices": [chunk]}
+            await self._finish(call, [latest[index] for index in range(len(streams))])
         for index, stream in enumerate(streams):
             for chunk in stream.last(latest[index], call.choices[index]):
-                yield event_line({**head, "choices": [chunk]})
+                yield {"choices": [chunk]}
+
+    async def _events(self, call: OpenAICall, include_usage: bool) -> AsyncGenerator[str, None]:
+        """The server-sent events of a streamed call."""
+        head, has_begun = self._head(call, "chat.completion.chunk"), False
+        try:
+            async with contextlib.aclosing(self.chunks(call)) as chunks:
+                async for chunk in chunks:
+                    has_begun = True
+                    yield event_line({**head, **chunk})
+        except Exception as error:  # of the engine or of on_call: whatever it is, the client is told
+            if not has_begun:
+                raise  # nothing was sent: the request gets a status
+            yield event_line(as_request_error(error).body())
+            return
         if include_usage:
             yield event_line({**head, "choices": [], "usage": usage_of(call)})
         yield "data: [DONE]\n\n"
@@ -335,4 +356,5 @@ ROUTES = (
     ("GET", "/v1/models/{name:path}", OpenAIProtocol.model),
     ("POST", "/v1/completions", OpenAIProtocol.completions),
     ("POST", "/v1/chat/completions", OpenAIProtocol.chat),
+    *RESPONSES_ROUTES,
 )

@@ -23,7 +23,7 @@ class OpenAICall:
 
     Attributes:
         endpoint: ``"chat"`` or ``"completion"``.
-        body: the request as it came.
+        body: the request, as a chat's or completion's.
         requests: one for each choice, in the order of the choices.
         responses: what the engine answered to each; complete when ``on_call`` sees the call.
         choices: the choices of the answer, in the protocol's form.
@@ -39,6 +39,7 @@ class OpenAICall:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     # How the answer is written.
+    prefix: str = ""  # of its id
     samples: int = 1
     tools: bool = False
     begun: str = ""  # text that every reply begins with, given and not sampled: of a forced tool call
@@ -60,7 +61,7 @@ class OpenAICall:
     @property
     def answer_id(self) -> str:
         """The id of the answer, as the client sees it."""
-        return ("chatcmpl-" if self.is_chat else "cmpl-") + self.id
+        return self.prefix + self.id
 
 
 def usage_of(call: OpenAICall) -> dict[str, int]:
@@ -219,6 +220,7 @@ class ChoiceStream:
         found = [position for mark in marks if (position := self.held.find(mark)) >= 0]
         cut = min(found) if found else len(self.held) - held_back(self.held, marks)
         cut -= held_back(self.held[:cut], self.special)
+        cut = len(self.held[:cut].rstrip())  # white space before a call is not text
         released, self.held = self.held[:cut], self.held[cut:]
         released = _without(released, self.special)
         self.sent_text += released
