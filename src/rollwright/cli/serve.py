@@ -32,7 +32,7 @@ def serve_model(
     weights_root: list[Path] = typer.Option(  # noqa: B008 - how typer declares a repeated option
         [], help="Weights may be loaded from below this directory (repeatable); default: updates from disk are refused."
     ),
-    threads: int | None = typer.Option(None, min=1, help="Compute threads; default: one for each core."),
+    threads: int | None = typer.Option(None, min=1, max=1024, help="Compute threads; default: one for each core."),
     random_seed: int = typer.Option(0, help="Seed of requests that bring none."),
     trust_remote_code: bool = typer.Option(False, help="Run code that comes with the model."),
     allowed_host: list[str] = typer.Option(  # noqa: B008
@@ -92,7 +92,7 @@ def retrieve(
     index_dir: Annotated[
         Path | None, typer.Option(help="Where indexes are kept; else beside the corpus, or the cache directory.")
     ] = None,
-    threads: Annotated[int, typer.Option(min=1, help="Searches that run at once.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, max=1024, help="Searches that run at once.")] = 1,
     api_key: Annotated[
         str | None, typer.Option(envvar="ROLLWRIGHT_API_KEY", help="Bearer token that requests must carry.")
     ] = None,

@@ -110,5 +110,5 @@ class AuxiliaryModelConfig:
     context_length: int | None = key(None, "Its prompt and new tokens together; None: the model's.", ge=2)
     max_running_requests: int = key(64, "Sequences that it decodes together.", ge=1)
     kv_cache_bytes: int | None = key(None, "Memory of its cache.", ge=1)
-    threads: int | None = key(None, "Its compute threads; None: one for each core.", ge=1)
+    threads: int | None = key(None, "Its compute threads; None: one for each core.", ge=1, le=1024)
     setup_timeout: float = key(300.0, "Seconds that the run waits for its health.", gt=0.0)

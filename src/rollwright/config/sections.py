@@ -281,4 +281,4 @@ class ClusterConfig:
     """Where processes run and where runs are kept."""
 
     fileroot: str = key("runs", "Runs are kept in <fileroot>/<experiment_name>/<trial_name>.", public=True)
-    threads: int | None = key(None, "Compute threads of this process; None: one for each core.", ge=1)
+    threads: int | None = key(None, "Compute threads of this process; None: one for each core.", ge=1, le=1024)

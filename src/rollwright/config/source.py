@@ -262,8 +262,12 @@ def parse_override(text: str) -> Override:
     return Override(text=command_line([text]), path=undotted(key), value=parse_value(raw), raw=raw)
 
 
-def _construct(node: yaml.Node, path: KeyPath, document: Document) -> Any:
+def _construct(node: yaml.Node, path: KeyPath, document: Document, above: tuple[yaml.Node, ...] = ()) -> Any:
     document.lines.setdefault(path, node.start_mark.line + 1)
+    if node in above:
+        where = f"{document.file}:{document.lines[path]}"
+        raise ConfigError(f"{where}: {dotted(path)} is an alias of what it stands in, which never ends; write it out.")
+    above = (*above, node)
     if isinstance(node, yaml.MappingNode):
         _flatten_merges(node)
         result: dict[Any, Any] = {}
@@ -276,10 +280,10 @@ def _construct(node: yaml.Node, path: KeyPath, document: Document) -> Any:
                 first = document.lines[inner]
                 raise ConfigError(f"{document.file}:{line}: {dotted(inner)} stands twice (first on line {first}); keep one.")
             document.lines[inner] = line
-            result[key] = _construct(value_node, inner, document)
+            result[key] = _construct(value_node, inner, document, above)
         return result
     if isinstance(node, yaml.SequenceNode):
-        return [_construct(child, (*path, index), document) for index, child in enumerate(node.value)]
+        return [_construct(child, (*path, index), document, above) for index, child in enumerate(node.value)]
     return _scalar(node, document)
 
 

@@ -60,6 +60,10 @@ def read_state(directory: str | Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{directory} holds no readable checkpoint ({error}); resume from another, or start anew."
         ) from error
+    if not isinstance(plain, dict):
+        raise CheckpointError(
+            f"{directory}/state.json holds a {type(plain).__name__}, not a checkpoint's state; resume from another."
+        )
     if plain.get("format") != _FORMAT:
         raise CheckpointError(
             f"{directory} is a checkpoint of format {plain.get('format')}, not {_FORMAT}; use the version that wrote it."

@@ -94,3 +94,21 @@ def test_overrides_that_are_none(text):
 def test_an_unreadable_file(tmp_path):
     with pytest.raises(ConfigError, match="cannot read"):
         read_yaml(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: &x\n  b: *x\n", r"f\.yaml:2: a\.b is an alias of what it stands in, which never ends; write it out"),
+        ("a: &x\n  - 1\n  - {c: *x}\n", r"f\.yaml:3: a\.1\.c is an alias of what it stands in"),
+    ],
+)
+def test_an_alias_of_what_it_stands_in_is_refused(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_yaml(text, file="f.yaml")
+
+
+def test_an_alias_that_ends_is_read():
+    assert parse_yaml("a: &x {b: 1}\nc: [*x, *x]\n").data == {"a": {"b": 1}, "c": [{"b": 1}, {"b": 1}]}
+    assert parse_value("&x [*x]") == "&x [*x]"
+    assert parse_yaml("a: &x {<<: *x, b: 1}\n").data == {"a": {"b": 1}}

@@ -61,6 +61,7 @@ IN_A_FILE = [
     ("experiment_name: 7", "experiment_name: expected text, got 7 (whole number); put it in quotes"),
     ("experiment_name: null", "experiment_name: expected text, got nothing (null); leave the key out to have its default"),
     ("experiment_name: [a]", "experiment_name: expected text, got ['a'] (list)"),
+    ("cluster: {threads: 100000}", "cluster.threads: must be at most 1024, got 100000"),
     ("actor: 3", "actor: expected a mapping of PPOActorConfig's keys, got 3 (whole number)"),
     ("actor: null", "actor: expected a mapping of PPOActorConfig's keys, got nothing (null)"),
     ("actor: {optimizer: {lr: 0}}", "actor.optimizer.lr: must be greater than 0.0, got 0"),

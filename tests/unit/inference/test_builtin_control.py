@@ -152,6 +152,10 @@ def test_wrong_settings_and_requests_are_refused(engine):
         BuiltinEngine(tiny_model("qwen3"), context_length=10_000)
     with pytest.raises(ConfigError, match="kv_cache_bytes"):
         BuiltinEngine(tiny_model("qwen3"), context_length=200, kv_cache_bytes=1000)
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_bytes leaves 1 bytes for running sequences, and one token of this model takes \d+"
+    ):
+        BuiltinEngine(tiny_model("qwen3"), kv_cache_bytes=1)
     for change, words in (
         ({"lora_name": "x"}, "LoRA"),
         ({"image_data": ["aGk="]}, "multi_modal"),

@@ -1,5 +1,6 @@
 """What is written is read back exactly, whole or not at all, and training goes on from it bit for bit."""
 
+import json
 import random
 
 import numpy
@@ -11,7 +12,14 @@ from rollwright.atomic import replaced_directory
 from rollwright.config.sections import OptimizerConfig
 from rollwright.errors import CheckpointError
 from rollwright.training import checkpoint
-from rollwright.training.checkpoint import RecoverCheckpoints, random_states, read_state, restore_random_states, write_state
+from rollwright.training.checkpoint import (
+    RecoverCheckpoints,
+    _checksum,
+    random_states,
+    read_state,
+    restore_random_states,
+    write_state,
+)
 
 
 def test_a_nested_state_comes_back(tmp_path):
@@ -163,3 +171,15 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path,
         (checkpoints.path(kept) / "state.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"\[8, 10\] are all damaged"):
         checkpoints.load()
+
+
+def test_a_state_that_is_no_mapping_is_an_error(tmp_path):
+    write_state(tmp_path / "state", {"a": 1})
+    (tmp_path / "state" / "state.json").write_text("[1, 2]")
+    with pytest.raises(CheckpointError, match="state"):
+        read_state(tmp_path / "state")
+    checksums = json.loads((tmp_path / "state" / "checksums.json").read_text())
+    checksums["state.json"] = _checksum(tmp_path / "state" / "state.json")
+    (tmp_path / "state" / "checksums.json").write_text(json.dumps(checksums))
+    with pytest.raises(CheckpointError, match=r"state\.json holds a list, not a checkpoint's state; resume from another"):
+        read_state(tmp_path / "state")

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollwright.errors import ConfigError
+
 _LENGTH_STEP = 64
 _BLOCK = 16
 
@@ -51,6 +53,11 @@ class KVCache:
     ) -> None:
         self.bytes_per_token = sum(s.heads * (s.key_size + s.value_size) for s in layers) * dtype.itemsize
         self.capacity_tokens = capacity_bytes // self.bytes_per_token
+        if self.capacity_tokens < 1:
+            raise ConfigError(
+                f"kv_cache_bytes leaves {capacity_bytes} bytes for running sequences, and one token of this model takes "
+                f"{self.bytes_per_token}: raise it, or leave it out."
+            )
         self.max_rows = max_rows
         self.rows = self.length = 0
         # One flat buffer for all slabs of one shape (a layer's keys are a slab, its values another): an operation on all
