@@ -159,7 +159,7 @@ class <Class>(RolloutWorkflow):
         prompt = self.tokenizer.decode(prompt_ids)
         completion = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
         reward = await self.reward_fn(prompt, completion, prompt_ids, response.output_tokens, **data)
-        get_tracker("rollout").scalar(reward=reward, response_tokens=response.output_len)
+        get_tracker("rollout").scalar(prompt_tokens=response.input_len)
         # Log-probabilities, versions and masks are filled in from the record of what the engine sampled.
         return {"input_ids": response.input_tokens, "output_ids": response.output_tokens, "reward": reward}
 '''

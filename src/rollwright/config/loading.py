@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollwright.config.experiment import STAGE_CLASSES, BaseExperimentConfig, GRPOConfig
+from rollwright.config.generation import ALIASES
 from rollwright.config.recipes import apply_recipe
 from rollwright.config.rules import faults_of
 from rollwright.config.source import (
@@ -129,12 +130,12 @@ def _import_plugins(data: dict[str, Any], faults: Faults) -> None:
 
 
 def _written_keys(data: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted names of the keys that hold values rather than sections."""
+    """Dotted names of the keys that hold values rather than sections; other names of generation arguments are made ours."""
     for key, value in data.items():
         if isinstance(value, dict) and value:
             yield from _written_keys(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}"
+            yield f"{prefix}{ALIASES.get(key, key)}"
 
 
 def merge_overrides(data: dict[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:

@@ -128,7 +128,8 @@ def find_recipe(name: str) -> Recipe:
 def apply_recipe(config: Any, explicitly_set_keys: Collection[str] | None = None) -> Any:
     """Set, in place, the keys that the recipe of ``config`` gives and that the user did not set.
 
-    Doing it again changes nothing: a config remembers that its recipe was applied.
+    Evaluation generates as many tokens as the run (``gconfig.max_new_tokens``) where its own limit is not set. Doing it again
+    changes nothing: a config remembers that its recipe was applied.
 
     Args:
         config: an experiment config with an ``actor`` section, or a ``PPOActorConfig`` alone.
@@ -150,6 +151,8 @@ def apply_recipe(config: Any, explicitly_set_keys: Collection[str] | None = None
     parts = [(actor, "actor." if whole else "", recipe.actor)]
     if whole and hasattr(config, "rollout"):
         parts.append((config.rollout, "rollout.", recipe.rollout))
+    if whole and hasattr(config, "evaluator") and hasattr(config, "gconfig"):
+        parts.append((config.evaluator, "evaluator.", {"gconfig.max_new_tokens": config.gconfig.max_new_tokens}))
     for section, prefix, defaults in parts:
         given = _changed(section, prefix, defaults) if explicitly_set_keys is None else set(explicitly_set_keys)
         _set_defaults(section, defaults, prefix, given)

@@ -258,7 +258,9 @@ class RecoverConfig(IntervalConfig):
 class EvaluatorConfig(IntervalConfig):
     """Evaluation on valid_dataset, outside capacity and version accounting, with its own generation arguments."""
 
-    gconfig: GenerationHyperparameters = field(default_factory=lambda: GenerationHyperparameters(greedy=True))
+    gconfig: GenerationHyperparameters = field(  # max_new_tokens: the run's, unless it is set here; see apply_recipe
+        default_factory=lambda: GenerationHyperparameters(greedy=True)
+    )
     at_start: bool = key(False, "Also before the first step.")
     limit: int | None = key(None, "Only the first so many tasks.", ge=1)
 

@@ -97,19 +97,15 @@ def plot_reward_curve(
     *,
     title: str = "Reward",
     smoothing: float = 0.4,
-    evaluation_label: str = "accuracy",
 ) -> Path:
     """Draws the reward of training and that on held-out tasks. Returns the picture's path.
 
     Args:
         rewards: ``(step, mean reward)`` of training.
-        evaluations: ``(step, mean)`` on held-out tasks; step 0 is before training.
+        evaluations: ``(step, mean reward)`` on held-out tasks; step 0 is before training.
         smoothing: weight of the past in the moving average drawn through the rewards, 0 to 1.
-        evaluation_label: what that mean is called.
     """
-    figure, axes = _axes(
-        title, "step", " and ".join(dict.fromkeys(("reward", evaluation_label))) if evaluations else "reward", (7.2, 4.0)
-    )
+    figure, axes = _axes(title, "step", "reward", (7.2, 4.0))
     steps, values = [step for step, _ in rewards], [value for _, value in rewards]
     axes.plot(steps, values, color=COLOURS[0], alpha=0.30, linewidth=1.2)
     axes.plot(
@@ -125,7 +121,7 @@ def plot_reward_curve(
             linestyle=(0, (4, 3)),
             marker="o",
             markersize=6,
-            label=f"held-out {evaluation_label}",
+            label="held-out reward",
         )
         for index in sorted({0, len(evaluations) - 1}):
             axes.annotate(

@@ -112,7 +112,6 @@ class ProgressDisplay:
         self._lock = threading.RLock()
         self._values: list[float] = []
         self._evaluations: list[tuple[int, float]] = []
-        self.evaluation_label = "accuracy"
         self._facts: dict[str, str] = {}
         self._seconds: dict[str, float] = {}
         self._began = self._step_began = time.monotonic()
@@ -186,14 +185,13 @@ class ProgressDisplay:
         elif self._live is not None:
             self._live.refresh()
 
-    def evaluation(self, step: int, value: float, label: str = "accuracy") -> None:
-        """Tells the result of an evaluation after ``step`` steps (0: before the first), and what it is called."""
+    def evaluation(self, step: int, value: float) -> None:
+        """Tells the mean reward of an evaluation after ``step`` steps (0: before the first)."""
         with self._lock:
-            self.evaluation_label = label
             self._evaluations.append((step, float(value)))
             self._step_began = time.monotonic()
         if self.mode == "plain":
-            self._print(f"eval after step {step}/{self._total} | {label} {value:.3f}")
+            self._print(f"eval after step {step}/{self._total} | reward {value:.3f}")
 
     def _print(self, line: str) -> None:
         print(line, file=self._stream or sys.stdout, flush=True)
@@ -213,7 +211,7 @@ class ProgressDisplay:
             rows.add_row("step", self._render_steps(width - 12))
             rows.add_row(self._value_name, self._render_curve(width - 12))
             if self._evaluations:
-                rows.add_row(self.evaluation_label, self._render_evaluations())
+                rows.add_row("held out", self._render_evaluations())
             if self._facts:
                 facts = Text()
                 for index, (name, fact) in enumerate(self._facts.items()):

@@ -55,7 +55,6 @@ def evaluate(
         truncated=float(sample_means(trajectory, trajectory["truncated"].float()).mean()),
         response_tokens=float(trajectory["loss_mask"].sum()) / len(rewards),
         trajectory=trajectory,
-        measure="accuracy" if bool(((rewards == 0) | (rewards == 1)).all()) else "reward",
     )
 
 

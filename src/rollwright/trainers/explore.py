@@ -29,6 +29,7 @@ from rollwright.store import Announcement, TaskClaim
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.evaluation import evaluate
+from rollwright.trainers.learning_signs import warn_of_reasons
 from rollwright.trainers.loop import StopSignal
 from rollwright.trainers.reporting import StageRun, sample_means
 from rollwright.trainers.rollout_backend import make_rollout_engine
@@ -138,6 +139,7 @@ class Explorer:
             StageRun(self.config, self.directory, total_steps=steps, resume_step=None, tokenizer=self.tokenizer) as run,
             self.store.keeping_claims(self.name, lease_seconds=self.lease_seconds),
         ):
+            warn_of_reasons(self.config)
             self._wait_for_first_weights(stop)
             last_news = time.monotonic()
             while not self._is_over() and stop.received is None:

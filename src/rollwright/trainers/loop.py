@@ -23,6 +23,7 @@ from rollwright.data.tokenizer import load_tokenizer
 from rollwright.inference.weights.files import keep_newest
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
+from rollwright.trainers.learning_signs import warn_of_reasons
 from rollwright.trainers.reporting import EvaluationResult, StageRun
 from rollwright.training.checkpoint import RecoverCheckpoints
 from rollwright.training.engine import TrainEngine
@@ -136,6 +137,7 @@ class Trainer(ABC):
                 value_name=self.curve,
             ) as run,
         ):
+            warn_of_reasons(config)
             if self.evaluates and config.evaluator.at_start and self.step == 0:
                 evaluations[0] = self._evaluate(run)
             while self.step < total and (stop.received is None or not self.is_published):
@@ -158,8 +160,7 @@ class Trainer(ABC):
                 raise SystemExit(stop.exit_code)
             checkpoint = self.save(self.directory.checkpoints / "final")
             if self.curve == "reward":
-                held_out = f" and held-out {run.display.evaluation_label}" if self.evaluates else ""
-                run.plot(f"{config.experiment_name}: reward{held_out}")
+                run.plot(f"{config.experiment_name}: reward{', in training and held out' if self.evaluates else ''}")
             return {
                 "steps": self.step,
                 self.curve: value,

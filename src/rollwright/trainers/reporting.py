@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,6 @@ class EvaluationResult:
     truncated: float  # share of samples cut by a length limit
     response_tokens: float  # mean sampled tokens of a sample
     trajectory: Trajectory
-    measure: str = "reward"  # what the mean is called: accuracy where every reward is 0 or 1
 
     def as_metrics(self) -> dict[str, float]:
         """The scalars, for a metrics sink."""
@@ -111,7 +110,7 @@ class StageRun:
     def report_evaluation(self, step: int, result: EvaluationResult, reported: Mapping[str, float] | None = None) -> None:
         """Log an evaluation, with what else was ``reported`` while it ran, and show it."""
         self.log(step, {**(reported or {}), **{f"eval/{name}": value for name, value in result.as_metrics().items()}})
-        self.display.evaluation(step, result.reward, result.measure)
+        self.display.evaluation(step, result.reward)
         self.dumper.dump(step, result.trajectory, name="eval")
 
     def curve(self, name: str) -> list[tuple[int, float]]:
@@ -126,12 +125,11 @@ class StageRun:
             self.curve(self.value_name),
             self.curve("eval/reward"),
             title=title,
-            evaluation_label=self.display.evaluation_label,
         )
 
 
 def report_step(
-    run: StageRun, step: int, batch: Trajectory, stats: Mapping[str, float], version: int, waiting: str = "generate"
+    run: StageRun, step: int, batch: Trajectory, stats: Mapping[str, float], version: int, sampling: Sequence[str]
 ) -> float:
     """Log and show a step that trained on ``batch``; returns the mean reward of the batch's samples.
 
@@ -141,16 +139,15 @@ def report_step(
         batch: what was trained on.
         stats: of ``ppo_update``.
         version: published after the step.
-        waiting: the phase in which the batch came, by which sampled tokens are counted.
+        sampling: phases of the step in which tokens are sampled, by whose seconds they are counted.
     """
     rewards = sample_means(batch, batch["rewards"])
     sampled = float(batch["loss_mask"].sum())
     lengths = batch["attention_mask"].sum(1).float()
     seconds = run.timer.export()
-    versions = batch["versions"][batch["loss_mask"].bool()]
-    staleness = float((version - 1 - versions).float().mean()) if len(versions) else 0.0
     reward = float(rewards.mean())
-    generation = sampled / seconds[waiting] if seconds.get(waiting) else 0.0
+    generating = sum(seconds.get(phase, 0.0) for phase in sampling)
+    generation = sampled / generating if generating else 0.0
     training = float(lengths.sum()) / seconds["train"] if seconds.get("train") else 0.0
     metrics = {
         "reward": reward,
@@ -159,7 +156,6 @@ def report_step(
         "response_tokens": sampled / len(rewards),
         "sequence_tokens": float(lengths.mean()),
         "truncated": float(sample_means(batch, batch["truncated"].float()).mean()),
-        "staleness": staleness,
         "version": float(version),
         "tokens_per_second/generate": generation,
         "tokens_per_second/train": training,
@@ -175,7 +171,7 @@ def report_step(
         reward,
         generate_tokens_per_second=generation,
         train_tokens_per_second=training,
-        staleness=staleness,
+        staleness=stats.get("staleness/mean"),
         seconds=seconds,
         facts={name: metrics.get(name, "–") for name in run.config.stats_logger.show},
     )

@@ -11,6 +11,7 @@ from typing import Any
 from rollwright.config.experiment import FinetuneSpec, PPOConfig
 from rollwright.config.loading import config_to_dict
 from rollwright.config.recipes import apply_recipe
+from rollwright.config.sections import TrainEngineConfig
 from rollwright.data.drawing import TaskMixture
 from rollwright.data.loader import TaskLoader
 from rollwright.errors import ConfigError
@@ -19,6 +20,7 @@ from rollwright.experience.trajectory import Trajectory, tensor_container_to
 from rollwright.rollout.engines import LocalRolloutEngine, RolloutEngine
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.evaluation import evaluate
+from rollwright.trainers.learning_signs import LearningWatch
 from rollwright.trainers.loop import Part, StopSignal, Trainer
 from rollwright.trainers.reporting import EvaluationResult, StageRun, check_agreement, report_step
 from rollwright.trainers.rollout_backend import make_rollout_engine
@@ -31,7 +33,16 @@ class PolicyTrainer(Trainer):
     """Trains a policy on batches of samples, and publishes it. A subclass says where batches come from and weights go."""
 
     actor: FSDPPPOActor
-    waiting = "generate"  #: phase in which a batch comes, by whose seconds sampled tokens are counted
+    waiting = "generate"  #: phase in which a batch comes
+
+    @property
+    def sampling_phases(self) -> tuple[str, ...]:
+        """Phases of a step in which tokens are sampled: where samples may be stale, also while others are trained on."""
+        return (self.waiting, "train", "publish") if self.config.rollout.max_head_offpolicyness else (self.waiting,)
+
+    def __init__(self, config: PPOConfig, model: TrainEngineConfig, directory: RunDirectory) -> None:
+        super().__init__(config, model, directory)
+        self.learning = LearningWatch()
 
     @abstractmethod
     def next_batch(self, stop: StopSignal) -> Trajectory | None:
@@ -64,7 +75,8 @@ class PolicyTrainer(Trainer):
                 self.publish()
             else:
                 self.actor.skip_publication()
-        reward = report_step(run, self.step, batch, stats, self.actor.version, self.waiting)
+        reward = report_step(run, self.step, batch, stats, self.actor.version, self.sampling_phases)
+        self.learning.after_step(stats, reward)
         if self.samples_with_own_weights():
             check_agreement(self.config, self.actor, self.step, stats)
         return reward

@@ -100,10 +100,14 @@ class SupervisedTrainer(Trainer):
         self.step += 1
         seconds = run.timer.export()
         speed = float(batch["attention_mask"].sum()) / seconds["train"]
-        metrics = {"loss": stats["loss"], "tokens_per_second/train": speed, **{f"model/{k}": v for k, v in stats.items()}}
+        metrics = {
+            "loss": stats.pop("loss"),
+            "tokens_per_second/train": speed,
+            **{f"model/{name}": value for name, value in stats.items()},
+        }
         run.log(self.step, metrics)
-        run.display.step(self.step, stats["loss"], train_tokens_per_second=speed, seconds=seconds)
-        return stats["loss"]
+        run.display.step(self.step, metrics["loss"], train_tokens_per_second=speed, seconds=seconds)
+        return metrics["loss"]
 
     def evaluate(self) -> EvaluationResult:
         """Publish the present weights to the engine and run the held-out tasks."""

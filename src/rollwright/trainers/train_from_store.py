@@ -41,6 +41,11 @@ class StoreTrainer(PolicyTrainer):
 
     waiting = "wait"
 
+    @property
+    def sampling_phases(self) -> tuple[str, ...]:
+        """All of them: explorers sample all the time."""
+        return ("wait", "train", "publish")
+
     def __init__(self, config: PPOConfig, directory: RunDirectory) -> None:
         super().__init__(apply_recipe(config), config.actor, directory)
         size = 0 if config.total_train_steps is not None else count_tasks(training_tasks(config).source)

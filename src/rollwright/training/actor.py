@@ -411,15 +411,11 @@ def batch_diagnostics(batch: Trajectory, version: int, statistics: TokenStatisti
     statistics.add("tokens_per_row/trained", mask_BL.sum(), rows)
     statistics.add("tokens_per_row/all", attended_BL.sum(), rows)
     statistics.add("masked_share", (sampled_BL - mask_BL).clamp(min=0).sum(), sampled_BL.sum())
-    if batch.get("rewards") is not None:
-        statistics.add("reward/mean", batch["rewards"].double().sum(), rows)
-        if batch.get("group_ids") is not None:
-            without, groups = groups_without_variance(batch.get("returns", batch["rewards"]), batch["group_ids"])
-            statistics.add("groups_without_variance", without, groups)
+    if batch.get("rewards") is not None and batch.get("group_ids") is not None:
+        without, groups = groups_without_variance(batch.get("returns", batch["rewards"]), batch["group_ids"])
+        statistics.add("groups_without_variance", without, groups)
     if batch.get("reward_clipped") is not None:
         statistics.add("reward_clipped_share", batch["reward_clipped"].double().sum(), rows)
-    if batch.get("truncated") is not None:
-        statistics.add("truncated_share", batch["truncated"].double().sum(), rows)
     statistics.mean("advantage/abs_mean", batch["advantages"].abs(), mask_BL)
     if batch.get("versions") is not None:
         staleness_BL = (version - batch["versions"]).clamp(min=0)

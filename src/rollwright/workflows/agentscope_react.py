@@ -77,7 +77,7 @@ class AgentScopeReactMathWorkflow(Workflow):
         calls = len(self.model.openai_episode.calls)
         for experience in experiences:
             experience.reward = reward
-            experience.metrics = {"reward": reward, "model_calls": calls, "completed": float(completed)}
+            experience.metrics = {"model_calls": calls, "completed": float(completed)}
         get_tracker("rollout").scalar(agent_model_calls=calls, agent_completed=completed)
         return experiences
 

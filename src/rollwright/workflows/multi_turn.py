@@ -150,14 +150,7 @@ class MultiTurnWorkflow(EpisodeWorkflow, Workflow):
         if turns.is_aborted:
             return None
         discounted = reward * self.turn_discount ** (turns.count - 1)
-        self.report(
-            reward=discounted,
-            last_reward=reward,
-            turns=turns.count,
-            solved=reward >= self.target_reward,
-            response_tokens=sum(turns.loss_mask),
-            truncated=turns.truncated,
-        )
+        self.report(last_reward=reward, turns=turns.count, solved=reward >= self.target_reward)
         await self.dump(turns, data, {"reward": discounted, "turns": turns.count})
         return turns.row(discounted)
 

@@ -188,9 +188,7 @@ class ParallelGenerationWorkflow(EpisodeWorkflow):
         reward = await self.score(prompt_ids, row.completion_ids, data, self.gconfig.skip_special_tokens)
         concluded = conclusion.response.output_tokens[: conclusion.content] if conclusion.response is not None else []
         self.report(
-            reward=reward,
             prompt_tokens=len(prompt_ids),
-            response_tokens=sum(row.loss_mask),
             goal_tokens=goal.content,
             path_tokens=sum(path.content for path in paths) / len(paths),
             conclusion_tokens=conclusion.content,
@@ -200,7 +198,6 @@ class ParallelGenerationWorkflow(EpisodeWorkflow):
             conclusion_missing=not self.tokenizer.decode(concluded, skip_special_tokens=True).strip(),
             conclusion_unclosed=not conclusion.is_closed,
             other_context_share=sum(row.other_context) / max(1, sum(row.loss_mask)),
-            truncated=row.truncated,
         )
         if self.dump_dir is not None:
             sections = {"prompt": self.tokenizer.decode(prompt_ids, skip_special_tokens=False), "goal": self._marked(goal)}

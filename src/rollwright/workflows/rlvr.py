@@ -53,13 +53,7 @@ class RLVRWorkflow(EpisodeWorkflow):
         asked = self.tokenizer.decode(prompt.ids, skip_special_tokens=False)
         completion = self.tokenizer.decode(response.output_tokens, skip_special_tokens=self.gconfig.skip_special_tokens)
         reward = await self.async_reward_fn(asked, completion, prompt.ids, response.output_tokens, **data)
-        self.report(
-            reward=reward,
-            prompt_tokens=len(prompt.ids),
-            response_tokens=response.output_len,
-            truncated=response.truncated,
-            **prompt.statistics,
-        )
+        self.report(prompt_tokens=len(prompt.ids), **prompt.statistics)
         if self.dump_dir is not None:
             await dump_sample(
                 self.dump_dir,

@@ -158,7 +158,7 @@ class SearchAgentWorkflow(EpisodeWorkflow):
         else:
             reward = await self.score(prompt_ids, turns.completion_ids, data, skip_special_tokens=False)
         facts = {"turns": turns.count, "tool_calls": tool_calls, "tool_failures": tool_failures, "answered": bool(answer)}
-        self.report(**facts, episode_reward=reward)
+        self.report(**facts)
         if self.verbose:
             logger.info("turns=%d tools=%d length=%d reward=%.3f", turns.count, tool_calls, len(turns), reward)
         await self.dump(turns, data, {"reward": reward, **facts})

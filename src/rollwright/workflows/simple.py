@@ -57,7 +57,6 @@ class SimpleWorkflow(ResettableWorkflow):
         experiences = await self.model.chat_async(self.format_messages(), tools=tools, n=self.task.rollout_args.n)
         for experience in experiences:
             experience.reward = await self.score(experience)
-            experience.metrics = {"reward": experience.reward}
         return experiences
 
     async def score(self, experience: Experience) -> float:

@@ -75,7 +75,7 @@ class ToolCallingWorkflow(ResettableWorkflow):
         experiences = self.model.extract_experience_from_history()
         for experience in experiences:
             experience.reward = reward
-            experience.metrics = {"reward": reward, "turns": turns, "tool_calls": len(calls), "failed_tool_calls": failed}
+            experience.metrics = {"turns": turns, "tool_calls": len(calls), "failed_tool_calls": failed}
         get_tracker("rollout").scalar(turns=turns, tool_calls=len(calls), failed_tool_calls=failed)
         return experiences
 

@@ -124,7 +124,7 @@ class ToolIntegratedWorkflow(EpisodeWorkflow):
             return None
         reward = await self.score(prompt_ids, turns.completion_ids, data)
         facts = {"turns": turns.count, "scripts": scripts, "failed_scripts": failed_scripts}
-        self.report(**facts, episode_reward=reward)
+        self.report(**facts)
         await self.dump(turns, data, {"reward": reward, **facts})
         return turns.row(reward)
 

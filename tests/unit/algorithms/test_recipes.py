@@ -68,6 +68,29 @@ def test_a_file_sets_the_recipe_and_what_differs_from_it(tmp_path):
         load_expr_config([str(file)], GRPOConfig)
 
 
+@pytest.mark.parametrize(
+    ("evaluator", "limit"),
+    [
+        ("", 4096),
+        ("{gconfig: {temperature: 0.5, greedy: false}}", 4096),
+        ("{gconfig: {max_new_tokens: 512}}", 512),
+        ("{gconfig: {max_tokens: 512}}", 512),
+    ],
+)
+def test_evaluation_generates_as_much_as_the_run_unless_it_says_otherwise(tmp_path, evaluator, limit):
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "actor: {path: m}\ntrain_dataset: {path: d}\ngconfig: {max_new_tokens: 4096}\n"
+        + (f"evaluator: {evaluator}\n" if evaluator else "")
+    )
+    config, _ = load_expr_config([str(file)], GRPOConfig)
+    assert config.evaluator.gconfig.max_new_tokens == limit
+    assert apply_recipe(config).evaluator.gconfig.max_new_tokens == limit
+    made = GRPOConfig()
+    made.gconfig.max_new_tokens = 64
+    assert apply_recipe(made).evaluator.gconfig.max_new_tokens == 64
+
+
 def test_other_spellings():
     assert find_recipe("Dr-GRPO") is RECIPES["dr_grpo"]
     assert find_recipe("reinforce++") is RECIPES["reinforceplusplus"]

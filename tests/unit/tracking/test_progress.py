@@ -48,7 +48,7 @@ def test_plain_mode_is_one_line_a_step():
     stream = io.StringIO()
     steps(ProgressDisplay(4, mode="plain", stream=stream))
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "eval after step 0/4 | accuracy 0.310"
+    assert lines[0] == "eval after step 0/4 | reward 0.310"
     assert lines[1].startswith(
         "step 1/4 | reward 0.250 | generate 8,123 tok/s | train 4,000 tok/s | staleness 0.5 | length 31.23 | "
     )
@@ -98,9 +98,8 @@ def test_an_unknown_mode_is_refused():
         ProgressDisplay(1, mode="fancy")
 
 
-def test_an_evaluation_has_the_name_of_what_it_measures():
+def test_an_evaluation_is_a_mean_reward():
     stream = io.StringIO()
     display = ProgressDisplay(4, mode="plain", stream=stream)
-    display.evaluation(2, -0.1, "reward")
+    display.evaluation(2, -0.1)
     assert stream.getvalue() == "eval after step 2/4 | reward -0.100\n"
-    assert display.evaluation_label == "reward"

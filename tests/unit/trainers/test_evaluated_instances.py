@@ -49,13 +49,3 @@ def test_a_workflow_with_no_stops_gets_the_evaluation_s_arguments_alone():
     rollout = Rollout()
     evaluate(rollout, [{}], Own(), None, GenerationHyperparameters(greedy=True))
     assert rollout.workflow.gconfig == GenerationHyperparameters(greedy=True)
-
-
-def test_a_mean_of_zeros_and_ones_is_an_accuracy():
-    class Own:
-        async def arun_episode(self, engine, data): ...
-
-    measures = [
-        evaluate(Rollout(reward), [{}, {}], Own(), None, GenerationHyperparameters()).measure for reward in (1.0, 0.0, 0.5)
-    ]
-    assert measures == ["accuracy", "accuracy", "reward"]

@@ -119,6 +119,4 @@ def test_statistics_are_reported_in_the_scope(tokenizer):
     run(workflow, Scripted(tokenizer))
     run(workflow, Scripted(tokenizer, text="wrong", stop_reason="length"))
     metrics = get_tracker("test_rlvr_scope").export(reset=True)
-    assert metrics["test_rlvr_scope/reward"] == 0.5
-    assert metrics["test_rlvr_scope/truncated"] == 0.5
-    assert metrics["test_rlvr_scope/response_tokens"] == (3 + 6) / 2
+    assert list(metrics) == ["test_rlvr_scope/prompt_tokens"]  # reward, length and truncation are counted for every workflow

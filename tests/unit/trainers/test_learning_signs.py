@@ -1,0 +1,78 @@
+"""A run that cannot learn says so: by its settings at the start, and by steps in which nothing was learned."""
+
+import pytest
+
+from rollwright.config.experiment import GRPOConfig, SFTConfig
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.sections import OptimizerConfig
+from rollwright.config.tasksets import TasksetConfig
+from rollwright.trainers.learning_signs import STEPS_WITHOUT_LEARNING, LearningWatch, reasons_not_to_learn
+
+
+def changed(**keys):
+    config = GRPOConfig()
+    for dotted, value in keys.items():
+        *above, name = dotted.split("__")
+        holder = config
+        for part in above:
+            holder = getattr(holder, part)
+        setattr(holder, name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"gconfig__greedy": True}, ["gconfig has greedy: true", "temperature such as 1.0"]),
+        ({"gconfig__temperature": 0.0}, ["gconfig has temperature: 0", "evaluator.gconfig"]),
+        ({"actor__optimizer": OptimizerConfig(lr=1e3)}, ["actor.optimizer.lr is 1000", "0.01 or less"]),
+        ({"actor__reward_scaling": 0.0}, ["actor.reward_scaling is 0", "Set it to 1"]),
+    ],
+)
+def test_settings_that_cannot_learn_are_named_with_what_to_change(keys, words):
+    (reason,) = reasons_not_to_learn(changed(**keys))
+    assert all(word in reason for word in words)
+
+
+def test_ordinary_settings_are_not_spoken_of():
+    assert list(reasons_not_to_learn(GRPOConfig())) == []
+    assert list(reasons_not_to_learn(SFTConfig())) == []
+    (reason,) = reasons_not_to_learn(SFTConfig(model=changed(actor__optimizer=OptimizerConfig(lr=1.0)).actor))
+    assert reason.startswith("model.optimizer.lr is 1:")
+
+
+def test_tasksets_are_sampled_by_their_own_arguments():
+    greedy = GenerationHyperparameters(greedy=True)
+    own = changed(gconfig=greedy, tasksets=[TasksetConfig(path="a", gconfig=GenerationHyperparameters())])
+    assert list(reasons_not_to_learn(own)) == []
+    second = changed(tasksets=[TasksetConfig(path="a"), TasksetConfig(path="b", gconfig=greedy)])
+    assert [reason.split(" ")[0] for reason in reasons_not_to_learn(second)] == ["tasksets[1].gconfig"]
+
+
+def test_a_process_is_judged_by_what_it_does():
+    wrong = {"gconfig__greedy": True, "actor__reward_scaling": 0.0}
+    assert [reason.split(" ")[0] for reason in reasons_not_to_learn(changed(mode="explore", **wrong))] == ["gconfig"]
+    assert [reason.split(" ")[0] for reason in reasons_not_to_learn(changed(mode="train", **wrong))] == ["actor.reward_scaling"]
+
+
+def test_steps_that_teach_nothing_are_told_once_and_a_good_one_starts_the_count_anew(caplog):
+    idle, good = {"advantage/abs_mean": 1e-9, "optimizer_steps": 1.0}, {"advantage/abs_mean": 0.5, "optimizer_steps": 1.0}
+    watch = LearningWatch()
+    with caplog.at_level("WARNING"):
+        for stats in [*[idle] * (STEPS_WITHOUT_LEARNING - 1), good, *[idle] * (STEPS_WITHOUT_LEARNING - 1)]:
+            watch.after_step(stats, 0.0)
+        assert caplog.records == []
+        for stats in [idle, idle, good, *[idle] * (2 * STEPS_WITHOUT_LEARNING)]:
+            watch.after_step(stats, 0.125)
+    (record,) = caplog.records
+    assert "no group has samples of different rewards (the mean reward is 0.125)" in record.getMessage()
+    assert "gconfig.n_samples" in record.getMessage()
+
+
+def test_steps_without_any_trained_token_say_that_they_are_masked(caplog):
+    watch = LearningWatch()
+    with caplog.at_level("WARNING"):
+        for _ in range(STEPS_WITHOUT_LEARNING):
+            watch.after_step({"optimizer_steps": 0.0, "skipped_steps": 0.0, "masked_share": 1.0}, 0.5)
+    (record,) = caplog.records
+    assert "every sampled token is masked" in record.getMessage()
