@@ -23,6 +23,11 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The long form of the tests that make requests up."""
+    parser.addoption("--fuzz", type=int, default=3, help="Cases that schemathesis makes of each operation of a service.")
+
+
 def shared_file(name: str) -> Path:
     """A file beside the repository; the test is skipped where it is absent."""
     path = SHARED / name

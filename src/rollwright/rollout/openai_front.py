@@ -37,7 +37,7 @@ try:
     from rollwright.inference.server.openai import ROUTES
     from rollwright.inference.server.service import ServerThread, make_service
     from rollwright.inference.server.settings import ServiceSettings
-    from rollwright.rollout.openai_episode import OpenAIEpisode
+    from rollwright.rollout.openai_episode import OpenAIEpisode, Reward
 except ModuleNotFoundError as error:
     raise ConfigError(
         f"the OpenAI front needs the package {error.name}, which is not installed: pip install 'rollwright[openai]'."
@@ -183,8 +183,8 @@ def _application(front: OpenAIFront, settings: ServiceSettings) -> FastAPI:
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    of_episodes = (*ROUTES, ("POST", "/v1/rewards", OpenAIEpisode.take_reward))
-    table = [(method, path, route(serve), None) for method, path, serve in of_episodes]
+    of_episodes = (*ROUTES, ("POST", "/v1/rewards", OpenAIEpisode.take_reward, Reward))
+    table = [(method, path, route(serve), body) for method, path, serve, body in of_episodes]
     return make_service("rollwright OpenAI front", [Routes([("GET", "/health", health, None), *table])], settings)
 
 

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
-from collections.abc import Iterator
-from types import SimpleNamespace
 
 import httpx
 import pytest
 from server_parts import tiny_engine
+from services import service
 from starlette.datastructures import Headers
 
-from rollwright.environments.bm25 import BM25Retriever
-from rollwright.environments.corpus import Corpus
-from rollwright.environments.retrieval_service import create_app
 from rollwright.inference.server.application import create_application
-from rollwright.inference.server.service import Guard, ServerThread, bind
+from rollwright.inference.server.service import Guard, bind
 from rollwright.inference.server.settings import ServerSettings, ServiceSettings
-
-pytest.importorskip("openai")
-pytest.importorskip("sqlalchemy")
-
-from rollwright.rollout.openai_front import OpenAIFront
-from rollwright.trainers.serve import application
 
 JSON = {"Content-Type": "application/json"}
 #: Of each service: a GET and a POST, whose body it takes.
@@ -39,34 +28,6 @@ ASKED = {
 def engine():
     with tiny_engine(context_length=256) as engine:
         yield engine
-
-
-@contextlib.contextmanager
-def service(kind: str, engine) -> Iterator[httpx.Client]:
-    """A client of a service of this kind, with the key that it wants."""
-    with contextlib.ExitStack() as opened:
-        headers = {}
-        if kind == "front":
-            front = opened.enter_context(OpenAIFront(engine.tokenizer, max_body_bytes=4096))
-            episode = opened.enter_context(front.episode(engine))
-            url, headers = front.url, {"Authorization": f"Bearer {episode.api_key}"}
-        else:
-            settings = ServiceSettings(max_body_bytes=4096)
-            if kind == "server":
-                app = create_application(engine, settings := ServerSettings(port=0, max_body_bytes=4096))
-            elif kind == "retrieval":
-                corpus = Corpus.from_rows([{"contents": "red mug"}])
-                app = create_app(corpus, BM25Retriever.build(corpus.texts()), settings)
-            else:
-                settings.api_key = "secret"
-                headers = {"Authorization": "Bearer secret"}
-                book = SimpleNamespace(open=lambda task: {"run": "r"}, status=lambda: {"open": 0})
-                app = application(book, settings)
-            thread = ServerThread(app, settings)  # which leaves the shared engine open
-            opened.callback(thread.stop)
-            url = thread.url
-        yield opened.enter_context(httpx.Client(base_url=url, headers=headers, timeout=120))
-    engine.resume()
 
 
 @pytest.fixture(params=ASKED)
@@ -143,6 +104,7 @@ def test_the_counts_of_serve_mode_want_its_key(engine):
 def test_nothing_changes_by_get(engine):
     app = create_application(engine, ServerSettings())
     readable = {"/health", "/ping", "/health_generate", "/metrics", "/weights_checker", "/v1/models", "/v1/models/{name}"}
+    readable |= {"/v1/responses/{id}"}
     readable |= {"/v1/responses/{id}"}
     readable |= {"/model_info", "/get_model_info", "/server_info", "/get_server_info", "/weight_version", "/get_weight_version"}
     assert {path for path, methods in app.openapi()["paths"].items() if "get" in methods} == readable

@@ -29,8 +29,9 @@ def engine():
 
 
 @pytest.fixture(scope="module")
-def server(engine):
-    app = create_application(engine, ServerSettings(max_body_bytes=1 << 20), model_path="tiny")
+def server(engine, tmp_path_factory):
+    roots = [str(tmp_path_factory.mktemp("roots"))]
+    app = create_application(engine, ServerSettings(max_body_bytes=1 << 20, weights_roots=roots), model_path="tiny")
     with served(app) as address, httpx.Client(base_url=f"http://{address}", timeout=120) as client:
         yield client
 
@@ -94,7 +95,8 @@ def test_what_no_token_can_be_and_no_length_can_reach_does_no_harm(engine):
 
 #: Values that the JSON of a request may hold anywhere.
 ODD = [
-    *(None, True, 0, 1, -1, HUGE, -HUGE, 1.5, 1e308, math.inf, math.nan, "", "x", "5"),
+    *(None, True, 0, 1, -1, HUGE, -HUGE, 10**400, 1.5, 1e30, 1e308, math.inf, math.nan),
+    *("", "x", "5", "\0", "a\0b", "\ud800", "x" * 5000),
     *([], [1], ["a"], [""], [None], [[1]], [[]], [{}], [HUGE], [-1], ["a", 1], {}, {"a": 1}, {"type": "text"}),
     *([{"role": "user"}], [{"role": "user", "content": 5}], [{"role": "assistant", "content": "a", "tool_calls": 5}]),
     *([{"function": {"name": 5}}], [{"function": {"name": "f", "parameters": "x"}}]),
@@ -104,7 +106,7 @@ CONTROL = {
     "/pause_generation": ["mode"],
     "/abort_request": ["rid"],
     "/update_weight_version": ["new_version"],
-    "/update_weights_from_disk": ["model_path", "weight_version", "content_digest"],
+    "/update_weights_from_disk": ["model_path", "weight_version", "content_digest", "abort_all_requests"],
     "/init_weights_update_group": ["group_name", "master_port"],
     "/destroy_weights_update_group": ["group_name"],
     "/update_weights_from_distributed": ["names", "group_name", "weight_version"],
@@ -152,6 +154,34 @@ def test_no_value_of_any_parameter_is_a_fault_of_the_server(server, engine):
     assert asyncio.run(ask_all()) == []
     server.post("/continue_generation", json={})
     assert server.get("/health_generate").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/update_weights_from_disk", {"model_path": "a\0b"}, "is no path"),
+        ("/generate", {"input_ids": [5], "sampling_params": {"sampling_seed": 10**400}}, "at most 9223372036854775807"),
+        ("/generate", {"input_ids": [5], "sampling_params": {"sampling_seed": 1e30}}, "sampling_seed=1e+30"),
+        ("/v1/completions", {"prompt": [5], "seed": 10**400}, "at most 9223372036854775807"),
+        ("/update_weight_version", {"new_version": 1 << 31}, "between 0 and 2147483647"),
+        ("/update_weight_version", {"new_version": 1e30}, "new_version=1e+30"),
+    ],
+)
+def test_what_no_machine_can_hold_is_refused_by_name(server, path, body, said):
+    answer = server.post(path, json=body)
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
+
+
+def test_no_version_follows_the_last(server):
+    last = (1 << 31) - 1
+    assert server.post("/update_weight_version", json={"new_version": last}).status_code == 200
+    for path, body in (("/update_weight_version", {}), ("/update_weights_from_disk", {"model_path": "x"})):
+        assert server.post(path, json=body).status_code in (400, 403)
+    assert "No version follows" in server.post("/update_weight_version", json={}).json()["error"]["message"]
+    answer = server.post("/generate", json={"input_ids": [5], "sampling_params": {"max_new_tokens": 1}})
+    assert answer.json()["meta_info"]["weight_version"] == str(last)
+    server.post("/update_weight_version", json={"new_version": 0})
 
 
 @pytest.mark.parametrize("raw", [b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b'"x"', b"null", b"{"])

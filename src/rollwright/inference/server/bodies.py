@@ -71,6 +71,14 @@ class Body(BaseModel):
             raise cls._refusal(error.errors(include_url=False)[0], given) from None
 
     @classmethod
+    def described(cls) -> dict[str, Any]:
+        """JSON Schema of the body: fields, neutral values and what is ignored."""
+        schema = cls.model_json_schema()
+        schema["properties"] |= {name: {"enum": [*values, None]} for name, (values, _) in cls.neutral.items()}
+        schema["properties"] |= {name: {} for name in sorted(cls.ignored)}
+        return schema
+
+    @classmethod
     def _refusal(cls, error: ErrorDetails, given: dict[str, Any]) -> RequestError:
         name, kind = str(error["loc"][0]), error["type"]
         if kind == "extra_forbidden":
@@ -109,6 +117,7 @@ NotEmpty = Annotated[str, Field(min_length=1)]
 _MOST = 20
 Alternatives = Annotated[int, Field(ge=0, le=_MOST)]
 Flag = Annotated[bool, Field(strict=False)]
+Seed = Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class SamplingBody(Body):
@@ -153,7 +162,7 @@ class Sampling(SamplingBody):
     min_new_tokens: int = Field(0, ge=0)
     stop: str | list[str] | None = Field(None, description="text or a list of texts")
     no_stop_trim: bool = False
-    sampling_seed: int | None = None
+    sampling_seed: Seed | None = None
     spaces_between_special_tokens: bool = True
 
     def gconfig(self) -> GenerationHyperparameters:
@@ -265,7 +274,7 @@ class OpenAIBody(SamplingBody):
     model: str | None = None
     max_tokens: int = Field(16, ge=0)
     min_tokens: int = Field(0, ge=0)
-    seed: int | None = None
+    seed: Seed | None = None
     stop: NotEmpty | list[NotEmpty] | None = Field(None, description="text or a list of texts that are not empty")
     include_stop_str_in_output: bool = False
     stream: bool = False
@@ -336,8 +345,9 @@ class Completion(OpenAIBody):
 
 # ------------------------------------------------------------------ control, in SGLang's names
 
-#: A version; trajectories hold it in 32 bits.
-_VERSION: Any = Field(None, ge=0, le=(1 << 31) - 1, description="a whole number: versions count weight updates")
+#: Trajectories hold a version in 32 bits.
+LAST_VERSION = (1 << 31) - 1
+_VERSION: Any = Field(None, ge=0, le=LAST_VERSION, description="a whole number: versions count weight updates")
 
 
 class ControlBody(Body):
@@ -393,7 +403,7 @@ class JoinGroup(Group):
     master_address: str
     master_port: int = Field(ge=1, le=65535)
     rank_offset: int
-    world_size: int
+    world_size: int = Field(le=1 << 16)
     backend: str = "nccl"
 
     @model_validator(mode="after")

@@ -211,6 +211,8 @@ class Control:
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def _next(self, version: int | None) -> int:
+        if version is None and self._engine.get_version() == bodies.LAST_VERSION:
+            raise RequestError(f"No version follows {bodies.LAST_VERSION}: name a version.", param="weight_version")
         return self._engine.get_version() + 1 if version is None else version
 
     async def _update_weight_version(self, body: bodies.NewVersion) -> dict[str, Any]:
@@ -232,7 +234,10 @@ class Control:
                 status=403,
                 param="model_path",
             )
-        directory = Path(path).resolve()
+        try:
+            directory = Path(path).resolve()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise RequestError(f"{path!r:.200} is no path: {error}.", param="model_path") from error
         if not any(directory.is_relative_to(Path(root).resolve()) for root in self._settings.weights_roots):
             raise RequestError(f"{path} is not below a weights root of this server.", status=403, param="model_path")
         if not directory.is_dir():

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
+from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -103,27 +104,39 @@ class AnsweringRoute(APIRoute):
         return answer
 
 
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {
+        "description": "The request is refused; error.message says why.",
+        "content": {"application/json": {"schema": {"type": "object", "properties": {"error": {"type": "object"}}}}},
+    }
+}
+
+
 class Routes(APIRouter):
     """Routes whose handlers' exceptions become responses that say what is wrong.
 
     Args:
-        table: method, path, handler and body of each. Where a body is named (a ``Body``), it is read and given to a handler that
-            takes an argument; else a handler is FastAPI's.
+        table: method, path, handler and body of each. A body (a ``Body``) is described in the service's schema; it is read and
+            given to a handler that takes an argument, except one that takes the ``request`` itself.
     """
 
     def __init__(self, table: Iterable[tuple[str, str, Callable[..., Any], Any]]) -> None:
         super().__init__(route_class=AnsweringRoute)
         for method, path, handler, body in table:
             endpoint = handler if body is None else _reading(body, handler)
-            self.add_api_route(path, endpoint, methods=[method], response_model=None)
+            described = {"requestBody": {"content": {"application/json": {"schema": body.described()}}}} if body else None
+            self.add_api_route(
+                path, endpoint, methods=[method], response_model=None, openapi_extra=described, responses=_ERRORS, name=path
+            )
 
 
 def _reading(body: Any, handler: Callable[..., Any]) -> Callable[..., Any]:
-    takes_it = bool(inspect.signature(handler).parameters)
+    if "request" in (parameters := inspect.signature(handler).parameters):
+        return handler
 
     async def endpoint(request: Request) -> Any:
         given = await body.read(request)
-        return await (handler(given) if takes_it else handler())
+        return await (handler(given) if parameters else handler())
 
     return endpoint
 
@@ -152,7 +165,7 @@ async def _read(request: Request) -> tuple[Any, int]:
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             body = b"".join([chunk async for chunk in request.stream()])
-        return (await beside_the_loop(request, len(body), json.loads, body) if body else {}), len(body)
+        return (await beside_the_loop(request, len(body), from_json, body) if body else {}), len(body)
     except TimeoutError:
         raise RequestError(f"The body did not arrive within {_BODY_SECONDS} s.", status=408) from None
     except (ValueError, RecursionError) as error:

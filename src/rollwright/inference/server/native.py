@@ -59,7 +59,7 @@ class NativeProtocol:
     @property
     def router(self) -> Routes:
         """The route."""
-        return Routes((method, "/generate", self._generate, None) for method in ("POST", "PUT"))
+        return Routes((method, "/generate", self._generate, Generate) for method in ("POST", "PUT"))
 
     async def _generate(self, request: Request) -> Response:
         body, size = await read_object(request)

@@ -96,7 +96,7 @@ class OpenAIProtocol:
     @property
     def router(self) -> Routes:
         """The routes."""
-        return Routes((method, path, MethodType(handler, self), None) for method, path, handler in ROUTES)
+        return Routes((method, path, MethodType(handler, self), body) for method, path, handler, body in ROUTES)
 
     # -- routes --------------------------------------------------------------------------------------------------------
 
@@ -350,11 +350,11 @@ class OpenAIProtocol:
         yield "data: [DONE]\n\n"
 
 
-#: Method, path and handler of each route.
+#: Method, path, handler and body of each route.
 ROUTES = (
-    ("GET", "/v1/models", OpenAIProtocol.models),
-    ("GET", "/v1/models/{name:path}", OpenAIProtocol.model),
-    ("POST", "/v1/completions", OpenAIProtocol.completions),
-    ("POST", "/v1/chat/completions", OpenAIProtocol.chat),
+    ("GET", "/v1/models", OpenAIProtocol.models, None),
+    ("GET", "/v1/models/{name:path}", OpenAIProtocol.model, None),
+    ("POST", "/v1/completions", OpenAIProtocol.completions, Completion),
+    ("POST", "/v1/chat/completions", OpenAIProtocol.chat, Chat),
     *RESPONSES_ROUTES,
 )

@@ -367,7 +367,7 @@ async def delete_response(protocol: ChatProtocol, request: Request) -> dict[str,
 
 
 RESPONSES_ROUTES = (
-    ("POST", "/v1/responses", create_response),
-    ("GET", "/v1/responses/{id}", get_response),
-    ("DELETE", "/v1/responses/{id}", delete_response),
+    ("POST", "/v1/responses", create_response, ResponsesBody),
+    ("GET", "/v1/responses/{id}", get_response, None),
+    ("DELETE", "/v1/responses/{id}", delete_response, None),
 )

@@ -129,7 +129,7 @@ def make_service(
     refused: Mapping[str, str] | None = None,
     lifespan: Any = None,
 ) -> FastAPI:
-    """An application behind a guard, with every error in one form.
+    """An application behind a guard, with every error in one form, and its schema at ``/openapi.json``.
 
     Args:
         title: of its schema.
@@ -139,7 +139,7 @@ def make_service(
         refused: paths that clients may try, and what to say.
         lifespan: of the application.
     """
-    app = FastAPI(title=title, version=__version__, lifespan=lifespan, openapi_url=None)
+    app = FastAPI(title=title, version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     for router in routers:
         app.include_router(router)
     paths = sorted({getattr(route, "path", "") for router in routers for route in router.routes})
