@@ -115,7 +115,7 @@ class AgentScopeReactMathWorkflow(Workflow):
         try:
             reply = await agent.reply(UserMsg(name="user", content=question), **schema)
         except openai.BadRequestError as error:
-            if error.param != "prompt":
+            if error.code != "context_length_exceeded":
                 raise
             return None, False  # the conversation filled the context
         finally:

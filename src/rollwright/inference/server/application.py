@@ -25,7 +25,7 @@ from rollwright.tracking.logging import getLogger
 logger = getLogger("ServeModel")
 
 #: Paths whose requests count against max_pending.
-_GENERATION_PATHS = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
+_GENERATION_PATHS = frozenset({"/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 
 #: Paths of SGLang that clients may try, and what to do instead.
 _REFUSED = {

@@ -25,6 +25,9 @@ from rollwright.errors import (
     RequestAborted,
     WeightUpdateError,
 )
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("Service")
 
 Result = TypeVar("Result")
 
@@ -99,6 +102,8 @@ class AnsweringRoute(APIRoute):
             except WeightUpdateError as error:  # SGLang's form of a failed update
                 return JSONResponse({"success": False, "message": str(error)}, status_code=400)
             except Exception as error:  # whatever it is, the client is told
+                if as_request_error(error).status == 500:
+                    logger.exception("%s failed", request.url.path)
                 return error_response(error)
 
         return answer
