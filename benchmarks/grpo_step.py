@@ -3,8 +3,8 @@
     python benchmarks/grpo_step.py [--json FILE]
 
 Both sides: the same model and prompts, 4 prompts × 8 samples, float32, completions of one forced length, every row trained,
-one optimizer step, the same number of threads. TRL runs in an environment of its own, which this command makes the first
-time (.venv-trl beside the README); the two sides alternate, and the ratio is that of the median steps.
+one optimizer step. Each side runs with each number of threads, and its best counts. TRL runs in an environment of its own, which
+this command makes the first time (.venv-trl beside the README); the two sides alternate, and a ratio is that of medians.
 """
 
 from __future__ import annotations
@@ -23,13 +23,18 @@ from typing import Any
 from report import Report
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-GROUPS, GROUP_SIZE, PROMPT_TOKENS = 4, 8, 32
+GROUPS, GROUP_SIZE = 4, 8
 
-#: Name -> sizes of a Qwen3-shaped model, and new tokens a sample.
+_SMALL = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "prompt_tokens": 32, "new_tokens": 32}
+_MIDDLE = {"vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 4, "prompt_tokens": 32, "new_tokens": 64}
+_LARGE = {"vocab_size": 8192, "hidden_size": 512, "num_hidden_layers": 8, "prompt_tokens": 32, "new_tokens": 64}
+#: Name -> sizes of a Qwen3-shaped model, and tokens of a prompt and of a completion.
 SIZES: dict[str, dict[str, int]] = {
-    "0.13M": {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "new_tokens": 32},
-    "3.9M": {"vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 4, "new_tokens": 64},
-    "31.5M": {"vocab_size": 8192, "hidden_size": 512, "num_hidden_layers": 8, "new_tokens": 64},
+    "0.13M": _SMALL,
+    "3.9M": _MIDDLE,
+    "31.5M": _LARGE,
+    "3.9M-long": {**_MIDDLE, "prompt_tokens": 256},
+    "31.5M-long": {**_LARGE, "prompt_tokens": 256},
 }
 
 
@@ -73,7 +78,7 @@ def write_inputs(directory: Path, size: dict[str, int]) -> None:
         num_hidden_layers=size["num_hidden_layers"],
     )
     draw = random.Random(0)
-    prompts = [" ".join(f"w{draw.randrange(2, vocabulary)}" for _ in range(PROMPT_TOKENS)) for _ in range(GROUPS)]
+    prompts = [" ".join(f"w{draw.randrange(2, vocabulary)}" for _ in range(size["prompt_tokens"])) for _ in range(GROUPS)]
     (directory / "prompts.json").write_text(json.dumps(prompts))
 
 
@@ -161,7 +166,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps that count, in each round")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     parser.add_argument("--rounds", type=int, default=2, help="times that the two sides alternate")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="compute threads of both sides")
+    parser.add_argument("--threads", default="1,2", help="numbers of compute threads that each side is tried with")
     parser.add_argument("--environment", type=Path, default=REPOSITORY / ".venv-trl", help="where TRL is, or is put")
     parser.add_argument("--json", type=Path, help="write machine, results and ratios to this file")
     parser.add_argument("--measure", nargs=4, metavar=("DIRECTORY", "TOKENS", "WARMUP", "STEPS"), help=argparse.SUPPRESS)
@@ -173,6 +178,7 @@ def main() -> None:
 
     report = Report("GRPO step, 4 prompts × 8 samples, seconds (median)")
     peer = make_environment(arguments.environment)
+    versions: dict[str, str] = {}
     for name in arguments.sizes.split(","):
         with tempfile.TemporaryDirectory() as temporary:
             directory = Path(temporary)
@@ -182,30 +188,26 @@ def main() -> None:
                 "rollwright": [sys.executable, __file__, "--measure", str(directory), *numbers],
                 "trl": [str(peer), str(REPOSITORY / "benchmarks" / "peers" / "trl_grpo_step.py"), str(directory), *numbers],
             }
-            measured: dict[str, dict[str, list[float]]] = {side: {} for side in sides}
+            choices = [int(number) for number in arguments.threads.split(",")]
+            measured: dict[tuple[str, int], dict[str, list[float]]] = {(side, n): {} for side in sides for n in choices}
             for _ in range(arguments.rounds):
-                for side, command in sides.items():
-                    result = run_side(command, arguments.threads)
+                for (side, threads), parts in measured.items():
+                    result = run_side(sides[side], threads)
+                    versions[side] = result["version"]
                     for part, values in result.items():
                         if isinstance(values, list):
-                            measured[side].setdefault(part, []).extend(values)
-                    measured[side]["about"] = result["version"]
-        medians = {
-            side: {k: statistics.median(v) for k, v in parts.items() if k != "about"} for side, parts in measured.items()
-        }
-        for side, parts in medians.items():
-            train = parts.get("train", parts["step"] - parts["generate"])
-            report.row(
-                size=name,
-                side=side,
-                step=parts["step"],
-                generate=parts["generate"],
-                train=train,
-                publish=parts.get("publish"),
-            )
-        report.ratio(f"trl/{name}", medians["trl"]["step"] / medians["rollwright"]["step"])
-    report.machine["versions"] = [parts["about"] for parts in measured.values()]
-    report.machine["threads"] = arguments.threads
+                            parts.setdefault(part, []).extend(values)
+        medians = {key: {part: statistics.median(values) for part, values in parts.items()} for key, parts in measured.items()}
+        best = {}
+        for (side, threads), parts in medians.items():
+            parts.setdefault("train", parts["step"] - parts["generate"])
+            columns = {part: parts.get(part) for part in ("step", "generate", "train", "publish")}
+            report.row(size=name, side=side, threads=threads, **columns)
+            if side not in best or parts["step"] < best[side]["step"]:
+                best[side] = parts
+        report.ratio(f"trl/{name}", best["trl"]["step"] / best["rollwright"]["step"])
+        report.ratio(f"train/{name}", best["trl"]["train"] / best["rollwright"]["train"])
+    report.machine["versions"] = list(versions.values())
     report.finish(arguments.json)
 
 

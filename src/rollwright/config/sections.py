@@ -30,7 +30,11 @@ class OptimizerConfig:
 class MicroBatchSpec:
     """How a batch is cut so that it fits in memory; the gradient does not depend on it."""
 
-    max_tokens_per_mb: int = key(8192, "Padded tokens of one micro-batch at most (one longer row is allowed alone).", ge=1)
+    max_tokens_per_mb: int = key(
+        8192,
+        "Tokens of one micro-batch at most: distinct ones where rows share prefixes, else padded ones (a longer row is allowed alone).",
+        ge=1,
+    )
     n_mbs: int = key(1, "At least so many micro-batches.", ge=1)
 
 
@@ -65,6 +69,7 @@ class TrainEngineConfig:
     attn_implementation: str = key(
         "sdpa", "Attention of the Hugging Face model.", choices=["sdpa", "eager", "flash_attention_2"]
     )
+    share_prefixes: bool = key(True, "Compute tokens that rows have in common once (docs/shared-prefixes.md).")
     gradient_checkpointing: bool = key(False, "Recompute activations in the backward pass.")
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     optimizer: OptimizerConfig | None = key_from(OptimizerConfig, "None for a model that is only scored.")

@@ -30,7 +30,7 @@ from rollwright.experience.trajectory import Trajectory, select_rows, tensor_con
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
 from rollwright.training.engine import TrainEngine, trained_tokens
-from rollwright.training.logprobs import split_minibatches
+from rollwright.training.micro_batches import split_minibatches
 from rollwright.training.parallel import TokenStatistics
 from rollwright.training.publish import Publisher, SharedWeights, publisher_for
 

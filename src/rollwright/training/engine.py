@@ -27,7 +27,8 @@ from rollwright.experience.trajectory import Trajectory, tensor_container_to
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
 from rollwright.training.checkpoint import random_states, restore_random_states
-from rollwright.training.logprobs import TokenScorer, micro_batches, use_fast_norms
+from rollwright.training.logprobs import TokenScorer, use_fast_norms
+from rollwright.training.micro_batches import PrefixSharing, attended_tokens
 from rollwright.training.model import load_model, owned_state, resolve_device, resolve_dtype, save_model
 from rollwright.training.parallel import TokenStatistics
 
@@ -59,6 +60,7 @@ class TrainEngine:
         self.scheduler: torch.optim.lr_scheduler.LambdaLR | None = None
         self._scorer: Any = None
         self._bad_steps = 0
+        self._sharing = PrefixSharing(config)
 
     def initialize(self, addr: Any = None, ft_spec: FinetuneSpec | None = None) -> None:
         """Load the model and make ready to train.
@@ -294,9 +296,8 @@ class TrainEngine:
             tensor.copy_(parallel.placed_like(saved, tensor))
 
     def _micro_batches(self, batch: Trajectory) -> list[tuple[Tensor, Trajectory]]:
-        parts = micro_batches(batch, self.config.mb_spec)
-        most = parallel.largest(len(parts), self.device)
-        return parts if most == len(parts) else micro_batches(batch, self.config.mb_spec, at_least=most)
+        with self._autocast():
+            return self._sharing.micro_batches(self._scorer, batch)
 
     def _autocast(self) -> Any:
         parameter_dtype = next(self.model.parameters()).dtype
@@ -307,14 +308,6 @@ class TrainEngine:
     def _run_mode(self, *, training: bool) -> None:
         # Dropout is off either way; gradient checkpointing of transformers acts in training mode only.
         self.model.train(training and self.config.gradient_checkpointing)
-
-
-def attended_tokens(batch: Trajectory) -> Tensor:
-    """Every token that has a log-probability: all but padding and each row's first. ``[B, L]`` bool."""
-    mask = batch.get("attention_mask")
-    wanted_BL = torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask.bool().clone()
-    wanted_BL[:, 0] = False
-    return wanted_BL
 
 
 def trained_tokens(batch: Trajectory) -> Tensor:

@@ -1,8 +1,6 @@
 """Log-probabilities of given tokens under a model, a micro-batch at a time, without ever holding ``[B, L, V]`` logits in float32.
 
-Rows are sorted by length, so that rows of a micro-batch are about as long as each other, and columns to the right of a
-micro-batch's longest row are cut off. The loss's weights are fixed before (``aggregation_weights``), so none of this changes
-the gradient. Only hidden states of tokens that are asked for go through the output layer, ``logits_chunk_tokens`` at a time; in
+Only hidden states of tokens that are asked for go through the output layer, ``logits_chunk_tokens`` at a time; in
 the backward pass each chunk's logits are computed again.
 """
 
@@ -10,16 +8,15 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rollwright.config.sections import MicroBatchSpec
 from rollwright.errors import TrainingError
-from rollwright.experience.trajectory import MULTI_MODAL, Trajectory, row_lengths, select_rows
+from rollwright.experience.trajectory import MULTI_MODAL, Trajectory
+from rollwright.training.prefix_tree import PrefixTree
 
 #: Logits of one chunk that are kept for the backward pass instead of computed again, in entries (64 MiB of float32).
 _KEPT_LOGITS = 1 << 24
@@ -107,24 +104,37 @@ class TokenScorer(nn.Module):
             distribution that it was drawn from.
         """
         ids_BL = batch["input_ids"]
-        inputs = model_inputs(batch, self.model)
-        row_T, column_T = wanted_BL.nonzero(as_tuple=True)
-        predictor_T = column_T - 1
-        if batch.get("branch_ids") is not None:
-            predictor_T = last_visible(batch["branch_ids"])[row_T, column_T]
-        labels_T = ids_BL[row_T, column_T]
+        tree: PrefixTree | None = batch.get("prefix_tree")
+        inputs = model_inputs(batch, self.model) if tree is None else tree.inputs()
+        at = wanted_BL.nonzero(as_tuple=True)
+        labels_T = ids_BL[at]
         temperature_B = batch.get("temperature")
         if temperature_B is None:
             temperature_B = torch.ones(ids_BL.shape[0], device=ids_BL.device)
-        temperature_T = temperature_B.float()[row_T]
+        temperature_T = temperature_B.float()[at[0]]
+        if tree is not None:
+            predictor = (torch.zeros_like(labels_T), tree.predictor[at])
+        elif batch.get("branch_ids") is not None:
+            predictor = (at[0], last_visible(batch["branch_ids"])[at])
+        else:
+            predictor = (at[0], at[1] - 1)
+        copies_T: Tensor | None = None
+        if tree is not None and bool(tree.repeated[at].any()):  # rows share tokens that are wanted of each
+            first_T, copies_T = _first_of_equal(tree.place[at], temperature_T)
+            predictor, labels_T, temperature_T = (
+                (predictor[0][first_T], predictor[1][first_T]),
+                labels_T[first_T],
+                temperature_T[first_T],
+            )
         if self._head_applies(inputs):
             hidden_BLH = self.model.base_model(**inputs, use_cache=False).last_hidden_state  # type: ignore[operator]
-            logprobs_T, entropy_T = self._score_hidden(hidden_BLH[row_T, predictor_T], labels_T, temperature_T, with_entropy)
+            logprobs_T, entropy_T = self._score_hidden(hidden_BLH[predictor], labels_T, temperature_T, with_entropy)
         else:
-            logits_TV = self.model(**inputs, use_cache=False).logits[row_T, predictor_T]
+            logits_TV = self.model(**inputs, use_cache=False).logits[predictor]
             logprobs_T, entropy_T = selected_logprobs(logits_TV, labels_T, temperature_T, with_entropy=with_entropy)
+        if copies_T is not None:
+            logprobs_T, entropy_T = logprobs_T[copies_T], entropy_T[copies_T]
         empty_BL = torch.zeros(wanted_BL.shape, dtype=logprobs_T.dtype, device=ids_BL.device)
-        at = (row_T, column_T)
         return empty_BL.index_put(at, logprobs_T), empty_BL.index_put(at, entropy_T)
 
     def _score_hidden(
@@ -147,11 +157,18 @@ class TokenScorer(nn.Module):
     def _head_applies(self, inputs: dict[str, Any]) -> bool:
         """True where logits are the output layer over the base model's last hidden state, and nothing else.
 
-        Some models scale or cap their logits after the output layer. The first batch decides by computing both.
+        Some models scale or cap their logits after the output layer. A cap is found in the configuration, as small logits hardly
+        show it; for the rest the first batch decides by computing both.
         """
         if self._head_is_linear is None:
             head = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None  # type: ignore[operator]
-            if head is None or not hasattr(head, "weight") or getattr(self.model, "base_model", self.model) is self.model:
+            capped = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)  # type: ignore[union-attr, operator]
+            if (
+                capped
+                or head is None
+                or not hasattr(head, "weight")
+                or getattr(self.model, "base_model", self.model) is self.model
+            ):
                 self._head_is_linear = False
             else:
                 ids = inputs["input_ids"][:1, :8]
@@ -159,6 +176,14 @@ class TokenScorer(nn.Module):
                 hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[operator]
                 self._head_is_linear = bool(torch.allclose(head(hidden).float(), expected.float(), rtol=1e-3, atol=1e-4))
         return self._head_is_linear
+
+
+def _first_of_equal(place_T: Tensor, temperature_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens of one place and one temperature: where each kind comes first, and which kind each token is."""
+    kinds, kind_T = torch.unique(torch.stack([place_T.double(), temperature_T.double()], -1), dim=0, return_inverse=True)
+    numbers_T = torch.arange(len(kind_T), device=kind_T.device)
+    first = numbers_T.new_full((len(kinds),), len(kind_T)).scatter_reduce(0, kind_T, numbers_T, "amin")
+    return first, kind_T
 
 
 def model_inputs(batch: Trajectory, model: nn.Module) -> dict[str, Any]:
@@ -295,73 +320,3 @@ def use_fast_norms(model: nn.Module) -> int:
             module.forward = types.MethodType(_forward, module)  # type: ignore[method-assign]
             replaced += 1
     return replaced
-
-
-def split_rows(lengths: Sequence[int], spec: MicroBatchSpec, *, at_least: int = 1) -> list[list[int]]:
-    """Divide rows into micro-batches by a budget of padded tokens.
-
-    Args:
-        lengths: tokens of each row.
-        spec: the budget, and the smallest number of micro-batches.
-        at_least: a further smallest number (that of the rank with the most); where there are not enough rows, empty
-            micro-batches fill up.
-
-    Returns:
-        Lists of row indices, longest rows first; every row is in exactly one. A row above the budget is alone in its own.
-    """
-    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    parts: list[list[int]] = []
-    for row in order:
-        if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= spec.max_tokens_per_mb:
-            parts[-1].append(row)
-        else:
-            parts.append([row])
-    while len(parts) < min(max(spec.n_mbs, at_least), len(order)):
-        widest = max(range(len(parts)), key=lambda index: (len(parts[index]) > 1, len(parts[index]) * lengths[parts[index][0]]))
-        half = (len(parts[widest]) + 1) // 2
-        parts[widest : widest + 1] = [parts[widest][:half], parts[widest][half:]]
-    parts += [[] for _ in range(at_least - len(parts))]
-    return parts
-
-
-def micro_batches(batch: Trajectory, spec: MicroBatchSpec, *, at_least: int = 1) -> list[tuple[torch.Tensor, Trajectory]]:
-    """The micro-batches of a batch, each with the indices of its rows.
-
-    An empty micro-batch (see ``split_rows``) is row 0 over one column: it is computed, because every rank must take part
-    in a sharded forward pass, and its indices are empty so that nothing of it counts.
-    """
-    lengths = row_lengths(batch).clamp(min=1).tolist()
-    parts = []
-    for rows in split_rows(lengths, spec, at_least=at_least):
-        index = torch.tensor(rows, dtype=torch.long, device=batch["input_ids"].device)
-        parts.append((index, select_rows(batch, rows or [0], width=lengths[rows[0]] if rows else 1)))
-    return parts
-
-
-def split_minibatches(batch: Trajectory, count: int) -> list[torch.Tensor]:
-    """Divide a batch into parts for one optimizer step each, by whole groups (rows, where there are no ``group_ids``).
-
-    Returns:
-        ``count`` tensors of row indices. Groups stay in their order; their numbers differ by one at most.
-
-    Raises:
-        TrainingError: there are fewer groups than parts.
-    """
-    rows = int(batch["input_ids"].shape[0])
-    device = batch["input_ids"].device
-    if count == 1:
-        return [torch.arange(rows, device=device)]
-    groups = batch.get("group_ids")
-    in_order: dict[int, int] = {}  # groups are numbered in order of appearance
-    numbers = range(rows) if groups is None else [in_order.setdefault(group, len(in_order)) for group in groups.tolist()]
-    unit_of_row = torch.tensor(numbers, dtype=torch.long)
-    units = int(unit_of_row.max()) + 1 if rows else 0
-    if units < count:
-        what = "rows" if groups is None else "groups"
-        raise TrainingError(
-            f"A batch of {units} {what} cannot be divided into actor.ppo_n_minibatches={count} optimizer steps; lower "
-            "ppo_n_minibatches or raise train_dataset.batch_size."
-        )
-    part_of_unit = torch.arange(units) * count // units
-    part_of_row = part_of_unit[unit_of_row]
-    return [torch.nonzero(part_of_row == part).flatten().to(device) for part in range(count)]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rollwright.config.sections import MicroBatchSpec
 from rollwright.errors import TrainingError
 from rollwright.experience.trajectory import select_rows
-from rollwright.training.logprobs import micro_batches, split_minibatches, split_rows
+from rollwright.training.micro_batches import micro_batches, split_minibatches, split_rows
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 200), st.integers(1, 6), st.integers(1, 6))

@@ -1,0 +1,207 @@
+"""How a batch is divided: into minibatches, one for each optimizer step, and those into micro-batches that fit into memory.
+
+The loss's weights are fixed before (``aggregation_weights``), so micro-batches do not change the gradient. Where rows share prefixes, a
+micro-batch gets its ``prefix_tree``; else rows are sorted by length, so that those of a micro-batch are about as long as each other, and
+columns to the right of the longest are cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollwright.config.sections import MicroBatchSpec, TrainEngineConfig
+from rollwright.errors import TrainingError
+from rollwright.experience.trajectory import MULTI_MODAL, Trajectory, row_lengths, select_rows
+from rollwright.tracking.logging import getLogger
+from rollwright.training import parallel
+from rollwright.training.prefix_tree import SortedRows
+from rollwright.training.prefix_tree import build as build_tree
+from rollwright.training.tree_attention import use_tree_attention, why_not
+
+logger = getLogger("training")
+
+#: Rows that are scored with shared prefixes and without, before prefixes are shared.
+_PROVEN_ROWS = 4
+
+#: Distinct tokens over padded ones from which on the padded path is as fast.
+_WORTH_SHARING = 0.9
+
+
+class PrefixSharing:
+    """Whether the rows of a model's batches share prefixes; it proves itself on the first that do."""
+
+    def __init__(self, config: TrainEngineConfig) -> None:
+        """
+        Args:
+            config: the model's section.
+        """
+        self.config = config
+        self.is_proven = False
+        self._is_off = not config.share_prefixes
+        self._said: str | None = None
+
+    def micro_batches(self, scorer: Any, batch: Trajectory) -> list[tuple[Tensor, Trajectory]]:
+        """The micro-batches of a batch, as many on each rank as on the one with the most.
+
+        Args:
+            scorer: a ``TokenScorer``, sharded or not.
+            batch: the rows of this rank.
+
+        Raises:
+            TrainingError: with shared prefixes the log-probabilities are others.
+        """
+        share = not self._is_off and self._is_possible(scorer.model, batch)
+        parts = micro_batches(batch, self.config.mb_spec, share_prefixes=share)
+        most = parallel.largest(len(parts), batch["input_ids"].device)
+        if most != len(parts):
+            parts = micro_batches(batch, self.config.mb_spec, at_least=most, share_prefixes=share)
+        if share and not self.is_proven:
+            self._prove(scorer, parts)
+            if self._is_off:
+                return self.micro_batches(scorer, batch)
+        return parts
+
+    def _is_possible(self, model: Any, batch: Trajectory) -> bool:
+        """The same on every rank."""
+        device = batch["input_ids"].device
+        reason = why_not(model, parallel.largest(batch["input_ids"].shape[1], device))
+        if parallel.largest(int(any(batch.get(MULTI_MODAL) or [])), device):
+            reason = "rows have images"
+        if reason is None:
+            use_tree_attention(model)
+        elif reason != self._said:
+            self._say(reason)
+        return reason is None
+
+    def _say(self, reason: str) -> None:
+        logger.info("Prefixes that rows share are computed for each row: %s.", reason)
+        self._said = reason
+
+    @torch.no_grad()
+    def _prove(self, scorer: Any, parts: list[tuple[Tensor, Trajectory]]) -> None:
+        """Score a few rows with shared prefixes and without."""
+        part = next((part for _, part in parts if "prefix_tree" in part), parts[0][1])
+        device = part["input_ids"].device
+        shares = "prefix_tree" in part
+        if not parallel.largest(int(shares), device):
+            return  # no rank had anything to share yet
+        few = select_rows(part, list(range(min(_PROVEN_ROWS, part["input_ids"].shape[0]))))
+        few.pop("prefix_tree", None)
+        wanted_BL = attended_tokens(few)
+        tree = build_tree(few) if shares else None
+        alone_BL, _ = scorer(few, wanted_BL)
+        together_BL, _ = scorer({**few, "prefix_tree": tree}, wanted_BL)
+        if parallel.largest(int(tree is not None and tree.uses == 0), device):
+            self._is_off = True
+            self._say(f"{type(scorer.model).__name__} passes no prefix_tree on")
+            return
+        difference = float((alone_BL - together_BL).abs().max())
+        is_half = torch.is_autocast_enabled(device.type) or next(scorer.model.parameters()).dtype.itemsize < 4
+        limit = 0.25 if is_half else 1e-3
+        if not difference <= limit:
+            raise TrainingError(
+                f"{type(scorer.model).__name__}: with shared prefixes a log-probability differs by {difference:.3g} (limit {limit}) "
+                "from that of the row alone, so its layers see something that attention over a row's tokens does not give. Set "
+                "actor.share_prefixes=false, and ref.share_prefixes=false where there is a reference."
+            )
+        self.is_proven = True
+
+
+def attended_tokens(batch: Trajectory) -> Tensor:
+    """Every token that has a log-probability: all but padding and each row's first. ``[B, L]`` bool."""
+    mask = batch.get("attention_mask")
+    wanted_BL = torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask.bool().clone()
+    wanted_BL[:, 0] = False
+    return wanted_BL
+
+
+def split_rows(lengths: Sequence[int], spec: MicroBatchSpec, *, at_least: int = 1) -> list[list[int]]:
+    """Divide rows into micro-batches by a budget of padded tokens.
+
+    Args:
+        lengths: tokens of each row.
+        spec: the budget, and the smallest number of micro-batches.
+        at_least: a further smallest number (that of the rank with the most); where there are not enough rows, empty
+            micro-batches fill up.
+
+    Returns:
+        Lists of row indices, longest rows first; every row is in exactly one. A row above the budget is alone in its own.
+    """
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    parts: list[list[int]] = []
+    for row in order:
+        if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= spec.max_tokens_per_mb:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    while len(parts) < min(max(spec.n_mbs, at_least), len(order)):
+        widest = max(range(len(parts)), key=lambda index: (len(parts[index]) > 1, len(parts[index]) * lengths[parts[index][0]]))
+        half = (len(parts[widest]) + 1) // 2
+        parts[widest : widest + 1] = [parts[widest][:half], parts[widest][half:]]
+    parts += [[] for _ in range(at_least - len(parts))]
+    return parts
+
+
+def micro_batches(
+    batch: Trajectory, spec: MicroBatchSpec, *, at_least: int = 1, share_prefixes: bool = False
+) -> list[tuple[torch.Tensor, Trajectory]]:
+    """The micro-batches of a batch, each with the indices of its rows.
+
+    Args:
+        batch: its rows.
+        spec: the budget, in padded tokens, or in distinct ones where prefixes are shared.
+        at_least: a smallest number of micro-batches (that of the rank with the most).
+        share_prefixes: give each micro-batch its ``prefix_tree``, where that leaves out a tenth of the padded tokens or more.
+
+    An empty micro-batch (see ``split_rows``) is row 0 over one column: it is computed, because every rank must take part
+    in a sharded forward pass, and its indices are empty so that nothing of it counts.
+    """
+    lengths = row_lengths(batch).clamp(min=1).tolist()
+    device = batch["input_ids"].device
+    parts = split_rows(lengths, spec, at_least=at_least)
+    rows = SortedRows(batch) if share_prefixes and len(lengths) > 1 else None
+    if rows is not None and rows.distinct <= _WORTH_SHARING * sum(len(part) * lengths[part[0]] for part in parts if part):
+        parts = rows.parts(spec, at_least=at_least)
+    else:
+        rows = None
+    result = []
+    for part in parts:
+        chosen = part if rows is None else rows.order[part].tolist()
+        selected = select_rows(batch, chosen or [0], width=max(lengths[row] for row in chosen) if chosen else 1)
+        if rows is not None and chosen:
+            selected["prefix_tree"] = build_tree(selected, [0, *rows.shared[part[1:]].tolist()])
+        result.append((torch.tensor(chosen, dtype=torch.long, device=device), selected))
+    return result
+
+
+def split_minibatches(batch: Trajectory, count: int) -> list[torch.Tensor]:
+    """Divide a batch into parts for one optimizer step each, by whole groups (rows, where there are no ``group_ids``).
+
+    Returns:
+        ``count`` tensors of row indices. Groups stay in their order; their numbers differ by one at most.
+
+    Raises:
+        TrainingError: there are fewer groups than parts.
+    """
+    rows = int(batch["input_ids"].shape[0])
+    device = batch["input_ids"].device
+    if count == 1:
+        return [torch.arange(rows, device=device)]
+    groups = batch.get("group_ids")
+    in_order: dict[int, int] = {}  # groups are numbered in order of appearance
+    numbers = range(rows) if groups is None else [in_order.setdefault(group, len(in_order)) for group in groups.tolist()]
+    unit_of_row = torch.tensor(numbers, dtype=torch.long)
+    units = int(unit_of_row.max()) + 1 if rows else 0
+    if units < count:
+        what = "rows" if groups is None else "groups"
+        raise TrainingError(
+            f"A batch of {units} {what} cannot be divided into actor.ppo_n_minibatches={count} optimizer steps; lower "
+            "ppo_n_minibatches or raise train_dataset.batch_size."
+        )
+    part_of_unit = torch.arange(units) * count // units
+    part_of_row = part_of_unit[unit_of_row]
+    return [torch.nonzero(part_of_row == part).flatten().to(device) for part in range(count)]

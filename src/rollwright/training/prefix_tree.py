@@ -1,0 +1,311 @@
+"""Shared prefixes are computed once: the rows of a micro-batch as a tree, one ``[1, T]`` row of distinct tokens.
+
+The samples of a group share their prompt, the rows of a conversation share its history. Rows are sorted, so that each row shares
+its longest prefix with the row before it; only the rest of it, its *run*, is new. The layout is the runs one after another:
+
+    row 0   p p p p a a a      run of 7 tokens, sees itself
+    row 1   p p p p b b        run of 2 tokens, sees the four p and itself
+    row 2   p p p p b c        run of 1 token, sees the four p, the first b and itself
+
+Invariants:
+
+* two tokens are one only where everything that they can see is equal: ids, positions, branches and pictures up to them;
+* a token sees the tokens of its own row, by the rule of ``branch_attention`` where the row has branches, and nothing else.
+
+Everything but attention works on tokens, so a Hugging Face model computes the layout as it is; ``tree_attention`` is the rest. Autograd
+sums the gradients of a shared token.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollwright.config.sections import MicroBatchSpec
+from rollwright.experience.trajectory import MULTI_MODAL, Trajectory, row_lengths
+
+#: Attention is computed for several runs in one call, padded to the longest. A call costs about as much as this many products
+#: of a query and a key (measured for four heads of 16 on one core).
+_CALL_COST = 20_000
+
+
+@dataclass
+class AttentionCall:
+    """Runs that attend together: ``N`` of them, padded to ``Q`` queries and ``K`` keys."""
+
+    queries: Tensor  # [N, Q], places in the layout
+    keys: Tensor  # [N, K]
+    allowed: Tensor | None  # [N or 1, Q, K] bool; None: causal attention of the queries over themselves
+    outputs: Tensor  # [T'], which of the N * Q queries are tokens and not padding
+    places: Tensor  # [T'], where they are in the layout
+
+
+@dataclass
+class PrefixTree:
+    """The layout of a micro-batch: see the module's docstring.
+
+    Attributes:
+        input_ids: ``[1, T]``.
+        position_ids: ``[1, T]``.
+        place: ``[B, L]``, where each row's token is in the layout; 0 at padding.
+        predictor: ``[B, L]``, where the token is that predicts it; 0 in the first column and at padding.
+        repeated: ``[B, L]`` bool, the tokens that the row shares with the row before it.
+        calls: what attends together.
+        back: ``[T]``, where each token is among the outputs of all calls.
+        ends: ``[T]``, the place after the last token below each token: it is seen from its own place up to there.
+        branches: ``[T]``, the branch of each token, 0 on the trunk; None where no row has branches.
+        uses: attention layers that used the tree; 0 after a forward pass says that the model does not pass it on.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    place: Tensor
+    predictor: Tensor
+    repeated: Tensor
+    calls: list[AttentionCall]
+    back: Tensor
+    ends: Tensor
+    branches: Tensor | None
+    uses: int = 0
+    block_mask: Any = None
+
+    @property
+    def tokens(self) -> int:
+        """``T``, the distinct tokens."""
+        return int(self.input_ids.shape[1])
+
+    def inputs(self) -> dict[str, Any]:
+        """Arguments of a Hugging Face model, see ``tree_attention.use_tree_attention``.
+
+        A mask of four axes is handed on as it is, so that none is made of ``[T, T]``.
+        """
+        mask = torch.ones(1, 1, 1, 1, device=self.input_ids.device)
+        return {"input_ids": self.input_ids, "position_ids": self.position_ids, "attention_mask": mask, "prefix_tree": self}
+
+
+class SortedRows:
+    """The rows of a batch, group by group, sorted so that each shares its longest prefix with the row before it.
+
+    Args:
+        batch: ``input_ids [B, L]`` and, where there are, ``attention_mask``, ``position_ids``, ``branch_ids``, ``group_ids``, pictures.
+
+    Attributes:
+        order: row numbers.
+        lengths: tokens of each row, in that order.
+        shared: tokens that each has in common with the row before it, in that order; 0 for the first.
+    """
+
+    def __init__(self, batch: Trajectory) -> None:
+        ids_BL = batch["input_ids"].cpu().numpy()
+        rows, columns_L = range(len(ids_BL)), np.arange(ids_BL.shape[1])
+        lengths_B = row_lengths(batch).clamp(min=1).cpu().numpy()
+        seen = [ids_BL, *(batch[name].cpu().numpy() for name in ("position_ids", "branch_ids") if batch.get(name) is not None)]
+        keys_BLK = np.stack(seen, axis=-1).astype(">u4")  # big-endian, so that bytes sort as numbers
+        pictures_B = _picture_numbers(batch.get(MULTI_MODAL), len(ids_BL))
+        texts = [(pictures_B[row], keys_BLK[row, : lengths_B[row]].tobytes()) for row in rows]
+        groups = batch["group_ids"].tolist() if batch.get("group_ids") is not None else [0] * len(ids_BL)
+        first: dict[int, tuple[int, bytes]] = {}
+        for row in rows:
+            first[groups[row]] = min(first.get(groups[row], texts[row]), texts[row])
+        self.order = np.array(sorted(rows, key=lambda row: (first[groups[row]], groups[row], texts[row], row)), dtype=np.int64)
+        self.lengths = lengths_B[self.order]
+        self._group = np.array(groups)[self.order]
+        here_BLK, pictures_B = keys_BLK[self.order], pictures_B[self.order]
+        equal_BL = (here_BLK[1:] == here_BLK[:-1]).all(-1) & (pictures_B[1:] == pictures_B[:-1])[:, None]
+        equal_BL &= columns_L < np.minimum(self.lengths[1:], self.lengths[:-1])[:, None]
+        self.shared = np.concatenate([[0], np.logical_and.accumulate(equal_BL, axis=1).sum(1)]).astype(np.int64)
+
+    @property
+    def distinct(self) -> int:
+        """Distinct tokens of all rows together."""
+        return int((self.lengths - self.shared).sum())
+
+    def parts(self, spec: MicroBatchSpec, *, at_least: int = 1) -> list[list[int]]:
+        """Divide the rows into micro-batches by a budget of distinct tokens, by whole groups where they fit.
+
+        A group that does not fit is cut between rows, and the path above the cut is computed in both parts.
+
+        Args:
+            spec: the budget, and the smallest number of micro-batches.
+            at_least: a further smallest number; where there are not enough rows, empty micro-batches fill up.
+
+        Returns:
+            Places in ``order`` of each part's rows; every row is in exactly one. A row above the budget is alone in its own.
+        """
+        budget, fresh = spec.max_tokens_per_mb, (self.lengths - self.shared).tolist()
+        edges = [0, *(np.flatnonzero(np.diff(self._group)) + 1).tolist(), len(self.order)]
+        starts, used = [0], 0
+        for begin, end in itertools.pairwise(edges):
+            alone = int(self.lengths[begin]) + sum(fresh[begin + 1 : end])
+            if begin and alone <= budget < used + sum(fresh[begin:end]):  # the whole group goes into a part of its own
+                starts.append(begin)
+                used = int(self.lengths[begin]) - fresh[begin]
+            for index in range(begin, end):
+                if index > starts[-1] and used + fresh[index] > budget:
+                    starts.append(index)
+                    used = int(self.lengths[index])
+                else:
+                    used += fresh[index]
+        parts = [list(range(a, b)) for a, b in zip(starts, [*starts[1:], len(self.order)], strict=True)]
+        while len(parts) < min(max(spec.n_mbs, at_least), len(self.order)):
+            widest = max(range(len(parts)), key=lambda index: len(parts[index]))
+            half = (len(parts[widest]) + 1) // 2
+            parts[widest : widest + 1] = [parts[widest][:half], parts[widest][half:]]
+        return parts + [[] for _ in range(at_least - len(parts))]
+
+
+def _picture_numbers(entries: Sequence[Any] | None, rows: int) -> np.ndarray:
+    """A number for each row that is equal where the pictures are: 0 where there are none."""
+    numbers = np.zeros(rows, dtype=np.int64)
+    seen: list[Any] = []
+    for row, entry in enumerate(entries or []):
+        if not entry:
+            continue
+        equal = [number for number, other in enumerate(seen) if _same_pictures(other, entry)]
+        if not equal:
+            seen.append(entry)
+        numbers[row] = equal[0] + 1 if equal else len(seen)
+    return numbers
+
+
+def _same_pictures(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one is other or (one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one))
+
+
+def build(batch: Trajectory, shared: Sequence[int] | None = None) -> PrefixTree:
+    """The tree of a micro-batch, on the device of ``input_ids``.
+
+    Args:
+        batch: its rows.
+        shared: tokens that each row has in common with the row before it; None: found out, in the order that shares most.
+    """
+    if shared is None:
+        rows = SortedRows(batch)
+        order, shared_B = rows.order.tolist(), rows.shared.tolist()
+    else:
+        order, shared_B = list(range(len(shared))), list(shared)
+    lengths = row_lengths(batch).clamp(min=1).tolist()
+    device = batch["input_ids"].device
+    ids_BL = batch["input_ids"].cpu().numpy()
+    positions = batch.get("position_ids")
+    positions_BL = np.broadcast_to(np.arange(ids_BL.shape[1]), ids_BL.shape) if positions is None else positions.cpu().numpy()
+    branches = None if batch.get("branch_ids") is None else batch["branch_ids"].cpu().numpy()
+
+    place_BL = np.zeros(ids_BL.shape, dtype=np.int64)
+    predictor_BL = np.zeros(ids_BL.shape, dtype=np.int64)
+    repeated_BL = np.zeros(ids_BL.shape, dtype=bool)
+    runs: list[tuple[np.ndarray, np.ndarray]] = []
+    sources: list[tuple[int, int, int]] = []
+    before, tokens = -1, 0
+    for row, common in zip(order, shared_B, strict=True):
+        length = lengths[row]
+        place_BL[row, :common] = place_BL[before, :common]
+        place_BL[row, common:length] = np.arange(tokens, tokens + length - common)
+        predictor_BL[row, 1:length] = place_BL[row, : length - 1]
+        repeated_BL[row, :common] = True
+        for start, visible in [(0, np.arange(length))] if branches is None else _segments(branches[row, :length]):
+            if start:  # the first token of a branch is predicted by the last that it sees
+                earlier = visible[visible < start]
+                predictor_BL[row, start] = place_BL[row, earlier[-1]] if len(earlier) else 0
+            fresh = visible[visible >= max(start, common)]
+            if len(fresh):
+                runs.append((place_BL[row, fresh], place_BL[row, visible]))
+        sources.append((row, common, length))
+        tokens += length - common
+        before = row
+    ids_T = np.concatenate([ids_BL[row, common:length] for row, common, length in sources])
+    positions_T = np.concatenate([positions_BL[row, common:length] for row, common, length in sources])
+
+    calls = [_call(part, device) for part in _together(runs)]
+    places_T = torch.cat([call.places for call in calls])
+    back_T = torch.empty_like(places_T)
+    back_T[places_T] = torch.arange(tokens, device=device)
+    branches_T = None
+    if branches is not None:
+        branches_T = np.concatenate([branches[row, common:length] for row, common, length in sources])
+    return PrefixTree(
+        input_ids=_put(ids_T[None], device),
+        position_ids=_put(positions_T[None], device),
+        place=_put(place_BL, device),
+        predictor=_put(predictor_BL, device),
+        repeated=_put(repeated_BL, device),
+        calls=calls,
+        back=back_T,
+        ends=_put(_ends(sources, tokens), device),
+        branches=None if branches_T is None else _put(branches_T, device),
+    )
+
+
+def _ends(sources: list[tuple[int, int, int]], tokens: int) -> np.ndarray:
+    """The place after the last token below each token, from (row, columns shared with the row before, columns)."""
+    ends_T = np.empty(tokens, dtype=np.int64)
+    below_L = np.full(max(length for *_, length in sources), tokens)  # of the tokens of the rows that come later
+    last = tokens
+    for _, common, length in reversed(sources):
+        first = last - (length - common)
+        ends_T[first:last] = below_L[common:length]
+        below_L[common:] = first
+        last = first
+    return ends_T
+
+
+def _put(array: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+
+def _segments(branches_L: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """Runs of one branch in a row: where each starts, and the columns that its last token sees (see ``branch_attention``)."""
+    length = len(branches_L)
+    starts = [0, *(np.flatnonzero(np.diff(branches_L)) + 1).tolist()]
+    result = []
+    for start, end in zip(starts, [*starts[1:], length], strict=True):
+        branch, columns = branches_L[start], np.arange(end)
+        seen = columns if branch == 0 else columns[(branches_L[:end] == 0) | (branches_L[:end] == branch)]
+        result.append((start, seen))
+    return result
+
+
+#: Places in the layout of a run's tokens, and of what the last of them sees: itself last.
+Run = tuple[np.ndarray, np.ndarray]
+
+
+def _together(runs: list[Run]) -> list[list[Run]]:
+    """Runs of about one size share a call: padding costs less than another call."""
+    parts: list[list[Run]] = []
+    widest = most = work = 0
+    for run in sorted(runs, key=lambda run: (-len(run[0]), -len(run[1]))):
+        q, k = len(run[0]), len(run[1])
+        if parts:
+            exact = work + q * k
+            if widest * max(most, k) * (len(parts[-1]) + 1) - exact <= max(_CALL_COST, exact // 8):
+                parts[-1].append(run)
+                most, work = max(most, k), exact
+                continue
+        parts.append([run])
+        widest, most, work = q, k, q * k
+    return parts
+
+
+def _call(runs: list[Run], device: torch.device) -> AttentionCall:
+    sizes = [(len(queries), len(keys)) for queries, keys in runs]
+    q_N1, k_N1 = np.array(sizes).T[:, :, None]
+    Q, K = int(q_N1.max()), int(k_N1.max())
+    queries_NQ, keys_NK = np.zeros((len(runs), Q), dtype=np.int64), np.zeros((len(runs), K), dtype=np.int64)
+    for n, (queries, keys) in enumerate(runs):
+        queries_NQ[n, : len(queries)] = queries
+        keys_NK[n, : len(keys)] = keys
+    allowed = None
+    if any(q != k for q, k in sizes):  # else causal attention, which does not reach the padding to the right
+        # A run's queries are the last of its keys: query i sees keys up to itself. Padding sees what the last query sees.
+        last_NQ = np.minimum(k_N1 - q_N1 + np.arange(Q), k_N1 - 1)
+        last_NQ = last_NQ[:1] if len(set(sizes)) == 1 else last_NQ
+        allowed = _put(np.arange(K) <= last_NQ[:, :, None], device)
+    valid_NQ = np.arange(Q) < q_N1
+    arrays = (np.flatnonzero(valid_NQ), queries_NQ[valid_NQ])
+    return AttentionCall(_put(queries_NQ, device), _put(keys_NK, device), allowed, *(_put(array, device) for array in arrays))
