@@ -305,6 +305,11 @@ def import_path(path: str, what: str, error: type[RollwrightError] = ConfigError
     return found
 
 
+def import_from_string(module_path: str) -> Any:
+    """What ``package.module.name`` names; ``import_path`` by the name that AReaL's files import."""
+    return import_path(module_path, "object")
+
+
 def _find(path: str, what: str, error: type[RollwrightError], tried: list[str]) -> Any:
     """What an import path names, or None; reasons are added to ``tried``. A module that exists but fails is an error."""
     parts = path.replace(":", ".").split(".")

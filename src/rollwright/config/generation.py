@@ -100,6 +100,43 @@ class GenerationHyperparameters:
         return cls().new(**names)
 
     def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> GenerationHyperparameters:
-        """A copy whose ``stop_token_ids`` also hold the tokenizer's end and pad tokens, where it has them."""
+        """A copy whose ``stop_token_ids`` also hold the tokenizer's end and pad tokens, where it has them.
+
+        A tokenizer as transformers loads it is adapted in place: from here on its ``apply_chat_template(tokenize=True)`` returns ids.
+        """
+        if any(base.__name__ == "PreTrainedTokenizerBase" for base in type(tokenizer).__mro__):
+            returning_ids(tokenizer)
         own = [token_id for token_id in (tokenizer.eos_token_id, tokenizer.pad_token_id) if token_id is not None]
         return self.new(stop_token_ids=list(dict.fromkeys([*self.stop_token_ids, *own])))
+
+
+class ReturnsIds:
+    """Mixed into a tokenizer's class: ``apply_chat_template(tokenize=True)`` returns token ids, as it says.
+
+    transformers 5 returns a ``BatchEncoding`` there, whose ``list()`` is its key names. ``return_dict=True`` still gives it.
+    """
+
+    def apply_chat_template(self, conversation: Any, *args: Any, return_dict: bool = False, **kwargs: Any) -> Any:
+        """Like the tokenizer's own, with ``return_dict=False`` unless asked for: ``list[int]`` for one conversation."""
+        return super().apply_chat_template(conversation, *args, return_dict=return_dict, **kwargs)  # type: ignore[misc]
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (type(self).__mro__[2], self.__dict__)
+
+
+def _rebuild(base: type, state: dict[str, Any]) -> Any:
+    tokenizer: Any = object.__new__(base)
+    tokenizer.__dict__.update(state)
+    return returning_ids(tokenizer)
+
+
+@functools.cache
+def _class_returning_ids(base: type) -> type:
+    return type(base.__name__, (ReturnsIds, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def returning_ids(tokenizer: Any) -> Any:
+    """The same tokenizer object, whose ``apply_chat_template(tokenize=True)`` returns ids; applying it twice is harmless."""
+    if not isinstance(tokenizer, ReturnsIds):
+        tokenizer.__class__ = _class_returning_ids(type(tokenizer))
+    return tokenizer

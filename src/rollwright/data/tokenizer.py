@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollwright.config.generation import returning_ids
 from rollwright.errors import ConfigError, DataError
 
 PAD, END, UNKNOWN = "<pad>", "<|end|>", "<unk>"
@@ -24,38 +24,6 @@ CHAT_TEMPLATE = (
 
 #: Printable ASCII and the newline.
 ASCII = "".join(chr(code) for code in range(32, 127)) + "\n"
-
-
-class ReturnsIds:
-    """Mixed into a tokenizer's class: ``apply_chat_template(tokenize=True)`` returns token ids, as it says.
-
-    transformers 5 returns a ``BatchEncoding`` there, whose ``list()`` is its key names. ``return_dict=True`` still gives it.
-    """
-
-    def apply_chat_template(self, conversation: Any, *args: Any, return_dict: bool = False, **kwargs: Any) -> Any:
-        """Like the tokenizer's own, with ``return_dict=False`` unless asked for: ``list[int]`` for one conversation."""
-        return super().apply_chat_template(conversation, *args, return_dict=return_dict, **kwargs)  # type: ignore[misc]
-
-    def __reduce__(self) -> Any:
-        return _rebuild, (type(self).__mro__[2], self.__dict__)
-
-
-def _rebuild(base: type, state: dict[str, Any]) -> Any:
-    tokenizer: Any = object.__new__(base)
-    tokenizer.__dict__.update(state)
-    return returning_ids(tokenizer)
-
-
-@functools.cache
-def _class_returning_ids(base: type) -> type:
-    return type(base.__name__, (ReturnsIds, base), {"__module__": base.__module__, "__doc__": base.__doc__})
-
-
-def returning_ids(tokenizer: Any) -> Any:
-    """The same tokenizer object, whose ``apply_chat_template(tokenize=True)`` returns ids; applying it twice is harmless."""
-    if not isinstance(tokenizer, ReturnsIds):
-        tokenizer.__class__ = _class_returning_ids(type(tokenizer))
-    return tokenizer
 
 
 def load_tokenizer(path: str | Path | Any, trust_remote_code: bool = False) -> Any:
@@ -98,6 +66,25 @@ def _prepared(tokenizer: Any, name: str) -> Any:
             raise ConfigError(f"{name} has neither a pad nor an end token; set tokenizer.pad_token before handing it over.")
         tokenizer.pad_token = tokenizer.eos_token
     return returning_ids(tokenizer)
+
+
+def load_hf_tokenizer(model_name_or_path: str, fast_tokenizer: bool = True, padding_side: str | None = None) -> Any:
+    """``load_tokenizer`` by the name and arguments that AReaL has; code that comes with a tokenizer is not run.
+
+    Raises:
+        ConfigError: there is no tokenizer, or a slow one is asked for.
+    """
+    if not fast_tokenizer:
+        raise ConfigError("load_hf_tokenizer(fast_tokenizer=False): only fast tokenizers are loaded; leave the argument out.")
+    tokenizer = load_tokenizer(model_name_or_path)
+    if padding_side is not None:
+        tokenizer.padding_side = padding_side
+    return tokenizer
+
+
+def apply_chat_template(tokenizer: Any, messages: list[dict[str, Any]], *, tokenize: bool = True, **kwargs: Any) -> Any:
+    """The tokenizer's chat template over ``messages``: ids as ``list[int]`` with every version of transformers, or text."""
+    return tokenizer.apply_chat_template(messages, tokenize=tokenize, **{"return_dict": False, **kwargs})
 
 
 def build_character_tokenizer(

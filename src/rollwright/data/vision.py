@@ -15,7 +15,11 @@ from typing import Any
 
 import torch
 
+from rollwright.data.tokenizer import load_hf_tokenizer, load_tokenizer
 from rollwright.errors import ConfigError, DataError
+from rollwright.tracking import logging
+
+logger = logging.getLogger("data")
 
 VISION_START, IMAGE, VISION_END, VIDEO = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
 
@@ -103,8 +107,6 @@ def load_processor(path: str | Path | Any, tokenizer: Any = None) -> Any:
     """
     if not isinstance(path, (str, os.PathLike)):
         return path
-    from rollwright.data.tokenizer import load_tokenizer
-
     try:
         from transformers import AutoImageProcessor
 
@@ -115,6 +117,18 @@ def load_processor(path: str | Path | Any, tokenizer: Any = None) -> Any:
             f"no image processor can be loaded from {path} (needs preprocessor_config.json and pillow): {cause}"
         ) from error
     return VisionProcessor(tokenizer if tokenizer is not None else load_tokenizer(str(path)), image_processor)
+
+
+def load_hf_processor_and_tokenizer(
+    model_name_or_path: str, fast_tokenizer: bool = True, padding_side: str | None = None
+) -> tuple[Any, Any]:
+    """Processor and tokenizer of a directory or name, by AReaL's name; the processor is None where the model sees no images."""
+    tokenizer = load_hf_tokenizer(model_name_or_path, fast_tokenizer, padding_side)
+    try:
+        return load_processor(model_name_or_path, tokenizer), tokenizer
+    except ConfigError as error:
+        logger.warning("%s has no processor of images: %s", model_name_or_path, error)
+        return None, tokenizer
 
 
 def new_image_processor(
@@ -188,6 +202,11 @@ def encoded_image(image: Any) -> str:
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def image2base64(images: Any) -> list[str]:
+    """Images as base64 text of PNG files, by AReaL's name; one image gives a list of one."""
+    return [encoded_image(image).rpartition(",")[2] for image in as_images(images)]
 
 
 def as_images(images: Any, where: str = "the task") -> list[Any]:

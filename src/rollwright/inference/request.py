@@ -20,7 +20,7 @@ def token_ids(ids: Any, what: str = "input_ids") -> list[int]:
     if hasattr(ids, "keys"):
         raise EngineError(
             f"{what} is a mapping with keys {sorted(ids.keys())}, not token ids: transformers 5 returns a BatchEncoding from "
-            "apply_chat_template(tokenize=True). Take its ['input_ids'], or load the tokenizer with rollwright.load_tokenizer."
+            "apply_chat_template(tokenize=True). Write apply_chat_template(…, return_dict=False), or `tokenizer = rollwright.load_tokenizer(tokenizer)` before it."
         )
     if isinstance(ids, str):
         raise EngineError(
@@ -35,8 +35,8 @@ def token_ids(ids: Any, what: str = "input_ids") -> list[int]:
         return ids
     if ids and all(isinstance(i, str) for i in ids):
         raise EngineError(
-            f"{what} holds the names {ids[:3]} instead of token ids: list() of a BatchEncoding gives its keys. Take its "
-            "['input_ids'], or load the tokenizer with rollwright.load_tokenizer."
+            f"{what} holds the names {ids[:3]} instead of token ids: list() of a BatchEncoding gives its keys. Write "
+            "apply_chat_template(…, return_dict=False), or `tokenizer = rollwright.load_tokenizer(tokenizer)` before it."
         )
     for index, value in enumerate(ids):
         if type(value) is not int:

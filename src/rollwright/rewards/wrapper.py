@@ -3,12 +3,14 @@
 A reward function is called as ``(prompt, completion, prompt_ids, completion_ids, **columns)``. The first four are positional,
 whatever the function calls them. The task's other columns are keywords, except those whose name is one of the function's first
 four parameters; a function without ``**kwargs`` gets only those it has parameters for. A parameter named ``data`` receives the
-whole row as a dict, with the columns that were left out.
+whole row as a dict, with the columns that were left out. Called with other than four positional arguments, as workflows of one's own
+may do, the wrapper passes on what it was given.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import itertools
@@ -60,7 +62,7 @@ class AsyncRewardWrapper:
             max_retries: how often a function that raised or crashed is tried again.
 
         Raises:
-            RewardError: a number is out of range, no function has that name, or it cannot take the four arguments.
+            RewardError: a number is out of range, or no function has that name.
         """
         if timeout_seconds <= 0 or max_retries < 0 or (max_workers is not None and max_workers < 1):
             raise RewardError(
@@ -80,30 +82,38 @@ class AsyncRewardWrapper:
         self.timeout_seconds = float(timeout_seconds)
         self.max_workers = max_workers
         self.max_retries = max_retries
-        self._columns = TaskColumns(reward_fn)
         self._is_async = is_async(inner)
         self._inline = getattr(inner, "runs_inline", False) is True and not self._is_async
         self._imports = tuple(getattr(inner, "worker_imports", ()))
         self._key = next(_keys).to_bytes(8, "little")
         self._pickled: bytes | None = None
 
-    async def __call__(self, prompt: Any, completion: Any, prompt_ids: Any, completion_ids: Any, /, **data: Any) -> float:
+    @functools.cached_property
+    def columns(self) -> TaskColumns:
+        """Which columns of a task the function receives.
+
+        Raises:
+            RewardError: it cannot be called as ``(prompt, completion, prompt_ids, completion_ids, **columns)``.
+        """
+        return TaskColumns(self.reward_fn)
+
+    async def __call__(self, /, *arguments: Any, **data: Any) -> float:
         """Score one completion.
 
         Args:
-            prompt, completion: text.
-            prompt_ids, completion_ids: token ids.
-            data: the task's columns; they may have any names, also those of the four above.
+            arguments: prompt and completion as text, and the token ids of both; or whatever the function takes.
+            data: the task's columns; beside the four arguments they may have any names, also those of the function's first four
+                parameters. Without these four, the function's own keywords.
 
         Returns:
             A finite float.
 
         Raises:
-            RewardError: the function kept failing, hung, crashed its worker, or returned what is no finite number; the
-                message names function and task and ends with the cause.
+            RewardError: the function does not take the arguments, kept failing, hung, crashed its worker, or returned what is no
+                finite number; the message names function and task and ends with the cause.
         """
-        arguments = (prompt, completion, prompt_ids, completion_ids)
-        keywords = self._columns.keywords(data)
+        prompt = arguments[0] if arguments else next(iter(data.values()), "")
+        keywords = self.columns.keywords(data) if len(arguments) == len(POSITIONAL) else self._as_given(arguments, data)
         if self._inline:
             try:
                 return as_float(self.reward_fn(*arguments, **keywords))
@@ -119,6 +129,16 @@ class AsyncRewardWrapper:
                 if self._is_async:
                     await asyncio.sleep(FIRST_PAUSE * 2 ** (tries - 1))
         raise AssertionError("unreachable")
+
+    def _as_given(self, arguments: tuple[Any, ...], data: dict[str, Any]) -> dict[str, Any]:
+        with contextlib.suppress(ValueError):  # builtins without a signature take what they get
+            signature = inspect.signature(self.reward_fn)
+            try:
+                signature.bind(*arguments, **data)
+            except TypeError as error:
+                name = function_name(self.reward_fn)
+                raise RewardError(f"reward function {name}{signature} was not called as it is defined: {error}.") from None
+        return data
 
     async def _awaited(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> float:
         try:
@@ -165,7 +185,7 @@ class AsyncRewardWrapper:
             what = f"failed{times}:\n{error}"
         else:
             what = f"failed{times}: {type(error).__name__}: {error}"
-        return RewardError(f"reward function {self._columns.function_name}, task {task_name(prompt, data)}: {what}")
+        return RewardError(f"reward function {function_name(self.reward_fn)}, task {task_name(prompt, data)}: {what}")
 
 
 class TaskColumns:

@@ -14,6 +14,7 @@ Each reduction is a method, and the name of a metric keeps the first reduction i
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import json
 import math
@@ -162,8 +163,12 @@ class MetricsTracker:
                 results.update(entries[name].result(name))
         return results
 
+    def full_name(self, name: str) -> str:
+        """What a metric that is reported here as ``name`` is called, with its scopes."""
+        return "".join(f"{scope}/" for scope in self._scopes.get()) + self._prefix + name
+
     def _add(self, kind: str, values: dict[str, Any], weight: float = 1.0) -> None:
-        prefix = "".join(f"{scope}/" for scope in self._scopes.get()) + self._prefix
+        prefix = self.full_name("")
         numbers = {name: _numbers(name, value) for name, value in values.items()}
         with self._lock:
             for name, items in numbers.items():
@@ -213,7 +218,7 @@ class PhaseTimer:
         self._local = threading.local()
         self._seconds: dict[str, float] = {}
         self._totals: dict[str, float] = {}
-        self._events: deque[tuple[str, float, float, int]] = deque(maxlen=max_events)
+        self._events: deque[tuple[str, float, float, int, dict[str, Any]]] = deque(maxlen=max_events)
         self._origin = clock()
         self._origin_unix = time.time()
         self._current: list[str] = []
@@ -237,7 +242,26 @@ class PhaseTimer:
                 self._current.remove(name)
                 self._seconds[name] = self._seconds.get(name, 0.0) + own
                 self._totals[name] = self._totals.get(name, 0.0) + own
-                self._events.append((name, started, elapsed, threading.get_ident()))
+                self._events.append((name, started, elapsed, threading.get_ident(), {}))
+
+    @contextmanager
+    def span(self, name: str, category: str = "misc", args: dict[str, Any] | None = None) -> Iterator[None]:
+        """Keeps what runs inside as an interval of the trace alone: spans of concurrent tasks overlap, so they count to no phase.
+
+        Args:
+            name: of the interval.
+            category: and ``args``: shown with it.
+        """
+        started = self._clock()
+        try:
+            yield
+        finally:
+            try:
+                lane = id(asyncio.current_task())
+            except RuntimeError:  # no event loop runs in this thread
+                lane = threading.get_ident()
+            with self._lock:
+                self._events.append((name, started, self._clock() - started, lane, {"cat": category, "args": args or {}}))
 
     @property
     def current(self) -> str | None:
@@ -272,12 +296,28 @@ class PhaseTimer:
                     "ts": (start - self._origin) * 1e6,
                     "dur": elapsed * 1e6,
                     "pid": process,
-                    "tid": thread,
+                    "tid": lane,
+                    **more,
                 }
-                for name, start, elapsed, thread in events
+                for name, start, elapsed, lane, more in events
             ],
             "displayTimeUnit": "ms",
             "otherData": {"started_unix": self._origin_unix},
         }
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(trace), encoding="utf-8")
+        Path(path).write_text(json.dumps(trace, default=str), encoding="utf-8")
+
+
+_timer = PhaseTimer()
+
+
+def current_timer() -> PhaseTimer:
+    """The timer of the run, or of this process outside of one."""
+    return _timer
+
+
+def start_timer() -> PhaseTimer:
+    """A new timer, which is the current one from now on."""
+    global _timer
+    _timer = PhaseTimer()
+    return _timer

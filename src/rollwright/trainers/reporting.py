@@ -17,7 +17,7 @@ from rollwright.config.loading import config_to_dict, save_config
 from rollwright.errors import WeightUpdateError
 from rollwright.experience.trajectory import Trajectory
 from rollwright.tracking import logging
-from rollwright.tracking.metrics import PhaseTimer, get_tracker
+from rollwright.tracking.metrics import get_tracker, start_timer
 from rollwright.tracking.plots import plot_reward_curve
 from rollwright.tracking.progress import ProgressDisplay
 from rollwright.tracking.rollout_dumps import RolloutDumper
@@ -66,7 +66,7 @@ class StageRun:
     ) -> None:
         self.config = config
         self.directory = directory
-        self.timer = PhaseTimer()
+        self.timer = start_timer()
         self.tracker = get_tracker()
         self.tracker.export(reset=True)  # what an earlier stage of this process reported and nobody took
         self.value_name = value_name

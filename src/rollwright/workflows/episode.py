@@ -115,6 +115,8 @@ class EpisodeWorkflow(RolloutWorkflow):
         self.tokenizer = tokenizer
         self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
         self.async_reward_fn: Any = None if reward_fn is None else AsyncRewardWrapper(reward_fn, reward_timeout)
+        if self.async_reward_fn is not None:
+            _ = self.async_reward_fn.columns  # a function that cannot score a task is refused before the run
         self.enable_thinking = enable_thinking
         self.rollout_stat_scope = rollout_stat_scope
         self.dump_dir = dump_dir

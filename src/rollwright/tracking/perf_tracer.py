@@ -1,0 +1,93 @@
+"""Times of what a workflow does, by the names that AReaL's files use: ``async with atrace_session_phase("generate"): …``.
+
+Each span is an interval in the run's ``trace.json`` (``PhaseTimer.span``) and its seconds are the mean ``timeperf/<name>`` of the step's
+metrics. There is nothing to configure or save: a run writes both.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+from rollwright.tracking.metrics import current_timer
+from rollwright.tracking.stats_tracker import record_timing
+
+
+class Category(enum.StrEnum):
+    """What a span spends its time on; the category of the event in the trace."""
+
+    COMPUTE = "compute"
+    COMM = "comm"
+    IO = "io"
+    SYNC = "sync"
+    SCHEDULER = "scheduler"
+    INSTR = "instr"
+    MISC = "misc"
+
+
+@contextmanager
+def trace_scope(name: str, category: str | None = None, args: dict[str, Any] | None = None) -> Iterator[None]:
+    """A span over what runs inside; ``args`` are shown with it in the trace."""
+    with record_timing(name), current_timer().span(name, str(category or Category.MISC), args):
+        yield
+
+
+@asynccontextmanager
+async def atrace_scope(name: str, category: str | None = None, args: dict[str, Any] | None = None) -> AsyncIterator[None]:
+    """``trace_scope`` for ``async with``."""
+    with trace_scope(name, category, args):
+        yield
+
+
+@contextmanager
+def trace_session_phase(
+    phase: str, start_payload: dict[str, Any] | None = None, end_payload: dict[str, Any] | None = None
+) -> Iterator[None]:
+    """A span over a phase of an episode; the payloads are shown with it in the trace."""
+    with trace_scope(phase, Category.MISC, {**(start_payload or {}), **(end_payload or {})}):
+        yield
+
+
+@asynccontextmanager
+async def atrace_session_phase(
+    phase: str, start_payload: dict[str, Any] | None = None, end_payload: dict[str, Any] | None = None
+) -> AsyncIterator[None]:
+    """``trace_session_phase`` for ``async with``."""
+    with trace_session_phase(phase, start_payload, end_payload):
+        yield
+
+
+def trace_perf(name: str, *, category: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: a span over each call of a function, plain or async."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def awaited(*arguments: Any, **keywords: Any) -> Any:
+                with trace_scope(name, category):
+                    return await function(*arguments, **keywords)
+
+            return awaited
+
+        @functools.wraps(function)
+        def called(*arguments: Any, **keywords: Any) -> Any:
+            with trace_scope(name, category):
+                return function(*arguments, **keywords)
+
+        return called
+
+    return decorate
+
+
+#: Decorator: a span over a phase of an episode.
+trace_session = trace_perf
+
+
+def session_context() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator of what makes one sample: a span named ``session``. A sample that the executor runs needs no session of its own."""
+    return trace_perf("session")

@@ -1,0 +1,131 @@
+"""The metrics of this process by the names that AReaL's files use: ``stats_tracker.get("rollout").scalar(reward=1.0)``.
+
+``get()`` is a view of ``get_tracker()``: what is reported through either is exported, logged and shown together. An evaluation's figures
+begin with ``eval/`` wherever they are reported, so its scope is ``rollout``, too.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rollwright.tracking.metrics import MetricError, MetricsTracker, get_tracker
+
+
+class ReduceType(enum.Enum):
+    """What ``stat`` reports of a tensor: by default mean, minimum and maximum, each under a name of its own."""
+
+    AVG_MIN_MAX = enum.auto()
+    AVG = enum.auto()
+    SUM = enum.auto()
+    MIN = enum.auto()
+    MAX = enum.auto()
+    SCALAR = enum.auto()
+
+
+class StatsTracker(MetricsTracker):
+    """A tracker that also means tensors over masks, and times what runs inside."""
+
+    _masks: dict[str, Any]
+
+    def get(self, scope: str = "") -> StatsTracker:
+        """The tracker whose names begin with ``scope/``, over the same numbers."""
+        child = super().get(scope)
+        return child if isinstance(child, StatsTracker) else _with_masks(child, self._masks)
+
+    def denominator(self, **masks: Any) -> None:
+        """Masks that ``stat`` means over: bool tensors of any one shape, kept by name until another comes; their counts are summed."""
+        for name, mask in masks.items():
+            if str(getattr(mask, "dtype", "")) != "torch.bool" or mask.numel() == 0:
+                raise MetricError(
+                    f"denominator {name!r} is no bool tensor with elements: give the mask itself, such as {name}=mask.bool()."
+                )
+            self._masks[self.full_name(name)] = mask.detach()
+            self.sum(**{name: mask.sum()})
+
+    def stat(self, denominator: str, reduce_type: ReduceType | None = None, **values: Any) -> None:
+        """Report tensors over a mask.
+
+        Args:
+            denominator: name of the mask, as ``denominator`` was given it in this scope.
+            reduce_type: what is reported; None: ``name/avg``, ``name/min`` and ``name/max``.
+            **values: float tensors of the mask's shape.
+
+        Raises:
+            MetricError: there is no such mask, or the shapes differ.
+        """
+        mask = self._masks.get(self.full_name(denominator))
+        for name, value in values.items():
+            if mask is None or value.shape != mask.shape:
+                has = "there is no such denominator" if mask is None else f"its shape is {list(mask.shape)}"
+                raise MetricError(
+                    f"stat({denominator=}, {name}={list(value.shape)}): {has}; call denominator({denominator}=mask) first."
+                )
+            self._reduce(name, value.detach()[mask].float(), reduce_type or ReduceType.AVG_MIN_MAX)
+
+    def _reduce(self, name: str, chosen: Any, reduce_type: ReduceType) -> None:
+        if reduce_type is ReduceType.SCALAR:
+            raise MetricError(f"stat({name}): a tensor is no scalar; use scalar(), or another reduce_type.")
+        if reduce_type is ReduceType.SUM:
+            self.sum(**{name: chosen.sum()})
+        elif chosen.numel() > 0:
+            several = reduce_type is ReduceType.AVG_MIN_MAX
+            if several or reduce_type is ReduceType.AVG:
+                self.weighted(float(chosen.numel()), **{f"{name}/avg" if several else name: chosen.mean()})
+            if several or reduce_type is ReduceType.MIN:
+                self.minimum(**{f"{name}/min" if several else name: chosen.min()})
+            if several or reduce_type is ReduceType.MAX:
+                self.maximum(**{f"{name}/max" if several else name: chosen.max()})
+
+    @contextmanager
+    def record_timing(self, key: str) -> Iterator[None]:
+        """Report the seconds that pass inside, as the mean ``timeperf/<key>``."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            get_tracker("timeperf").scalar(**{key: time.perf_counter() - started})
+
+    def scope_func_wrapper(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Decorator: what the function reports is named ``name/…``."""
+
+        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(function)
+            def inside(*arguments: Any, **keywords: Any) -> Any:
+                with self.scope(name):
+                    return function(*arguments, **keywords)
+
+            return inside
+
+        return decorate
+
+    def export(self, reset: bool = True, reduce_group: Any = None) -> dict[str, float]:
+        """As ``MetricsTracker.export``. A ``reduce_group`` may have one member: a trainer reduces over its ranks by itself."""
+        if reduce_group is not None:
+            import torch.distributed
+
+            if (size := torch.distributed.get_world_size(reduce_group)) > 1:
+                raise MetricError(
+                    f"export(reduce_group=…) over {size} ranks: export each rank's own, or report what was reduced already."
+                )
+        if reset:
+            self._masks.clear()
+        return super().export(reset)
+
+
+def _with_masks(tracker: MetricsTracker, masks: dict[str, Any]) -> StatsTracker:
+    view = object.__new__(StatsTracker)
+    view.__dict__.update(tracker.__dict__)
+    view._masks = masks
+    return view
+
+
+_default = _with_masks(get_tracker(), {})
+get = _default.get
+scalar, stat, denominator = _default.scalar, _default.stat, _default.denominator
+scope, scope_func_wrapper, record_timing = _default.scope, _default.scope_func_wrapper, _default.record_timing
+export = export_all = _default.export
