@@ -29,6 +29,9 @@ VISION_PIECES = (VISION_START, IMAGE, VISION_END, VIDEO)
 #: Where a message's text says that an image comes.
 MARK = "<image>"
 
+#: How base64 text of a PNG, JPEG, GIF or WebP file begins, or a URL that holds one.
+_BASE64_BEGINNINGS = ("data:", "iVBOR", "/9j/", "R0lGOD", "UklGR")
+
 #: What a processor gives of the text, not of the images.
 _TEXT_OUTPUTS = ("input_ids", "attention_mask", "mm_token_type_ids")
 
@@ -68,7 +71,7 @@ class VisionProcessor:
             **kwargs: ``padding`` and ``return_tensors``, which change nothing for one prompt.
 
         Returns:
-            ``input_ids`` and ``attention_mask`` ``[1, P]``; with images ``pixel_values [patches, size]`` and
+            ``input_ids``, ``attention_mask`` and ``mm_token_type_ids`` (1 where an image is) ``[1, P]``; with images ``pixel_values [patches, size]`` and
             ``image_grid_thw [images, 3]``.
 
         Raises:
@@ -87,7 +90,8 @@ class VisionProcessor:
             counts = (seen["image_grid_thw"].prod(-1) // self.image_processor.merge_size**2).tolist()
             text = parts[0] + "".join(self.image_token * count + part for count, part in zip(counts, parts[1:], strict=True))
         ids = torch.tensor([self.tokenizer.encode(text, add_special_tokens=False)], dtype=torch.int64)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **outputs}
+        kinds = (ids == self.image_token_id).long()
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": kinds, **outputs}
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write tokenizer and image processor in Hugging Face form."""
@@ -152,6 +156,11 @@ def multi_modal_outputs(processed: Mapping[str, Any]) -> dict[str, torch.Tensor]
     return {key: torch.as_tensor(value) for key, value in processed.items() if key not in _TEXT_OUTPUTS}
 
 
+def image_inputs(processor: Any, images: Any) -> dict[str, torch.Tensor]:
+    """What a model takes of images whose places are in the prompt already."""
+    return multi_modal_outputs(processor.image_processor(images=as_images(images), return_tensors="pt"))
+
+
 def place_images(prompt: Any, count: int, placeholder: str) -> Any:
     """Write a placeholder for each image into a prompt.
 
@@ -210,7 +219,7 @@ def image2base64(images: Any) -> list[str]:
 
 
 def as_images(images: Any, where: str = "the task") -> list[Any]:
-    """PIL images from PIL images, encoded bytes, files, or rows of Hugging Face's image feature (``{"bytes": …}``).
+    """PIL images from PIL images, encoded bytes, base64 text, files, or rows of Hugging Face's image feature (``{"bytes": …}``).
 
     Raises:
         DataError: an entry is none of these.
@@ -222,11 +231,13 @@ def as_images(images: Any, where: str = "the task") -> list[Any]:
         if isinstance(image, Mapping):
             image = image.get("bytes") or image.get("path")
         try:
+            if isinstance(image, str) and image.startswith(_BASE64_BEGINNINGS):
+                image = base64.b64decode(image.rpartition(",")[2])
             if isinstance(image, bytes):
                 image = Image.open(io.BytesIO(image))
             elif isinstance(image, (str, os.PathLike)):
                 image = Image.open(image)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise DataError(f"{where}: image {index} cannot be read: {error}.") from error
         if not isinstance(image, Image.Image):
             raise DataError(f"{where}: image {index} is {type(image).__name__}; give a PIL image, its bytes or its file.")

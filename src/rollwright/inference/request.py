@@ -91,6 +91,8 @@ class ModelRequest:
     lora_name: str | None = None
     top_logprobs: int | None = None  # so many of the most likely tokens, with log-probabilities, beside each sampled one
     prompt_logprobs_from: int | None = None  # the prompt's tokens from this index on get log-probabilities, too
+    processor: Any = None  # makes multi_modal of image_data, where only that is given
+    vision_msg_vllm: Any = None  # messages with the same images, in AReaL's files; engines are sent image_data
 
     def __post_init__(self) -> None:
         if not isinstance(self.gconfig, GenerationHyperparameters):
@@ -100,6 +102,10 @@ class ModelRequest:
         self.input_ids = token_ids(self.input_ids)
         if not self.input_ids:
             raise EngineError("input_ids is empty: a request needs at least one prompt token.")
+        if self.multi_modal is None and self.image_data and self.processor is not None:
+            from rollwright.data.vision import image_inputs
+
+            self.multi_modal = image_inputs(self.processor, self.image_data)
         if self.position_ids is not None:
             self.position_ids = _counts(self.position_ids, "position_ids")
         if self.branch_ids is not None:
