@@ -43,6 +43,24 @@ def shared():
 
 
 @pytest.fixture(scope="session")
+def bubblewrap() -> str:
+    """The sandbox of that name; tests are skipped where it cannot be had."""
+    return usable_sandbox("bubblewrap")
+
+
+def usable_sandbox(name: str) -> str:
+    """The name of a sandbox that works here; the test is skipped where it does not."""
+    from rollwright.errors import SandboxError
+    from rollwright.processes.sandbox import check_sandbox
+
+    try:
+        check_sandbox(name)
+    except SandboxError as error:
+        pytest.skip(str(error))
+    return name
+
+
+@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
     """A Qwen3 of two layers with random weights and a character tokenizer, in Hugging Face form."""
     from rollwright.data.tokenizer import build_character_tokenizer

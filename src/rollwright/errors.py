@@ -31,6 +31,10 @@ class RewardError(RollwrightError):
     """A reward function raised, hung, crashed its worker or returned something that is not a number."""
 
 
+class SandboxError(RollwrightError):
+    """Python that a model wrote cannot be run: the sandbox is not there, or does not start."""
+
+
 class EngineError(RollwrightError):
     """An inference engine refused or failed a request."""
 

@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("bubblewrap")]
 
 
 @pytest.mark.timeout(1800)

@@ -191,6 +191,11 @@ class RolloutConfig:
         "Requests that run when weights change: go on with the cache recomputed, keep the old cache, or are waited for.",
         choices=["recompute", "keep", "wait"],
     )
+    sandbox: str = key(
+        "bubblewrap",
+        "Where Python that the model writes runs: bubblewrap; docker or podman (docker:IMAGE for another image than "
+        "python:3.12-slim); or unsafe, a plain process, only for code that you trust (docs/sandbox.md).",
+    )
     sample_timeout: float | None = key(3600.0, "Seconds that one sample may take; None: no limit.", gt=0.0)
     max_sample_retries: int = key(1, "Times a failed sample is run again.", ge=0)
     max_failed_share: float = key(

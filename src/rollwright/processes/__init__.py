@@ -2,5 +2,5 @@
 
 ``child`` starts a process that runs a module of ours, exchanges framed messages with it and kills it with all that it started
 (``tree``). ``pool`` calls functions in such processes under time limits. ``supervisor`` runs a command that ends with this process.
-``sandbox`` runs Python source under limits on time, memory, files, processes and network (``sandbox_script`` is its other end).
+``sandbox`` runs Python that a model wrote; ``jails`` are where it runs, ``jail_server`` is inside them.
 """

@@ -1,11 +1,8 @@
-"""Run Python source in a process of its own under limits on time, memory, files, processes and network.
+"""Run Python that a model wrote, in a jail (``jails``) with limits on time, memory, disk, processes and network.
 
-**This is no security boundary.** It stops accidents (endless loops, huge allocations, stray files, forgotten servers) and
-keeps the environment's secrets out of reach, but code that sets out to escape, with ``ctypes`` for instance, can. Run
-hostile code in a container or a virtual machine.
-
-Scripts are forked from a process in which Python has started already (``sandbox_script``): a script of one line costs 3 ms of
-the processor instead of the 27 ms that a fresh interpreter takes.
+A jail serves one episode: its scripts run in it one after another, and no other episode sees it. Jails are started ahead, and the
+Python in them forks itself for each script, so a call costs little more than the script. What a script leaves behind (files,
+processes) is gone before the next one starts.
 """
 
 from __future__ import annotations
@@ -13,63 +10,27 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import json
 import os
-import selectors
-import socket
-import subprocess
-import tempfile
+import queue
 import threading
-import time
+from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import IO, Any, ClassVar
+from contextvars import ContextVar
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
-from rollwright.errors import RewardError
-from rollwright.processes.child import program
+from rollwright.errors import SandboxError
+from rollwright.processes.jails import Jail, SandboxLimits, SandboxResult, make_sandbox
 
-#: All that scripts see of the environment: what Python and numerical libraries need, no keys, no proxies.
-_ENVIRONMENT = {
-    "PATH": os.defpath,
-    "LANG": "C.UTF-8",
-    "PYTHONDONTWRITEBYTECODE": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "OMP_NUM_THREADS": "1",
-}
-_SECONDS_TO_END = 5.0
-_CHUNK = 65536
-_READS_AT_THE_END = 64  # far more than a pipe holds; only a process that left the script's session could go on writing
+__all__ = ["SandboxLimits", "SandboxResult", "check_sandbox", "run_python", "sandbox_name", "sandboxed"]
 
-
-@dataclass(frozen=True)
-class SandboxLimits:
-    """What the code may use. The defaults suit tool calls and unit tests of small functions."""
-
-    memory_bytes: int = 512 * 2**20  # address space
-    file_bytes: int = 16 * 2**20  # each file that it writes
-    open_files: int = 64
-    processes: int = 0  # that it may start; threads are free
-    network: bool = False
-    output_bytes: int = 2**20  # kept of standard output and of standard error; the rest is thrown away
-
-
-@dataclass(frozen=True)
-class SandboxResult:
-    """What came of a run."""
-
-    stdout: str
-    stderr: str
-    exit_code: int | None  # None where it was killed for time
-    timed_out: bool
-    seconds: float
-    output_truncated: bool = False
-
-    @property
-    def ok(self) -> bool:
-        """True where the code ran to its end without an error."""
-        return self.exit_code == 0 and not self.timed_out
+DEFAULT_SANDBOX = "bubblewrap"
+#: Scripts of one event loop that run at once; others wait, and their time does not run.
+SCRIPTS_AT_ONCE = 4 * (os.cpu_count() or 1)
+#: Jails that episodes keep between their scripts; the one that waited longest is given up for another.
+JAILS_KEPT = 2 * SCRIPTS_AT_ONCE
+_AHEAD = 2  # jails of one kind that are started before they are needed
+_KINDS_AHEAD = 8  # further sandboxes and limits start theirs when they are needed
 
 
 async def run_python(
@@ -80,12 +41,12 @@ async def run_python(
     *,
     limits: SandboxLimits | None = None,
 ) -> SandboxResult:
-    """Run ``source`` as a script in an empty temporary directory, which is removed afterwards.
+    """Run ``source`` as a script in an empty directory, in the sandbox and the jail of the episode around the call.
 
     Args:
         source: Python source.
         stdin: what it reads from standard input.
-        timeout: seconds of wall-clock time; the process and all that it started are then killed.
+        timeout: seconds of wall-clock time; the script and all that it started are then killed.
         memory_bytes: address space; None: that of ``limits``.
         limits: the other limits.
 
@@ -93,200 +54,176 @@ async def run_python(
         Output, exit code and whether time ran out. Code that fails is no error here: its traceback is in ``stderr``.
 
     Raises:
-        RewardError: a limit is out of range, or no process can be started.
+        SandboxError: a limit is out of range, the sandbox is missing, or no process can be started.
     """
     limits = limits or SandboxLimits()
-    memory_bytes = limits.memory_bytes if memory_bytes is None else memory_bytes
-    if timeout <= 0 or memory_bytes < 2**26:
-        raise RewardError(
-            f"run_python: timeout is {timeout} s and memory {memory_bytes} bytes; allow more than 0 s and 64 MiB."
+    if memory_bytes is not None:
+        limits = replace(limits, memory_bytes=memory_bytes)
+    if timeout <= 0 or limits.memory_bytes < 2**26:
+        raise SandboxError(
+            f"run_python: timeout is {timeout} s and memory {limits.memory_bytes} bytes; allow more than 0 s and 64 MiB."
         )
-    settings = {**asdict(limits), "memory_bytes": memory_bytes, "cpu_seconds": int(timeout) + 2}
     async with _places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(SCRIPTS_AT_ONCE)):
-        ours, theirs = socket.socketpair()
-        future: Future[SandboxResult] = Future()
-        future.set_running_or_notify_cancel()  # a caller that gives up ends the script by its socket
+        with contextlib.nullcontext(episode) if (episode := _episode.get()) else sandboxed() as episode:
+            future: Future[SandboxResult] = Future()
+            future.set_running_or_notify_cancel()  # a caller that gives up ends the jail
+            used: list[Jail] = []
+            has_given_up = threading.Event()
 
-        def run() -> None:  # in a thread of its own: an event loop that comes late loses nothing and ends nothing
+            def run() -> None:  # in a thread of its own: an event loop that comes late loses nothing and ends nothing
+                try:
+                    with _jail(episode, limits) as jail:
+                        used.append(jail)
+                        if has_given_up.is_set():
+                            jail.kill()
+                        result = jail.run(source, stdin, timeout)
+                    future.set_result(result)
+                except BaseException as error:  # the awaiting call raises it
+                    future.set_exception(error)
+
+            threading.Thread(target=run, name="sandbox", daemon=True).start()
             try:
-                future.set_result(_run(source, stdin, timeout, settings, ours, theirs))
-            except BaseException as error:  # the awaiting call raises it
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="sandbox", daemon=True).start()
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            _end(ours)
-            raise
+                return await asyncio.wrap_future(future)
+            except asyncio.CancelledError:
+                has_given_up.set()
+                for jail in used:
+                    jail.kill()
+                raise
 
 
-#: Scripts of one event loop that run at once; others wait, and their time does not run.
-SCRIPTS_AT_ONCE = 4 * (os.cpu_count() or 1)
-_places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+def check_sandbox(name: str) -> None:
+    """Start a jail, so that what is missing is known before it is needed.
+
+    Raises:
+        ConfigError: there is no sandbox of that name.
+        SandboxError: the message says what to install, or which setting to choose.
+    """
+    _started(name, SandboxLimits()).close()
 
 
-def _end(script: socket.socket) -> None:
-    """End a script and its session, from any thread."""
-    with contextlib.suppress(OSError):
-        script.shutdown(socket.SHUT_RDWR)
+class _Episode:
+    """What the jails of an episode belong to."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_over = False
 
 
-def _run(
-    source: str, stdin: str, timeout: float, settings: dict[str, Any], ours: socket.socket, theirs: socket.socket
-) -> SandboxResult:
-    with (
-        tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as directory,
-        _Output(settings["output_bytes"]) as out,
-        _Output(settings["output_bytes"]) as err,
-        ours,
-        ours.makefile("r") as answers,
-    ):
-        Path(directory, "main.py").write_text(source, "utf-8", "surrogatepass")
-        with theirs, tempfile.TemporaryFile() if stdin else open(os.devnull, "rb") as file:
-            if stdin:
-                file.write(stdin.encode("utf-8", "surrogatepass"))
-                file.seek(0)
-            request = json.dumps({**settings, "directory": directory}).encode()
-            server = ForkServer.shared(settings["network"])
-            try:
-                socket.send_fds(ours, [request], [file.fileno(), out.theirs.fileno(), err.theirs.fileno()])
-                socket.send_fds(server.control, [b"+"], [theirs.fileno()])
-            except OSError as error:
-                raise RewardError(f"run_python cannot reach the sandbox's fork server: {error}.") from error
-        out.theirs.close()
-        err.theirs.close()
-        if reason := _line(answers).removeprefix("begun").removeprefix("refused "):
-            raise _cannot_start(reason)
-        started = time.monotonic()
-        has_ended = _watch(started + timeout, ours, out, err)
-        exit_code = int(_line(answers).removeprefix("exit ")) if has_ended else None
-        seconds = time.monotonic() - started
-        _end(ours)
-        for output in (out, err):  # what a script that has ended has written is there already
-            for _ in range(_READS_AT_THE_END):
-                if not output.take():
-                    break
-        return SandboxResult(
-            stdout=out.text,
-            stderr=err.text,
-            exit_code=exit_code,
-            timed_out=exit_code is None,
-            seconds=seconds,
-            output_truncated=out.truncated or err.truncated,
-        )
+def sandbox_name() -> str:
+    """The sandbox of scripts that are run here: that of the episode around, else bubblewrap."""
+    episode = _episode.get()
+    return episode.name if episode else DEFAULT_SANDBOX
 
 
-def _watch(deadline: float, script: socket.socket, *outputs: _Output) -> bool:
-    """Read what the script says until it ends; False where its time is over first."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(script, selectors.EVENT_READ)
-        for output in outputs:
-            selector.register(output, selectors.EVENT_READ, output.take)
-        while True:
-            left = deadline - time.monotonic()
-            for key, _ in selector.select(max(0.0, left)):
-                if key.data is None:
-                    return True
-                if not key.data():
-                    selector.unregister(key.fileobj)
-            if left <= 0:
-                return False
-
-
-def _cannot_start(reason: object) -> RewardError:
-    return RewardError(f"run_python cannot start a process: {reason}; is the machine out of processes or memory?")
-
-
-def _line(answers: IO[str]) -> str:
-    line = answers.readline()
-    if not line:
-        raise RewardError("run_python: the sandbox's fork server has ended; the next call starts another.")
-    return line.rstrip()
-
-
-class _Output(contextlib.AbstractContextManager["_Output"]):
-    """A pipe that a script writes to: what it held up to a limit; the rest is thrown away, so that the writer is not blocked."""
-
-    def __init__(self, limit: int) -> None:
-        ours, theirs = os.pipe()
-        os.set_blocking(ours, False)
-        self._ours, self.theirs = os.fdopen(ours, "rb", 0), os.fdopen(theirs, "wb", 0)
-        self._limit = limit
-        self._kept = bytearray()
-        self.truncated = False
-
-    def __exit__(self, *exception: object) -> None:
-        self._ours.close()
-        self.theirs.close()
-
-    def fileno(self) -> int:
-        return self._ours.fileno()
-
-    def take(self) -> bool:
-        """Read what is there, at most a chunk; False where nothing is, or nothing will be."""
-        chunk = self._ours.read(_CHUNK)  # None where nothing is there now
-        if not chunk:
-            return False
-        room = self._limit - len(self._kept)
-        self._kept += chunk[:room]
-        self.truncated = self.truncated or len(chunk) > room
-        return True
-
-    @property
-    def text(self) -> str:
-        return self._kept.decode("utf-8", "replace")
-
-
-class ForkServer:
-    """A fork server of this process, shared by all who run scripts; it ends with this process.
+@contextlib.contextmanager
+def sandboxed(name: str | None = None) -> Iterator[_Episode]:
+    """Scripts that are run within share jails that nobody else uses; the jails end with the block.
 
     Args:
-        network: its scripts have the machine's network; otherwise one without any other end, where the kernel lets us.
-
-    Attributes:
-        control: takes the socket of each script, as a descriptor with one byte; a process is then forked for it.
+        name: of the sandbox, as ``rollout.sandbox``; None: that of the block around, else bubblewrap.
     """
+    episode = _Episode(name or sandbox_name())
+    token = _episode.set(episode)
+    try:
+        yield episode
+    finally:
+        _episode.reset(token)
+        with _lock:
+            episode.is_over = True
+            left = [jail for jail, (owner, _) in _idle.items() if owner is episode]
+            for jail in left:
+                del _idle[jail]
+        if left:  # a jail takes milliseconds to end, which this event loop may not have
+            threading.Thread(target=lambda: [jail.close() for jail in left], name="sandbox-end", daemon=True).start()
 
-    _shared: ClassVar[dict[tuple[int, bool], ForkServer]] = {}
-    _starting = threading.Lock()
 
-    def __init__(self, network: bool) -> None:
-        self.control, theirs = socket.socketpair()
-        with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    program("rollwright.processes.sandbox_script", "-I", str(theirs.fileno()), "network" if network else ""),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    cwd="/",
-                    env=_ENVIRONMENT,
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
-                )
-            except OSError as error:
-                self.control.close()
-                raise _cannot_start(error) from error
-        atexit.register(self.close)
+@contextlib.contextmanager
+def _jail(episode: _Episode, limits: SandboxLimits) -> Iterator[Jail]:
+    """A jail of an episode, which afterwards waits for the next script of it; blocks."""
+    with _lock:
+        jail = next((jail for jail, use in _idle.items() if use == (episode, limits)), None)
+        if jail is not None:
+            del _idle[jail]
+    if jail is None or not jail.is_alive:
+        jail = _started(episode.name, limits)
+    given_up = None
+    try:
+        yield jail
+    finally:
+        with _lock:
+            if episode.is_over or not jail.is_alive:
+                given_up = jail
+            else:
+                _idle[jail] = (episode, limits)
+                if len(_idle) > JAILS_KEPT:
+                    del _idle[given_up := next(iter(_idle))]
+        if given_up is not None:
+            given_up.close()
 
-    @classmethod
-    def shared(cls, network: bool) -> ForkServer:
-        """This process's server, started where it is missing or has ended."""
-        key = (os.getpid(), network)  # a fork of this process starts its own
-        with cls._starting:
-            server = cls._shared.get(key)
-            if server is None or server._process.poll() is not None:
-                if server is not None:
-                    server.close()
-                server = cls._shared[key] = cls(network)
-            return server
 
-    def close(self) -> None:
-        """End the server and all of its scripts."""
-        atexit.unregister(self.close)
-        self.control.close()
+def _started(name: str, limits: SandboxLimits) -> Jail:
+    """A jail that is ready; another is started ahead in its place.
+
+    Raises:
+        SandboxError: none can be started.
+    """
+    global _starter
+    sandbox = make_sandbox(name)
+    with _lock:
+        if _starter is None:  # it lives as long as the process: a jail ends with the thread that started it
+            _starter = threading.Thread(target=_start_jails, args=[_wanted], name="sandbox-start", daemon=True)
+            _starter.start()
+        ahead = _AHEAD if len(_ready) < _KINDS_AHEAD and (name, limits) not in _ready else 0
+        ready = _ready.setdefault((name, limits), queue.SimpleQueue())
+    for _ in range(1 + ahead):
+        _wanted.put((sandbox, limits, ready))
+    jail = ready.get()
+    if isinstance(jail, Exception):
+        raise jail
+    jail.wait_ready()
+    return jail
+
+
+def _start_jails(wanted: queue.SimpleQueue) -> None:
+    while True:
+        sandbox, limits, ready = wanted.get()
         try:
-            self._process.wait(_SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            ready.put(sandbox.start(limits))
+        except Exception as error:  # whoever takes the jail raises it
+            ready.put(error)
+
+
+@atexit.register
+def close_jails() -> None:
+    """End all jails that run no script; the next script starts new ones."""
+    with _lock:
+        jails, kinds = list(_idle), list(_ready.values())
+        _idle.clear()
+        _ready.clear()
+    for ready in kinds:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                jails += [jail] if isinstance(jail := ready.get_nowait(), Jail) else []
+    for jail in jails:
+        jail.close()
+
+
+def _begin() -> None:
+    """No jails yet: in a new process, and in a forked child, whose parent's jails are not its own."""
+    global _lock, _idle, _ready, _wanted, _starter, _places
+    _lock = threading.Lock()
+    _idle = {}  # jails that wait for their episode's next script, the longest first
+    _ready = {}  # jails of each kind that nobody has taken
+    _wanted, _starter = queue.SimpleQueue(), None
+    _places = WeakKeyDictionary()
+
+
+_lock: threading.Lock
+_idle: dict[Jail, tuple[_Episode, SandboxLimits]]
+_ready: dict[tuple[str, SandboxLimits], queue.SimpleQueue[Jail | Exception]]
+_wanted: queue.SimpleQueue
+_starter: threading.Thread | None
+_places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
+_episode: ContextVar[_Episode | None] = ContextVar("sandbox_episode", default=None)
+_begin()
+os.register_at_fork(after_in_child=_begin)

@@ -13,9 +13,10 @@ from rollwright.registry import Registry
 class RewardRegistry(Registry[Callable[..., Any]]):
     """Names of reward functions. Users add theirs with ``@REWARD_FUNCTIONS.register_module("name")``.
 
-    Two marks may be given with the name. ``runs_inline=True`` promises that the function is pure, quick and bounded in time and
+    Marks may be given with the name. ``runs_inline=True`` promises that the function is pure, quick and bounded in time and
     memory whatever the completion holds; it is then called directly instead of in a worker process. ``worker_imports`` names
-    modules that the function imports when called; a worker imports them before the call's time begins.
+    modules that the function imports when called; a worker imports them before the call's time begins. ``uses_sandbox=True`` says
+    that it calls ``run_python``: a run whose sandbox is missing then stops before it starts.
     """
 
     def build(self, name: str, /, **arguments: Any) -> Callable[..., Any]:
@@ -37,5 +38,5 @@ REWARD_FUNCTIONS = RewardRegistry(
     RewardError,
     variable="REWARD_FUNCTIONS",
     built_in={f"{name}_reward": f"{module}:{name}_reward" for module, names in _BUILT_IN.items() for name in names},
-    marks=("runs_inline", "worker_imports"),
+    marks=("runs_inline", "worker_imports", "uses_sandbox"),
 )

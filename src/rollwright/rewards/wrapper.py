@@ -23,6 +23,7 @@ from typing import Any
 
 from rollwright.errors import RewardError
 from rollwright.processes.pool import FunctionFailedError, WorkerCrashError, WorkerTimeoutError, shared_pool
+from rollwright.processes.sandbox import sandbox_name, sandboxed
 from rollwright.rewards.registry import REWARD_FUNCTIONS
 
 #: What every reward function is given first, by position.
@@ -143,7 +144,8 @@ class AsyncRewardWrapper:
     async def _awaited(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> float:
         try:
             async with asyncio.timeout(self.timeout_seconds) as limit:
-                return as_float(await self.reward_fn(*arguments, **keywords))
+                with sandboxed():  # not in a jail of the episode that is scored
+                    return as_float(await self.reward_fn(*arguments, **keywords))
         except TimeoutError as error:
             if limit.expired():
                 raise WorkerTimeoutError("no answer within the limit") from error
@@ -151,6 +153,7 @@ class AsyncRewardWrapper:
 
     async def _apart(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> float:
         function = self._pickled or self._pickle_function()
+        arguments = (sandbox_name(), *arguments)
         try:
             body = pickle.dumps((arguments, keywords), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception:
@@ -278,14 +281,15 @@ def _without_partials(function: Any) -> Any:
     return function
 
 
-def _score(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> float:
+def _score(function: Callable[..., Any], sandbox: str, /, *arguments: Any, **keywords: Any) -> float:
     """What a worker runs."""
 
     async def awaited() -> Any:
         return await value
 
-    value = function(*arguments, **keywords)
-    return as_float(asyncio.run(awaited()) if inspect.isawaitable(value) else value)
+    with sandboxed(sandbox):
+        value = function(*arguments, **keywords)
+        return as_float(asyncio.run(awaited()) if inspect.isawaitable(value) else value)
 
 
 class _NotSendableError(RewardError):

@@ -28,6 +28,7 @@ from rollwright.experience.contract import check_trajectory
 from rollwright.experience.normaliser import normalise
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
+from rollwright.processes.sandbox import sandboxed
 from rollwright.rollout.deterministic import WaveGate, place_of
 from rollwright.rollout.failures import Failure, FailureLog
 from rollwright.rollout.sample import CURRENT_SAMPLE, SampleEngine, SampleName
@@ -173,7 +174,8 @@ class Runner:
         if limit is not None and self._gate is None:
             timer = self.loop.call_later(limit, self._cancel_late, group, sample)
         try:
-            result = await group.workflow.arun_episode(sample, dict(group.data))
+            with sandboxed(self.config.sandbox):
+                result = await group.workflow.arun_episode(sample, dict(group.data))
             name = str(sample.name)
             trajectory = normalise(result, sample.recorder, workflow=group.workflow_name, task=name)
             if trajectory is not None and sample.sample_of_row is not None:

@@ -6,6 +6,7 @@ later in a run whose first stages make and warm up a model.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from rollwright.data.drawing import SELECTORS, make_selector
 from rollwright.data.formats import FORMATS
 from rollwright.errors import ConfigError, RollwrightError
 from rollwright.experience.operators import OPERATORS
+from rollwright.processes.jails import make_sandbox
+from rollwright.processes.sandbox import check_sandbox
 from rollwright.rewards.registry import REWARD_FUNCTIONS
 from rollwright.tracking.sinks import SINKS
 from rollwright.trainers.tasks import with_defaults
@@ -65,6 +68,29 @@ def _faults_of(config: Any) -> Iterator[Fault]:
         isinstance(config, SFTConfig) and config.workflow is not None and config.valid_dataset is not None
     ):
         yield from _workflow(config, "workflow", config.workflow, config.workflow_kwargs, evaluates=True)
+    if not isinstance(config, NewModelConfig):
+        check = check_sandbox if _uses_sandbox(config) else make_sandbox
+        yield from _tried(("rollout", "sandbox"), lambda: check(config.rollout.sandbox))
+
+
+def _uses_sandbox(config: Any) -> bool:
+    """Whether a workflow, a tool or a reward function of the config says that it runs Python that the model writes."""
+    if isinstance(config, PPOConfig) and config.mode not in _SAMPLING_MODES:
+        return False
+    tasksets = [*config.tasksets, *config.eval_tasksets] if isinstance(config, PPOConfig) else []
+    workflows = [(config.workflow, config.workflow_kwargs)]
+    if isinstance(config, PPOConfig):
+        kwargs = config.workflow_kwargs if config.eval_workflow_kwargs is None else config.eval_workflow_kwargs
+        workflows += [(config.eval_workflow, kwargs), *((each.workflow, each.workflow_args) for each in tasksets)]
+    with contextlib.suppress(RollwrightError):  # a name that nothing has is a fault of its own
+        for reward_fn in (config.reward_fn, *(each.reward_fn for each in tasksets)):
+            if isinstance(reward_fn, str) and getattr(REWARD_FUNCTIONS.get(reward_fn), "uses_sandbox", False):
+                return True
+        for name, arguments in workflows:
+            uses = getattr(WORKFLOWS.get(name), "uses_sandbox", None) if isinstance(name, str) else None
+            if uses is not None and uses(arguments):
+                return True
+    return False
 
 
 def _policy(config: PPOConfig) -> Iterator[Fault]:

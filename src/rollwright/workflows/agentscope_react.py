@@ -18,7 +18,7 @@ from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.model_wrapper import ModelWrapper
 from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.task import Task, TaskReward, Workflow
-from rollwright.workflows.tool_calling import ToolFunctions
+from rollwright.workflows.tool_calling import ToolCallingWorkflow, ToolFunctions
 
 MAX_ITERATIONS = 8
 #: Larger than any context here: AgentScope never compresses the history, which would rewrite what was sampled. A prompt that
@@ -50,6 +50,7 @@ class AgentScopeReactMathWorkflow(Workflow):
 
     repeatable = True
     default_reward_fn = "math_boxed_reward"
+    uses_sandbox = staticmethod(ToolCallingWorkflow.uses_sandbox)
 
     def __init__(self, *, task: Task, model: ModelWrapper, auxiliary_models: list[Any] | None = None) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)

@@ -36,6 +36,7 @@ from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.processes.child import Channel, ChildProcess, connect
 from rollwright.processes.pool import processor_count
+from rollwright.processes.sandbox import sandbox_name, sandboxed
 from rollwright.tracking.logging import getLogger
 from rollwright.workflows.base import SampleBoundEngine
 from rollwright.workflows.model_wrapper import ModelWrapper
@@ -86,6 +87,7 @@ class IsolatedWorkflows:
         job = {
             "task": task,
             "version": engine.get_version(),
+            "sandbox": sandbox_name(),
             "model_path": model.model_path,
             "template_kwargs": template_kwargs or {},
             "has_front": has_front,
@@ -410,7 +412,10 @@ def _run_task(
     )
     model.parent = parent
     settings = job["auxiliary_models"]
-    with workflows.workflow(task, model, lambda: [_auxiliary_client(**each) for each in settings]) as workflow:
+    with (
+        sandboxed(job["sandbox"]),
+        workflows.workflow(task, model, lambda: [_auxiliary_client(**each) for each in settings]) as workflow,
+    ):
         result = loop.run_until_complete(workflow.run_async()) if trait(workflow, "asynchronous") else workflow.run()
         return returned_experiences(f"{type(workflow).__name__} of task {task.task_id}", result)
 

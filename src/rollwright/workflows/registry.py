@@ -39,6 +39,7 @@ FUNCTIONS: Registry[Callable[..., Any]] = Registry(
     variable="FUNCTIONS",
     entry_points="rollwright.functions",
     built_in={"execute_python": "rollwright.workflows.tool_calling.execute_python"},
+    marks=("uses_sandbox",),
 )
 
 

@@ -22,6 +22,7 @@ from rollwright.config.tasksets import TasksetConfig
 from rollwright.errors import RolloutError
 from rollwright.experience.experience import Experience
 from rollwright.inference.engine import InferenceEngine
+from rollwright.processes.sandbox import sandbox_name, sandboxed
 from rollwright.tracking.logging import getLogger
 from rollwright.workflows.base import RolloutWorkflow, SampleBoundEngine
 from rollwright.workflows.isolation import IsolatedWorkflows
@@ -222,11 +223,13 @@ class AbandonableThreads:
                 "be killed: give the code a limit of its own, or run the workflow with isolation: process."
             )
         outcome: Future[Any] = Future()
+        sandbox = sandbox_name()
 
         def call() -> None:
             result, error = None, None
             try:
-                result = function()
+                with sandboxed(sandbox):
+                    result = function()
             except StopIteration:  # no future of asyncio takes it
                 error = RuntimeError(f"{name} raised StopIteration")
             except BaseException as raised:  # handed over whole: the awaiting sample reports it

@@ -10,11 +10,11 @@ import asyncio
 import functools
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollwright.errors import PromptTooLongError, WorkflowError
+from rollwright.errors import ConfigError, PromptTooLongError, SandboxError, WorkflowError
 from rollwright.experience.experience import Experience
 from rollwright.inference.server.chat import ToolCall, tool_convention
 from rollwright.processes.sandbox import SandboxResult, run_python
@@ -39,6 +39,12 @@ class ToolCallingWorkflow(ResettableWorkflow):
     * ``max_turns`` (8): replies at most;
     * ``tool_timeout`` (30): seconds that one call may take.
     """
+
+    @staticmethod
+    def uses_sandbox(arguments: Mapping[str, Any]) -> bool:
+        """Whether a tool of these ``workflow_args`` runs Python that the model writes."""
+        tools = [resolve_function(tool, "tool") for tool in arguments.get("tools", ["execute_python"])]
+        return any(getattr(tool, "uses_sandbox", False) for tool in tools)
 
     def reset(self, task: Task) -> None:
         """Take the next task."""
@@ -94,6 +100,9 @@ async def execute_python(code: str) -> str:
         code: The script; print what you want to see.
     """
     return script_output(await run_python(code, timeout=PYTHON_SECONDS), PYTHON_SECONDS, MAX_CHARACTERS)
+
+
+execute_python.uses_sandbox = True  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -153,6 +162,8 @@ class ToolFunctions:
                 )
         except TimeoutError:
             return ToolResult(f"{name} took longer than {self.timeout:g} seconds.", False)
+        except (ConfigError, SandboxError):  # no model can do anything about it
+            raise
         except Exception as error:
             return ToolResult(f"{type(error).__name__}: {error}", False)
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)

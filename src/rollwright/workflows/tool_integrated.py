@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -12,7 +12,7 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.formats import with_system
 from rollwright.errors import ConfigError
 from rollwright.inference.engine import InferenceEngine
-from rollwright.processes.sandbox import SandboxLimits, SandboxResult, run_python
+from rollwright.processes.sandbox import SandboxLimits, SandboxResult, run_python, sandboxed
 from rollwright.workflows.episode import EpisodeWorkflow, PromptFunction, chat_input_ids
 from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.tool_calling import script_output
@@ -32,8 +32,7 @@ class ToolIntegratedWorkflow(EpisodeWorkflow):
     """Reason, compute, reason, answer: one row for one episode; what scripts print is not trained on, and loses its end where
     the next turn would have no room.
 
-    Scripts run in a process of their own with limits on time, memory, files, processes and network. **That is no security
-    boundary**: it stops accidents, not attacks (see ``rewards.sandbox``).
+    Scripts of an episode run in a jail of its own, of the sandbox that ``rollout.sandbox`` names (docs/sandbox.md).
 
     Args:
         reward_fn: scores the whole completion, scripts and outputs included; function, name or import path.
@@ -100,8 +99,17 @@ class ToolIntegratedWorkflow(EpisodeWorkflow):
         self.run_scripts = run_scripts
         self.system_prompt = system_prompt
 
+    @staticmethod
+    def uses_sandbox(arguments: Mapping[str, Any]) -> bool:
+        """Whether a workflow with these arguments runs Python that the model writes."""
+        return bool(arguments.get("run_scripts", True))
+
     async def episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
         """Reason, run a script, go on; one row."""
+        with sandboxed():
+            return await self._episode(engine, data)
+
+    async def _episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
         prompt = self.data_extract_prompt_fn(data)
         if not isinstance(prompt, str):
             prompt = with_system(prompt, self.system_prompt)

@@ -14,6 +14,7 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, DatasetEnded, RequestAborted, RolloutError, WorkflowError
 from rollwright.experience.trajectory import concat_padded_tensors
 from rollwright.inference.request import ModelRequest
+from rollwright.processes.sandbox import sandbox_name
 from rollwright.rollout.executor import RolloutExecutor
 from rollwright.rollout.sample import SampleName, request_seed
 from rollwright.tracking import logging
@@ -720,3 +721,15 @@ def test_thousands_of_samples_at_once(make):
     batch = executor.rollout_batch(tasks(count // 8), OneTurn, group_size=8)
     assert batch["input_ids"].shape[0] == count
     assert batch["sample_ids"].unique().numel() == count
+
+
+def test_samples_run_their_scripts_in_the_sandbox_of_the_config(make):
+    class Says(OneTurn):
+        async def arun_episode(self, engine, data):
+            seen.append(sandbox_name())
+            return await super().arun_episode(engine, data)
+
+    seen = []
+    make(sandbox="unsafe").rollout_batch([{"id": 1}], Says())
+    make().rollout_batch([{"id": 1}], Says())
+    assert seen == ["unsafe", "bubblewrap"]

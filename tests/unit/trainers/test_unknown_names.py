@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from rollwright import Workflow
 from rollwright.config.loading import load_stages
 from rollwright.errors import ConfigError
+from rollwright.processes.sandbox import close_jails
 from rollwright.trainers.unknown_names import refuse_unknown_names
+from tests.conftest import REPOSITORY
 
 MODULE = """
 from rollwright import RolloutWorkflow, Workflow
@@ -24,6 +27,14 @@ class Unevaluated(RolloutWorkflow):
 
 class Task(Workflow):
     def run(self): ...
+
+def tool(x: int) -> int:
+    return x
+
+def tries(prompt, completion, prompt_ids, completion_ids, **columns):
+    return 0.0
+
+tries.uses_sandbox = True
 
 def strict(prompt, completion, prompt_ids, completion_ids, *, answer, weight=1.0):
     return 0.0
@@ -131,3 +142,47 @@ def test_a_process_looks_up_what_it_needs(refusal):
     assert "store.priority_fn: priority function 'oldest' was not found" in refusal(
         RL, "mode=train", "store.order=priority", "store.priority_fn=oldest"
     )
+
+
+@pytest.fixture
+def no_bubblewrap(monkeypatch):
+    """A machine that has no bwrap."""
+    which = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name, *rest: None if name == "bwrap" else which(name, *rest))
+    close_jails()
+    yield
+    close_jails()
+
+
+TOOLS = RL.replace("parts_of_a_user.Asks", "tool_integrated") + "reward_fn: math_reward\n"
+
+
+def test_a_run_whose_sandbox_is_missing_is_told_what_to_install(refusal, no_bubblewrap):
+    for text, overrides in (
+        (TOOLS, []),
+        (TASKS.replace("math_workflow", "tool_calling_workflow"), []),
+        (RL + "reward_fn: parts_of_a_user.tries\n", []),
+        (RL, ["valid_dataset.path=arithmetic", "eval_workflow=tool_integrated", "reward_fn=math_reward"]),
+    ):
+        assert "rollout.sandbox: bubblewrap, which contains Python that a model writes, is not installed" in refusal(
+            text, *overrides
+        )
+    assert "apt-get install bubblewrap" in refusal(TOOLS)
+
+
+def test_a_run_that_needs_no_sandbox_does_not_miss_it(refusal, no_bubblewrap):
+    assert refusal(RL) == ""
+    assert refusal(TOOLS, "workflow_kwargs.run_scripts=false") == ""
+    assert refusal(TOOLS, "rollout.sandbox=unsafe") == ""
+    own_tools = "    workflow_args: {tools: [parts_of_a_user.tool]}\n"
+    assert refusal(TASKS.replace("math_workflow", "tool_calling_workflow") + own_tools) == ""
+    for name in ("quickstart", "gsm8k_grpo", "parallel_sums"):
+        refuse_unknown_names(load_stages(REPOSITORY / "examples" / f"{name}.yaml", []))
+
+
+def test_a_sandbox_of_an_unknown_name_is_refused_even_where_none_is_needed(refusal):
+    assert "rollout.sandbox: there is no sandbox 'chroot'" in refusal(RL, "rollout.sandbox=chroot")
+
+
+def test_the_sandbox_that_is_there_is_not_refused(refusal, bubblewrap):
+    assert refusal(TOOLS) == ""

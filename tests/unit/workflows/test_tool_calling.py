@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import pytest
 from tool_scripts import Script, add, sampled, tool_tokenizer
 
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
-from rollwright.errors import WorkflowError
+from rollwright.errors import ConfigError, WorkflowError
 from rollwright.experience.normaliser import normalise
+from rollwright.processes.sandbox import sandboxed
 from rollwright.workflows.task_runner import TaskRunner
 from rollwright.workflows.tool_calling import ToolFunctions
 
@@ -94,7 +96,17 @@ async def test_what_goes_wrong_in_a_call_is_text():
         assert not result.ok
         assert said in result.text
     over.set()
-    assert (await ToolFunctions(["execute_python"]).call("execute_python", '{"code": "print(6*7)"}')).text == "42"
+
+
+async def test_python_of_the_model_runs_in_the_sandbox(bubblewrap):
+    call = functools.partial(ToolFunctions(["execute_python"]).call, "execute_python")
+    assert (await call('{"code": "print(6*7)"}')).text == "42"
+    assert "Permission" in (await call('{"code": "import os; os.fork()"}')).text
+
+
+async def test_a_sandbox_that_is_missing_is_no_answer_for_the_model():
+    with sandboxed("nowhere"), pytest.raises(ConfigError, match="there is no sandbox 'nowhere'"):
+        await ToolFunctions(["execute_python"]).call("execute_python", '{"code": "print(6*7)"}')
 
 
 def test_tools_that_cannot_be_offered_are_refused():

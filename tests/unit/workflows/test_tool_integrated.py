@@ -10,6 +10,8 @@ from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelResponse
 from rollwright.workflows.tool_integrated import SYSTEM_PROMPT, ToolIntegratedWorkflow, parse_script
 
+pytestmark = pytest.mark.usefixtures("bubblewrap")
+
 TOKENIZER = build_character_tokenizer()
 
 
