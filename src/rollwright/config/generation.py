@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -32,7 +33,7 @@ def _second_name(name: str) -> Any:
 class GenerationHyperparameters:
     """How one request is sampled.
 
-    Log-probabilities are those of the temperature-scaled softmax before top-p, top-k, min-p, bias and penalties; greedy counts as
+    Log-probabilities are those of the temperature-scaled softmax before top-p, top-k, min-p, bias, penalties and grammars; greedy counts as
     temperature 1.
     """
 
@@ -50,6 +51,9 @@ class GenerationHyperparameters:
         1.0, "Divides the logit, or multiplies a negative one, of each token of the prompt and the output.", gt=0.0, le=10.0
     )
     logit_bias: dict[int, float] = key_from(dict, "Added to the logits of these token ids.")
+    json_schema: str | None = key(None, "JSON Schema, as JSON text, that the output has to follow.")
+    regex: str | None = key(None, "Regular expression that the whole output has to match.")
+    grammar: str | None = key(None, "Lark grammar (in llguidance's dialect) that the output has to follow; built-in engine.")
     stop: list[str] | None = key(None, "Strings that end a request; the tokens of the string are kept in output_tokens.")
     stop_token_ids: list[int] = key_from(list, "Token ids that end a request; kept in output.")
     ignore_eos: bool = key(False, "Go on after the end token (forced lengths, benchmarks).")
@@ -59,6 +63,8 @@ class GenerationHyperparameters:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             self.stop = [self.stop]
+        if isinstance(self.json_schema, dict):
+            self.json_schema = json.dumps(self.json_schema)
         if any(isinstance(token, str) for token in self.logit_bias):  # as JSON has them
             self.logit_bias = {int(token): bias for token, bias in self.logit_bias.items()}
 

@@ -25,11 +25,13 @@ class Wire:
     Attributes:
         key: the server's name in ``sampling_params``; None where the field acts on this side.
         shifts_logprobs: the server's log-probabilities are taken after this parameter was applied, unlike the contract.
+        inside: the value goes into an object, under this name.
         refusal: the reason why a value cannot be honoured at all, or None.
     """
 
     key: str | None
     shifts_logprobs: bool = False
+    inside: str | None = None
     refusal: Callable[[GenerationHyperparameters], str | None] = lambda gconfig: None
 
 
@@ -119,13 +121,19 @@ class ParameterTable:
             "presence_penalty": gconfig.presence_penalty or None,
             "repetition_penalty": None if gconfig.repetition_penalty == 1.0 else gconfig.repetition_penalty,
             "logit_bias": {str(token): bias for token, bias in gconfig.logit_bias.items()} or None,
+            "json_schema": gconfig.json_schema,
+            "regex": gconfig.regex,
+            "grammar": gconfig.grammar,
             "stop": list(gconfig.stop) if gconfig.stop else None,
             "stop_token_ids": list(gconfig.stop_token_ids) or None,
             "ignore_eos": gconfig.ignore_eos,
             "skip_special_tokens": gconfig.skip_special_tokens,
             "seed": seed,
         }
-        named = {key: value for name, value in values.items() if value is not None and (key := self.wire(name).key)}
+        wires = {name: self.wire(name) for name, value in values.items() if value is not None}
+        named = {
+            wire.key: {wire.inside: values[name]} if wire.inside else values[name] for name, wire in wires.items() if wire.key
+        }
         return named | dict(self.always or {})
 
 

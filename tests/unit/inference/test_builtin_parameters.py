@@ -1,5 +1,6 @@
 """The third engine of the table of generation parameters: what each field does in the built-in one, or that it is refused."""
 
+import re
 from dataclasses import fields
 
 import pytest
@@ -83,6 +84,21 @@ def logit_bias(sample, engine):
     assert sample(logit_bias={7: 1e4}) == [[7] * LENGTH] * len(SEEDS)
 
 
+def json_schema(sample, engine):
+    outputs = sample(json_schema='{"enum": [12, 34]}', ignore_eos=False)
+    assert {engine.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in outputs} == {"12", "34"}
+
+
+def regex(sample, engine):
+    outputs = sample(regex="a+b", ignore_eos=False, max_new_tokens=40)
+    assert all(re.fullmatch("a+b", engine.tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in outputs)
+
+
+def grammar(sample, engine):
+    outputs = sample(grammar='start: "yes" | "no"', ignore_eos=False)
+    assert {engine.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in outputs} == {"yes", "no"}
+
+
 def stop(sample, engine):
     first = engine.tokenizer.decode(sample(greedy=True)[0][:1])
     assert {len(tokens) for tokens in sample(greedy=True, stop=[first])} == {1}
@@ -112,7 +128,8 @@ def seed(sample, engine):
 
 
 CASES = {case.__name__: case for case in (n_samples, max_new_tokens, min_new_tokens, greedy, temperature, top_p, top_k, min_p,
-                                          frequency_penalty, presence_penalty, repetition_penalty, logit_bias, stop, stop_token_ids, ignore_eos, skip_special_tokens, seed)}  # fmt: skip
+                                          frequency_penalty, presence_penalty, repetition_penalty, logit_bias,
+                                          json_schema, regex, grammar, stop, stop_token_ids, ignore_eos, skip_special_tokens, seed)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(GenerationHyperparameters)])

@@ -257,7 +257,8 @@ def test_stop_strings_are_left_out_of_the_text(client):
         ("chat/completions", {"messages": ASK, "max_tokens": 0}, 400, "max_tokens"),
         ("chat/completions", {"messages": ASK, "presence_penalty": 5}, 400, "presence_penalty"),
         ("completions", {"prompt": "hi", "logit_bias": {"hi": 1}}, 400, "logit_bias"),
-        ("chat/completions", {"messages": ASK, "response_format": {"type": "json_object"}}, 400, "response_format"),
+        ("chat/completions", {"messages": ASK, "response_format": {"type": "xml"}}, 400, "response_format"),
+        ("chat/completions", {"messages": ASK, "response_format": {"type": "json_schema"}}, 400, "response_format"),
         ("chat/completions", {"messages": ASK, "tool_choice": "required"}, 400, "tool_choice"),
         (
             "chat/completions",
@@ -296,6 +297,8 @@ GIVEN = {
     **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "stream", "logprobs"), True),
     **dict.fromkeys(("return_token_ids", "add_generation_prompt", "continue_final_message", "echo"), True),
     "top_logprobs": 4,
+    "parallel_tool_calls": False,
+    "response_format": {"type": "json_object"},
     **{"messages": ASK, "stop_token_ids": [1], "tools": TOOLS, "tool_choice": "auto", "best_of": 1},
     **{"stream_options": {"include_usage": True}, "chat_template_kwargs": {"x": 1}, "logit_bias": {"3": 1.0}},
 }
@@ -315,7 +318,7 @@ def test_every_parameter_is_honoured_ignored_or_refused(body, other):
     base = {"messages": ASK} if body is Chat else {"prompt": "x"}
     assert {*body.model_fields, *body.neutral} - {*other.model_fields, *other.neutral} == ALONE[body]
     for name in body.model_fields:
-        read = {3: 1.0} if name == "logit_bias" else GIVEN[name]
+        read = {"logit_bias": {3: 1.0}, "response_format": '{"type": "object"}'}.get(name, GIVEN[name])
         assert body.of({**base, name: GIVEN[name]}).given()[name] == read
         with pytest.raises(RequestError, match=name):
             body.of({**base, name: object()})

@@ -72,6 +72,11 @@ class VLLMClient(RemoteClient):
             "presence_penalty": Wire("presence_penalty", shifts_logprobs=True),
             "repetition_penalty": Wire("repetition_penalty", shifts_logprobs=True),
             "logit_bias": Wire("logit_bias", shifts_logprobs=True),
+            "json_schema": Wire("structured_outputs", shifts_logprobs=True, inside="json"),
+            "regex": Wire("structured_outputs", shifts_logprobs=True, inside="regex"),
+            "grammar": Wire(
+                None, refusal=lambda gconfig: "which grammars it takes depends on its settings; use json_schema or regex"
+            ),
             "stop": "stop",
             "stop_token_ids": "stop_token_ids",
             "ignore_eos": "ignore_eos",

@@ -6,6 +6,7 @@ counterpart: only a value that asks for nothing is taken). Any other is refused 
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi import Request
@@ -153,7 +154,7 @@ class Sampling(SamplingBody):
     neutral = {
         **_none("beam_width", "stream_interval", value=1),
         **_none("custom_params", value={}),
-        **_none("json_schema", "regex", "ebnf", "structural_tag", value=""),
+        **_none("ebnf", "structural_tag", value=""),
         "stop_regex": (("", []), "this server has no such thing"),
         "watermark": ((), "this server has no such thing"),
     }
@@ -161,6 +162,9 @@ class Sampling(SamplingBody):
     max_new_tokens: int = Field(128, ge=0)
     min_new_tokens: int = Field(0, ge=0)
     stop: str | list[str] | None = Field(None, description="text or a list of texts")
+    json_schema: str | None = None
+    regex: str | None = None
+    grammar: str | None = None
     no_stop_trim: bool = False
     sampling_seed: Seed | None = None
     spaces_between_special_tokens: bool = True
@@ -168,6 +172,7 @@ class Sampling(SamplingBody):
     def gconfig(self) -> GenerationHyperparameters:
         """The generation arguments; ``n_samples`` holds n."""
         same = self.model_dump(exclude={"n", "no_stop_trim", "sampling_seed", "spaces_between_special_tokens"})
+        same |= {name: same[name] or None for name in ("json_schema", "regex", "grammar")}
         gconfig = GenerationHyperparameters(**same, n_samples=self.n, seed=self.sampling_seed)
         return gconfig if limits_top_k(gconfig) else gconfig.new(top_k=0)
 
@@ -298,12 +303,27 @@ class OpenAIBody(SamplingBody):
         return value
 
 
+def _response_schema(given: dict[str, Any]) -> str | None:
+    """The JSON Schema that a ``response_format`` (or the Responses protocol's ``text.format``) asks for; None: free text."""
+    kind = given.get("type")
+    if kind == "text":
+        return None
+    schema: Any = {"type": "object"}
+    if kind == "json_schema":
+        schema = (given.get("json_schema") or given).get("schema")
+    if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
+        raise RequestError(
+            f"response_format={given!r:.200} cannot be honoured: it has to be {{'type': 'text'}}, {{'type': 'json_object'}} or "
+            "{'type': 'json_schema', 'json_schema': {'name': …, 'schema': {…}}}.",
+            param="response_format",
+        )
+    return json.dumps(schema)
+
+
 class Chat(OpenAIBody):
     """``/v1/chat/completions``."""
 
     neutral = {
-        "parallel_tool_calls": ((True,), "the number of calls cannot be limited"),
-        "response_format": (({"type": "text"},), "decoding is not constrained"),
         "functions": (([],), "use tools"),
         "function_call": (("auto", "none"), "use tool_choice"),
         "modalities": ((["text"],), "the server gives text"),
@@ -316,6 +336,10 @@ class Chat(OpenAIBody):
     top_logprobs: Alternatives = 0
     tools: list[Any] = []
     tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    response_format: Annotated[dict[str, Any], AfterValidator(_response_schema)] | None = Field(
+        None, description="an object with the type text, json_object or json_schema"
+    )
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
     continue_final_message: bool = False

@@ -103,12 +103,14 @@ class ToolConvention:
         parse: the text without the calls, and the calls.
         opening: how a call begins, up to its function's name.
         arguments_key: what the arguments are called.
+        closing: how one call ends, whatever follows; None: there is no such mark.
     """
 
     marks: tuple[str, ...]
     parse: Callable[[str], tuple[str, list[ToolCall]]]
     opening: str
     arguments_key: str = "arguments"
+    closing: str | None = None
 
     def beginning_of_call(self, function: str | None) -> str:
         """The text that a reply begins with where it has to call ``function``, or some function (None)."""
@@ -171,7 +173,9 @@ def _parse_bare(text: str) -> tuple[str, list[ToolCall]]:
     return (stripped, calls) if calls else (text, [])
 
 
-HERMES = ToolConvention(("<tool_call>",), _parse_tagged, '<tool_call>\n{"name": "')  # Hermes, Qwen 2.5 and 3
+HERMES = ToolConvention(
+    ("<tool_call>",), _parse_tagged, '<tool_call>\n{"name": "', closing="</tool_call>"
+)  # Hermes, Qwen 2.5 and 3
 MISTRAL = ToolConvention(("[TOOL_CALLS]",), _parse_bracketed, '[TOOL_CALLS][{"name": "')
 # Llama 3: the whole answer is the JSON
 LLAMA = ToolConvention(("<|python_tag|>", "{"), _parse_bare, '{"name": "', "parameters")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from types import MethodType
@@ -280,10 +281,40 @@ class OpenAIProtocol:
             max_new_tokens=max(1, given),
             min_new_tokens=fields.get("min_tokens", defaults.min_new_tokens),
             greedy=defaults.greedy and "temperature" not in fields,
-            stop=[stop] if isinstance(stop, str) else stop,
+            stop=[*([stop] if isinstance(stop, str) else stop or []), *self._end_of_calls(fields)] or None,
+            **self._grammar(fields),
             skip_special_tokens=fields.get("skip_special_tokens", True),
             **{name: fields[name] for name in _SAMPLING if name in fields},
         )
+
+    def _end_of_calls(self, fields: dict[str, Any]) -> list[str]:
+        """What ends a reply after its first tool call, where no more are wanted."""
+        if fields.get("parallel_tool_calls", True) or not self._tools(fields):
+            return []
+        if self.convention.closing is None:
+            raise RequestError(
+                "parallel_tool_calls=false cannot be honoured: the calls of this model's template have no mark at their end.",
+                param="parallel_tool_calls",
+            )
+        return [self.convention.closing]
+
+    def _grammar(self, fields: dict[str, Any]) -> dict[str, str]:
+        """The generation argument that makes a reply follow ``response_format``; a tool call stays possible beside it."""
+        schema = fields.get("response_format")
+        if schema is None or not self._tools(fields):
+            return {} if schema is None else {"json_schema": schema}
+        if self._begun(fields):
+            raise RequestError("response_format cannot be honoured where tool_choice forces a call.", param="response_format")
+        if "{" in self.convention.marks:
+            said = "response_format cannot be honoured beside tools: a call of this model's template begins like any JSON."
+            raise RequestError(said, param="response_format")
+        marks = " | ".join(map(self._in_grammar, self.convention.marks))
+        return {"grammar": f"start: answer | call\nanswer: %json {schema}\ncall: ({marks}) /(.|\\n)*/\n"}
+
+    def _in_grammar(self, mark: str) -> str:
+        """A text in a Lark grammar of llguidance, where special tokens have no text."""
+        ids = self.tokenizer.encode(mark, add_special_tokens=False)
+        return f"<[{ids[0]}]>" if len(ids) == 1 and ids[0] in self.tokenizer.all_special_ids else json.dumps(mark)
 
     # -- answers -------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What changes the scores of one sequence before a token is drawn: a bias and penalties.
+"""What changes the scores of one sequence before a token is drawn: a bias, penalties and a grammar.
 
 Log-probabilities are taken before, so a sequence without an adjustment pays nothing and one with it gives the same.
 """
@@ -9,18 +9,22 @@ import torch
 from torch import Tensor
 
 from rollwright.config.generation import GenerationHyperparameters
+from rollwright.errors import EngineError
+from rollwright.inference.backends.builtin.grammar import Grammar
 
 
 class Adjustment:
-    """Bias and penalties of one sequence, in vLLM's order: bias, repetition, frequency, presence.
+    """Bias, penalties and grammar of one sequence, in vLLM's order: bias, repetition, frequency, presence; the grammar last.
 
     Args:
         gconfig: of the request.
         prompt: counts for the repetition penalty (as in Transformers and vLLM), not for the other two (as in OpenAI's).
+        grammar: of the output; None where it is free.
     """
 
-    def __init__(self, gconfig: GenerationHyperparameters, prompt: list[int]) -> None:
+    def __init__(self, gconfig: GenerationHyperparameters, prompt: list[int], grammar: Grammar | None) -> None:
         self._gconfig = gconfig
+        self._grammar = grammar
         self._prompt = prompt
         self._state: tuple[Tensor, Tensor, Tensor] | None = None  # made with the first token: many requests wait before that
 
@@ -32,13 +36,28 @@ class Adjustment:
 
     def take(self, token: int) -> None:
         """Note the newest output token."""
-        assert self._state is not None
-        counts_V, seen_V, _ = self._state
-        counts_V[token] += 1
-        seen_V[token] = True
+        if self._state is not None:
+            counts_V, seen_V, _ = self._state
+            counts_V[token] += 1
+            seen_V[token] = True
+        if self._grammar is not None:
+            self._grammar.take(token)
+
+    @property
+    def error(self) -> EngineError | None:
+        """Why the sequence cannot go on; None: it can."""
+        if self._grammar is None or not self._grammar.error:
+            return None
+        return EngineError(f"The grammar of the request cannot be followed further: {self._grammar.error:.500}")
 
     def apply(self, scores_V: Tensor) -> None:
         """Change logits that were divided by the temperature, in place."""
+        if self.is_wanted(self._gconfig):
+            self._punish(scores_V)
+        if self._grammar is not None:
+            self._grammar.mask(scores_V)
+
+    def _punish(self, scores_V: Tensor) -> None:
         gconfig, temperature = self._gconfig, self._gconfig.effective_temperature
         if self._state is None:
             seen_V = torch.zeros_like(scores_V, dtype=torch.bool)

@@ -21,6 +21,7 @@ from rollwright.inference.backends.builtin.adjustment import Adjustment
 from rollwright.inference.backends.builtin.batch import Chunk, RowTable, Sequence, StopStrings, branch_visibility
 from rollwright.inference.backends.builtin.cache import KeptPrefix, KVCache, PrefixCache, PrefixIndex
 from rollwright.inference.backends.builtin.general_model import GeneralModel
+from rollwright.inference.backends.builtin.grammar import grammar_of
 from rollwright.inference.backends.builtin.model import ModelRunner
 from rollwright.inference.request import ModelRequest
 
@@ -327,8 +328,9 @@ class RequestIntake:
             position_delta=delta,
             stop_strings=StopStrings(tokenizer, gconfig.stop) if gconfig.stop else None,
         )
-        if Adjustment.is_wanted(gconfig):
-            sequence.adjustment = Adjustment(gconfig, request.input_ids)
+        grammar = grammar_of(gconfig, tokenizer, runner.vocabulary, self._end_ids)
+        if grammar or Adjustment.is_wanted(gconfig):
+            sequence.adjustment = Adjustment(gconfig, request.input_ids, grammar)
         if request.branch_ids is not None:
             branches = torch.from_numpy(sequence.branch_ids())
             hidden = ~branch_visibility(branches[-1:], branches)[0]

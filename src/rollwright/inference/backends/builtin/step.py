@@ -123,12 +123,19 @@ class Stepper:
                 matches[index] = match
         ends = stops | (rows["generated"] >= rows["max_new_tokens"])
         ends[list(matches)] = True
+        failed = {
+            index: error
+            for index in rows["is_adjusted"].nonzero()[0].tolist()
+            if (adjustment := running[first + index].adjustment) and (error := adjustment.error)
+        }
+        ends[list(failed)] = True
         responses: list[Finished] = []
         for index in reversed(ends.nonzero()[0].tolist()):  # from the last row down: fewer rows are moved, and none that ends
             sequence = running[first + index]
             match = int(rows["last_token"][index]) if stops[index] else matches.get(index)
             self.scheduler.remove(sequence, keep=True)
-            responses.append((sequence, sequence.response("length" if match is None else "stop", match)))
+            response = sequence.response("length" if match is None else "stop", match)
+            responses.append((sequence, failed.get(index, response)))
         self._counts["finished"] += len(responses)
         finished += responses[::-1]
 

@@ -1,0 +1,141 @@
+"""Grammars: which tokens may come next, so that an output is JSON, matches a regular expression, or follows a Lark grammar.
+
+The work is llguidance's: masks take well under a millisecond, and it needs neither torch nor a compiled automaton of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.errors import EngineError
+
+#: The generation arguments that give a grammar; a request has at most one of them.
+GRAMMARS = ("json_schema", "regex", "grammar")
+
+
+class Grammar:
+    """What one output has to follow.
+
+    Args:
+        matcher: of llguidance, at the beginning.
+    """
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    @property
+    def error(self) -> str:
+        """Why the grammar could not be followed further (it grew too complex); empty: it could."""
+        return self._matcher.get_error()
+
+    def mask(self, scores_V: Tensor) -> None:
+        """Leave only tokens that may come next, in place; at the end only the end tokens."""
+        allowed = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        if not self.error:
+            allowed_V = torch.from_numpy(allowed[: len(scores_V)]).to(scores_V.device, torch.bool)
+            scores_V.masked_fill_(~allowed_V, float("-inf"))
+
+    def take(self, token: int) -> None:
+        """The token that came."""
+        self._matcher.consume_token(token)
+
+
+def grammar_of(gconfig: GenerationHyperparameters, tokenizer: Any, vocabulary: int, end_ids: set[int]) -> Grammar | None:
+    """The grammar that a request asks for; None where it asks for none.
+
+    Args:
+        gconfig: of the request.
+        tokenizer: the model's; None: there is none.
+        vocabulary: of the model.
+        end_ids: that end the output where the grammar allows it.
+
+    Raises:
+        EngineError: the grammar is wrong, or cannot be honoured together with another argument.
+    """
+    asked = [name for name in GRAMMARS if getattr(gconfig, name) is not None]
+    if not asked:
+        return None
+    name, text = asked[0], getattr(gconfig, asked[0])
+    refusals = {
+        f"with {asked[-1]}: give one of them": len(asked) > 1,
+        "without a tokenizer: give one to the engine": tokenizer is None,
+        "with ignore_eos: an output that follows a grammar ends with the end token": gconfig.ignore_eos,
+        "with min_new_tokens: where the grammar is at its end, only the end token is left": gconfig.min_new_tokens > 0,
+        "with a model that has no end token": not end_ids,
+    }
+    if refusal := next((words for words, applies in refusals.items() if applies), None):
+        raise EngineError(f"{name} cannot be honoured {refusal}.")
+    return Grammar(_matcher(name, text, tokenizer, vocabulary, tuple(sorted(end_ids))).deep_copy())
+
+
+@functools.lru_cache(maxsize=128)
+def _matcher(name: str, text: str, tokenizer: Any, vocabulary: int, end_ids: tuple[int, ...]) -> Any:
+    """A matcher at its beginning; making one takes milliseconds, copying it microseconds."""
+    tokens = _tokens(tokenizer, vocabulary, end_ids)
+    from llguidance import LLMatcher
+
+    make = {
+        "json_schema": LLMatcher.grammar_from_json_schema,
+        "regex": LLMatcher.grammar_from_regex,
+        "grammar": LLMatcher.grammar_from_lark,
+    }
+    try:
+        matcher = LLMatcher(tokens, make[name](text), log_level=0)
+        error = matcher.get_error()
+    except ValueError as wrong:  # it is no JSON
+        error = str(wrong)
+    if error:
+        raise EngineError(f"{name}={text!r:.200} cannot be honoured: {error:.500}")
+    return matcher
+
+
+@functools.lru_cache(maxsize=4)
+def _tokens(tokenizer: Any, vocabulary: int, end_ids: tuple[int, ...]) -> Any:
+    """The texts of all tokens, as llguidance wants them; it takes about a second for a large vocabulary."""
+    try:
+        from llguidance import LLTokenizer, TokenizerWrapper
+    except ModuleNotFoundError as error:
+        raise EngineError(
+            f"{', '.join(GRAMMARS)} need the package llguidance, which is not installed: pip install 'rollwright[grammar]'."
+        ) from error
+    size = max(vocabulary, len(tokenizer))
+    try:
+        return LLTokenizer(json.dumps(_backend(tokenizer)), n_vocab=size, eos_token=list(end_ids))
+    except (AttributeError, ValueError):  # no fast tokenizer, or one whose tokens are no bytes: its own texts then
+        return LLTokenizer(TokenizerWrapper(_DecodedTokens(tokenizer, size, end_ids)), n_vocab=size, eos_token=list(end_ids))
+
+
+def _backend(tokenizer: Any) -> dict[str, Any]:
+    """The tokenizer's file, without padding and truncation."""
+    return json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
+
+
+class _DecodedTokens:
+    """The tokens of a tokenizer whose texts only have to be joined: one of characters, for example."""
+
+    def __init__(self, tokenizer: Any, size: int, end_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id, self.bos_token_id = end_ids[0], None
+        self.special_token_ids = sorted({*tokenizer.all_special_ids, *end_ids})
+        texts = [self._text([token]) for token in range(len(tokenizer))]
+        ordinary = [token for token in range(len(tokenizer)) if token not in self.special_token_ids][:64]
+        if self._text(ordinary) != "".join(texts[token] for token in ordinary):
+            raise EngineError(
+                f"{', '.join(GRAMMARS)} cannot be honoured with this tokenizer: the text of several tokens is not that of each, "
+                "joined. Byte-level tokenizers can be used."
+            )
+        self.tokens = [text.encode() for text in texts] + [b""] * (size - len(texts))
+
+    def _text(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        text = text.decode(errors="replace") if isinstance(text, bytes) else text
+        return self._tokenizer.encode(text, add_special_tokens=False)
