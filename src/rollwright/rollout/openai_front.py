@@ -4,8 +4,8 @@ An agent is given a ``base_url`` and an API key of its own. It needs no change a
 key is answered by the engine of its run and recorded token for token. A key that nobody was given, or whose run has ended, is
 refused with 401.
 
-The routes: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions`` and ``/v1/responses`` (tools, streams), and
-``POST /v1/rewards`` for agents that score themselves. ``OpenAIAgentWorkflow`` makes a workflow of an agent.
+The routes: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``, ``/v1/responses`` and ``/v1/messages``
+(tools, streams), and ``POST /v1/rewards`` for agents that score themselves. ``OpenAIAgentWorkflow`` makes a workflow of an agent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rollwright.workflows.task_runner import AbandonableThreads
 try:
     from fastapi import FastAPI, Request
 
-    from rollwright.inference.server.exchange import RequestError, Routes, bearer_token
+    from rollwright.inference.server.exchange import RequestError, Routes, given_key
     from rollwright.inference.server.openai import ROUTES
     from rollwright.inference.server.service import ServerThread, make_service
     from rollwright.inference.server.settings import ServiceSettings
@@ -176,7 +176,7 @@ def _application(front: OpenAIFront, settings: ServiceSettings) -> FastAPI:
             front = held()
             if front is None:
                 raise RequestError("The OpenAI front has ended.", status=401, kind="authentication_error")
-            return await serve(front.episode_of(bearer_token(request)), request)
+            return await serve(front.episode_of(given_key(request.headers)), request)
 
         return answer
 

@@ -23,6 +23,7 @@ Event = dict[str, Any]
 class ChatProtocol(Protocol):
     """What a dialect needs of the protocol that serves chats."""
 
+    tokenizer: Any
     model_name: str
     responses: Any  #: what ``/v1/responses`` keeps
 

@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -177,10 +178,10 @@ async def _read(request: Request) -> tuple[Any, int]:
         raise RequestError(f"The body is not JSON: {error}.") from error
 
 
-def bearer_token(request: Request) -> str | None:
-    """The bearer token of a request, or None."""
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    return token.strip() or None if scheme.lower() == "bearer" else None
+def given_key(headers: Headers) -> str | None:
+    """The key of a request, as a bearer token or as Anthropic's clients send it; None where it has none."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return (token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")) or None
 
 
 async def beside_the_loop(request: Request, size: int, work: Callable[..., Result], *arguments: Any) -> Result:

@@ -35,6 +35,7 @@ from rollwright.inference.server.exchange import (
     read_object,
     while_connected,
 )
+from rollwright.inference.server.messages import MESSAGES_ROUTES
 from rollwright.inference.server.openai_answer import (
     CHAT,
     COMPLETION,
@@ -388,4 +389,5 @@ ROUTES = (
     ("POST", "/v1/completions", OpenAIProtocol.completions, Completion),
     ("POST", "/v1/chat/completions", OpenAIProtocol.chat, Chat),
     *RESPONSES_ROUTES,
+    *MESSAGES_ROUTES,
 )

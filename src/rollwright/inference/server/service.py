@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rollwright import __version__
 from rollwright.errors import ConfigError
 from rollwright.inference.network import allow_many_connections
-from rollwright.inference.server.exchange import RequestError, Routes, error_response
+from rollwright.inference.server.exchange import RequestError, Routes, error_response, given_key
 from rollwright.inference.server.settings import LOOPBACK, ServiceSettings
 
 #: Paths that need no key: they say nothing but that the service lives.
@@ -75,11 +75,10 @@ class Guard:
                         status=403,
                         kind="permission_error",
                     )
-        if key and scope["path"] not in _OPEN_PATHS:
-            given = headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
-                said = "The request carries no valid key: send the header Authorization: Bearer KEY."
-                return RequestError(said, status=401, kind="authentication_error")
+        is_known = not key or hmac.compare_digest((given_key(headers) or "").encode(), key.encode())
+        if not is_known and scope["path"] not in _OPEN_PATHS:
+            said = "The request carries no valid key: send the header Authorization: Bearer KEY (or x-api-key: KEY)."
+            return RequestError(said, status=401, kind="authentication_error")
         if not length.isdecimal() or len(length) > 15 or int(length) > self.settings.max_body_bytes:
             return self._too_large()
         if int(length) or "transfer-encoding" in headers:
