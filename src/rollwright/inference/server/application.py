@@ -17,7 +17,7 @@ from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.server.control import Control, ServerMetrics
 from rollwright.inference.server.exchange import RequestError
 from rollwright.inference.server.native import NativeProtocol
-from rollwright.inference.server.openai import OpenAIProtocol
+from rollwright.inference.server.openai import ROUTES, OpenAIProtocol
 from rollwright.inference.server.service import Guard, bind, make_service, run, url_of
 from rollwright.inference.server.settings import ServerSettings
 from rollwright.tracking.logging import getLogger
@@ -25,7 +25,9 @@ from rollwright.tracking.logging import getLogger
 logger = getLogger("ServeModel")
 
 #: Paths whose requests count against max_pending.
-_GENERATION_PATHS = frozenset({"/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
+_GENERATION_PATHS = frozenset(
+    {"/generate", *(path for method, path, *_ in ROUTES if method == "POST" and not path.endswith("/count_tokens"))}
+)
 
 #: Paths of SGLang that clients may try, and what to do instead.
 _REFUSED = {

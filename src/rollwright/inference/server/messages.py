@@ -17,7 +17,14 @@ from pydantic import ConfigDict, Field
 
 from rollwright.inference.server.bodies import Body, Chat
 from rollwright.inference.server.dialects import ChatProtocol, Dialect, Event, object_arguments, serve, text_or_parts
-from rollwright.inference.server.exchange import ClientGoneError, RequestError, as_request_error, beside_the_loop, read_object
+from rollwright.inference.server.exchange import (
+    ClientGoneError,
+    RequestError,
+    as_request_error,
+    beside_the_loop,
+    logger,
+    read_object,
+)
 from rollwright.inference.server.openai_answer import OpenAICall, usage_of
 
 #: Our finish reasons in the API's words; a stop string is told apart by its text.
@@ -194,9 +201,8 @@ def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
             case "text" | "image":
                 parts.append(_chat_part(block, at))
             case "tool_result" if role == "user":
-                text = block.get("content") or ""
-                inner = text if isinstance(text, str) else text_or_parts([_chat_part(part, at) for part in text])
-                results.append({"role": "tool", "tool_call_id": block.get("tool_use_id", ""), "content": inner})
+                text = _texts(block.get("content") or "", at)
+                results.append({"role": "tool", "tool_call_id": block.get("tool_use_id", ""), "content": text})
             case "tool_use" if role == "assistant":
                 arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
                 function = {"name": block.get("name"), "arguments": arguments}
@@ -228,8 +234,10 @@ def _chat_part(block: Any, where: str) -> dict[str, Any]:
     raise RequestError(f"{where} has a part of type {kind!r}; it has to be text, or an image as base64 or url.", param=where)
 
 
-def _texts(content: str | list[dict[str, Any]], where: str) -> Any:
-    return content if isinstance(content, str) else text_or_parts([_chat_part(block, where) for block in content])
+def _texts(content: Any, where: str) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    return text_or_parts([_chat_part(block, where) for block in (content if isinstance(content, list) else [content])])
 
 
 def _chat_tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
@@ -252,9 +260,11 @@ def _chat_tool_choice(choice: dict[str, Any]) -> Any:
             return kind  # auto or none; what is neither is refused by the chat
 
 
-def _chat_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+def _chat_format(given: Any) -> dict[str, Any] | None:
     if given is None:
         return None
+    if not isinstance(given, dict):
+        raise RequestError(f"output_config.format={given!r:.100}; it has to be an object.", param="output_config")
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given.get("schema"), "strict": True}}
 
 
@@ -277,6 +287,8 @@ def _with_its_errors(handle: Handler) -> Handler:
         except ClientGoneError:
             raise
         except Exception as error:  # whatever it is, the client is told
+            if as_request_error(error).status == 500:
+                logger.exception("%s failed", request.url.path)
             return JSONResponse(_error(error), status_code=as_request_error(error).status)
 
     return answer
@@ -299,7 +311,7 @@ async def count_tokens(protocol: ChatProtocol, request: Request) -> dict[str, in
 
 #: Anthropic's clients add /v1 to their base_url, OpenAI's do not: an agent that is given one base_url reaches both.
 MESSAGES_ROUTES = tuple(
-    ("POST", f"{prefix}/messages{rest}", handler)
+    ("POST", f"{prefix}/messages{rest}", handler, MessagesBody)
     for prefix in ("/v1", "/v1/v1")
     for rest, handler in (("", create_message), ("/count_tokens", count_tokens))
 )

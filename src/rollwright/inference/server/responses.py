@@ -282,14 +282,14 @@ def messages_of(items: list[dict[str, Any]], kept: KeptResponses) -> list[dict[s
         where = f"input[{index}]"
         if item.get("type") == "item_reference":
             item = kept.item(item.get("id"), where)
-        match item.get("type", "message"):
+        match item.get("type") or "message":
             case "message" if item.get("role") == "assistant":
                 assistant("content")["content"] = _content(item.get("content"), where)
             case "message":
                 messages.append({"role": item.get("role"), "content": _content(item.get("content"), where)})
             case "reasoning":
                 parts = item.get("content") or item.get("summary") or []
-                assistant("reasoning_content")["reasoning_content"] = "".join(part.get("text", "") for part in parts)
+                assistant("reasoning_content")["reasoning_content"] = _content(parts, where)
             case "function_call":
                 function = {"name": item.get("name"), "arguments": item.get("arguments", "")}
                 call = {"id": item.get("call_id", ""), "type": "function", "function": function}
@@ -312,7 +312,9 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
     parts: list[dict[str, Any]] = []
     for index, part in enumerate(content if isinstance(content, list) else [content]):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind in ("input_text", "output_text", "text") and isinstance(part.get("text"), str):
+        if kind in ("input_text", "output_text", "text", "reasoning_text", "summary_text") and isinstance(
+            part.get("text"), str
+        ):
             parts.append({"type": "text", "text": part["text"]})
         elif kind == "refusal":
             parts.append({"type": "text", "text": part.get("refusal", "")})
@@ -341,8 +343,8 @@ def _chat_tool_choice(choice: str | dict[str, Any]) -> Any:
     return choice  # what is none of the known is refused by the chat
 
 
-def _chat_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    if given is None or given.get("type") != "json_schema":
+def _chat_format(given: Any) -> Any:
+    if not isinstance(given, dict) or given.get("type") != "json_schema":
         return given
     return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
 
