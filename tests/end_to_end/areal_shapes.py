@@ -334,3 +334,60 @@ class LangChainAgent:
         response = await llm.ainvoke(data["messages"])
         reward_fn = AsyncRewardWrapper(equal_reward)
         return await reward_fn(completions=response.content or "", answer=data["answer"])
+
+
+class LangChainToolAgent:
+    """langchain's agent with a tool, which it may call."""
+
+    def __init__(self, **kwargs):
+        self.kwargs = kwargs
+
+    async def run(self, data: dict, **extra_kwargs) -> float:
+        from langchain.agents import create_agent
+        from langchain.tools import tool
+        from langchain_openai import ChatOpenAI
+
+        @tool
+        def add(a: float, b: float) -> float:
+            """Add two numbers."""
+            return a + b
+
+        llm = ChatOpenAI(
+            model="default",
+            base_url=extra_kwargs["base_url"],
+            api_key=extra_kwargs["api_key"],
+            max_tokens=self.kwargs.get("max_completion_tokens", 16),
+        )
+        agent = create_agent(model=llm, tools=[add], system_prompt="Use the tools.")
+        result = await agent.ainvoke({"messages": [{"role": "user", "content": data["messages"][-1]["content"]}]})
+        reward_fn = AsyncRewardWrapper(equal_reward)
+        return await reward_fn(completions=result["messages"][-1].content, answer=data["answer"])
+
+
+class AgentsSDKAgent:
+    """The openai-agents package with a tool and a provider of its own, as it comes: by the Responses protocol."""
+
+    def __init__(self, **kwargs):
+        self.kwargs = kwargs
+
+    async def run(self, data: dict, **extra_kwargs) -> float:
+        from agents import Agent, ModelSettings, OpenAIProvider, RunConfig, Runner, SQLiteSession, function_tool
+        from openai import AsyncOpenAI
+
+        @function_tool
+        def add(a: float, b: float) -> float:
+            """Add two numbers."""
+            return a + b
+
+        client = AsyncOpenAI(base_url=extra_kwargs["base_url"], api_key=extra_kwargs["api_key"], max_retries=0)
+        run_config = RunConfig(
+            model_provider=OpenAIProvider(openai_client=client),
+            model="default",
+            tracing_disabled=True,
+            model_settings=ModelSettings(**self.kwargs),
+        )
+        agent = Agent(name="Calculator", instructions="Use the tools.", tools=[add])
+        content = data["messages"][-1]["content"]
+        result = await Runner.run(agent, input=content, session=SQLiteSession("sums"), run_config=run_config)
+        reward_fn = AsyncRewardWrapper(equal_reward)
+        return await reward_fn(completions=str(result.final_output), answer=data["answer"])

@@ -161,6 +161,8 @@ def test_a_customised_workflow_with_a_tool(sampled, tiny_model):
         (shapes.PersistentAgent, "openai", {"max_turns": 2, "max_completion_tokens": 6}),
         (shapes.MessagesAgent, "anthropic", {"max_tokens": 6}),
         (shapes.LangChainAgent, "langchain_openai", {"max_completion_tokens": 6}),
+        (shapes.LangChainToolAgent, "langchain", {"max_completion_tokens": 6}),
+        (shapes.AgentsSDKAgent, "agents", {"max_tokens": 1500}),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
