@@ -43,7 +43,7 @@ def _new_model(config: NewModelConfig) -> str:
 def _supervised(config: SFTConfig) -> str:
     until = ""
     if config.stop_accuracy is not None:
-        until = f", until accuracy on {_rows(config.valid_dataset)} reaches {config.stop_accuracy:g}"
+        until = f", until the mean reward on {_rows(config.valid_dataset)} reaches {config.stop_accuracy:g}"
     what = "preferences" if isinstance(config, DPOConfig) else "completions"
     return f"train {config.model.path} on the {what} of {_rows(config.train_dataset)}, {_length(config)}{until}"
 
