@@ -16,7 +16,9 @@ import httpx
 import psutil
 import pytest
 
+from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError
+from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.launcher import Launcher
 
 #: A server that starts a child and a grandchild in the background, as real ones do, and says their process ids.
@@ -212,3 +214,17 @@ def test_no_process_is_left_however_the_owner_ends(server_script, tmp_path, endi
         process.wait()
         for child in forked:
             child.kill()
+
+
+def test_a_client_is_told_at_once_which_of_its_servers_ended(server_script, tmp_path):
+    """The other one lives: waiting for the one that is gone would take all of ``setup_timeout``."""
+    dies = "import time; time.sleep(0.5); print('out of memory'); raise SystemExit(3)"
+    with Launcher(tmp_path) as launcher:
+        commands = [[sys.executable, str(server_script)], [sys.executable, "-c", dies]]
+        addresses = launcher.start(lambda host, port, index: [*commands[index], str(port)], count=2)
+        client = SGLangClient(RolloutConfig(setup_timeout=300), addresses=addresses)
+        client.own(launcher)
+        started = time.monotonic()
+        with pytest.raises(EngineError, match=rf"{addresses[1]} ended with status 3\.[\s\S]*out of memory"):
+            client.initialize()
+        assert time.monotonic() - started < 120

@@ -222,11 +222,18 @@ class Launcher:
             with self._lock:
                 self.servers[place] = self._starters[place](find_free_ports(1)[0])
 
-    def check(self) -> None:
-        """Raises:
-        EngineError: all servers have ended; the end of the last one's log is quoted.
+    def check(self, address: str | None = None) -> None:
+        """See that a server lives.
+
+        Args:
+            address: of the server; None: that any lives.
+
+        Raises:
+            EngineError: it has ended, or all have; the end of the (last one's) log is quoted.
         """
         ended = [server for server in self.servers if server.exit_status is not None]
+        if one := next((server for server in ended if server.address == address), None):
+            raise one.error(f"ended with status {one.exit_status}")
         if ended and len(ended) == len(self.servers):
             raise ended[-1].error(f"ended with status {ended[-1].exit_status}, and no other is left")
 

@@ -201,7 +201,7 @@ class RemoteRequests(InferenceEngine):
         """Close ``resource`` (servers that were started for this client) when this client is destroyed.
 
         Args:
-            resource: has ``close()``, ``check()`` that raises when no server of it is left, and ``weights_root``, a directory
+            resource: has ``close()``, ``check(address)`` that raises when that server, or all of it, has ended, and ``weights_root``, a directory
                 that is shared with them.
         """
         self._owned.append(resource)
@@ -219,7 +219,7 @@ class RemoteRequests(InferenceEngine):
         started = time.monotonic()
         while not self._is_healthy(server):
             for launched in self._owned:
-                launched.check()
+                launched.check(server.address)
             if command := ended_child(server.address):
                 raise EngineError(
                     f"The server at {server.address} ended before it was healthy: no child of this process runs the command that "

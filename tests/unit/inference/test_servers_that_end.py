@@ -85,7 +85,7 @@ def test_other_addresses_are_waited_for(port, start):
 
 def test_servers_that_were_launched_for_the_client_say_why_they_ended(port):
     class Launched:
-        def check(self):
+        def check(self, address=None):
             raise EngineError("The end of server.log:\nno such model")
 
         def close(self): ...
