@@ -105,7 +105,7 @@ class TokenScorer(nn.Module):
         """
         ids_BL = batch["input_ids"]
         tree: PrefixTree | None = batch.get("prefix_tree")
-        inputs = model_inputs(batch, self.model) if tree is None else tree.inputs()
+        inputs = model_inputs(batch, self.model) if tree is None else tree_inputs(batch, tree, self.model)
         at = wanted_BL.nonzero(as_tuple=True)
         labels_T = ids_BL[at]
         temperature_B = batch.get("temperature")
@@ -216,6 +216,29 @@ def model_inputs(batch: Trajectory, model: nn.Module) -> dict[str, Any]:
     return inputs
 
 
+def tree_inputs(batch: Trajectory, tree: PrefixTree, model: nn.Module) -> dict[str, Any]:
+    """Arguments of a Hugging Face model for the distinct tokens of a micro-batch, whose rows are in the tree's order.
+
+    A picture is computed once, with the row that is the first to have its tokens. Positions of tokens and pictures are those of the rows.
+    """
+    pictures = batch.get(MULTI_MODAL) or []
+    if not any(pictures):
+        return tree.inputs()
+    padded = model_inputs({name: value for name, value in batch.items() if name != "prefix_tree"}, model)
+    inputs = tree.inputs() | {"input_ids": padded["input_ids"].reshape(-1)[tree.sources][None]}
+    stands_BL = torch.isin(padded["input_ids"], torch.tensor(picture_ids(model.config), device=tree.place.device))
+    computes_B = (stands_BL & ~tree.repeated).any(1).tolist()
+    first = [entry if computes else None for entry, computes in zip(pictures, computes_B, strict=True)]
+    inputs |= _picture_inputs(first, inputs["input_ids"], model)
+    if (
+        hasattr(model.base_model, "get_rope_index") and "position_ids" not in padded
+    ):  # rotary positions of pictures have three axes
+        wanted = inspect.signature(model.base_model.get_rope_index).parameters  # type: ignore[operator, arg-type]
+        positions_3BL, _ = model.base_model.get_rope_index(**{k: v for k, v in padded.items() if k in wanted})  # type: ignore[operator]
+        inputs["position_ids"] = positions_3BL.flatten(1)[:, tree.sources][:, None]
+    return inputs
+
+
 #: Processor outputs that go with the tokens; the trainer's rows have their own.
 _TOKEN_OUTPUTS = {"input_ids", "attention_mask", "mm_token_type_ids"}
 
@@ -228,9 +251,14 @@ def _without_sampled_images(batch: Trajectory, config: Any) -> Tensor:
     ids_BL = batch["input_ids"]
     if batch.get("loss_mask") is None:
         return ids_BL
-    names = ("image_token_id", "video_token_id")
-    images = torch.tensor([i for i in (getattr(config, n, None) for n in names) if i is not None], device=ids_BL.device)
+    images = torch.tensor(picture_ids(config), dtype=torch.long, device=ids_BL.device)
     return ids_BL.masked_fill(torch.isin(ids_BL, images) & (batch["loss_mask"] > 0), 0)
+
+
+def picture_ids(config: Any) -> list[int]:
+    """Tokens that stand for images and videos, by a model's configuration."""
+    found = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
+    return [token for token in found if token is not None]
 
 
 def _picture_inputs(entries: list[dict[str, Tensor] | None], ids_BL: Tensor, model: nn.Module) -> dict[str, Tensor]:

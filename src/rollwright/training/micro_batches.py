@@ -15,9 +15,10 @@ from torch import Tensor
 
 from rollwright.config.sections import MicroBatchSpec, TrainEngineConfig
 from rollwright.errors import TrainingError
-from rollwright.experience.trajectory import MULTI_MODAL, Trajectory, row_lengths, select_rows
+from rollwright.experience.trajectory import Trajectory, row_lengths, select_rows
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
+from rollwright.training.logprobs import picture_ids
 from rollwright.training.prefix_tree import SortedRows
 from rollwright.training.prefix_tree import build as build_tree
 from rollwright.training.tree_attention import use_tree_attention, why_not
@@ -55,10 +56,11 @@ class PrefixSharing:
             TrainingError: with shared prefixes the log-probabilities are others.
         """
         share = not self._is_off and self._is_possible(scorer.model, batch)
-        parts = micro_batches(batch, self.config.mb_spec, share_prefixes=share)
+        options = {"share_prefixes": share, "picture_ids": picture_ids(scorer.model.config)}
+        parts = micro_batches(batch, self.config.mb_spec, **options)
         most = parallel.largest(len(parts), batch["input_ids"].device)
         if most != len(parts):
-            parts = micro_batches(batch, self.config.mb_spec, at_least=most, share_prefixes=share)
+            parts = micro_batches(batch, self.config.mb_spec, at_least=most, **options)
         if share and not self.is_proven:
             self._prove(scorer, parts)
             if self._is_off:
@@ -69,8 +71,6 @@ class PrefixSharing:
         """The same on every rank."""
         device = batch["input_ids"].device
         reason = why_not(model, parallel.largest(batch["input_ids"].shape[1], device))
-        if parallel.largest(int(any(batch.get(MULTI_MODAL) or [])), device):
-            reason = "rows have images"
         if reason is None:
             use_tree_attention(model)
         elif reason != self._said:
@@ -147,7 +147,12 @@ def split_rows(lengths: Sequence[int], spec: MicroBatchSpec, *, at_least: int = 
 
 
 def micro_batches(
-    batch: Trajectory, spec: MicroBatchSpec, *, at_least: int = 1, share_prefixes: bool = False
+    batch: Trajectory,
+    spec: MicroBatchSpec,
+    *,
+    at_least: int = 1,
+    share_prefixes: bool = False,
+    picture_ids: Sequence[int] = (),
 ) -> list[tuple[torch.Tensor, Trajectory]]:
     """The micro-batches of a batch, each with the indices of its rows.
 
@@ -156,6 +161,7 @@ def micro_batches(
         spec: the budget, in padded tokens, or in distinct ones where prefixes are shared.
         at_least: a smallest number of micro-batches (that of the rank with the most).
         share_prefixes: give each micro-batch its ``prefix_tree``, where that leaves out a tenth of the padded tokens or more.
+        picture_ids: tokens that stand for pictures.
 
     An empty micro-batch (see ``split_rows``) is row 0 over one column: it is computed, because every rank must take part
     in a sharded forward pass, and its indices are empty so that nothing of it counts.
@@ -163,7 +169,7 @@ def micro_batches(
     lengths = row_lengths(batch).clamp(min=1).tolist()
     device = batch["input_ids"].device
     parts = split_rows(lengths, spec, at_least=at_least)
-    rows = SortedRows(batch) if share_prefixes and len(lengths) > 1 else None
+    rows = SortedRows(batch, picture_ids) if share_prefixes and len(lengths) > 1 else None
     if rows is not None and rows.distinct <= _WORTH_SHARING * sum(len(part) * lengths[part[0]] for part in parts if part):
         parts = rows.parts(spec, at_least=at_least)
     else:

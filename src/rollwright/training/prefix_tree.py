@@ -55,6 +55,7 @@ class PrefixTree:
         position_ids: ``[1, T]``.
         place: ``[B, L]``, where each row's token is in the layout; 0 at padding.
         predictor: ``[B, L]``, where the token is that predicts it; 0 in the first column and at padding.
+        sources: ``[T]``, which of the ``B * L`` tokens of the rows each is.
         repeated: ``[B, L]`` bool, the tokens that the row shares with the row before it.
         calls: what attends together.
         back: ``[T]``, where each token is among the outputs of all calls.
@@ -67,6 +68,7 @@ class PrefixTree:
     position_ids: Tensor
     place: Tensor
     predictor: Tensor
+    sources: Tensor
     repeated: Tensor
     calls: list[AttentionCall]
     back: Tensor
@@ -94,6 +96,7 @@ class SortedRows:
 
     Args:
         batch: ``input_ids [B, L]`` and, where there are, ``attention_mask``, ``position_ids``, ``branch_ids``, ``group_ids``, pictures.
+        picture_ids: tokens that stand for pictures. A row shares those of all its pictures or of none.
 
     Attributes:
         order: row numbers.
@@ -101,7 +104,7 @@ class SortedRows:
         shared: tokens that each has in common with the row before it, in that order; 0 for the first.
     """
 
-    def __init__(self, batch: Trajectory) -> None:
+    def __init__(self, batch: Trajectory, picture_ids: Sequence[int] = ()) -> None:
         ids_BL = batch["input_ids"].cpu().numpy()
         rows, columns_L = range(len(ids_BL)), np.arange(ids_BL.shape[1])
         lengths_B = row_lengths(batch).clamp(min=1).cpu().numpy()
@@ -120,6 +123,10 @@ class SortedRows:
         equal_BL = (here_BLK[1:] == here_BLK[:-1]).all(-1) & (pictures_B[1:] == pictures_B[:-1])[:, None]
         equal_BL &= columns_L < np.minimum(self.lengths[1:], self.lengths[:-1])[:, None]
         self.shared = np.concatenate([[0], np.logical_and.accumulate(equal_BL, axis=1).sum(1)]).astype(np.int64)
+        for row in np.flatnonzero(pictures_B):
+            places = np.flatnonzero(np.isin(ids_BL[self.order[row]], picture_ids))
+            if len(places) and places[0] < self.shared[row] <= places[-1]:
+                self.shared[row] = places[0]
 
     @property
     def distinct(self) -> int:
@@ -219,26 +226,22 @@ def build(batch: Trajectory, shared: Sequence[int] | None = None) -> PrefixTree:
         sources.append((row, common, length))
         tokens += length - common
         before = row
-    ids_T = np.concatenate([ids_BL[row, common:length] for row, common, length in sources])
-    positions_T = np.concatenate([positions_BL[row, common:length] for row, common, length in sources])
-
+    sources_T = np.concatenate([row * ids_BL.shape[1] + np.arange(common, length) for row, common, length in sources])
     calls = [_call(part, device) for part in _together(runs)]
     places_T = torch.cat([call.places for call in calls])
     back_T = torch.empty_like(places_T)
     back_T[places_T] = torch.arange(tokens, device=device)
-    branches_T = None
-    if branches is not None:
-        branches_T = np.concatenate([branches[row, common:length] for row, common, length in sources])
     return PrefixTree(
-        input_ids=_put(ids_T[None], device),
-        position_ids=_put(positions_T[None], device),
+        input_ids=_put(ids_BL.ravel()[sources_T][None], device),
+        position_ids=_put(positions_BL.ravel()[sources_T][None], device),
         place=_put(place_BL, device),
         predictor=_put(predictor_BL, device),
+        sources=_put(sources_T, device),
         repeated=_put(repeated_BL, device),
         calls=calls,
         back=back_T,
         ends=_put(_ends(sources, tokens), device),
-        branches=None if branches_T is None else _put(branches_T, device),
+        branches=None if branches is None else _put(branches.ravel()[sources_T], device),
     )
 
 

@@ -80,3 +80,32 @@ def test_rows_with_and_without_images(model, max_tokens):
             logits = model(input_ids=one, attention_mask=torch.ones_like(one), **extra).logits[0, :-1]
         expected = logits.log_softmax(-1).gather(-1, one[0, 1:, None])[:, 0]
         torch.testing.assert_close(scores[number, 1 : len(row)], expected, atol=2e-6, rtol=0)
+
+
+def test_samples_of_one_picture_compute_it_once(model, monkeypatch):
+    grid = torch.tensor([[1, 4, 4]])
+    one, other = (torch.randn(16, 48, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    prompt = [1, 2, 62] + [IMAGE] * 4 + [63, 3]
+    rows = torch.tensor([[*prompt, 10 + sample, 20, 30 + sample] for sample in range(6)])
+    batch = {
+        "input_ids": rows,
+        "attention_mask": torch.ones_like(rows),
+        "group_ids": torch.arange(6) // 3,
+        "multi_modal_inputs": [{"pixel_values": one if row < 3 else other, "image_grid_thw": grid} for row in range(6)],
+    }
+    seen = []
+    features = model.model.visual.forward
+    monkeypatch.setattr(
+        model.model.visual, "forward", lambda pixels, *a, **k: (seen.append(len(pixels)), features(pixels, *a, **k))[1]
+    )
+    scores = {}
+    for share in (True, False):
+        actor = FSDPPPOActor(PPOActorConfig(device="cpu", share_prefixes=share), model=model)
+        actor.initialize()
+        if share:
+            actor.compute_logp(batch)  # proves itself
+            assert actor._sharing.is_proven
+        seen.clear()
+        scores[share] = actor.compute_logp(batch)
+        assert seen == [32 if share else 96]  # rows of pixels, 16 a picture
+    torch.testing.assert_close(scores[True], scores[False], atol=2e-6, rtol=0)

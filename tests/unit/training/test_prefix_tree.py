@@ -197,6 +197,7 @@ def test_what_a_tree_holds_does_not_grow_with_the_square_of_a_row():
     assert held < 2 * 8 * 402
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_blocks_for_gpus_see_what_the_calls_see(softcap):
     rows = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8, 6], [1, 2, 3, 4, 5, 6, 1], [2, 2, 3]]
