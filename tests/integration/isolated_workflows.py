@@ -4,6 +4,7 @@ import os
 import time
 
 from rollwright import Workflow
+from rollwright.processes.sandbox import sandbox_name
 from rollwright.workflows.registry import WORKFLOWS
 
 
@@ -38,6 +39,16 @@ class Hanging(Workflow):
                 time.sleep(60)
             except BaseException:
                 continue
+
+
+class Scripting(Workflow):
+    """Says which sandbox its scripts would run in."""
+
+    def run(self):
+        (experience,) = self.model.chat([{"role": "user", "content": "1"}])
+        experience.reward = 0.0
+        experience.info = {"sandbox": sandbox_name()}
+        return [experience]
 
 
 class Failing(Workflow):

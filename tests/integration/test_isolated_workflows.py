@@ -99,6 +99,15 @@ def test_the_time_limit_kills_what_hangs(tiny_model, tokenizer, tmp_path):
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("isolation", ["process", "thread"])
+def test_scripts_run_in_the_sandbox_of_the_run(tiny_model, tokenizer, isolation):
+    made = TasksetConfig(workflow="isolated_workflows.Scripting", isolation=isolation, isolated_processes=1)
+    made.gconfig = GenerationHyperparameters(max_new_tokens=4)
+    with engine_of(tiny_model, tokenizer, sandbox="unsafe") as rollout:
+        batch = rollout.rollout_batch([{"question": "1+1="}], workflow=TaskRunner([made], tokenizer))
+    assert batch["details"][0]["info"]["sandbox"] == "unsafe"
+
+
 def test_what_a_workflow_raises_and_how_it_dies_is_told(tiny_model, tokenizer):
     with engine_of(tiny_model, tokenizer) as rollout:
         with pytest.raises(RolloutError, match="the price is wrong"):
