@@ -1,8 +1,8 @@
 """Inside a jail: a Python that has started already and forks itself for each script. Standard library only.
 
 ``jails`` sends this file to the jail as text: nothing of ours is there. A request is a line of JSON on standard input: ``source``,
-``stdin``, the ``limits``, the ``roots`` that scripts may write to (the first is the working directory) and ``filter``, the seccomp
-program that refuses new processes, in base 16. The answer is a line on standard output. The end of standard input ends the jail.
+``stdin``, the ``limits``, the ``roots`` that scripts may write to (the first is the working directory) and ``filters``, the
+seccomp programs that scripts are put under, in base 16. The answer is a line on standard output. The end of standard input ends the jail.
 
 In a jail of its own (``bubblewrap``, a container) this is process 1: no script can kill, stop or trace it, and one call ends
 whatever a script left behind.
@@ -193,13 +193,13 @@ def _become_script(request: dict[str, Any], streams: list[int]) -> None:
         directory = request["roots"][0]
         os.chdir(directory)
         os.environ.update(HOME=directory, TMPDIR=directory)
-        _limit(request["limits"], bytes.fromhex(request["filter"]))
+        _limit(request["limits"], [bytes.fromhex(program) for program in request["filters"]])
     except BaseException:  # whatever happens, this is no second server
         traceback.print_exc()
         os._exit(1)
 
 
-def _limit(limits: dict[str, Any], program: bytes) -> None:
+def _limit(limits: dict[str, Any], programs: list[bytes]) -> None:
     wanted = {
         resource.RLIMIT_CPU: int(limits["seconds"]) + 2,
         resource.RLIMIT_FSIZE: limits["file_bytes"],
@@ -215,7 +215,7 @@ def _limit(limits: dict[str, Any], program: bytes) -> None:
         resource.setrlimit(kind, (value, value))
     if _IS_ALONE:
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1)
-    if program:
+    for program in programs:
         kept = ctypes.create_string_buffer(program, len(program))
         pointer = struct.pack("@HP", len(program) // 8, ctypes.addressof(kept))
         if ctypes.CDLL(None).prctl(_PR_SET_SECCOMP, 2, pointer):

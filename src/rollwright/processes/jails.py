@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -107,8 +107,10 @@ class Jail:
         command: starts ``jail_server`` in its surroundings.
         limits: of each script.
         roots: directories that scripts may write to, as the jail sees them; the first is the working directory.
-        filter: the program that takes processes away from scripts; empty: none.
+        filters: programs of system calls that scripts are put under.
         pass_fds: descriptors that the command needs.
+        environment: of the command.
+        patience: seconds that the command gets to end by itself, when its input has ended, before it is killed.
         explain: what a failed start means, by what the command said.
         clean: what is left to do when the jail has ended.
     """
@@ -119,12 +121,15 @@ class Jail:
         limits: SandboxLimits,
         roots: Sequence[str],
         *,
-        filter: bytes = b"",
+        filters: Sequence[bytes] = (),
         pass_fds: Sequence[int] = (),
+        environment: Mapping[str, str] = _ENVIRONMENT,
+        patience: float = 0.0,
         explain: Callable[[str], str] = str,
         clean: Callable[[], Any] | None = None,
     ) -> None:
-        self._settings = {"roots": list(roots), "filter": filter.hex()}
+        self._settings = {"roots": list(roots), "filters": [program.hex() for program in filters]}
+        self._patience = patience
         self._limits, self._explain, self._clean = limits, explain, clean
         self._closing = threading.Lock()
         self._socket, theirs = socket.socketpair()
@@ -136,7 +141,7 @@ class Jail:
                     stdout=theirs.fileno(),
                     stderr=subprocess.PIPE,
                     cwd="/",
-                    env=_ENVIRONMENT,
+                    env=environment,
                     pass_fds=pass_fds,
                     start_new_session=True,
                 )
@@ -200,14 +205,18 @@ class Jail:
         """End the jail and all that is in it, without waiting. Any thread may call this, at any time."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # who waits for an answer hears of it
-        if self.is_alive:
+        if self.is_alive and not self._patience:
             kill_tree(self._process.pid)
 
     def close(self) -> None:
         """End the jail and all that is in it. Idempotent."""
         self.kill()
         with self._closing:
-            self._process.wait()
+            try:
+                self._process.wait(self._patience or None)
+            except subprocess.TimeoutExpired:
+                kill_tree(self._process.pid)
+                self._process.wait()
             self._socket.close()
             self._process.stderr.close()  # type: ignore[union-attr]
             clean, self._clean = self._clean, None
@@ -256,7 +265,7 @@ class Bubblewrap:
                 command,
                 limits,
                 ["/tmp", "/dev/shm"],
-                filter=b"" if limits.processes else no_processes,
+                filters=[] if limits.processes else [no_processes],
                 pass_fds=[theirs.fileno()],
                 explain=_why_bubblewrap_fails,
             )
@@ -286,6 +295,7 @@ class Container:
             *(f"--network={'bridge' if limits.network else 'none'}", f"--memory={memory}", f"--memory-swap={memory}"),
             *(f"--shm-size={_SHARED_BYTES}", f"--tmpfs=/tmp:size={limits.disk_bytes},mode=1777"),
             *(f"--env={key}={value}" for key, value in _ENVIRONMENT.items() if key != "PATH"),
+            *(["--read-only-tmpfs=false"] if self.program == "podman" else []),  # it would add places to write to
             *(self.image, *_server("python3")),
         ]
         remove = functools.partial(subprocess.run, [program, "rm", "--force", name], capture_output=True)
@@ -293,7 +303,9 @@ class Container:
             command,
             limits,
             ["/tmp", "/dev/shm"],
-            filter=b"" if limits.processes else _filters()[1],
+            filters=_filters()[: 1 if limits.processes else 2],
+            patience=_GRACE_SECONDS,  # a client that is killed while it starts a container leaves it running
+            environment=os.environ,  # where its daemon and its images are; scripts get what --env says
             explain=lambda said: f"{self.program} says {said!r}; does '{self.program} run --rm {self.image} python3 -V' work?",
             clean=remove,
         )
@@ -325,6 +337,7 @@ def make_sandbox(name: str) -> Sandbox:
     )
 
 
+@functools.cache
 def _server(python: str) -> list[str]:
     return [python, "-I", "-c", Path(__file__).with_name("jail_server.py").read_text(encoding="utf-8")]
 
