@@ -43,7 +43,7 @@ class ConversationTokens:
         for count in range(len(messages) - 1, 0, -1):
             if messages[count - 1]["role"] != "assistant":
                 continue
-            ids = self._turns.get(_key(messages[:count], tools))
+            ids = self._turns.get(_key(messages[:count], tools))  # with the reasoning that is given, or without any
             added = None if ids is None else self._text_after(messages, count, ids, tools)
             if ids is not None and added is not None:
                 self.continued += 1
@@ -59,24 +59,27 @@ class ConversationTokens:
         output_ids: Sequence[int],
         tools: list[dict[str, Any]] | None = None,
     ) -> None:
-        """Keep the tokens of ``reply`` to ``messages``, for the request that goes on from them."""
-        key = _key([plain_message(message) for message in [*messages, reply]], tools)
-        self._turns[key] = [*prompt_ids, *output_ids]
+        """Keep the tokens of ``reply`` to ``messages``, for the request that goes on from them.
+
+        The request may give the reply's reasoning in a field of its own or in the text, with other white space around it, or
+        leave it out.
+        """
+        plain = [plain_message(message) for message in [*messages, reply]]
+        for given in (plain, [*plain[:-1], _without_reasoning(plain[-1])]):
+            self._turns[_key(given, tools)] = [*prompt_ids, *output_ids]
 
     def _text_after(
         self, messages: list[dict[str, Any]], count: int, ids: list[int], tools: list[dict[str, Any]] | None
     ) -> str | None:
         """What the template puts after the sampled tokens of reply ``count - 1``; None where it rewrites what came before."""
-        before = self._render(messages[: count - 1], tools, True)
-        marked = [*messages[: count - 1], {"role": "assistant", "content": _SENTINEL}]
-        with_marked = self._render(marked, tools, False)
-        full = self._render([*marked, *messages[count:]], tools, True)
-        if _SENTINEL not in with_marked or not with_marked.startswith(before) or not full.startswith(with_marked):
+        before = self._render(messages[: count - 1], tools, True).rstrip().removesuffix("<think>").rstrip()
+        marked = [*messages[: count - 1], {"role": "assistant", "content": _SENTINEL}, *messages[count:]]
+        head, sentinel, added = self._render(marked, tools, True).rpartition(_SENTINEL)
+        if not sentinel or not head.startswith(before):
             return None
-        closing = with_marked.rsplit(_SENTINEL, 1)[1]
         if ids[-1] in {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id, *self.tokenizer.all_special_ids}:
-            closing = closing.removeprefix(self.tokenizer.decode(ids[-1:], skip_special_tokens=False))
-        return closing + full[len(with_marked) :]
+            added = added.removeprefix(self.tokenizer.decode(ids[-1:], skip_special_tokens=False))
+        return added
 
     def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, generation_prompt: bool) -> str:
         return self.tokenizer.apply_chat_template(
@@ -110,6 +113,26 @@ def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
+def _without_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "content": _reasoning_and_text(message)[1], "reasoning_content": ""}
+
+
+def _reasoning_and_text(message: dict[str, Any]) -> tuple[str, Any]:
+    """The reasoning of an assistant's message, wherever it is given, and what it says."""
+    reasoning, content = message.get("reasoning_content") or "", message["content"]
+    if not reasoning and isinstance(content, str) and "</think>" in content:
+        before, _, after = content.partition("</think>")
+        before = before.strip()
+        if before.startswith("<think>") or "<think>" not in before:
+            reasoning, content = before.removeprefix("<think>"), after.lstrip()
+    return reasoning.strip(), content
+
+
 def _key(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-    bare = [{key: value for key, value in message.items() if key != "tool_call_id"} for message in messages]
+    bare = []
+    for message in messages:
+        entry = {key: value for key, value in message.items() if key not in ("tool_call_id", "reasoning_content")}
+        if message["role"] == "assistant":
+            entry["reasoning"], entry["content"] = _reasoning_and_text(message)
+        bare.append(entry)
     return json.dumps([bare, tools], sort_keys=True, ensure_ascii=False, default=str)

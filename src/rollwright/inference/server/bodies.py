@@ -341,6 +341,7 @@ class Chat(OpenAIBody):
         None, description="an object with the type text, json_object or json_schema"
     )
     chat_template_kwargs: dict[str, Any] = {}
+    separate_reasoning: bool = Field(True, description="true or false: false leaves the reasoning in the text")
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 

@@ -47,6 +47,7 @@ from rollwright.inference.server.openai_answer import (
 )
 from rollwright.inference.server.prompts import PromptReader
 from rollwright.inference.server.responses import RESPONSES_ROUTES, KeptResponses
+from rollwright.inference.server.text_stream import ReasoningSplit
 
 #: Sampling parameters that have the generation argument's name.
 _SAMPLING = (
@@ -269,7 +270,14 @@ class OpenAIProtocol:
             samples_nothing=fields.get("max_tokens") == 0,
             return_token_ids=bool(fields.get("return_token_ids")),
             keep_stop=bool(fields.get("include_stop_str_in_output")),
+            separates_reasoning=endpoint == CHAT and self._separates_reasoning(fields),
+            begins_reasoning=self.tokenizer.decode(prompts[0][-8:]).rstrip().endswith(ReasoningSplit.OPENING),
         )
+
+    def _separates_reasoning(self, fields: dict[str, Any]) -> bool:
+        """Whether the model's template knows reasoning, and nobody asked to leave it in the text or begun a call."""
+        knows = ReasoningSplit.OPENING in str(getattr(self.tokenizer, "chat_template", None))
+        return knows and fields.get("separate_reasoning", True) and not self._begun(fields)
 
     def _gconfig(self, fields: dict[str, Any], endpoint: str, prompt_length: int) -> GenerationHyperparameters:
         defaults, stop = self._defaults, fields.get("stop", self._defaults.stop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import itertools
 import time
 import uuid
@@ -12,7 +13,7 @@ from typing import Any
 
 from rollwright.inference.request import ModelRequest, ModelResponse, version_spans
 from rollwright.inference.server.chat import ToolCall, ToolConvention
-from rollwright.inference.server.text_stream import TextStream, completion_text, held_back
+from rollwright.inference.server.text_stream import ReasoningSplit, TextStream, completion_text, held_back
 
 CHAT, COMPLETION = "chat", "completion"
 
@@ -48,6 +49,8 @@ class OpenAICall:
     samples_nothing: bool = False  # the prompt is scored, and nothing more
     return_token_ids: bool = False
     keep_stop: bool = False
+    separates_reasoning: bool = False
+    begins_reasoning: bool = False  # the prompt has opened it
 
     @property
     def is_chat(self) -> bool:
@@ -64,15 +67,30 @@ class OpenAICall:
         return self.prefix + self.id
 
 
-def usage_of(call: OpenAICall) -> dict[str, int]:
+def usage_of(call: OpenAICall) -> dict[str, Any]:
     """Tokens of a call; a prompt that is sampled several times counts once."""
     prompt_tokens = sum(len(request.input_ids) for request in call.requests) // call.samples
     completion_tokens = sum(len(response.output_tokens) for response in call.responses)
-    return {
+    usage: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
+    if call.separates_reasoning:
+        reasoning = sum(map(_reasoning_tokens, call.requests, call.responses, call.choices))
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return usage
+
+
+def _reasoning_tokens(request: ModelRequest, response: ModelResponse, choice: dict[str, Any]) -> int:
+    """How many tokens end with the one that closes the reasoning; all where none does."""
+    if "reasoning_content" not in choice["message"]:
+        return 0
+
+    def closed(count: int) -> bool:
+        return ReasoningSplit.CLOSING in request.tokenizer.decode(response.output_tokens[:count], skip_special_tokens=False)
+
+    return bisect.bisect_left(range(len(response.output_tokens)), True, key=closed)
 
 
 def logprobs_of(
@@ -125,6 +143,10 @@ def _without(text: str, marks: list[str]) -> str:
     return text
 
 
+def _split_of(call: OpenAICall, special: list[str]) -> ReasoningSplit | None:
+    return ReasoningSplit(call.begins_reasoning, special) if call.separates_reasoning else None
+
+
 def answer_choice(
     call: OpenAICall, index: int, response: ModelResponse, tokenizer: Any, convention: ToolConvention
 ) -> dict[str, Any]:
@@ -147,10 +169,15 @@ def answer_choice(
     if not call.is_chat:
         text = call.echoed(index, tokenizer) + text
         return choice | ({"prompt_token_ids": request.input_ids} if call.return_token_ids else {}) | {"text": text}
+    split = _split_of(call, _special_texts(tokenizer) if call.tools and skips else [])
+    if split is not None:
+        _, text = split.push(text, is_last=True)
     if call.tools:
         text, calls = convention.parse(call.begun + text.removesuffix(tokenizer.eos_token or ""))
         text = _without(text, _special_texts(tokenizer)) if skips else text
     message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
+    if split is not None and split.reasoning:
+        message["reasoning_content"] = split.reasoning
     if calls:
         message["tool_calls"] = [tool_call.as_openai() for tool_call in calls]
         if response.stop_reason == "stop":
@@ -170,19 +197,27 @@ class ChoiceStream:
             stop=None if call.keep_stop else gconfig.stop,
         )
         self.special = _special_texts(tokenizer) if call.tools and gconfig.skip_special_tokens else []
+        self.split = _split_of(call, self.special)
         self.sent_tokens = 0
-        self.sent_text = ""
+        self.sent_text = self.sent_reasoning = ""
         self.held = ""
         self.echo = call.echoed(index, tokenizer)  # not sent yet
         self.scores_prompt = call.echo
 
     def advance(self, response: ModelResponse) -> dict[str, Any] | None:
         """A chunk with what is new in ``response``; None where nothing is certain yet."""
-        piece = self._release(self._echo() + self.text.push(response.output_tokens[self.sent_tokens :]))
-        if not piece and not self.call.return_token_ids and not self.call.logprobs:
+        reasoning, piece = "", self._echo() + self.text.push(response.output_tokens[self.sent_tokens :])
+        if self.split is not None:
+            reasoning, piece = self.split.push(piece)
+            self.sent_reasoning += reasoning
+        piece = self._release(piece)
+        if not piece and not reasoning and not self.call.return_token_ids and not self.call.logprobs:
             self.sent_tokens = len(response.output_tokens)
             return None
-        return self._chunk(response, {"content": piece} if self.call.is_chat else {"text": piece})
+        delta = {"reasoning_content": reasoning} if reasoning else {}
+        if piece or not reasoning:
+            delta["content" if self.call.is_chat else "text"] = piece
+        return self._chunk(response, delta)
 
     def last(self, response: ModelResponse, complete: dict[str, Any]) -> list[dict[str, Any]]:
         """The chunks that end the choice; ``complete`` is the choice as it would stand in one answer."""
@@ -194,7 +229,10 @@ class ChoiceStream:
             message = complete["message"]
             content = message["content"] or ""
             rest = content[len(self.sent_text) :] if content.startswith(self.sent_text) else ""
+            thought = message.get("reasoning_content", "")
             delta: dict[str, Any] = {"content": rest} if rest else {}
+            if thought != self.sent_reasoning and thought.startswith(self.sent_reasoning):
+                delta["reasoning_content"] = thought[len(self.sent_reasoning) :]
             if message.get("tool_calls"):
                 delta["tool_calls"] = [{"index": i, **tool_call} for i, tool_call in enumerate(message["tool_calls"])]
             if delta or self.sent_tokens < len(response.output_tokens):

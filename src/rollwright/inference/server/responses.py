@@ -253,7 +253,7 @@ def _usage(call: OpenAICall) -> dict[str, Any]:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": usage.get("completion_tokens_details", {"reasoning_tokens": 0}),
         "total_tokens": usage["total_tokens"],
     }
 

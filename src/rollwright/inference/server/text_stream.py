@@ -1,4 +1,4 @@
-"""Text of tokens that arrive one by one: whole characters only, and nothing that may turn out to be a stop string."""
+"""Text of tokens that arrive one by one: whole characters only, nothing that may turn out to be a stop string, reasoning apart."""
 
 from __future__ import annotations
 
@@ -63,6 +63,54 @@ class TextStream:
         cut = min([len(self._pending) - held_back(self._pending, self._stop), *(at for at in newest if at >= 0)])
         released, self._pending = self._pending[:cut], self._pending[cut:]
         return released
+
+
+class ReasoningSplit:
+    """Divides a growing text into the model's reasoning, between ``<think>`` and ``</think>``, and what it says then.
+
+    The white space around both is left out.
+
+    Args:
+        is_open: the prompt ends with ``<think>``, so that the text begins inside.
+        special: texts of special tokens that are left out of the reasoning.
+    """
+
+    OPENING, CLOSING = "<think>", "</think>"
+
+    def __init__(self, is_open: bool, special: list[str] | None = None) -> None:
+        self._place = "inside" if is_open else "before"
+        self._special = special or []
+        self._held = ""
+        self.reasoning = ""  # so far
+
+    def push(self, piece: str, is_last: bool = False) -> tuple[str, str]:
+        """Take more text; returns what is certain now, of the reasoning and of what is said."""
+        self._held += piece
+        known = len(self.reasoning)
+        if self._place == "before":
+            begun = self._held.lstrip()
+            if begun.startswith(self.OPENING):
+                self._place, self._held = "inside", begun[len(self.OPENING) :]
+            elif is_last or not self.OPENING.startswith(begun):
+                self._place = "said"
+        if self._place == "inside":
+            inside, closing, after = self._held.partition(self.CLOSING)
+            if not closing and not is_last:
+                cut = len(inside) - held_back(inside, [self.CLOSING, *self._special])
+                inside, after = inside[: len(inside[:cut].rstrip())], inside[len(inside[:cut].rstrip()) :]
+            for mark in self._special:
+                inside = inside.replace(mark, "")
+            self.reasoning += inside if self.reasoning else inside.lstrip()
+            self._held = after
+            if closing or is_last:
+                self.reasoning = self.reasoning.rstrip()
+                self._place = "behind"
+        if self._place == "behind" and (said := self._held.lstrip()):
+            self._place, self._held = "said", said
+        said = ""
+        if self._place == "said":
+            said, self._held = self._held, ""
+        return self.reasoning[known:], said
 
 
 def completion_text(
