@@ -61,12 +61,13 @@ class ConversationTokens:
     ) -> None:
         """Keep the tokens of ``reply`` to ``messages``, for the request that goes on from them.
 
-        The request may give the reply's reasoning in a field of its own or in the text, with other white space around it, or
-        leave it out.
+        The request may give the reply's reasoning in a field of its own or in the text, with other white space around it. It may
+        leave it out where the reply had it in a field of its own.
         """
         plain = [plain_message(message) for message in [*messages, reply]]
-        for given in (plain, [*plain[:-1], _without_reasoning(plain[-1])]):
-            self._turns[_key(given, tools)] = [*prompt_ids, *output_ids]
+        forms = [plain, [*plain[:-1], {**plain[-1], "reasoning_content": ""}]] if reply.get("reasoning_content") else [plain]
+        for form in forms:
+            self._turns[_key(form, tools)] = [*prompt_ids, *output_ids]
 
     def _text_after(
         self, messages: list[dict[str, Any]], count: int, ids: list[int], tools: list[dict[str, Any]] | None
@@ -111,10 +112,6 @@ def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(json.JSONDecodeError):  # arguments that are no JSON are shown as the model wrote them
             arguments = json.loads(arguments)
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-
-
-def _without_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    return {**message, "content": _reasoning_and_text(message)[1], "reasoning_content": ""}
 
 
 def _reasoning_and_text(message: dict[str, Any]) -> tuple[str, Any]:

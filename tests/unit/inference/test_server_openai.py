@@ -297,7 +297,7 @@ GIVEN = {
     **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "stream", "logprobs"), True),
     **dict.fromkeys(("return_token_ids", "add_generation_prompt", "continue_final_message", "echo"), True),
     "top_logprobs": 4,
-    "parallel_tool_calls": False,
+    **dict.fromkeys(("parallel_tool_calls", "separate_reasoning"), False),
     "response_format": {"type": "json_object"},
     **{"messages": ASK, "stop_token_ids": [1], "tools": TOOLS, "tool_choice": "auto", "best_of": 1},
     **{"stream_options": {"include_usage": True}, "chat_template_kwargs": {"x": 1}, "logit_bias": {"3": 1.0}},
@@ -307,7 +307,7 @@ ALONE = {
     Chat: {
         *("messages", "max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt"),
         *("continue_final_message", "top_logprobs", "parallel_tool_calls", "response_format", "functions", "function_call"),
-        "modalities",
+        *("modalities", "separate_reasoning"),
     },
     Completion: {"prompt", "best_of", "echo", "suffix"},
 }

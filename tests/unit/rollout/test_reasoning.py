@@ -108,12 +108,19 @@ async def test_items_and_blocks_that_come_back_go_on(setting):
     assert len(episode.experiences(reward=1.0)) == 2  # one of each dialect
 
 
-async def test_it_stays_in_the_text_where_that_is_asked_for(setting):
+@pytest.mark.parametrize(("back", "experiences"), [("<think>1 and 2</think> 3", 1), ("3", 2)])
+async def test_it_stays_in_the_text_where_that_is_asked_for(setting, back, experiences):
     tokenizer, front, thought = setting
-    ask = {"model": "policy", "messages": ASK, "extra_body": {"separate_reasoning": False}}
+
+    def agent(client):
+        ask = {"model": "policy", "extra_body": {"separate_reasoning": False}}
+        assert client.chat.completions.create(messages=ASK, **ask).choices[0].message.content == thought + "3"
+        more = [*ASK, {"role": "assistant", "content": back}, {"role": "user", "content": "sure?"}]
+        client.chat.completions.create(messages=more, **ask)
+
     with front.episode(sample_engine(Script(tokenizer, thought + "3"))) as episode:
-        answer = await asyncio.to_thread(lambda: plain_client(episode).chat.completions.create(**ask))
-    assert answer.choices[0].message.content == thought + "3"
+        await asyncio.to_thread(agent, plain_client(episode))
+    assert len(episode.experiences(reward=1.0)) == experiences
 
 
 @given(
