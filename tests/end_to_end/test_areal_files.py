@@ -32,7 +32,6 @@ from rollwright.config.sections import TrainEngineConfig
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.data.vision import VISION_PIECES
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
-from rollwright.inference.server.openai import ROUTES
 from rollwright.training.model import load_model, new_vision_model
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=6, temperature=0.7, n_samples=2)
@@ -169,8 +168,6 @@ def test_a_customised_workflow_with_a_tool(sampled, tiny_model):
 def test_agents(sampled, tokenizer, agent, package, kwargs):
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"the package {package} is not installed")
-    if package == "anthropic" and not any("messages" in route[1] for route in ROUTES):
-        pytest.skip("the front does not speak the Messages protocol")
     workflow = OpenAIAgentWorkflow(agent, tokenizer, agent_kwargs=kwargs)
     try:
         rows, metrics = sampled(workflow)
