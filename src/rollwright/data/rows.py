@@ -194,6 +194,7 @@ def _saved_rows(directory: Path, split: str) -> Iterator[tuple[Row, str]]:
 
 def _hub_rows(path: str, split: str, name: str | None) -> Iterator[tuple[Row, str]]:
     import datasets
+    import datasets.config
 
     unreachable = _unreachable_hub()
     was_offline, datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE, bool(unreachable)
@@ -214,6 +215,7 @@ def _hub_rows(path: str, split: str, name: str | None) -> Iterator[tuple[Row, st
 def _unreachable_hub() -> str:
     """Why Hugging Face cannot be reached, found out within ``HUB_WAIT`` seconds; empty where it answers."""
     import datasets
+    import datasets.config
     import huggingface_hub
 
     if datasets.config.HF_HUB_OFFLINE:

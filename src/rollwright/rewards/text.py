@@ -166,8 +166,8 @@ def gsm8k_reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any = None, **_: Any
 ) -> float:
     """1 where the number after the completion's last ``####``, or else the one it states, is that of the GSM8K solution."""
-    _, mark, final = completion.rpartition("####")
-    return _same_number(first_number(final) if mark else stated_number(completion), answer)
+    marked = "####" in completion
+    return _same_number(first_number(gsm8k_answer(completion)) if marked else stated_number(completion), answer)
 
 
 @REWARD_FUNCTIONS.register_module("arithmetic_reward", runs_inline=True)
