@@ -64,6 +64,9 @@ def test_our_notebook_runs_from_top_to_bottom_and_ends_with_new_weights(tmp_path
         shutil.copytree(ROOT / "examples" / part, tmp_path / "examples" / part)
     notebook = nbformat.read(ROOT / "examples" / "search_agent.ipynb", as_version=4)
     text = execute(notebook, tmp_path, {"SEARCH_AGENT_DIR": str(tmp_path / "work")})
+    told = re.search(r"before training: mean reward ([\d.]+); in (\d+)% of the groups one episode is better", text)
+    assert 0.02 <= float(told[1]) <= 0.5, "the notebook says that it gets most names wrong, and knows the form"
+    assert int(told[2]) >= 10
     for step in range(1, 6):
         assert f"step {step}: reward" in text
         assert f"tokens sampled by version [{step - 1}]" in text

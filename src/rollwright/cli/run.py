@@ -41,10 +41,10 @@ def run(
 ) -> None:
     """Carry out a config: one stage, or each of its stages in order.
 
-    Keys are dotted paths, values are YAML: actor.optimizer.lr=1e-5, gconfig.stop=['</answer>'], valid_dataset=null. In a file
-    with stages, a key reaches every stage that has it, and stages.NAME.key=value one stage alone.
+    Keys are dotted paths, values are YAML: `actor.optimizer.lr=1e-5`, `gconfig.stop=['</answer>']`, `valid_dataset=null`. In a file
+    with stages, a key reaches every stage that has it, and `stages.NAME.key=value` one stage alone.
 
-    Everything that the run writes is in <cluster.fileroot>/<experiment_name>/<trial_name>/. Running the same command again
+    Everything that the run writes is in `<cluster.fileroot>/<experiment_name>/<trial_name>/`. Running the same command again
     after an interruption goes on where it stopped (recover.mode).
     """
     file, overrides = split_arguments([*(["--config", config] if config else []), *(arguments or [])])

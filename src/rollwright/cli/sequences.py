@@ -30,7 +30,7 @@ def sequences(
     temperature: Annotated[float, typer.Option(min=0.0, help="Softmax temperature; 0: greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Nucleus probability.")] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a response.")] = 200,
-    stop_after_answer: Annotated[bool, typer.Option(help="End a response after </answer>.")] = True,
+    stop_after_answer: Annotated[bool, typer.Option(help="End a response after `</answer>`.")] = True,
     seed: Annotated[int | None, typer.Option(help="Of the draw and of the sampling.")] = None,
     deterministic: Annotated[bool, typer.Option(help="Batch sizes never change on the way.")] = False,
     gen_batch_size: Annotated[str, typer.Option(help="Sequences decoded at once; a number, or auto.")] = "auto",

@@ -213,9 +213,11 @@ def _by_names(row: Row, where: str) -> Row:
                 return {**row, **task_of(row[prompt_key], row[answer_key], where)}
             text = str(_column(row, prompt_key, "prompt_key", where))
             return {**row, "messages": [{"role": "user", "content": text}], "answer": row[answer_key]}
+    if isinstance(row.get(_PLAIN.prompt_key), str):  # a reward may need no reference answer
+        return {**row, "messages": [{"role": "user", "content": row[_PLAIN.prompt_key]}]}
     raise DataError(
-        f"{where}: which column is the prompt? It has {', '.join(map(str, row)) or 'none'}. Name them in the dataset's format: "
-        "prompt_key and response_key, or prompt_type: messages and messages_key."
+        f"{where}: which column is the prompt? It has {', '.join(map(str, row)) or 'none'}. Name it in the dataset's format: "
+        "prompt_key, or prompt_type: messages and messages_key (and response_key where there is a reference answer)."
     )
 
 
@@ -243,9 +245,7 @@ def _pair(row: Row, layout: FormatConfig | None, where: str) -> Row:
     the last message, which is the reply.
     """
     names = layout or _PLAIN
-    chosen, rejected = (
-        _column(row, key, "chosen_key and format.rejected_key", where) for key in (names.chosen_key, names.rejected_key)
-    )
+    chosen, rejected = (_column(row, getattr(names, name), name, where) for name in _PAIRS_ONLY)
     if isinstance(chosen, str) and isinstance(rejected, str):
         task = to_task(row, layout, where)
     else:

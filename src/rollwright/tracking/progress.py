@@ -318,3 +318,17 @@ def progress_bar(total: int, description: str, show: bool | None = None) -> Iter
             yield lambda steps: progress.advance(task, steps)
     finally:
         _shown.pop()
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keep transformers' progress bars out of a run's own display."""
+    from transformers.utils import logging as transformers_logging
+
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

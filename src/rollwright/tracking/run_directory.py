@@ -232,10 +232,15 @@ class RunDirectory:
                 f"{began} with another config ({_difference(marker.get('config', {}), config)}): set another trial_name, "
                 "or restore these keys to resume it."
             )
-        if marker.get("finished") and mode == "auto":
+        trained = any(part.has_recover_checkpoint for part in parts)
+        if marker.get("finished") and (mode == "auto" or not trained):
             raise CheckpointError(
-                f"{began} and has finished: set another trial_name for a new run, or recover.mode=resume (with more "
-                "total_train_steps) to train on."
+                f"{began} and has finished: set another trial_name for a new run"
+                + (
+                    ", or recover.mode=resume with more total_train_steps to train on."
+                    if trained
+                    else "; it left no recover checkpoint."
+                )
             )
         if resumable:
             logger.info("resuming the run in %s", self.path)

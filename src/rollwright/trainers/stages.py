@@ -15,7 +15,7 @@ from rollwright.atomic import write_json
 from rollwright.config.experiment import EvalConfig, NewModelConfig, PPOConfig
 from rollwright.config.loading import Stage
 from rollwright.config.secrets import copy_without_secrets, secrets_of
-from rollwright.errors import ConfigError
+from rollwright.errors import CheckpointError, ConfigError
 from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
@@ -29,7 +29,8 @@ logger = getLogger("run")
 def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> int:
     """Carry out the stages of one run and write ``summary.json``.
 
-    A stage that an earlier, interrupted attempt finished is not repeated.
+    A stage that an earlier, interrupted attempt finished is not repeated. With ``recover.mode: resume`` one that is asked for more
+    steps (or epochs) than before trains on, and evaluations after it are made again.
 
     Args:
         stages: from ``rollwright.load_stages``.
@@ -49,6 +50,7 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
     finished = directory.stages_file
     done = json.loads(finished.read_text(encoding="utf-8")) if directory.resumed and finished.exists() else {}
     with directory:
+        done = _still_done(stages, done, directory)
         for stage in stages:
             if stage.name in done:
                 logger.info("stage %s was finished before; going on", stage.name)
@@ -59,13 +61,57 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
             started = time.monotonic()
             results = _CARRY_OUT[stage.kind](stage, directory if len(stages) == 1 else directory.stage(stage.name))
             results["total_seconds"] = time.monotonic() - started
-            done[stage.name] = {"kind": stage.kind, **results}
+            done[stage.name] = {"kind": stage.kind, "length": _length(stage.config), **results}
             write_json(finished, done, default=str)
         summary = _summarise(done, directory)
         write_summary(directory.summary_file, summary)
         directory.finish()
     _show(summary, directory)
     return 0
+
+
+def _still_done(stages: Sequence[Stage], done: dict[str, Any], directory: RunDirectory) -> dict[str, Any]:
+    """The results of finished stages, without those that train on and evaluations after them.
+
+    Raises:
+        CheckpointError: a stage that is to train on left no recover checkpoint.
+    """
+    kept: dict[str, Any] = {}
+    longer = ""
+    for stage in [stage for stage in stages if stage.name in done]:
+        if _is_longer(stage, done[stage.name]):
+            place = directory.path if len(stages) == 1 else directory.path / stage.name
+            if not any(place.glob("recover/[!.]*")):
+                raise CheckpointError(
+                    f"stage {stage.name} is asked to train on after step {done[stage.name]['steps']}, but it left no recover checkpoint "
+                    "(recover.mode was off): set another trial_name."
+                )
+            longer = stage.name
+        elif not (longer and stage.kind == "eval"):
+            kept[stage.name] = done[stage.name]
+            if longer:
+                logger.warning("stage %s began from what %s had made before, and is not repeated", stage.name, longer)
+    if len(kept) == len(stages):
+        logger.warning(
+            "every stage was finished before, and none is asked for more: give total_train_steps (in a file of several stages as "
+            "stages.NAME.total_train_steps) to train on"
+        )
+    if longer:  # one that is interrupted now goes on there by itself
+        write_json(directory.stages_file, kept, default=str)
+    return kept
+
+
+def _length(config: Any) -> list[int | None]:
+    """How long a stage is asked to train: steps and epochs, each None where it does not."""
+    return [getattr(config, "total_train_steps", None), getattr(config, "total_train_epochs", None)]
+
+
+def _is_longer(stage: Stage, before: dict[str, Any]) -> bool:
+    """True where a stage that was finished is to train on."""
+    (steps, epochs), earlier = _length(stage.config), before.get("length")
+    if epochs is None or stage.config.recover.mode != "resume" or earlier == [steps, epochs]:
+        return False
+    return steps > before["steps"] if steps else earlier is not None and epochs > earlier[1]
 
 
 def _claimed(stages: Sequence[Stage]) -> RunDirectory:

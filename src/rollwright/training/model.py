@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from rollwright.config.experiment import NewVisionConfig
 from rollwright.config.sections import TrainEngineConfig
 from rollwright.data.vision import IMAGE, VIDEO, VISION_END, VISION_PIECES, VISION_START, new_image_processor
 from rollwright.errors import ConfigError
+from rollwright.tracking.progress import without_progress_bars
 
 #: Architectures that ``new_model`` makes: name -> configuration class of transformers.
 ARCHITECTURES = {"qwen3": "Qwen3Config", "qwen2": "Qwen2Config", "llama": "LlamaConfig"}
@@ -187,20 +186,6 @@ def _write_new(auto_class: Any, model_config: Any, directory: str | Path, seed: 
 def parameter_count(model: nn.Module) -> int:
     """Number of parameters, tied ones counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-@contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Keep transformers' progress bars out of a run's own display."""
-    from transformers.utils import logging as transformers_logging
-
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 def owned_state(model: nn.Module) -> dict[str, Tensor]:

@@ -1,13 +1,15 @@
 """The command line, in this process: what commands print, how they fail."""
 
 import json
+import re
 import sys
 import types
 
 import pytest
+import typer
 
 from rollwright.cli import failures
-from rollwright.cli.main import COMMANDS, main
+from rollwright.cli.main import COMMANDS, build_app, main
 from rollwright.errors import RolloutError
 
 TEXT = """\
@@ -198,3 +200,26 @@ def test_new_models_are_never_written_over(tmp_path, capsys):
 def test_every_command_in_the_table_has_help(name, capsys):
     assert main([name, "--help"]) == 0
     assert len(capsys.readouterr().out) > 200
+
+
+def helped(command):
+    """Every command below one of click's, with the words that lead to it."""
+    yield [], command
+    for name, each in getattr(command, "commands", {}).items():
+        yield from (([name, *words], below) for words, below in helped(each))
+
+
+def test_help_shows_all_that_its_texts_say(capsys, monkeypatch):
+    """Tags such as ``</answer>`` are not markup."""
+    monkeypatch.setenv("COLUMNS", "400")
+    checked = 0
+    for words, command in helped(typer.main.get_command(build_app("*"))):
+        texts = [command.help or "", *(getattr(each, "help", None) or "" for each in command.params)]
+        tags = {tag for text in texts for tag in re.findall(r"</?[a-z_.]+>", text)}
+        if not tags:
+            continue
+        assert main([*words, "--help"]) == 0
+        out = capsys.readouterr().out
+        assert [tag for tag in sorted(tags) if tag not in out] == []
+        checked += len(tags)
+    assert checked >= 5

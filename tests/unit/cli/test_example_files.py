@@ -7,6 +7,8 @@ import pytest
 
 from rollwright import REWARD_FUNCTIONS, WORKFLOWS
 from rollwright.config.loading import load_stages
+from rollwright.trainers.dry_run import refuse_missing_inputs
+from rollwright.trainers.unknown_names import refuse_unknown_names
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 #: The notebook's config names no workflow: its cells build one.
@@ -21,3 +23,28 @@ def test_what_it_names_is_there(example, monkeypatch):
             inspect.signature(WORKFLOWS.get(name)).bind_partial(**stage.config.workflow_kwargs)
         if (name := getattr(stage.config, "reward_fn", None)) and isinstance(name, str):
             assert callable(REWARD_FUNCTIONS.get(name))
+
+
+def commands_in(text):
+    """Overrides of every command that a text documents for the GSM8K example."""
+    return [
+        line.split("examples/gsm8k_grpo.yaml", 1)[1].split()
+        for line in text.splitlines()
+        if "run examples/gsm8k_grpo.yaml" in line
+    ]
+
+
+@pytest.mark.parametrize("place", ["README.md", "examples/gsm8k_grpo.yaml"])
+def test_the_documented_commands_of_the_gsm8k_example_work_as_typed(place, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    rows = '{"question": "1+1?", "answer": "It is 2. #### 2"}\n' * 32
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text(rows)
+    commands = commands_in((REPOSITORY / place).read_text())
+    assert commands
+    for overrides in commands:
+        here = [each.replace(".path=t", f".path={tmp_path}/t") for each in overrides]  # its files are the reader's
+        stages = load_stages("examples/gsm8k_grpo.yaml", here)
+        refuse_unknown_names(stages)
+        if any(".jsonl" in each for each in here):
+            refuse_missing_inputs(load_stages("examples/gsm8k_grpo.yaml", [*here, f"actor.path={tiny_model}"]))

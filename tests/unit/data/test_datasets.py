@@ -49,7 +49,11 @@ def test_a_format_names_the_columns(tmp_path):
 @pytest.mark.parametrize(
     ("row", "layout", "message"),
     [
-        ('{"q": 1}', None, r"rows\.jsonl:1: which column is the prompt\? It has q\."),
+        (
+            '{"q": 1}',
+            None,
+            r"rows\.jsonl:1: which column is the prompt\? It has q\. .*: prompt_key, or .* \(and response_key where there is a ref",
+        ),
         ('{"q": "x"}', FormatConfig(prompt_key="question"), r"rows\.jsonl:1 has no column 'question' .*format\.prompt_key"),
         ('{"q": 1}', FormatConfig(prompt_key="q"), "is a int, not the user's text"),
         ('{"q": "x"}', FormatConfig(prompt_key="q", response_key="a"), r"format\.response_key"),
@@ -61,6 +65,15 @@ def test_a_format_names_the_columns(tmp_path):
 def test_rows_that_are_no_tasks(tmp_path, row, layout, message):
     with pytest.raises(DataError, match=message):
         one(write(tmp_path, row + "\n"), format=layout)
+
+
+def test_a_prompt_without_an_answer_is_a_task(tmp_path):
+    """A reward may need none, so no key of the format is asked for."""
+    task = one(write(tmp_path, '{"prompt": "Write a poem.", "style": "short"}\n'))
+    assert task["messages"] == [{"role": "user", "content": "Write a poem."}]
+    assert "answer" not in task
+    assert task["style"] == "short"
+    assert one(write(tmp_path, '{"prompt": "x"}\n'), format=FormatConfig(prompt_key="prompt"))["messages"][0]["content"] == "x"
 
 
 def test_supervised_rows_need_a_completion(tmp_path):

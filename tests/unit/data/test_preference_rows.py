@@ -45,7 +45,7 @@ def test_a_format_names_the_columns(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "a", "chosen": "2"}, r"no column 'rejected' .*format.chosen_key"),
+        ({"prompt": "a", "chosen": "2"}, r"no column 'rejected' .*set format\.rejected_key"),
         ({"prompt": "a", "chosen": "2", "rejected": "2"}, "the same reply"),
         ({"prompt": "a", "chosen": 2, "rejected": "3"}, "neither a text nor"),
         ({"chosen": [USER, reply("2")], "rejected": [reply("x"), reply("3")]}, "differ before their last message"),
@@ -62,3 +62,9 @@ def test_columns_of_replies_mean_nothing_elsewhere():
         DataError, match=r"chosen_key means nothing for a dataset of rl rows; it is for datasets of type preference"
     ):
         to_tasks([{"prompt": "a"}], FormatConfig(chosen_key="good"), "rows")
+
+
+def test_only_the_column_that_is_missing_is_asked_for():
+    with pytest.raises(DataError, match=r"has no column 'rejected' .*; set format\.rejected_key\.") as told:
+        to_tasks([{"prompt": "x", "chosen": "a", "worse": "b"}], None, "rows", "preference")
+    assert "chosen_key" not in str(told.value)

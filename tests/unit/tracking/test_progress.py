@@ -103,3 +103,15 @@ def test_an_evaluation_is_a_mean_reward():
     display = ProgressDisplay(4, mode="plain", stream=stream)
     display.evaluation(2, -0.1)
     assert stream.getvalue() == "eval after step 2/4 | reward -0.100\n"
+
+
+def test_transformers_shows_no_bars_while_a_model_is_loaded_or_saved(tiny_model, tmp_path, capfd):
+    from rollwright.config.sections import TrainEngineConfig
+    from rollwright.inference.backends.builtin.engine import BuiltinEngine
+    from rollwright.training.model import load_model, save_model
+
+    BuiltinEngine(str(tiny_model), kv_cache_bytes=1 << 20).destroy()
+    save_model(load_model(TrainEngineConfig(path=str(tiny_model), device="cpu")), tmp_path / "saved")
+    shown = "".join(capfd.readouterr())
+    assert "Loading weights" not in shown
+    assert "it/s" not in shown

@@ -108,6 +108,15 @@ def test_a_finished_run_is_resumed_only_on_request(tmp_path):
         assert run.resumed
 
 
+@pytest.mark.parametrize("mode", ["auto", "resume"])
+def test_a_finished_run_without_a_checkpoint_is_never_sent_from_one_mode_to_the_other(tmp_path, mode):
+    leave(tmp_path, steps=True, checkpoint=False, finished=True)
+    with pytest.raises(CheckpointError, match="has finished: set another trial_name") as told:
+        claim(tmp_path, mode=mode)
+    assert "it left no recover checkpoint" in str(told.value)
+    assert "recover.mode" not in str(told.value)
+
+
 @pytest.mark.parametrize("checkpoint", [True, False])
 def test_off_never_touches_a_used_directory(tmp_path, checkpoint):
     leave(tmp_path, steps=True, checkpoint=checkpoint)

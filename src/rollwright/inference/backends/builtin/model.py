@@ -29,6 +29,7 @@ from rollwright.inference.backends.builtin.batch import ForwardBatch
 from rollwright.inference.backends.builtin.cache import KVCache, LayerShape
 from rollwright.inference.backends.builtin.general_model import GeneralModel
 from rollwright.tracking.logging import getLogger
+from rollwright.tracking.progress import without_progress_bars
 
 logger = getLogger(__name__)
 
@@ -283,7 +284,8 @@ def load_model_for_inference(
         tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     loader = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-    model: Any = loader.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
+    with without_progress_bars():
+        model: Any = loader.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.to(device).eval(), tokenizer
