@@ -251,6 +251,7 @@ class OpenAIAgentWorkflow(RolloutWorkflow):
         get_tracker("rollout").scalar(
             agent_model_calls=len(episode.calls),
             agent_sequences=len(experiences),
+            malformed_tool_calls=episode.malformed_tool_calls,
             agent_reward=episode.run_reward + sum(episode.call_rewards().values()),
         )
         return experiences

@@ -79,7 +79,8 @@ class AgentScopeReactMathWorkflow(Workflow):
         for experience in experiences:
             experience.reward = reward
             experience.metrics = {"model_calls": calls, "completed": float(completed)}
-        get_tracker("rollout").scalar(agent_model_calls=calls, agent_completed=completed)
+        malformed = self.model.openai_episode.malformed_tool_calls
+        get_tracker("rollout").scalar(agent_model_calls=calls, agent_completed=completed, malformed_tool_calls=malformed)
         return experiences
 
     async def _reply(self, system_prompt: str, question: str) -> tuple[str | None, bool]:

@@ -229,7 +229,8 @@ class IsolatedProcess:
             return self._model.set_reward(arguments.pop("reward"), **arguments)
         if call == "openai":
             episode = self._model.openai_episode
-            return {"base_url": episode.base_url, "api_key": episode.api_key, "model_path": self._model.model_path}
+            names = ("base_url", "api_key", "calls", "malformed_tool_calls")
+            return {name: getattr(episode, name) for name in names} | {"model_path": self._model.model_path}
         raise WorkflowError(f"an isolated workflow asked for {call!r}, which is nothing that its parent does.")
 
 
@@ -358,6 +359,16 @@ class BridgedEpisode:
         self._parent = parent
         opened = parent.ask("openai").result()
         self.base_url, self.api_key, self.model_path = opened["base_url"], opened["api_key"], opened["model_path"]
+
+    @property
+    def calls(self) -> list[str]:
+        """Ids of the finished calls."""
+        return self._parent.ask("openai").result()["calls"]
+
+    @property
+    def malformed_tool_calls(self) -> int:
+        """Tool calls in replies so far that could not be read."""
+        return self._parent.ask("openai").result()["malformed_tool_calls"]
 
     def client(self) -> Any:
         """An ``openai.OpenAI``."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from rollwright.errors import ConfigError, PromptTooLongError, SandboxError, WorkflowError
 from rollwright.experience.experience import Experience
-from rollwright.inference.server.chat import ToolCall, tool_convention
+from rollwright.inference.server.tool_calls import ReadReply, tool_convention
 from rollwright.processes.sandbox import SandboxResult, run_python
 from rollwright.tracking.metrics import get_tracker
 from rollwright.workflows.registry import WORKFLOWS, resolve_function
@@ -32,7 +32,8 @@ class ToolCallingWorkflow(ResettableWorkflow):
     """Ask, run the tools that the reply calls, show what they gave, ask again; one experience for one conversation.
 
     The conversation comes from the task's format. The last reply is scored by the task's reward function, which also gets
-    ``tool_calls``, a list of ``{"name", "arguments", "ok"}`` in the order of the calls. What tools said is not trained on.
+    ``tool_calls``, a list of ``{"name", "arguments", "ok"}`` in the order of the calls. What tools said is not trained on. A call that
+    cannot be read is answered with why, and counted in the metric ``malformed_tool_calls``.
     ``workflow_args`` may hold:
 
     * ``tools``: functions, their import paths, or ``execute_python``; default: that one;
@@ -58,7 +59,7 @@ class ToolCallingWorkflow(ResettableWorkflow):
         """Converse until a reply calls no tool, is cut, or the turns are used up."""
         messages = self.task.messages()
         calls: list[dict[str, Any]] = []
-        turns, reply = 0, None
+        turns, malformed, reply = 0, 0, None
         while turns < self.max_turns:
             try:
                 [reply] = await self.model.chat_async(messages, tools=self.tools.schemas, n=1)
@@ -68,9 +69,13 @@ class ToolCallingWorkflow(ResettableWorkflow):
                 break  # the tools' answers filled the context: what was said so far is scored
             turns += 1
             messages.append({"role": "assistant", "content": reply.response_text})
-            asked = [] if reply.truncated else self._tool_calls(reply)
-            if not asked or turns == self.max_turns:
+            _, asked, broken = ReadReply("", [], []) if reply.truncated else self._read(reply)
+            malformed += len(broken)
+            if not (asked or broken) or turns == self.max_turns:
                 break
+            for why in broken:
+                text = f"A tool call could not be read: {why}. Write it in the form that you were shown."
+                messages.append({"role": "tool", "name": "error", "content": text})
             for call in asked:
                 result = await self.tools.call(call.name, call.arguments)
                 calls.append({"name": call.name, "arguments": call.arguments, "ok": result.ok})
@@ -82,15 +87,17 @@ class ToolCallingWorkflow(ResettableWorkflow):
         for experience in experiences:
             experience.reward = reward
             experience.metrics = {"turns": turns, "tool_calls": len(calls), "failed_tool_calls": failed}
-        get_tracker("rollout").scalar(turns=turns, tool_calls=len(calls), failed_tool_calls=failed)
+            experience.metrics["malformed_tool_calls"] = malformed
+        get_tracker("rollout").scalar(
+            turns=turns, tool_calls=len(calls), failed_tool_calls=failed, malformed_tool_calls=malformed
+        )
         return experiences
 
-    def _tool_calls(self, reply: Experience) -> list[ToolCall]:
+    def _read(self, reply: Experience) -> ReadReply:
         tokenizer = self.model.tokenizer
-        convention = tool_convention(tokenizer.chat_template or "")
         text = tokenizer.decode(reply.response_tokens, skip_special_tokens=False)
-        _, calls = convention.parse(text.removesuffix(tokenizer.eos_token or ""))
-        return calls
+        convention = tool_convention(tokenizer.chat_template or "")
+        return convention.parse(text.removesuffix(tokenizer.eos_token or ""), self.tools.schemas)
 
 
 async def execute_python(code: str) -> str:

@@ -303,6 +303,7 @@ def test_health_metrics_and_memory(server):
     assert server.get("/ping").status_code == 200
     text = server.get("/metrics").text
     assert 'rollwright_requests_total{path="/generate",status="200"}' in text
+    assert "rollwright_malformed_tool_calls_total 0.0" in text
     assert "# TYPE rollwright_request_seconds histogram" in text
     assert "# TYPE rollwright_running gauge\nrollwright_running 0.0\n" in text
     assert re.search(

@@ -161,6 +161,14 @@ def test_streamed_token_ids_join_to_the_sampled_ones(client):
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
 
 
+def test_tool_calls_that_cannot_be_read_stay_text_and_are_counted(scripted):
+    text = 'I look.<tool_call>{"name": "search", "arguments": {"q": }}</tool_call>'
+    client, _, calls = scripted(text)
+    choice = client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS).choices[0]
+    assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", text, None)
+    assert calls[0].malformed_tool_calls == 1
+
+
 def test_tool_calls_are_parsed_and_their_text_left_out(scripted):
     text = 'I look.<tool_call>{"name": "search", "arguments": {"q": "rain"}}</tool_call>'
     client, engine, calls = scripted(text, text)

@@ -64,6 +64,17 @@ async def test_tools_are_called_until_the_model_answers():
     assert int(normalise([experience], recorder)["loss_mask"].sum()) == len(trained)
 
 
+async def test_a_call_that_cannot_be_read_is_answered_with_why_and_counted():
+    broken = '<tool_call>{"name": "add", "arguments": {"a": 1, }}</tool_call>'
+    (experience,), recorder, tokenizer = await run([broken, ADD, "3"], {"question": "1+2?", "answer": "3"})
+    assert experience.reward == pytest.approx(1.1)
+    assert experience.metrics["malformed_tool_calls"] == 1
+    assert experience.metrics["tool_calls"] == 1
+    text = tokenizer.decode(experience.tokens, skip_special_tokens=False)
+    assert "<|user|>A tool call could not be read: its JSON is broken" in text
+    assert len(recorder) == 3
+
+
 async def test_turns_are_limited():
     (experience,), recorder, _ = await run([ADD], {"question": "1+2?", "answer": "3"}, max_turns=3)
     assert len(recorder) == 3

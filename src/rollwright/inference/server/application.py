@@ -49,7 +49,11 @@ def create_application(engine: BuiltinEngine, settings: ServerSettings, *, model
     """
     settings.model_name = settings.model_name or model_path or "default"
     settings.max_body_bytes = settings.max_body_bytes or (1 << 20) + 256 * (engine.context_length or 1 << 16)
-    metrics = ServerMetrics(engine.stats)
+
+    def stats() -> dict[str, float]:
+        return engine.stats() | ({} if openai is None else {"malformed_tool_calls": openai.malformed_tool_calls})
+
+    metrics = ServerMetrics(stats)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -59,8 +63,9 @@ def create_application(engine: BuiltinEngine, settings: ServerSettings, *, model
     tokenizer = engine.tokenizer
     limits = {"max_prompt_tokens": settings.max_prompt_tokens, "max_samples": settings.max_samples}
     routers = [Control(engine, settings, metrics, model_path).router, NativeProtocol(engine, tokenizer, **limits).router]
-    if tokenizer is not None:
-        routers.append(OpenAIProtocol(engine, tokenizer, settings.model_name, **limits).router)
+    openai = None if tokenizer is None else OpenAIProtocol(engine, tokenizer, settings.model_name, **limits)
+    if openai is not None:
+        routers.append(openai.router)
     gate = partial(Gate, metrics=metrics)
     return make_service("rollwright serve-model", routers, settings, guard=gate, refused=_REFUSED, lifespan=lifespan)
 

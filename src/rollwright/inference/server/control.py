@@ -38,7 +38,16 @@ _LATENCY_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 
 #: Numbers of the engine that only grow; its others are gauges.
 _ENGINE_COUNTERS = frozenset(
-    ["steps", "prefill_tokens", "generated_tokens", "finished", "aborted", "preemptions", "reused_tokens"]
+    [
+        "steps",
+        "prefill_tokens",
+        "generated_tokens",
+        "finished",
+        "aborted",
+        "preemptions",
+        "reused_tokens",
+        "malformed_tool_calls",
+    ]
 )
 
 prometheus_client.disable_created_metrics()

@@ -24,7 +24,7 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.server.bodies import Chat, Completion
-from rollwright.inference.server.chat import template_messages, tool_convention
+from rollwright.inference.server.chat import template_messages
 from rollwright.inference.server.exchange import (
     RequestError,
     Routes,
@@ -48,6 +48,7 @@ from rollwright.inference.server.openai_answer import (
 from rollwright.inference.server.prompts import PromptReader
 from rollwright.inference.server.responses import RESPONSES_ROUTES, KeptResponses
 from rollwright.inference.server.text_stream import ReasoningSplit
+from rollwright.inference.server.tool_calls import tool_convention
 
 #: Sampling parameters that have the generation argument's name.
 _SAMPLING = (
@@ -94,6 +95,7 @@ class OpenAIProtocol:
         self._reader = PromptReader(tokenizer, self._context_length, max_prompt_tokens, max_samples)
         self._template_kwargs: dict[str, Any] = {}
         self.responses = KeptResponses()
+        self.malformed_tool_calls = 0  # in replies so far
         self.convention = tool_convention(getattr(tokenizer, "chat_template", None) or "")
 
     @property
@@ -339,6 +341,7 @@ class OpenAIProtocol:
             answer_choice(call, index, response, self.tokenizer, self.convention)
             for index, response in enumerate(call.responses)
         ]
+        self.malformed_tool_calls += call.malformed_tool_calls
         if self._on_call is not None:
             result = self._on_call(call)
             if inspect.isawaitable(result):

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollwright.inference.request import ModelRequest, ModelResponse, version_spans
-from rollwright.inference.server.chat import ToolCall, ToolConvention
 from rollwright.inference.server.text_stream import ReasoningSplit, TextStream, completion_text, held_back
+from rollwright.inference.server.tool_calls import ToolCall, ToolConvention
 
 CHAT, COMPLETION = "chat", "completion"
 
@@ -42,6 +42,7 @@ class OpenAICall:
     # How the answer is written.
     prefix: str = ""  # of its id
     samples: int = 1
+    malformed_tool_calls: int = 0
     tools: bool = False
     begun: str = ""  # text that every reply begins with, given and not sampled: of a forced tool call
     logprobs: bool = False
@@ -173,7 +174,9 @@ def answer_choice(
     if split is not None:
         _, text = split.push(text, is_last=True)
     if call.tools:
-        text, calls = convention.parse(call.begun + text.removesuffix(tokenizer.eos_token or ""))
+        reply = call.begun + text.removesuffix(tokenizer.eos_token or "")
+        text, calls, malformed = convention.parse(reply, call.body.get("tools"))
+        call.malformed_tool_calls += len(malformed) if response.stop_reason == "stop" else 0  # a limit cut it otherwise
         text = _without(text, _special_texts(tokenizer)) if skips else text
     message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
     if split is not None and split.reasoning:
