@@ -201,6 +201,9 @@ class RolloutConfig:
     max_failed_share: float = key(
         0.2, "Share of the last 64 samples that may fail (after retries) before the run stops.", ge=0.0, le=1.0
     )
+    overflow_reward: float = key(
+        0.0, "Reward of an agent's episode that ended because its conversation outgrew the context; it counts as truncated."
+    )
     check_trajectories: bool = key(True, "Check every trajectory against the data contract.")
     dynamic_filter: str | None = key(
         None, "no_variance: groups whose rewards are all equal are dropped and the batch is refilled.", choices=["no_variance"]

@@ -71,9 +71,14 @@ class RequestRecord:
 
 
 class Recorder:
-    """All requests of one sample, in the order in which they were answered. Safe to use from several threads."""
+    """All requests of one sample, in the order in which they were answered. Safe to use from several threads.
+
+    Attributes:
+        outgrew_context: a request was refused because its prompt left no room in the context.
+    """
 
     def __init__(self) -> None:
+        self.outgrew_context = False
         self._lock = threading.Lock()
         self._records: list[RequestRecord] = []
         self._conversations: dict[str, int] = {}

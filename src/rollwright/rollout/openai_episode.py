@@ -196,7 +196,10 @@ class OpenAIEpisode(OpenAIProtocol):
             reward: of the run, in place of what ``set_reward`` was told.
         """
         reward = self.run_reward if reward is None else reward
-        return experiences_of(self.records, reward=reward, call_rewards=self.call_rewards())
+        experiences = experiences_of(self.records, reward=reward, call_rewards=self.call_rewards())
+        for experience in experiences if self.recorder.outgrew_context else ():
+            experience.truncated = True
+        return experiences
 
     # -- what differs from the plain protocol --------------------------------------------------------------------------
 
@@ -252,7 +255,7 @@ class OpenAIEpisode(OpenAIProtocol):
                 self.recorder.record(request, response)
             self._open_ends.append(([*request.input_ids, *response.output_tokens], request.rid))
             if call.is_chat:
-                conversation = self._conversation({**self._template_kwargs, **given.get("chat_template_kwargs", {})})
+                conversation = self._conversation(self._variables(given))
                 (reply,) = template_messages([choice["message"]])
                 messages = template_messages(given["messages"])
                 conversation.remember(messages, reply, request.input_ids, response.output_tokens, self._tools(given))

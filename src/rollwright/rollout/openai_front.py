@@ -21,7 +21,7 @@ from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import load_tokenizer
-from rollwright.errors import ConfigError, WorkflowError
+from rollwright.errors import ConfigError, PromptTooLongError, WorkflowError
 from rollwright.experience.experience import Experience
 from rollwright.inference.engine import InferenceEngine
 from rollwright.tracking.logging import getLogger
@@ -33,7 +33,13 @@ from rollwright.workflows.task_runner import AbandonableThreads
 try:
     from fastapi import FastAPI, Request
 
-    from rollwright.inference.server.exchange import RequestError, Routes, given_key
+    from rollwright.inference.server.exchange import (
+        CONTEXT_LENGTH_EXCEEDED,
+        RequestError,
+        Routes,
+        as_request_error,
+        given_key,
+    )
     from rollwright.inference.server.openai import ROUTES
     from rollwright.inference.server.service import ServerThread, make_service
     from rollwright.inference.server.settings import ServiceSettings
@@ -176,7 +182,12 @@ def _application(front: OpenAIFront, settings: ServiceSettings) -> FastAPI:
             front = held()
             if front is None:
                 raise RequestError("The OpenAI front has ended.", status=401, kind="authentication_error")
-            return await serve(front.episode_of(given_key(request.headers)), request)
+            episode = front.episode_of(given_key(request.headers))
+            try:
+                return await serve(episode, request)
+            except Exception as error:
+                episode.recorder.outgrew_context |= as_request_error(error).code == CONTEXT_LENGTH_EXCEEDED
+                raise
 
         return answer
 
@@ -198,6 +209,9 @@ class OpenAIAgentWorkflow(RolloutWorkflow):
     number for the run; ``{call id: number}`` for single calls, whose ids are those of the responses; or None where it gave its
     rewards by ``POST {base_url}/rewards``.
 
+    Where its conversation outgrows the context, its client is told so (400, ``code: context_length_exceeded``). What it asked
+    before is kept, marked as truncated; if it raises then, or gives no reward, that is ``overflow_reward``.
+
     Args:
         agent: a function, plain or async, or its import path; or a class or object with a method ``run``. Plain functions run
             in threads.
@@ -206,6 +220,7 @@ class OpenAIAgentWorkflow(RolloutWorkflow):
         agent_kwargs: passed to a class's constructor, or else to every call.
         model_name: the name under which the agent asks for the policy; ``default`` means it, too.
         front: an ``OpenAIFront`` to share; None: one of its own, which ends with the workflow.
+        overflow_reward: of a run whose conversation outgrew the context, and that has no other.
     """
 
     def __init__(
@@ -216,6 +231,7 @@ class OpenAIAgentWorkflow(RolloutWorkflow):
         agent_kwargs: dict[str, Any] | None = None,
         model_name: str = "default",
         front: OpenAIFront | None = None,
+        overflow_reward: float = 0.0,
     ) -> None:
         if isinstance(agent, str):
             agent = resolve_function(agent, "agent")
@@ -227,12 +243,21 @@ class OpenAIAgentWorkflow(RolloutWorkflow):
             raise WorkflowError(f"the agent is {agent!r}; give a function, or a class or object with a method run(data, …).")
         self.front = front or OpenAIFront(load_tokenizer(tokenizer), model_name)
         self.gconfig = gconfig
+        self.overflow_reward = overflow_reward
         self.threads = AbandonableThreads(limit=16)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Experience]:
         """Run the agent once; one experience for each sequence of calls that extend one another."""
         with await asyncio.to_thread(self.front.episode, engine, gconfig=self.gconfig) as episode:
-            reward = await self._run(episode, data)
+            try:
+                reward = await self._run(episode, data)
+            except Exception as error:
+                if not episode.recorder.outgrew_context:
+                    raise
+                logger.warning("an agent's conversation outgrew the context, and it ended with %s", type(error).__name__)
+                reward = None
+            if reward is None and episode.run_reward is None and episode.recorder.outgrew_context:
+                reward = self.overflow_reward
             if isinstance(reward, Mapping):
                 for call, value in reward.items():
                     episode.set_reward(value, call=call)
@@ -240,6 +265,10 @@ class OpenAIAgentWorkflow(RolloutWorkflow):
                 episode.set_reward(reward)
         experiences = episode.experiences()
         if not experiences:
+            if episode.recorder.outgrew_context:
+                raise PromptTooLongError(
+                    "the agent's first prompt leaves no room in the context: shorten it, or raise the context."
+                )
             raise WorkflowError(
                 f"the agent ended without a model call of this run: point its OpenAI client at base_url ({episode.base_url}) with "
                 "the api_key that it is given."
@@ -252,6 +281,7 @@ class OpenAIAgentWorkflow(RolloutWorkflow):
             agent_model_calls=len(episode.calls),
             agent_sequences=len(experiences),
             malformed_tool_calls=episode.malformed_tool_calls,
+            agent_outgrew_context=float(episode.recorder.outgrew_context),
             agent_reward=episode.run_reward + sum(episode.call_rewards().values()),
         )
         return experiences

@@ -16,10 +16,10 @@ import contextvars
 import hashlib
 import time
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Any, NamedTuple
 
-from rollwright.errors import EngineError, RequestAborted
+from rollwright.errors import EngineError, PromptTooLongError, RequestAborted
 from rollwright.experience.recorder import Recorder
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
@@ -101,10 +101,11 @@ class SampleEngine(SampleBoundEngine):
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.agenerate(request), self.loop))
         sent, place = self._taken(request)
         started = time.time()
-        if self._gate is None:
-            response = await self.engine.agenerate(sent)
-        else:
-            response = await self._gate(self, sent, place)
+        with self._noting_overflow():
+            if self._gate is None:
+                response = await self.engine.agenerate(sent)
+            else:
+                response = await self._gate(self, sent, place)
         self._refuse_if_closed()
         self.recorder.record(sent, response, place=place, started=started)
         return response
@@ -120,9 +121,10 @@ class SampleEngine(SampleBoundEngine):
         sent, place = self._taken(request)
         started, response = time.time(), None
         async with contextlib.aclosing(self.engine.astream(sent)) as parts:
-            async for response in parts:
-                self._refuse_if_closed()
-                yield response
+            with self._noting_overflow():
+                async for response in parts:
+                    self._refuse_if_closed()
+                    yield response
         if response is not None:
             self.recorder.record(sent, response, place=place, started=started)
 
@@ -147,6 +149,14 @@ class SampleEngine(SampleBoundEngine):
         sent.__dict__.update(request.__dict__)
         sent.seed = seed
         return sent, place
+
+    @contextlib.contextmanager
+    def _noting_overflow(self) -> Iterator[None]:
+        try:
+            yield
+        except PromptTooLongError:
+            self.recorder.outgrew_context = True
+            raise
 
     def _refuse_if_closed(self) -> None:
         if self.closed_because is not None:

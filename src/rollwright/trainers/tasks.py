@@ -43,9 +43,11 @@ def with_defaults(workflow: Any, kwargs: dict[str, Any] | None, defaults: dict[s
 def workflow_arguments(
     config: Any, workflow: Any, given: dict[str, Any] | None, tokenizer: Any, gconfig: Any = None
 ) -> dict[str, Any]:
-    """A workflow's arguments: those given, and ``reward_fn``, ``gconfig`` and ``tokenizer`` of the config; see :func:`with_defaults`."""
+    """A workflow's arguments: those given, and ``reward_fn``, ``gconfig``, ``tokenizer`` and ``overflow_reward`` of the config; see
+    :func:`with_defaults`."""
     gconfig = gconfig or config.gconfig.new(n_samples=1)
-    return with_defaults(workflow, given, {"reward_fn": config.reward_fn, "gconfig": gconfig, "tokenizer": tokenizer})
+    defaults = {"reward_fn": config.reward_fn, "gconfig": gconfig, "tokenizer": tokenizer}
+    return with_defaults(workflow, given, defaults | {"overflow_reward": config.rollout.overflow_reward})
 
 
 def held_out_tasks(
@@ -92,6 +94,7 @@ def training_workflow(config: PPOConfig, tokenizer: Any, source: Any, services: 
         services=services,
         model_path=config.actor.path,
         feedback=source.feedback,
+        overflow_reward=config.rollout.overflow_reward,
     )
 
 
@@ -107,6 +110,7 @@ def evaluation_runner(config: PPOConfig, tokenizer: Any, services: TaskServices,
         is_eval=True,
         services=services,
         model_path=config.actor.path,
+        overflow_reward=config.rollout.overflow_reward,
     )
 
 

@@ -179,6 +179,21 @@ class ModelWrapper:
             self._history_start = len(records)
         return experiences
 
+    def experiences_cut_short(self, reward: float) -> list[Experience]:
+        """All calls as truncated experiences, where the sample's conversation has outgrown the context; else none.
+
+        Args:
+            reward: of those that nothing rewarded.
+        """
+        if self.recorder is None or not self.recorder.outgrew_context:
+            return []
+        self._history_start = 0
+        experiences = self.extract_experience_from_history()
+        for experience in experiences:
+            experience.truncated = True
+            experience.reward = reward if experience.reward is None else experience.reward
+        return experiences
+
     # -- OpenAI --------------------------------------------------------------------------------------------------------
 
     def get_openai_client(self) -> Any:

@@ -47,6 +47,7 @@ class TaskRunner(RolloutWorkflow):
         max_abandoned_threads: threads that may hang before the run is stopped.
         model_path: where the policy's weights came from.
         feedback: told the ordinal and the mean reward of every task that was run.
+        overflow_reward: of a sample that raised because its conversation outgrew the context; what it asked before is kept.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class TaskRunner(RolloutWorkflow):
         max_abandoned_threads: int = 16,
         model_path: str = "",
         feedback: Callable[[int, float], None] | None = None,
+        overflow_reward: float = 0.0,
     ) -> None:
+        self.overflow_reward = overflow_reward
         self.feedback = feedback
         self.tasksets = {taskset.name: taskset for taskset in tasksets}
         self.default_taskset = tasksets[0]
@@ -132,6 +135,13 @@ class TaskRunner(RolloutWorkflow):
                     experiences = returned_experiences(name, await workflow.run_async())
             else:
                 experiences = await self.threads.run(partial(self._run_in_thread, taskset, task, model, name), name=name)
+        except RolloutError:
+            raise
+        except Exception as error:  # whatever a client or a framework makes of the refusal
+            experiences = model.experiences_cut_short(self.overflow_reward)
+            if not experiences:
+                raise
+            logger.warning("%s outgrew the context, and ended with %s: %s", name, type(error).__name__, error)
         finally:
             model.close()
         if experiences:

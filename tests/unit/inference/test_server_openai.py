@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import operator
@@ -307,7 +308,7 @@ GIVEN = {
     "top_logprobs": 4,
     **dict.fromkeys(("parallel_tool_calls", "separate_reasoning"), False),
     "response_format": {"type": "json_object"},
-    **{"messages": ASK, "stop_token_ids": [1], "tools": TOOLS, "tool_choice": "auto", "best_of": 1},
+    **{"messages": ASK, "stop_token_ids": [1], "tools": TOOLS, "tool_choice": "auto", "best_of": 1, "reasoning_effort": "low"},
     **{"stream_options": {"include_usage": True}, "chat_template_kwargs": {"x": 1}, "logit_bias": {"3": 1.0}},
 }
 #: The OpenAI parameters that each endpoint alone takes.
@@ -315,7 +316,7 @@ ALONE = {
     Chat: {
         *("messages", "max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt"),
         *("continue_final_message", "top_logprobs", "parallel_tool_calls", "response_format", "functions", "function_call"),
-        *("modalities", "separate_reasoning"),
+        *("modalities", "separate_reasoning", "reasoning_effort"),
     },
     Completion: {"prompt", "best_of", "echo", "suffix"},
 }
@@ -341,3 +342,36 @@ def test_every_parameter_is_honoured_ignored_or_refused(body, other):
     for name in ALONE[other] - {"best_of"}:
         with pytest.raises(RequestError, match=f"Unknown parameter '{name}'"):
             body.of({**base, name: 1})
+
+
+def test_fields_that_change_nothing_here_are_taken_and_others_refused(client):
+    harmless = {
+        "verbosity": "low",
+        "reasoning_effort": "minimal",
+        "prompt_cache_key": "k",
+        "prompt_cache_retention": "24h",
+        "safety_identifier": "user-1",
+        "service_tier": "auto",
+        "store": False,
+        "prediction": {"type": "content", "content": "yes"},
+        "metadata": {"a": "b"},
+    }
+    answer = client.chat.completions.create(model="tiny", messages=ASK, max_tokens=2, extra_body=harmless)
+    assert answer.usage.completion_tokens == 2
+    options = {"include_usage": True, "include_obfuscation": False}
+    *_, last = client.chat.completions.create(
+        model="tiny", messages=ASK, max_tokens=2, stream=True, stream_options=options, **{"verbosity": "high"}
+    )
+    assert last.usage.completion_tokens == 2
+    for name, value in {"web_search_options": {}, "audio": {"voice": "a"}, "truncate_prompt_tokens": 5}.items():
+        with pytest.raises(openai.BadRequestError, match=name):
+            client.chat.completions.create(model="tiny", messages=ASK, extra_body={name: value})
+
+
+def test_a_template_that_reads_the_effort_is_given_it(engine):
+    tokenizer = copy.copy(engine.tokenizer)
+    tokenizer.chat_template = "{{ reasoning_effort | default('none') }}{{ messages[0].content }}"
+    protocol = OpenAIProtocol(Scripted(tokenizer, ["x"]), tokenizer, "tiny")
+    fields = {"messages": [{"role": "user", "content": "q"}]}
+    assert tokenizer.decode(protocol.chat_prompt({**fields, "reasoning_effort": "low"})) == "lowq"
+    assert tokenizer.decode(protocol.chat_prompt(fields)) == "noneq"

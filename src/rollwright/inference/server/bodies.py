@@ -275,7 +275,23 @@ _TEMPLATE_METHOD = frozenset(
 class OpenAIBody(SamplingBody):
     """What chat and completions have in common; ``given`` is what the protocol works with."""
 
-    ignored = frozenset({"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"})
+    ignored = frozenset(
+        [
+            "user",
+            "metadata",
+            "store",
+            "service_tier",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "verbosity",  # the length that a model of OpenAI's is asked for
+            "prediction",  # what speeds up sampling
+            "priority",
+            "request_id",
+            "cache_salt",
+        ]
+    )
     model: str | None = None
     max_tokens: int = Field(16, ge=0)
     min_tokens: int = Field(0, ge=0)
@@ -297,7 +313,7 @@ class OpenAIBody(SamplingBody):
     def _may_be_set(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         refused, takes = set(value) & _TEMPLATE_METHOD, "the variables of the model's own template"
         if info.field_name == "stream_options":
-            refused, takes = set(value) - {"include_usage"}, "include_usage"
+            refused, takes = set(value) - {"include_usage", "include_obfuscation"}, "include_usage"
         if refused:
             raise RequestError(f"{info.field_name} cannot set {min(refused)!r}; it takes {takes}.", param=info.field_name)
         return value
@@ -342,6 +358,7 @@ class Chat(OpenAIBody):
     )
     chat_template_kwargs: dict[str, Any] = {}
     separate_reasoning: bool = Field(True, description="true or false: false leaves the reasoning in the text")
+    reasoning_effort: str = ""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 

@@ -38,6 +38,10 @@ _BODY_SECONDS = 120
 _large_bodies: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
 
+#: The code by which OpenAI's clients know that a conversation has outgrown the context.
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+
+
 class RequestError(Exception):
     """A request that is refused, with an HTTP status."""
 
@@ -60,7 +64,7 @@ class RequestError(Exception):
 
 #: How engine errors that are no fault of the request's parameters are refused.
 _REFUSALS: dict[type[EngineError], dict[str, Any]] = {
-    PromptTooLongError: {"param": "prompt", "code": "context_length_exceeded"},
+    PromptTooLongError: {"param": "prompt", "code": CONTEXT_LENGTH_EXCEEDED},
     RequestAborted: {"status": 503, "kind": "server_error"},
     QueueFullError: {"status": 429, "kind": "rate_limit_error"},
 }

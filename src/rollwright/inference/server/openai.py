@@ -169,13 +169,22 @@ class OpenAIProtocol:
             for item in items
         ]
 
+    def _variables(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Variables of the chat template; ``reasoning_effort`` where the template knows it."""
+        given = {**self._template_kwargs, **(fields.get("chat_template_kwargs") or {})}
+        if (effort := fields.get("reasoning_effort")) and "reasoning_effort" in str(
+            getattr(self.tokenizer, "chat_template", "")
+        ):
+            given.setdefault("reasoning_effort", effort)
+        return given
+
     def chat_prompt(self, fields: dict[str, Any]) -> list[int]:
         """Token ids of a chat request's prompt, by the model's chat template.
 
         Raises:
             RequestError: a message is malformed, or the template refuses the conversation.
         """
-        variables = {**self._template_kwargs, **(fields.get("chat_template_kwargs") or {})}
+        variables = self._variables(fields)
         if getattr(self.tokenizer, "chat_template", None) is None and "chat_template" not in variables:
             raise RequestError("The model has no chat template; use /v1/completions.", param="messages")
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from rollwright.inference.server.exchange import RequestError
+from rollwright.inference.server.exchange import CONTEXT_LENGTH_EXCEEDED, RequestError
 
 #: Characters that are encoded at a time to find out whether a long text can fit.
 _PIECE = 1 << 15
@@ -92,5 +92,5 @@ class PromptReader:
         return RequestError(
             f"The prompt has {size}, longer than the limit of {self.limit} tokens (the context, or --max-prompt-tokens).",
             param=param,
-            code="context_length_exceeded",
+            code=CONTEXT_LENGTH_EXCEEDED,
         )
