@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator
@@ -20,13 +21,13 @@ from pydantic import Field
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.conversation import ConversationTokens
-from rollwright.errors import WorkflowError
+from rollwright.errors import EngineError, WorkflowError
 from rollwright.experience.experience import Experience
 from rollwright.experience.recorder import Recorder, RequestRecord, experiences_of
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.server.bodies import Body
 from rollwright.inference.server.chat import template_messages
-from rollwright.inference.server.exchange import RequestError
+from rollwright.inference.server.exchange import CONTEXT_LENGTH_EXCEEDED, RequestError, as_request_error
 from rollwright.inference.server.openai import OpenAIProtocol
 from rollwright.inference.server.openai_answer import OpenAICall
 from rollwright.rollout.sample import SampleEngine
@@ -216,6 +217,23 @@ class OpenAIEpisode(OpenAIProtocol):
         if key not in self._conversations:
             self._conversations[key] = ConversationTokens(self.tokenizer, self._encode, **variables)
         return self._conversations[key]
+
+    async def _open(self, *arguments: Any) -> OpenAICall:
+        with self._noting_overflow():
+            return await super()._open(*arguments)
+
+    async def complete(self, request: Request, call: OpenAICall) -> None:
+        """See ``OpenAIProtocol.complete``."""
+        with self._noting_overflow():
+            await super().complete(request, call)
+
+    @contextlib.contextmanager
+    def _noting_overflow(self) -> Iterator[None]:
+        try:
+            yield
+        except (RequestError, EngineError) as error:
+            self.recorder.outgrew_context |= as_request_error(error).code == CONTEXT_LENGTH_EXCEEDED
+            raise
 
     def _check_model(self, fields: dict[str, Any]) -> None:
         if fields.get("model") != "default":

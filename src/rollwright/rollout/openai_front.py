@@ -33,13 +33,7 @@ from rollwright.workflows.task_runner import AbandonableThreads
 try:
     from fastapi import FastAPI, Request
 
-    from rollwright.inference.server.exchange import (
-        CONTEXT_LENGTH_EXCEEDED,
-        RequestError,
-        Routes,
-        as_request_error,
-        given_key,
-    )
+    from rollwright.inference.server.exchange import RequestError, Routes, given_key
     from rollwright.inference.server.openai import ROUTES
     from rollwright.inference.server.service import ServerThread, make_service
     from rollwright.inference.server.settings import ServiceSettings
@@ -182,12 +176,7 @@ def _application(front: OpenAIFront, settings: ServiceSettings) -> FastAPI:
             front = held()
             if front is None:
                 raise RequestError("The OpenAI front has ended.", status=401, kind="authentication_error")
-            episode = front.episode_of(given_key(request.headers))
-            try:
-                return await serve(episode, request)
-            except Exception as error:
-                episode.recorder.outgrew_context |= as_request_error(error).code == CONTEXT_LENGTH_EXCEEDED
-                raise
+            return await serve(front.episode_of(given_key(request.headers)), request)
 
         return answer
 

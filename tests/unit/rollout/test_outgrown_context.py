@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+import httpx
 import openai
 import pytest
 from echo import EchoEngine
@@ -81,6 +82,18 @@ def completing(data, base_url, api_key):
     client.completions.create(model="default", prompt=[5] * 60)  # of which the engine itself says that it does not fit
 
 
+def responding(data, base_url, api_key):
+    client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    client.responses.create(model="default", input="q")
+    client.responses.create(model="default", input="q" * 100)
+
+
+def messaging(data, base_url, api_key):
+    for text in ("q", "q" * 100):
+        body = {"model": "default", "max_tokens": 4, "messages": [{"role": "user", "content": text}]}
+        httpx.post(f"{base_url}/messages", json=body, headers={"x-api-key": api_key}, timeout=60).raise_for_status()
+
+
 @pytest.fixture
 def executor():
     executor = RolloutExecutor(Small(output_length=4), RolloutConfig(max_sample_retries=0, max_failed_share=0.0))
@@ -96,6 +109,8 @@ def executor():
         (silent, -1.0),
         (streaming, -1.0),
         (completing, -1.0),
+        (responding, -1.0),
+        (messaging, -1.0),
         (handling, 1.0),
         (rewarding, 0.5),
     ],
