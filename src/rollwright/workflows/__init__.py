@@ -10,6 +10,6 @@ import rollwright
 
 
 def __getattr__(name: str) -> Any:
-    if name not in rollwright.__all__:
+    if name not in rollwright.__all__:  # pyright: ignore[reportAttributeAccessIssue] - not in the stub
         raise AttributeError(f"module {__name__!r} has no name {name!r}")
     return getattr(rollwright, name)
