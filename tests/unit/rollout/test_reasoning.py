@@ -15,6 +15,8 @@ from test_openai_front import TEMPLATE, TOOL_CALL, TOOLS, Script, StreamingScrip
 from test_responses_dialect import FUNCTIONS, checked
 
 from rollwright.data.tokenizer import build_character_tokenizer
+from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.server.openai_answer import OpenAICall, usage_of
 from rollwright.inference.server.text_stream import ReasoningSplit
 from rollwright.rollout.openai_front import OpenAIFront
 
@@ -121,6 +123,23 @@ async def test_it_stays_in_the_text_where_that_is_asked_for(setting, back, exper
     with front.episode(sample_engine(Script(tokenizer, thought + "3"))) as episode:
         await asyncio.to_thread(agent, plain_client(episode))
     assert len(episode.experiences(reward=1.0)) == experiences
+
+
+def test_reasoning_is_counted_by_the_token_that_closes_it():
+    class OneToken:
+        """Decodes nothing but the mark, as decoding a long reply takes milliseconds."""
+
+        def convert_tokens_to_ids(self, text):
+            return {"</think>": 7}[text]
+
+        def decode(self, tokens, skip_special_tokens):
+            return {(7,): "</think>"}[tuple(tokens)]
+
+    request = ModelRequest(input_ids=[1], tokenizer=OneToken())
+    response = ModelResponse([1], [3, 4, 7, 5], [0.0] * 4, [0] * 4)
+    choices = [{"message": {"reasoning_content": "x"}}]
+    call = OpenAICall("chat", {}, [request], [response], choices, separates_reasoning=True)
+    assert usage_of(call)["completion_tokens_details"] == {"reasoning_tokens": 3}
 
 
 @given(

@@ -87,11 +87,15 @@ def _reasoning_tokens(request: ModelRequest, response: ModelResponse, choice: di
     """How many tokens end with the one that closes the reasoning; all where none does."""
     if "reasoning_content" not in choice["message"]:
         return 0
+    tokenizer, tokens = request.tokenizer, response.output_tokens
 
     def closed(count: int) -> bool:
-        return ReasoningSplit.CLOSING in request.tokenizer.decode(response.output_tokens[:count], skip_special_tokens=False)
+        return ReasoningSplit.CLOSING in tokenizer.decode(tokens[:count], skip_special_tokens=False)
 
-    return bisect.bisect_left(range(len(response.output_tokens)), True, key=closed)
+    mark = tokenizer.convert_tokens_to_ids(ReasoningSplit.CLOSING)
+    if mark in tokens and tokenizer.decode([mark], skip_special_tokens=False) == ReasoningSplit.CLOSING:
+        return tokens.index(mark) + 1  # a long reply is not decoded again
+    return bisect.bisect_left(range(len(tokens)), True, key=closed)
 
 
 def logprobs_of(
