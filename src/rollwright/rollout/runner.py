@@ -275,7 +275,8 @@ class Runner:
         further = group.add(name.index, outcome)
         self._members.extendleft((group, index, 0) for index in reversed(further))
         if group.samples >= group.size:
-            self._abandon_later(group, group.cancel("belongs to a group that is full"))
+            if group.running:
+                self._abandon_later(group, group.cancel("belongs to a group that is full"))
             self._complete(group)
 
     def _complete(self, group: Group) -> None:
