@@ -100,6 +100,7 @@ ODD = [
     *([], [1], ["a"], [""], [None], [[1]], [[]], [{}], [HUGE], [-1], ["a", 1], {}, {"a": 1}, {"type": "text"}),
     *([{"role": "user"}], [{"role": "user", "content": 5}], [{"role": "assistant", "content": "a", "tool_calls": 5}]),
     *([{"function": {"name": 5}}], [{"function": {"name": "f", "parameters": "x"}}]),
+    [{"function": {"name": "f", "parameters": {"properties": [1]}}}],
     [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": [1]}}]}],
 ]
 CONTROL = {

@@ -118,7 +118,7 @@ class NativeProtocol:
         """The prompts' ids, and whether they were given as a list."""
         given: Any = body.input_ids if body.text is None else body.text
         is_batch = isinstance(given, list) and not isinstance(given[0], int)
-        prompts = given if is_batch else [given]
+        prompts: list[Any] = given if is_batch else [given]
         self._reader.check_number(len(prompts), "text" if body.input_ids is None else "input_ids")
         if body.text is None:
             return [self._reader.checked(prompt, "input_ids") for prompt in prompts], is_batch

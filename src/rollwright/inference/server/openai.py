@@ -220,8 +220,11 @@ class OpenAIProtocol:
         tools = fields.get("tools") or []
         for index, tool in enumerate(tools):
             function = tool.get("function") if isinstance(tool, dict) else None
-            if not isinstance(function, dict) or not function.get("name"):
+            if not isinstance(function, dict) or not function.get("name") or not isinstance(function["name"], str):
                 raise RequestError(f"tools[{index}] has no function with a name.", param="tools")
+            parameters = function.get("parameters") or {}
+            if not isinstance(parameters, dict) or not isinstance(parameters.get("properties") or {}, dict):
+                raise RequestError(f"tools[{index}].function.parameters is no JSON Schema of an object.", param="tools")
         return tools if tools and fields.get("tool_choice") != "none" else None
 
     def _begun(self, fields: dict[str, Any]) -> str:
