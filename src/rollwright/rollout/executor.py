@@ -18,7 +18,7 @@ from rollwright.errors import ConfigError, DatasetEnded, RolloutError
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.inference.engine import InferenceEngine
 from rollwright.rollout.event_loop import LoopThread
-from rollwright.rollout.failures import Failure, with_cause
+from rollwright.rollout.failure_budget import Failure, with_cause
 from rollwright.rollout.runner import Runner, Waiter
 from rollwright.rollout.task_group import AcceptFunction, Batch, Group, GroupFactory, GroupState, TaskSource
 from rollwright.tracking.logging import getLogger

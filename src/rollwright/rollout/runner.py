@@ -30,8 +30,9 @@ from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
 from rollwright.processes.sandbox import sandboxed
 from rollwright.rollout.deterministic import WaveGate, place_of
-from rollwright.rollout.failures import Failure, FailureLog
-from rollwright.rollout.sample import CURRENT_SAMPLE, SampleEngine, SampleName
+from rollwright.rollout.failure_budget import Failure, FailureLog
+from rollwright.rollout.sample import CURRENT_SAMPLE, SampleEngine
+from rollwright.rollout.seeds import SampleName
 from rollwright.rollout.staleness import Delivery
 from rollwright.rollout.task_group import Group, GroupState
 from rollwright.tracking.logging import getLogger

@@ -13,16 +13,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import hashlib
 import time
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from rollwright.errors import EngineError, PromptTooLongError, RequestAborted
 from rollwright.experience.recorder import Recorder
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.rollout.seeds import SampleName, request_seed
 from rollwright.workflows.base import SampleBoundEngine
 
 #: Serves a request of a sample when it may go out, given the place of its conversation in the sample and its own in that.
@@ -30,34 +30,6 @@ RequestGate = Callable[["SampleEngine", ModelRequest, tuple[int, int]], Awaitabl
 
 #: The sample that the running asyncio task belongs to; inherited by the tasks that it starts.
 CURRENT_SAMPLE: contextvars.ContextVar[SampleEngine | None] = contextvars.ContextVar("current_sample", default=None)
-
-
-class SampleName(NamedTuple):
-    """Which execution of which task: the draw's ordinal, the sample within the group, the attempt."""
-
-    ordinal: int
-    index: int
-    attempt: int = 0
-    is_eval: bool = False
-
-    def __str__(self) -> str:
-        kind = "evaluation task" if self.is_eval else "task"
-        again = f", attempt {self.attempt + 1}" if self.attempt else ""
-        return f"{kind} {self.ordinal}, sample {self.index}{again}"
-
-
-def request_seed(run_seed: int, sample: SampleName, conversation: int, turn: int, index: int = 0) -> int:
-    """A request's seed: 63 bits of BLAKE2b over its place in the run; the same in every process and version of Python.
-
-    Args:
-        run_seed: the run's seed.
-        sample: the sample; its attempt does not count, so that a sample that is run again draws the same tokens.
-        conversation: the conversation's number, in order of first appearance in the sample.
-        turn: the request's number in its conversation.
-        index: which of several completions of one prompt.
-    """
-    place = f"{run_seed}/{int(sample.is_eval)}/{sample.ordinal}/{sample.index}/{conversation}/{turn}/{index}"
-    return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little") >> 1
 
 
 class SampleEngine(SampleBoundEngine):

@@ -22,7 +22,7 @@ import torch
 from rollwright.errors import DataError, RolloutError, WorkflowError
 from rollwright.experience.contract import COLUMNS
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
-from rollwright.rollout.failures import Failure
+from rollwright.rollout.failure_budget import Failure
 from rollwright.rollout.sample import SampleEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.workflows.registry import resolve_function, resolve_workflow, workflow_name

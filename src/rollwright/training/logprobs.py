@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rollwright.errors import TrainingError
+from rollwright.experience.branches import branch_attention, last_visible
 from rollwright.experience.trajectory import MULTI_MODAL, Trajectory
 from rollwright.training.prefix_tree import PrefixTree
 
@@ -274,28 +275,6 @@ def _picture_inputs(entries: list[dict[str, Tensor] | None], ids_BL: Tensor, mod
                 kinds_BL[ids_BL == getattr(config, name)] = kind
         inputs["mm_token_type_ids"] = kinds_BL
     return inputs
-
-
-def branch_attention(branch_ids_BL: Tensor) -> Tensor:
-    """Which token may attend to which, ``[B, L, L]`` bool: causal, and blind to other branches.
-
-    Token ``i`` attends to ``j <= i`` where ``j`` or ``i`` is on the trunk (branch 0) or both are on one branch.
-    """
-    query_BL1, key_B1L = branch_ids_BL[:, :, None], branch_ids_BL[:, None, :]
-    length = branch_ids_BL.shape[1]
-    causal_LL = torch.ones(length, length, dtype=torch.bool, device=branch_ids_BL.device).tril()
-    return ((key_B1L == 0) | (query_BL1 == 0) | (query_BL1 == key_B1L)) & causal_LL
-
-
-def last_visible(branch_ids_BL: Tensor) -> Tensor:
-    """For each token the column of the last token before it that it attends to, which is the one that predicts it.
-
-    Without branches this is the column to the left; the first token of a branch is predicted by the trunk it grows from.
-    The first column, which nothing predicts, gets 0.
-    """
-    columns_L = torch.arange(branch_ids_BL.shape[1], device=branch_ids_BL.device)
-    before_BLL = branch_attention(branch_ids_BL).tril(-1)
-    return (before_BLL * columns_L).amax(-1)
 
 
 class _RMSNorm(torch.autograd.Function):

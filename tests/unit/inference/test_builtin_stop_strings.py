@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError
-from rollwright.inference.backends.builtin.batch import StopStrings
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
+from rollwright.inference.backends.builtin.stop_strings import StopStrings
 from rollwright.inference.request import ModelRequest
 
 TOKENIZER = byte_tokenizer()

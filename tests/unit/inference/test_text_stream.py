@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rollwright.inference.backends.builtin.batch import StopStrings
+from rollwright.inference.backends.builtin.stop_strings import StopStrings
 from rollwright.inference.server.text_stream import TextStream, completion_text, held_back
 
 

@@ -16,7 +16,7 @@ from rollwright.experience.trajectory import concat_padded_tensors
 from rollwright.inference.request import ModelRequest
 from rollwright.processes.sandbox import sandbox_name
 from rollwright.rollout.executor import RolloutExecutor
-from rollwright.rollout.sample import SampleName, request_seed
+from rollwright.rollout.seeds import SampleName, request_seed
 from rollwright.tracking import logging
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=3)

@@ -5,7 +5,8 @@ import torch
 from tiny_policy import VOCABULARY, tiny_batch, tiny_model
 
 from rollwright.errors import TrainingError
-from rollwright.training.logprobs import TokenScorer, branch_attention, last_visible, selected_logprobs
+from rollwright.experience.branches import branch_attention, last_visible
+from rollwright.training.logprobs import TokenScorer, selected_logprobs
 
 
 def exact(model, ids, temperature=1.0):

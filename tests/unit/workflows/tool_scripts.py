@@ -7,7 +7,8 @@ import asyncio
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.rollout.sample import SampleEngine, SampleName
+from rollwright.rollout.sample import SampleEngine
+from rollwright.rollout.seeds import SampleName
 
 TEMPLATE = (
     "{%- if tools -%}<|system|>{%- for tool in tools -%}{{- tool.function.name + ' ' -}}{%- endfor -%}"

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollwright.experience.branches import sees
 from rollwright.inference.backends.builtin.adjustment import Adjustment
+from rollwright.inference.backends.builtin.stop_strings import StopStrings
 from rollwright.inference.request import ModelRequest, ModelResponse, TopTokens
 
-_INCOMPLETE = "�"  # what tokenizers decode an unfinished multi-byte character to
 _NO_TOKEN = -1
 
 #: A sampled token, its log-probability and its version: ``(tokens, log-probabilities, versions)`` of an output.
@@ -139,44 +140,6 @@ class Sequence:
             seed=self.seed,
             **scores,
         )
-
-
-class StopStrings:
-    """Finds stop strings in the decoded text of one output as it grows, also where they span tokens or characters span tokens.
-
-    Each new piece of text is the difference between decoding from a settled token on with and without the new tokens, as
-    decoding single tokens loses spaces in some tokenizers. Special tokens are decoded too: their text may be a stop string.
-    """
-
-    def __init__(self, tokenizer: Any, stop: list[str]) -> None:
-        self._tokenizer = tokenizer
-        self._stop = [text for text in stop if text]
-        self._overlap = max((len(text) for text in self._stop), default=1) - 1
-        self._pending: list[int] = []  # the newest settled piece, as context, and the tokens after it
-        self._known = ""  # the text of that piece
-        self._known_tokens = 0
-        self._tail = ""  # the last characters of the known text, in which a stop string may have begun
-
-    def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    def find(self, token: int, may_stop: bool = True) -> str | None:
-        """The stop string that the next output token completes, if any; not below ``min_new_tokens`` (``may_stop`` False)."""
-        self._pending.append(token)
-        text = self._decode(self._pending)
-        new, before = text[len(self._known) :], len(self._tail)
-        searched = self._tail + new.rstrip(_INCOMPLETE)
-        if not text.endswith(_INCOMPLETE):
-            searched = self._tail + new
-            self._pending = self._pending[self._known_tokens :]
-            self._known_tokens = len(self._pending)
-            self._known = self._decode(self._pending)
-            self._tail = searched[-self._overlap :] if self._overlap else ""
-        if not may_stop:
-            return None
-        # a stop string that was complete before this token came below ``min_new_tokens``
-        found = [(searched.find(text, max(0, before - len(text) + 1)), text) for text in self._stop]
-        return min((match for match in found if match[0] >= 0), default=(0, None))[1]
 
 
 #: What each running row needs at every step. ``last_token`` is the newest token, whose keys and values are not in the cache
@@ -396,14 +359,8 @@ def prefill_batch(chunks: list[Chunk], first_row: int, device: torch.device) -> 
         batch.visible = torch.arange(kv_length, device=device) <= batch.pad(batch.columns)[:, :, None]
         for index, chunk in branched:
             branches = to_tensor(chunk.sequence.branch_ids()[: chunk.end], device)
-            batch.visible[index, -chunk.length :, : chunk.end] &= branch_visibility(branches[chunk.start :], branches)
+            batch.visible[index, -chunk.length :, : chunk.end] &= sees(branches[chunk.start :], branches)
     return batch
-
-
-def branch_visibility(query_branches: Tensor, key_branches: Tensor) -> Tensor:
-    """``[Q, K]`` bool: the trunk (0) is seen by all and sees all; a branch sees the trunk and itself. Causality is apart."""
-    query, key = query_branches[:, None], key_branches[None, :]
-    return (key == 0) | (key == query) | (query == 0)
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> Tensor:

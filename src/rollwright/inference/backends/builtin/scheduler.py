@@ -17,12 +17,14 @@ import torch
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError, PromptTooLongError
+from rollwright.experience.branches import sees
 from rollwright.inference.backends.builtin.adjustment import Adjustment
-from rollwright.inference.backends.builtin.batch import Chunk, RowTable, Sequence, StopStrings, branch_visibility
+from rollwright.inference.backends.builtin.batch import Chunk, RowTable, Sequence
 from rollwright.inference.backends.builtin.cache import KeptPrefix, KVCache, PrefixCache, PrefixIndex
 from rollwright.inference.backends.builtin.general_model import GeneralModel
 from rollwright.inference.backends.builtin.grammar import grammar_of
 from rollwright.inference.backends.builtin.model import ModelRunner
+from rollwright.inference.backends.builtin.stop_strings import StopStrings
 from rollwright.inference.request import ModelRequest
 
 #: Most prompt tokens that are scored in one pass: their logits are in memory together.
@@ -333,7 +335,7 @@ class RequestIntake:
             sequence.adjustment = Adjustment(gconfig, request.input_ids, grammar)
         if request.branch_ids is not None:
             branches = torch.from_numpy(sequence.branch_ids())
-            hidden = ~branch_visibility(branches[-1:], branches)[0]
+            hidden = ~sees(branches[-1:], branches)[0]
             sequence.hidden = hidden.to(runner.device) if bool(hidden.any()) else None
         return sequence
 
