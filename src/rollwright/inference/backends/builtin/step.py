@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollwright.errors import EngineError
 from rollwright.inference.backends.builtin.adjustment import Adjustment
 from rollwright.inference.backends.builtin.batch import Chunk, RowTable, Sequence, decode_batch, prefill_batch, to_tensor
 from rollwright.inference.backends.builtin.cache import PrefixCache
@@ -123,7 +124,7 @@ class Stepper:
                 matches[index] = match
         ends = stops | (rows["generated"] >= rows["max_new_tokens"])
         ends[list(matches)] = True
-        failed = {
+        failed: dict[int, EngineError] = {
             index: error
             for index in rows["is_adjusted"].nonzero()[0].tolist()
             if (adjustment := running[first + index].adjustment) and (error := adjustment.error)
@@ -135,7 +136,7 @@ class Stepper:
             match = int(rows["last_token"][index]) if stops[index] else matches.get(index)
             self.scheduler.remove(sequence, keep=True)
             response = sequence.response("length" if match is None else "stop", match)
-            responses.append((sequence, failed.get(index, response)))
+            responses.append((sequence, failed.get(index) or response))
         self._counts["finished"] += len(responses)
         finished += responses[::-1]
 
