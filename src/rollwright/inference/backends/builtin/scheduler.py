@@ -382,8 +382,8 @@ def check_sampling(gconfig: GenerationHyperparameters, vocabulary: int) -> None:
         value = getattr(gconfig, name)
         if value is None and name == "seed":
             continue
-        kind: Any = Integral if is_whole else Real
-        if isinstance(value, bool) or not isinstance(value, kind) or not -math.inf < value < math.inf:
+        kind = Integral if is_whole else Real
+        if isinstance(value, bool) or not isinstance(value, kind) or not -math.inf < value < math.inf:  # type: ignore[operator]
             raise EngineError(f"{name} is {value!r}; it has to be {'a whole' if is_whole else 'a finite'} number.")
         if value < limits.get("ge", value) or value <= limits.get("gt", -math.inf) or value > limits.get("le", value):
             bounds = {"ge": "at least", "gt": "more than", "le": "at most"}
