@@ -77,6 +77,12 @@ class GenerationHyperparameters:
         return self.greedy or self.temperature == 0.0
 
     @property
+    def adjusts_scores(self) -> bool:
+        """True where a bias, a penalty or a grammar changes the scores that tokens are drawn from."""
+        penalties = self.frequency_penalty, self.presence_penalty, self.repetition_penalty != 1.0, self.logit_bias
+        return any(penalties) or any(text is not None for text in (self.json_schema, self.regex, self.grammar))
+
+    @property
     def effective_temperature(self) -> float:
         """The temperature that log-probabilities are given at: 1 where sampling is greedy."""
         return 1.0 if self.is_greedy else self.temperature

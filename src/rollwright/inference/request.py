@@ -60,12 +60,6 @@ def _counts(values: Any, what: str) -> list[int]:
     return list(values)
 
 
-def _count(name: str, value: Any) -> int | None:
-    if value is not None and (type(value) is not int or value < 0):
-        raise EngineError(f"{name} is {value!r}; it has to be a whole number of at least 0, or None.")
-    return value
-
-
 #: The most likely tokens at one place, most likely first: ids and log-probabilities.
 TopTokens = list[tuple[int, float]]
 
@@ -110,8 +104,11 @@ class ModelRequest:
             self.position_ids = _counts(self.position_ids, "position_ids")
         if self.branch_ids is not None:
             self.branch_ids = _counts(self.branch_ids, "branch_ids")
-        self.top_logprobs = _count("top_logprobs", self.top_logprobs) or None
-        _count("prompt_logprobs_from", self.prompt_logprobs_from)
+        for name in ("top_logprobs", "prompt_logprobs_from"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 0):
+                raise EngineError(f"{name} is {value!r}; it has to be a whole number of at least 0, or None.")
+        self.top_logprobs = self.top_logprobs or None
 
     @property
     def effective_seed(self) -> int | None:

@@ -28,12 +28,6 @@ class Adjustment:
         self._prompt = prompt
         self._state: tuple[Tensor, Tensor, Tensor] | None = None  # made with the first token: many requests wait before that
 
-    @staticmethod
-    def is_wanted(gconfig: GenerationHyperparameters) -> bool:
-        """True where a request has a bias or a penalty."""
-        penalties = gconfig.frequency_penalty, gconfig.presence_penalty, gconfig.repetition_penalty - 1.0
-        return any(penalties) or bool(gconfig.logit_bias)
-
     def take(self, token: int) -> None:
         """Note the newest output token."""
         if self._state is not None:
@@ -52,8 +46,7 @@ class Adjustment:
 
     def apply(self, scores_V: Tensor) -> None:
         """Change logits that were divided by the temperature, in place."""
-        if self.is_wanted(self._gconfig):
-            self._punish(scores_V)
+        self._punish(scores_V)
         if self._grammar is not None:
             self._grammar.mask(scores_V)
 

@@ -330,8 +330,8 @@ class RequestIntake:
             position_delta=delta,
             stop_strings=StopStrings(tokenizer, gconfig.stop) if gconfig.stop else None,
         )
-        grammar = grammar_of(gconfig, tokenizer, runner.vocabulary, self._end_ids)
-        if grammar or Adjustment.is_wanted(gconfig):
+        if gconfig.adjusts_scores:
+            grammar = grammar_of(gconfig, tokenizer, runner.vocabulary, self._end_ids)
             sequence.adjustment = Adjustment(gconfig, request.input_ids, grammar)
         if request.branch_ids is not None:
             branches = torch.from_numpy(sequence.branch_ids())
