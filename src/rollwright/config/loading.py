@@ -10,7 +10,6 @@ The command line wins over the file: ``key=value`` in every stage that has the k
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import operator
@@ -21,6 +20,8 @@ from typing import Any, TypeVar
 
 from rollwright.config.experiment import STAGE_CLASSES, BaseExperimentConfig, GRPOConfig
 from rollwright.config.generation import ALIASES
+from rollwright.config.interpolation import resolve
+from rollwright.config.overrides import merge, merge_overrides, parse_override
 from rollwright.config.recipes import apply_recipe
 from rollwright.config.rules import faults_of
 from rollwright.config.source import (
@@ -30,13 +31,9 @@ from rollwright.config.source import (
     KeyPath,
     Origins,
     Override,
-    apply_override,
     dump_yaml,
-    merge,
-    parse_override,
     plain,
     read_yaml,
-    resolve,
 )
 from rollwright.config.validation import names_besides, validated
 from rollwright.errors import ConfigError
@@ -136,14 +133,6 @@ def _written_keys(data: Any, prefix: str = "") -> Iterator[str]:
             yield from _written_keys(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{ALIASES.get(key, key)}"
-
-
-def merge_overrides(data: dict[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
-    """A copy of ``data`` in which the overrides are set, in order."""
-    data = copy.deepcopy(data)
-    for override in overrides:
-        apply_override(data, override)
-    return data
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:

@@ -5,20 +5,17 @@ Paths are tuples of keys and list positions: ``("actor", "optimizer", "lr")``, `
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import enum
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from rollwright.config.secrets import command_line, is_secret_name, marked, names_environment, shown, unresolved
+from rollwright.config.secrets import is_secret_name, shown
 from rollwright.errors import ConfigError
 from rollwright.registry import Registry
 
@@ -249,19 +246,6 @@ def parse_value(raw: str) -> Any:
         return raw
 
 
-def parse_override(text: str) -> Override:
-    """``a.b.0.c=value`` as an ``Override``.
-
-    Raises:
-        ConfigError: there is no ``=``, or no key before it.
-    """
-    key, equals, raw = text.partition("=")
-    key = key.strip().removeprefix("--")
-    if not equals or not all(key.split(".")):
-        raise ConfigError(f"override {text!r}: write key=value, such as actor.optimizer.lr=1e-5.")
-    return Override(text=command_line([text]), path=undotted(key), value=parse_value(raw), raw=raw)
-
-
 def _construct(node: yaml.Node, path: KeyPath, document: Document, above: tuple[yaml.Node, ...] = ()) -> Any:
     document.lines.setdefault(path, node.start_mark.line + 1)
     if node in above:
@@ -305,101 +289,6 @@ def _scalar(node: yaml.Node, document: Document) -> Any:
         raise ConfigError(f"{where}: {getattr(node, 'value', '?')!r} cannot be read: {error}. Put text in quotes.") from error
 
 
-#: What ``${run_dir}`` means in every file.
-RUN_DIR = "${cluster.fileroot}/${experiment_name}/${trial_name}"
-
-
-def merge(base: Any, over: Any) -> Any:
-    """``over`` onto ``base``: mappings are merged key by key, everything else replaces."""
-    if isinstance(base, dict) and isinstance(over, dict):
-        return {**base, **{key: merge(base[key], value) if key in base else value for key, value in over.items()}}
-    return copy.deepcopy(over)
-
-
-def apply_override(data: dict[str, Any], override: Override) -> None:
-    """Set one override in place. Lists are entered by position, or by the ``name`` of an element.
-
-    Raises:
-        ConfigError: the path leads through something that holds no keys, or beyond a list's end.
-    """
-    node: Any = data
-    part: Any
-    for depth, part in enumerate(override.path):
-        last = depth == len(override.path) - 1
-        if isinstance(node, list):
-            part = _position(node, part, override)
-        elif isinstance(node, dict):
-            part = next((key for key in node if str(key) == str(part)), str(part))
-            if not last and node.get(part) is None:
-                node[part] = {}
-        else:
-            above = dotted(override.path[:depth])
-            raise ConfigError(f"override {override.text!r}: {above} is {node!r} and holds no keys; set {above} itself.")
-        if last:
-            old = node[part] if isinstance(node, list) or part in node else None
-            node[part] = merge(old, override.value)
-        else:
-            node = node[part]
-
-
-def _position(node: list[Any], part: str | int, override: Override) -> int:
-    names = [element.get("name") if isinstance(element, dict) else None for element in node]
-    if part in names:
-        return names.index(part)
-    if not isinstance(part, int):
-        known = ", ".join(str(name) for name in names if name) or f"positions 0 to {len(node) - 1}"
-        raise ConfigError(f"override {override.text!r}: the list has no element {part!r}; known: {known}.")
-    if part >= len(node):
-        raise ConfigError(f"override {override.text!r}: the list has {len(node)} elements; positions count from 0.")
-    return part
-
-
-def resolve(
-    data: dict[str, Any], defaults: Sequence[type], origins: Origins, around: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Resolve interpolations: ``${other.key}``, ``${oc.env:VAR,default}``, ``${run_dir}``.
-
-    Args:
-        data: the keys as written.
-        defaults: dataclasses whose defaults an interpolation may name where the file does not give the key.
-        origins: for messages.
-        around: further keys that interpolations may name.
-
-    Returns:
-        The keys of ``data``, and no others, with values in place of interpolations.
-
-    Raises:
-        ConfigError: an interpolation leads nowhere, or an environment variable is not set and has no default.
-    """
-    context: dict[str, Any] = {"run_dir": RUN_DIR}
-    for each in [each for cls in defaults for each in dataclasses.fields(cls)]:
-        if (default := default_of(each)) is not dataclasses.MISSING:
-            context = merge(context, {each.name: plain(default)})
-    try:
-        whole = merge(merge(context, around or {}), data)
-        resolved = _resolved(whole, data)
-        return marked(resolved, _resolved(unresolved(whole), data) if names_environment(whole) else resolved)
-    except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None) or ""
-        path = undotted(key.replace("[", ".").replace("]", "")) if key else ()
-        cause = str(error).splitlines()[0].strip()
-        name = f"{origins.name(path)}: " if path else ""
-        raise ConfigError(f"{origins.of(path)}: {name}{cause}. Name a key that the config has, or give a default.") from error
-
-
-def _resolved(whole: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
-    """The keys of ``data`` with the values that they have in ``whole``."""
-    config, resolved = OmegaConf.create(whole, flags={"allow_objects": True}), {}
-    for key, value in data.items():
-        node: Any = config._get_node(key)
-        if OmegaConf.is_config(node) and not node._is_interpolation():
-            found = OmegaConf.to_container(node, resolve=True)
-        else:
-            found = config[key] if value != "???" else value
-        resolved[key] = _project(OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found, value)
-    return resolved
-
-
 def default_of(each: dataclasses.Field) -> Any:
     """A field's default, made anew; ``MISSING`` where it has none."""
     return each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
@@ -423,12 +312,3 @@ def plain(value: Any, metadata: Mapping[str, Any] | None = None) -> Any:
         return shown(value, metadata)
     known = value is None or isinstance(value, (int, float, bool))
     return getattr(value, "value", value if known else str(value))
-
-
-def _project(resolved: Any, written: Any) -> Any:
-    """``resolved`` without the keys that only the defaults brought in."""
-    if isinstance(resolved, dict) and isinstance(written, dict):
-        return {key: _project(resolved[key], value) for key, value in written.items()}
-    if isinstance(resolved, list) and isinstance(written, list):
-        return [_project(*pair) for pair in zip(resolved, written, strict=True)]
-    return resolved
