@@ -1,1 +1,1 @@
-"""Reward functions, their registry, the wrapper that runs them apart under a time limit, and the Python sandbox."""
+"""Reward functions, their registry, and the wrapper that runs them apart under a time limit."""

@@ -6,16 +6,9 @@ import logging
 import re
 from typing import Any
 
+from rollwright.rewards.numbers import gsm8k_answer, sole_number, without_grouping
 from rollwright.rewards.registry import REWARD_FUNCTIONS
-from rollwright.rewards.text import (
-    format_reward,
-    gsm8k_answer,
-    last_boxed,
-    last_tagged,
-    references,
-    sole_number,
-    without_grouping,
-)
+from rollwright.rewards.text import format_reward, last_boxed, last_tagged, references
 
 _IMPORTS = ("math_verify",)  # takes a second, and is not needed where these functions are only looked up
 _LONGEST_ANSWER = 2000  # characters that are parsed; an answer stands at the end

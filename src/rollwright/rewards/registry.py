@@ -28,7 +28,8 @@ class RewardRegistry(Registry[Callable[..., Any]]):
 
 
 _BUILT_IN = {
-    "rollwright.rewards.text": ("numeric", "gsm8k", "arithmetic", "exact_match", "f1", "format", "countdown"),
+    "rollwright.rewards.numbers": ("numeric", "gsm8k", "arithmetic"),
+    "rollwright.rewards.text": ("exact_match", "f1", "format", "countdown"),
     "rollwright.rewards.math": ("accuracy", "math", "math_boxed", "math_dapo"),
 }
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from rollwright.rewards.math import accuracy_reward, math_boxed_reward
-from rollwright.rewards.text import arithmetic_reward, gsm8k_reward, numeric_reward
+from rollwright.rewards.numbers import arithmetic_reward, gsm8k_reward, numeric_reward
 
 NUMERIC = (numeric_reward, gsm8k_reward, arithmetic_reward)
 
