@@ -1,7 +1,7 @@
 """Starts inference servers, waits until they are healthy, keeps their logs, and ends them on every exit path.
 
 Whatever becomes of this process, SIGKILL included, its servers and their children end within seconds: each runs under a supervisor
-(``processes.supervisor``).
+(``processes.ends_with_parent``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import httpx
 from rollwright.config.servers import BUILT_COMMANDS
 from rollwright.errors import EngineError
 from rollwright.inference.network import find_free_ports, is_loopback, server_url
-from rollwright.processes.supervisor import supervised
+from rollwright.processes.ends_with_parent import supervised
 from rollwright.processes.tree import descendants
 from rollwright.tracking.logging import getLogger
 

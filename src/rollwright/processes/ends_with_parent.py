@@ -45,7 +45,7 @@ def supervised(
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
         return subprocess.Popen(
-            program("rollwright.processes.supervisor", "-I", str(shared or ""), *command),
+            program("rollwright.processes.ends_with_parent", "-I", str(shared or ""), *command),
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,

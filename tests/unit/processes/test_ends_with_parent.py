@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from rollwright.processes.supervisor import supervised
+from rollwright.processes.ends_with_parent import supervised
 
 #: Starts a child in its group and one in a session of its own, by way of a process that ends at once.
 COMMAND = """
