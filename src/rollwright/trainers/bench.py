@@ -26,7 +26,7 @@ from rollwright.tracking.logging import getLogger
 from rollwright.tracking.plots import plot_curves
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.tracking.sinks import read_metrics
-from rollwright.trainers.evaluation import evaluate
+from rollwright.trainers.evaluation import evaluate, scores_of
 from rollwright.trainers.reporting import sample_means
 from rollwright.trainers.rollout_backend import make_rollout_engine, servers_of
 from rollwright.trainers.shared_run import trial_path
@@ -120,29 +120,6 @@ def last_step(final: Path) -> int | None:
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------
-
-
-def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """Chance that one of ``k`` samples passes, unbiased from ``samples`` of which ``passed`` did (Chen et al. 2021, eq. 1)."""
-    if not 1 <= k <= samples:
-        raise ConfigError(f"pass@{k} cannot be told from {samples} samples: k is between 1 and the number of samples.")
-    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
-
-
-def scores_of(rewards: Sequence[Sequence[float]], pass_at: Sequence[int], pass_reward: float) -> dict[str, float]:
-    """``mean@n`` and each ``pass@k`` over tasks; every k above the number of samples is left out.
-
-    Args:
-        rewards: the rewards of the samples of each task, as many for each.
-        pass_at: every k.
-        pass_reward: reward from which on a sample passes.
-    """
-    samples = len(rewards[0])
-    passed = [sum(reward >= pass_reward for reward in task) for task in rewards]
-    scores = {f"mean@{samples}": math.fsum(math.fsum(task) for task in rewards) / (samples * len(rewards))}
-    for k in sorted(k for k in set(pass_at) if k <= samples):
-        scores[f"pass@{k}"] = math.fsum(pass_at_k(samples, count, k) for count in passed) / len(rewards)
-    return scores
 
 
 def _scores(config: PPOConfig, path: str, directory: RunDirectory) -> dict[str, dict[str, float]]:

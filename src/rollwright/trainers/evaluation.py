@@ -1,16 +1,17 @@
-"""Evaluation: run every task of a split and average the rewards, outside capacity and version accounting."""
+"""Evaluation: run every task of a split and score the rewards, as means and pass@k, outside capacity and version accounting."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rollwright.config.experiment import EvalConfig
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.errors import RolloutError
+from rollwright.errors import ConfigError, RolloutError
 from rollwright.experience.trajectory import Trajectory
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.rollout_dumps import RolloutDumper
@@ -63,6 +64,29 @@ def _with_stops_of(own: Any, gconfig: GenerationHyperparameters) -> GenerationHy
     stops = list(dict.fromkeys([*(getattr(own, "stop", None) or []), *(gconfig.stop or [])]))
     stop_token_ids = dict.fromkeys([*(getattr(own, "stop_token_ids", None) or []), *gconfig.stop_token_ids])
     return gconfig.new(stop=stops or None, stop_token_ids=list(stop_token_ids))
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """Chance that one of ``k`` samples passes, unbiased from ``samples`` of which ``passed`` did (Chen et al. 2021, eq. 1)."""
+    if not 1 <= k <= samples:
+        raise ConfigError(f"pass@{k} cannot be told from {samples} samples: k is between 1 and the number of samples.")
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def scores_of(rewards: Sequence[Sequence[float]], pass_at: Sequence[int], pass_reward: float) -> dict[str, float]:
+    """``mean@n`` and each ``pass@k`` over tasks; every k above the number of samples is left out.
+
+    Args:
+        rewards: the rewards of the samples of each task, as many for each.
+        pass_at: every k.
+        pass_reward: reward from which on a sample passes.
+    """
+    samples = len(rewards[0])
+    passed = [sum(reward >= pass_reward for reward in task) for task in rewards]
+    scores = {f"mean@{samples}": math.fsum(math.fsum(task) for task in rewards) / (samples * len(rewards))}
+    for k in sorted(k for k in set(pass_at) if k <= samples):
+        scores[f"pass@{k}"] = math.fsum(pass_at_k(samples, count, k) for count in passed) / len(rewards)
+    return scores
 
 
 def evaluate_model(config: EvalConfig, rollouts: Path | None = None) -> dict[str, Any]:
