@@ -358,13 +358,13 @@ def _surroundings(limits: SandboxLimits) -> list[str]:
     if limits.network:
         options += ["--share-net"]
         wanted += ["/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates"]
-    for path in wanted:
-        options += ["--ro-bind-try", path, path]
     options += ["--proc", "/proc"]
     for path in _unreadable_by_others():
         options += ["--ro-bind", "/dev/null", path]
     options += ["--dev", "/dev", "--size", str(_SHARED_BYTES), "--tmpfs", "/dev/shm"]
     options += ["--size", str(limits.disk_bytes), "--tmpfs", "/tmp"]
+    for path in wanted:  # over the mounts above: an environment may be in /tmp
+        options += ["--ro-bind-try", path, path]
     for place in ("/proc", "/dev", "/"):  # what bwrap mounts has no limit of size
         options += ["--remount-ro", place]
     return [*options, "--chdir", "/tmp"]

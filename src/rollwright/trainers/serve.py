@@ -201,7 +201,9 @@ def application(book: RunBook, settings: ServiceSettings) -> FastAPI:
         return book.status()
 
     table = [("POST", "/runs", open_run, NewRun), ("POST", "/feedback", feedback, Feedback), ("GET", "/status", status, None)]
-    return make_service("rollwright service", [Routes(table)], settings)
+    elsewhere = "an agent talks to the base_url of its run, which POST /runs gives"
+    refused = dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages"), elsewhere)
+    return make_service("rollwright service", [Routes(table)], settings, refused=refused)
 
 
 def serve(config: PPOConfig, directory: RunDirectory, *, is_over: Callable[[], bool] = lambda: False) -> dict[str, Any]:

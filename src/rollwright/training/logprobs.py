@@ -163,12 +163,11 @@ class TokenScorer(nn.Module):
         """
         if self._head_is_linear is None:
             head = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None  # type: ignore[operator]
-            capped = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)  # type: ignore[union-attr, operator]
             if (
-                capped
-                or head is None
+                head is None
                 or not hasattr(head, "weight")
                 or getattr(self.model, "base_model", self.model) is self.model
+                or getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
             ):
                 self._head_is_linear = False
             else:

@@ -122,7 +122,7 @@ def test_what_a_server_was_asked_is_asked_elsewhere_when_it_is_taken_out():
             running = [asyncio.ensure_future(client.agenerate(ModelRequest(input_ids=[1, 2]))) for _ in range(10)]
             while len(fakes[1].bodies.get("generate", [])) < 5:  # noqa: ASYNC110 - the fake has no event
                 await asyncio.sleep(0.01)
-            client._monitor._failed[client.addresses[1]] = 2
+            client.router.servers[1].failed_checks = 2
             await asyncio.to_thread(client._monitor._check, _Hanging(client.router.servers[1], client))
             return await asyncio.wait_for(asyncio.gather(*running), 60)
 

@@ -351,8 +351,8 @@ def test_no_server_left_is_an_error_with_the_reason_and_a_closed_client_aborts()
 
 
 def test_initialize_waits_for_health_and_gives_up_with_the_address():
-    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9 was not healthy"):
-        SGLangClient(RolloutConfig(setup_timeout=0.5), addresses=["127.0.0.1:9"]).initialize()
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1:19 was not healthy"):
+        SGLangClient(RolloutConfig(setup_timeout=0.5), addresses=["127.0.0.1:19"]).initialize()
 
 
 def test_servers_with_different_weights_are_refused():

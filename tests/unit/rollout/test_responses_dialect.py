@@ -203,8 +203,10 @@ class Sum(BaseModel):
 
 async def test_structured_output_is_asked_of_the_chat(front, tokenizer):
     def ask(client):
-        with pytest.raises(openai.BadRequestError, match="response_format"):  # the chat does not constrain decoding
-            client.responses.parse(model="policy", input="1+2?", text_format=Sum)
+        return client.responses.parse(model="policy", input="1+2?", text_format=Sum).output_parsed
 
-    with front.episode(sample_engine(Script(tokenizer, '{"total": 3}'))) as episode:
-        await asyncio.to_thread(ask, plain_client(episode))
+    script = Script(tokenizer, '{"total": 3}')
+    with front.episode(sample_engine(script)) as episode:
+        parsed = await asyncio.to_thread(ask, plain_client(episode))
+    assert parsed == Sum(total=3)
+    assert json.loads(script.requests[0].gconfig.json_schema)["required"] == ["total"]

@@ -2,15 +2,18 @@
 
 from fastapi.testclient import TestClient
 
+from rollwright.inference.server.settings import ServiceSettings
 from rollwright.trainers.serve import application
 
 
 def test_a_path_or_method_that_nothing_answers_says_what_there_is():
-    client = TestClient(application(None, "key"))  # type: ignore[arg-type]
-    for method, path, status in (("POST", "/v1/chat/completions", 404), ("GET", "/runs", 405)):
-        answer = client.request(method, path)
+    key = {"Authorization": "Bearer key"}
+    client = TestClient(application(None, ServiceSettings(api_key="key")), "http://127.0.0.1", headers=key)  # type: ignore[arg-type]
+    for method, path, status, said in (
+        ("POST", "/v1/chat/completions", 400, "/v1/chat/completions is not served: an agent talks to the base_url of its run"),
+        ("POST", "/elsewhere", 404, "There is no /elsewhere here; there are /feedback, /runs, /status."),
+        ("GET", "/runs", 405, "/runs takes POST, not GET."),
+    ):
+        answer = client.request(method, path, json={})
         assert answer.status_code == status
-        message = answer.json()["error"]["message"]
-        assert message.startswith(f"{method} {path}: ")
-        assert "POST /runs, POST /feedback and GET /status" in message
-        assert "base_url of its run" in message
+        assert answer.json()["error"]["message"].startswith(said)
