@@ -202,7 +202,7 @@ def application(book: RunBook, settings: ServiceSettings) -> FastAPI:
 
     table = [("POST", "/runs", open_run, NewRun), ("POST", "/feedback", feedback, Feedback), ("GET", "/status", status, None)]
     elsewhere = "an agent talks to the base_url of its run, which POST /runs gives"
-    refused = dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages"), elsewhere)
+    refused = {f"/v1/{path}": elsewhere for path in ("chat/completions", "responses", "messages")}
     return make_service("rollwright service", [Routes(table)], settings, refused=refused)
 
 
