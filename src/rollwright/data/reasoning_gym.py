@@ -64,13 +64,12 @@ def score(prompt: str, completion: str, prompt_ids: list[int], completion_ids: l
 @lru_cache(maxsize=64)
 def _dataset(name: str, size: int, seed: int, config: tuple[tuple[str, Any], ...]) -> Any:
     try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
+        from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
         raise DataError("reasoning_gym tasks need a package: pip install 'rollwright[reasoning-gym]'.") from error
     if name not in DATASETS:
         raise DataError(f"reasoning_gym has no generator {name!r}; {nearest(name, DATASETS) if len(name) > 2 else ''}")
     try:
-        return reasoning_gym.create_dataset(name, size=size, seed=seed, **dict(config))
+        return create_dataset(name, size=size, seed=seed, **dict(config))
     except (TypeError, AssertionError, ValueError) as error:
         raise DataError(f"reasoning_gym:{name}: {error}.") from error

@@ -167,7 +167,7 @@ class TokenScorer(nn.Module):
                 head is None
                 or not hasattr(head, "weight")
                 or getattr(self.model, "base_model", self.model) is self.model
-                or getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
+                or getattr(_text_config(self.model), "final_logit_softcapping", None)
             ):
                 self._head_is_linear = False
             else:
@@ -176,6 +176,10 @@ class TokenScorer(nn.Module):
                 hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[operator]
                 self._head_is_linear = bool(torch.allclose(head(hidden).float(), expected.float(), rtol=1e-3, atol=1e-4))
         return self._head_is_linear
+
+
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_config()
 
 
 def _first_of_equal(place_T: Tensor, temperature_T: Tensor) -> tuple[Tensor, Tensor]:
