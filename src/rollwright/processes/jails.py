@@ -264,7 +264,7 @@ class Bubblewrap:
             return Jail(
                 command,
                 limits,
-                ["/tmp", "/dev/shm"],
+                [_scratch(), "/dev/shm"],
                 filters=[] if limits.processes else [no_processes],
                 pass_fds=[theirs.fileno()],
                 explain=_why_bubblewrap_fails,
@@ -362,12 +362,17 @@ def _surroundings(limits: SandboxLimits) -> list[str]:
     for path in _unreadable_by_others():
         options += ["--ro-bind", "/dev/null", path]
     options += ["--dev", "/dev", "--size", str(_SHARED_BYTES), "--tmpfs", "/dev/shm"]
-    options += ["--size", str(limits.disk_bytes), "--tmpfs", "/tmp"]
-    for path in wanted:  # over the mounts above: an environment may be in /tmp
+    options += ["--size", str(limits.disk_bytes), "--tmpfs", _scratch()]
+    for path in wanted:
         options += ["--ro-bind-try", path, path]
     for place in ("/proc", "/dev", "/"):  # what bwrap mounts has no limit of size
         options += ["--remount-ro", place]
-    return [*options, "--chdir", "/tmp"]
+    return [*options, "--chdir", _scratch()]
+
+
+def _scratch() -> str:
+    """Where scripts run and write: ``/tmp``, unless this Python is there, as what is bound there could not be cleaned away."""
+    return "/scratch" if any(path.startswith("/tmp/") for path in _python_paths()) else "/tmp"
 
 
 def _python_paths() -> list[str]:

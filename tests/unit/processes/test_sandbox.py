@@ -403,3 +403,16 @@ def test_a_container_is_closed_off_and_bounded(monkeypatch):
         assert option in command
     assert command[0] == "/bin/podman"
     assert command[command.index("my/image:1") + 1] == "python3"
+
+
+async def test_a_python_in_tmp_runs_scripts_elsewhere(monkeypatch):
+    """What is bound below /tmp cannot be cleaned away after a script."""
+    paths = jails._python_paths()
+    with tempfile.TemporaryDirectory(dir="/tmp") as environment:
+        monkeypatch.setattr(jails, "_python_paths", lambda: [*paths, environment])
+        close_jails()
+        with sandboxed():
+            for _ in range(2):
+                result = await run_python("import os; print(os.getcwd(), os.listdir())")
+                assert result.stdout == "/scratch ['main.py']\n"
+        close_jails()
