@@ -130,7 +130,8 @@ class ParameterTable:
             "skip_special_tokens": gconfig.skip_special_tokens,
             "seed": seed,
         }
-        wires = {name: self.wire(name) for name, value in values.items() if value is not None}
+        always = ("stop", "stop_token_ids", "seed")  # servers look for them, null where there is none
+        wires = {name: self.wire(name) for name, value in values.items() if value is not None or name in always}
         named = {
             wire.key: {wire.inside: values[name]} if wire.inside else values[name] for name, wire in wires.items() if wire.key
         }

@@ -154,7 +154,7 @@ class VLLMClient(RemoteClient):
         return {
             "request_id": wire_id,
             "token_ids": request.input_ids,
-            "sampling_params": params,
+            "sampling_params": {key: value for key, value in params.items() if value is not None},
             **adapter,
         }
 
