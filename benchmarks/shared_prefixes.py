@@ -10,7 +10,6 @@ which the time keeps.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -69,18 +68,7 @@ def branches() -> dict[str, Any]:
     return batch
 
 
-def search() -> dict[str, Any]:
-    """A batch of the search agent's example, as lengths recorded from `examples/search_agent.yaml` (see search_batch.json)."""
-    recorded = json.loads((Path(__file__).parent / "search_batch.json").read_text())
-    lengths = [[(piece, size) for piece, size in row["pieces"]] for row in recorded]
-    batch = _batch(lengths, sampled=lambda row: [], group=lambda row: recorded[row]["group"])
-    for row, entry in enumerate(recorded):
-        for start, end in entry["sampled"]:
-            batch["_wanted"][row, start:end] = True
-    return batch
-
-
-CASES: dict[str, Callable[[], dict[str, Any]]] = {"groups": groups, "turns": turns, "branches": branches, "search": search}
+CASES: dict[str, Callable[[], dict[str, Any]]] = {"groups": groups, "turns": turns, "branches": branches}
 
 
 def _batch(
