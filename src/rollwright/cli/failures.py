@@ -9,7 +9,6 @@ import time
 import traceback
 from pathlib import Path
 
-from rollwright.config.secrets import command_line
 from rollwright.errors import ConfigError, RollwrightError
 
 _directory: Path | None = None
@@ -39,6 +38,8 @@ def report(error: Exception) -> None:
 
 
 def _write_traceback(error: Exception) -> Path | None:
+    from rollwright.config.secrets import command_line  # it loads OmegaConf, which --help does without
+
     text = "".join(traceback.format_exception(error))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollwright"
     of_the_run = [_directory] if _directory and _directory.is_dir() else []
