@@ -10,6 +10,7 @@ which the time keeps.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -68,7 +69,27 @@ def branches() -> dict[str, Any]:
     return batch
 
 
-CASES: dict[str, Callable[[], dict[str, Any]]] = {"groups": groups, "turns": turns, "branches": branches}
+def search() -> dict[str, Any]:
+    """The first batch of the search agent: 32 questions, 8 episodes each, recorded from `examples/search_agent.yaml`."""
+    import torch
+
+    recorded = json.loads((Path(__file__).parent / "search_batch.json").read_text())
+    width = max(len(row["ids"]) for row in recorded)
+    ids = torch.tensor([row["ids"] + [0] * (width - len(row["ids"])) for row in recorded])
+    wanted = torch.zeros(ids.shape, dtype=torch.bool)
+    for row, entry in enumerate(recorded):
+        for start, end in entry["sampled"]:
+            wanted[row, start:end] = True
+    mask = torch.tensor([[1] * len(row["ids"]) + [0] * (width - len(row["ids"])) for row in recorded])
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "group_ids": torch.tensor([row["group"] for row in recorded]),
+        "_wanted": wanted,
+    }
+
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {"groups": groups, "turns": turns, "branches": branches, "search": search}
 
 
 def _batch(
