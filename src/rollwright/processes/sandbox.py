@@ -161,6 +161,12 @@ def _jail(episode: _Episode, limits: SandboxLimits) -> Iterator[Jail]:
             given_up.close()
 
 
+class _Ready(queue.SimpleQueue):
+    """Jails of one kind that nobody has taken, or why there is none."""
+
+    takers = 0  # threads that wait for one
+
+
 def _started(name: str, limits: SandboxLimits) -> Jail:
     """A jail that is ready; another is started ahead in its place.
 
@@ -174,10 +180,14 @@ def _started(name: str, limits: SandboxLimits) -> Jail:
             _starter = threading.Thread(target=_start_jails, args=[_wanted], name="sandbox-start", daemon=True)
             _starter.start()
         ahead = _AHEAD if len(_ready) < _KINDS_AHEAD and (name, limits) not in _ready else 0
-        ready = _ready.setdefault((name, limits), queue.SimpleQueue())
+        ready = _ready.setdefault((name, limits), _Ready())
+        ready.takers += 1
     for _ in range(1 + ahead):
         _wanted.put((sandbox, limits, ready))
     jail = ready.get()
+    with _lock:
+        ready.takers -= 1
+    _close_unwanted(ready)
     if isinstance(jail, Exception):
         raise jail
     jail.wait_ready()
@@ -191,6 +201,20 @@ def _start_jails(wanted: queue.SimpleQueue) -> None:
             ready.put(sandbox.start(limits))
         except Exception as error:  # whoever takes the jail raises it
             ready.put(error)
+        _close_unwanted(ready)
+
+
+def _close_unwanted(ready: _Ready) -> None:
+    """End the jails of a kind that ``close_jails`` has given up, once nobody waits for one of them."""
+    jails: list[Jail] = []
+    with _lock:
+        if ready.takers or any(ready is kind for kind in _ready.values()):
+            return
+        with contextlib.suppress(queue.Empty):
+            while True:
+                jails += [jail] if isinstance(jail := ready.get_nowait(), Jail) else []
+    for jail in jails:
+        jail.close()
 
 
 @atexit.register
@@ -201,9 +225,7 @@ def close_jails() -> None:
         _idle.clear()
         _ready.clear()
     for ready in kinds:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                jails += [jail] if isinstance(jail := ready.get_nowait(), Jail) else []
+        _close_unwanted(ready)
     for jail in jails:
         jail.close()
 
@@ -220,7 +242,7 @@ def _begin() -> None:
 
 _lock: threading.Lock
 _idle: dict[Jail, tuple[_Episode, SandboxLimits]]
-_ready: dict[tuple[str, SandboxLimits], queue.SimpleQueue[Jail | Exception]]
+_ready: dict[tuple[str, SandboxLimits], _Ready]
 _wanted: queue.SimpleQueue
 _starter: threading.Thread | None
 _places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]

@@ -36,16 +36,22 @@ is_x86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers 
 def _jail(bubblewrap, tmp_path):
     """One jail for a test; what a test tries leaves no process and no file outside, and the next script runs."""
     before = machine()
+    others = children()
     with sandboxed(bubblewrap):
         yield
         result = asyncio.run(run_python("import os; print(6 * 7, os.listdir('.'), os.listdir('/dev/shm'))", timeout=60))
     assert (result.stdout, result.stderr) == ("42 ['main.py'] []\n", "")
     close_jails()
     deadline = time.monotonic() + 30
-    while left := [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]:
+    while left := [child for child in children() - others if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]:
         assert time.monotonic() < deadline, left
         time.sleep(0.02)
     assert machine() == before
+
+
+def children() -> set[psutil.Process]:
+    """What runs below this process; other tests may have left some of it."""
+    return set(psutil.Process().children(recursive=True))
 
 
 def machine() -> list[object]:
