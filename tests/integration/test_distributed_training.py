@@ -15,7 +15,7 @@ WORKER = """
 import json, os, sys
 sys.path.insert(0, {unit!r})
 import torch
-from tiny_policy import gradients, tiny_actor, tiny_batch
+from tiny_policy import gradients, grouped_batch, tiny_actor
 from rollwright.config.sections import NormConfig
 from rollwright.training import parallel
 from rollwright.training.checkpoint import RecoverCheckpoints
@@ -30,9 +30,10 @@ def share(batch):
     # The first rank has two groups, the second one: numbers of micro-batches differ too.
     return select_rows(batch, list(range(8)) if rank == 0 else list(range(8, 12)))
 
-actor = tiny_actor(max_tokens=30, kl_ctl=0.1, adv_norm=NormConfig(std_level="batch"), lr=1e-2)
-batch = share(tiny_batch())
+actor = tiny_actor(share_prefixes={share}, max_tokens=30, kl_ctl=0.1, adv_norm=NormConfig(std_level="batch"), lr=1e-2)
+batch = share(grouped_batch())
 logp = actor.compute_logp(batch)
+assert actor._sharing.is_proven == {share}
 actor.compute_advantages(batch)
 step = actor._step
 caught = gradients(actor)
@@ -41,19 +42,19 @@ actor._step = step
 result = {{"logp": logp, "advantages": batch["advantages"], "gradient": caught}}
 metrics = []
 for number in range(3):
-    batch = actor.compute_advantages(share(tiny_batch(seed=number)))
+    batch = actor.compute_advantages(share(grouped_batch(seed=number)))
     metrics.append(actor.ppo_update(batch))
     actor.step_lr_scheduler()
 checkpoints = RecoverCheckpoints(out + "/recover")
 state = actor.state_dict()
 checkpoints.save(3, state)
 result["weights"] = actor.full_weights()
-actor.ppo_update(actor.compute_advantages(share(tiny_batch(seed=9))))
+actor.ppo_update(actor.compute_advantages(share(grouped_batch(seed=9))))
 result["next"] = actor.full_weights()
 if world > 1:
     torch.distributed.barrier()
 actor.load_state_dict(checkpoints.load()[1])
-actor.ppo_update(actor.compute_advantages(share(tiny_batch(seed=9))))
+actor.ppo_update(actor.compute_advantages(share(grouped_batch(seed=9))))
 result["resumed"] = actor.full_weights()
 actor.save(out + "/model")
 torch.save(result, f"{{out}}/rank{{rank}}.pt")
@@ -64,12 +65,12 @@ if world > 1:
 """
 
 
-def train(directory: Path, world: int) -> list[dict]:
+def train(directory: Path, world: int, *, share_prefixes: bool = False) -> list[dict]:
     import os
 
     directory.mkdir()
     script = directory / "worker.py"
-    script.write_text(WORKER.format(unit=str(UNIT)))
+    script.write_text(WORKER.format(unit=str(UNIT), share=share_prefixes))
     (port,) = map(str, quiet_ports(1))
     processes = []
     for rank in range(world):
@@ -126,3 +127,15 @@ def test_two_processes_train_as_one(tmp_path):
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "model", dtype=torch.float64)
     for name, weight in saved.state_dict().items():
         torch.testing.assert_close(weight, two[0]["resumed"][name], atol=0, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_processes_share_prefixes_as_one_does(tmp_path):
+    """Shared tokens are summed in another order: gradients are compared by their norms, and no optimizer is between them."""
+    (one,) = train(tmp_path / "one", 1, share_prefixes=True)
+    two = train(tmp_path / "two", 2, share_prefixes=True)
+    torch.testing.assert_close(torch.cat([part["logp"] for part in two]), one["logp"], atol=1e-6, rtol=0)
+    for part in two:
+        for name, gradient in one["gradient"].items():
+            assert float((part["gradient"][name] - gradient).norm()) <= 1e-6 * float(gradient.norm()), name

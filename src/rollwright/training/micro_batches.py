@@ -92,7 +92,8 @@ class PrefixSharing:
         few = select_rows(part, list(range(min(_PROVEN_ROWS, part["input_ids"].shape[0]))))
         few.pop("prefix_tree", None)
         wanted_BL = attended_tokens(few)
-        tree = build_tree(few) if shares else None
+        shared = part["prefix_tree"].repeated[: few["input_ids"].shape[0]].sum(1).tolist() if shares else []
+        tree = build_tree(few, shared) if shares else None
         alone_BL, _ = scorer(few, wanted_BL)
         together_BL, _ = scorer({**few, "prefix_tree": tree}, wanted_BL)
         if parallel.largest(int(tree is not None and tree.uses == 0), device):

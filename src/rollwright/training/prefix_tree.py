@@ -10,7 +10,7 @@ its longest prefix with the row before it; only the rest of it, its *run*, is ne
 Invariants:
 
 * two tokens are one only where everything that they can see is equal: ids, positions, branches and pictures up to them;
-* a token sees the tokens of its own row, by the rule of ``branch_attention`` where the row has branches, and nothing else.
+* a token sees the tokens of its own row, by the rule of ``experience.branches`` where the row has branches, and nothing else.
 
 Everything but attention works on tokens, so a Hugging Face model computes the layout as it is; ``tree_attention`` is the rest. Autograd
 sums the gradients of a shared token.
@@ -30,8 +30,8 @@ from torch import Tensor
 from rollwright.config.sections import MicroBatchSpec
 from rollwright.experience.trajectory import MULTI_MODAL, Trajectory, row_lengths
 
-#: Attention is computed for several runs in one call, padded to the longest. A call costs about as much as this many products
-#: of a query and a key (measured for four heads of 16 on one core).
+#: Attention is computed for several runs in one call, padded to the longest, where that adds at most this many products of a query
+#: and a key, or an eighth. A round number: no measurement stands behind it.
 _CALL_COST = 20_000
 
 
@@ -263,7 +263,7 @@ def _put(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def _segments(branches_L: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Runs of one branch in a row: where each starts, and the columns that its last token sees (see ``branch_attention``)."""
+    """Runs of one branch in a row: where each starts, and the columns that its last token sees (see ``experience.branches``)."""
     length = len(branches_L)
     starts = [0, *(np.flatnonzero(np.diff(branches_L)) + 1).tolist()]
     result = []

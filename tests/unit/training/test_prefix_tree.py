@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_policy import tiny_actor, tiny_batch
+from tiny_policy import grouped_batch, tiny_actor
 
 from rollwright.config.sections import MicroBatchSpec
 from rollwright.errors import TrainingError
@@ -208,13 +208,6 @@ def test_blocks_for_gpus_see_what_the_calls_see(softcap):
         q, k, v = (torch.randn(heads, tree.tokens, 16, generator=draw) for heads in (4, 2, 2))
         blocks = attend_in_blocks(q, k, v, tree, 0.25, softcap, compiled=False)
         torch.testing.assert_close(blocks, attend(q, k, v, tree, 0.25, softcap), rtol=1e-5, atol=1e-5)
-
-
-def grouped_batch() -> dict:
-    """Three groups of four rows with a prompt each, of different lengths and temperatures."""
-    batch = tiny_batch()
-    batch["input_ids"][:, :5] = batch["input_ids"][::4, :5].repeat_interleave(4, 0).clamp(min=1)
-    return batch
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,13 @@ def tiny_batch(seed: int = 0, rows: int = 12, length: int = 14) -> dict[str, tor
     }
 
 
+def grouped_batch(seed: int = 0) -> dict[str, torch.Tensor]:
+    """The same three groups, with a prompt of five tokens each that their four rows share."""
+    batch = tiny_batch(seed)
+    batch["input_ids"][:, :5] = batch["input_ids"][::4, :5].repeat_interleave(4, 0).clamp(min=1)
+    return batch
+
+
 def gradients(actor: FSDPPPOActor) -> dict[str, torch.Tensor]:
     """Catch the gradient of the next optimizer step, before clipping, instead of making the step."""
     caught: dict[str, torch.Tensor] = {}
