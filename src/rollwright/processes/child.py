@@ -24,6 +24,7 @@ from rollwright.processes.tree import die_with_parent, kill_tree
 START = b"S"
 _HEADER = struct.Struct("<cQ")
 _SEND_SECONDS = 120
+_READ_BYTES = 1 << 16  # several short frames at once
 
 
 class Channel:
@@ -35,6 +36,7 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
         self._socket = connection
+        self._arrived = bytearray()  # read, and not yet received
         self._sending = threading.Lock()
         self._readable = select.poll()
         self._readable.register(connection, select.POLLIN)
@@ -61,7 +63,7 @@ class Channel:
             TimeoutError: it did not begin in time.
             EOFError: the other side is gone.
         """
-        if not self._readable.poll(None if seconds is None else seconds * 1000):
+        if seconds is not None and not self._arrived and not self._readable.poll(seconds * 1000):
             raise TimeoutError("no answer within the limit")
         kind, size = _HEADER.unpack(self._read(_HEADER.size))
         return kind, self._read(size)
@@ -71,16 +73,17 @@ class Channel:
         self._socket.close()
 
     def _read(self, size: int) -> bytes:
-        content = bytearray()
-        while len(content) < size:
+        while (missing := size - len(self._arrived)) > 0:
             try:
-                part = self._socket.recv(min(size - len(content), 1 << 20))
+                part = self._socket.recv(min(max(missing, _READ_BYTES), 1 << 20))
             except ConnectionResetError:
                 part = b""
             if not part:
                 raise EOFError("the other side is gone")
-            content += part
-        return bytes(content)
+            self._arrived += part
+        content = bytes(self._arrived[:size])
+        del self._arrived[:size]
+        return content
 
 
 class ChildProcess:

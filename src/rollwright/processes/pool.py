@@ -6,8 +6,8 @@ event loops and threads. Workers are new interpreters, not forks; they start whe
 need, and end with this process.
 
 The parent sends ``CALL`` (the key of a function, and arguments) and, when asked by ``NEED``, ``LOAD`` (the function). The worker
-answers ``READY`` when the function is loaded, then ``VALUE`` (JSON) or ``FAILED`` (a traceback). Only what the parent sends is
-unpickled.
+answers ``READY`` when it has loaded a function, and ``VALUE`` (JSON) or ``FAILED`` (a traceback) to each call. Only what the parent
+sends is unpickled.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class WorkerPool:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[ChildProcess], Any]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[_Worker], Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._idle = threading.Semaphore(0)
         self._closed = False
-        self._workers: set[ChildProcess] = set()
+        self._workers: set[_Worker] = set()
 
     def submit(self, key: bytes, function: bytes, arguments: bytes, seconds: float) -> Future[Any]:
         """Call a function in a worker.
@@ -71,7 +71,7 @@ class WorkerPool:
             key: 8 bytes that name the function; a worker that has loaded it keeps it.
             function: pickled ``(function, modules)``; the modules are imported with it. It returns a value that JSON has.
             arguments: pickled ``(arguments, keywords)``.
-            seconds: limit, from when the function begins to run.
+            seconds: limit, from when the function begins to run; where the worker has it already, from when it is called.
 
         Returns:
             A future of its value, or of a ``WorkerError``.
@@ -98,7 +98,7 @@ class WorkerPool:
             worker.kill()
 
     def _serve(self) -> None:
-        worker: ChildProcess | None = None
+        worker: _Worker | None = None
         while waiting := self._calls.get():
             future, call = waiting
             if future.set_running_or_notify_cancel():
@@ -106,7 +106,7 @@ class WorkerPool:
                     if self._closed:
                         raise WorkerError("the reward workers were closed while the call waited.")
                     if worker is None:
-                        worker = ChildProcess("rollwright.processes.pool")
+                        worker = _Worker("rollwright.processes.pool")
                         with self._lock:
                             self._workers.add(worker)
                     future.set_result(call(worker))
@@ -118,20 +118,28 @@ class WorkerPool:
             self._idle.release()
         self._discard(worker)
 
-    def _discard(self, worker: ChildProcess | None) -> None:
+    def _discard(self, worker: _Worker | None) -> None:
         if worker is not None:
             with self._lock:
                 self._workers.discard(worker)
             worker.close()
 
 
-def _call(key: bytes, function: bytes, arguments: bytes, seconds: float, worker: ChildProcess) -> Any:
+class _Worker(ChildProcess):
+    def __init__(self, module: str) -> None:
+        super().__init__(module)
+        self.loaded: set[bytes] = set()  # keys of the functions that it has, or had
+
+
+def _call(key: bytes, function: bytes, arguments: bytes, seconds: float, worker: _Worker) -> Any:
     """The value of one call; see ``WorkerPool.submit``."""
-    channel, is_running = worker.channel, False
+    channel, is_running = worker.channel, key in worker.loaded
     try:
         channel.send(CALL, key + arguments)
-        kind, body = channel.receive(START_SECONDS)
+        kind, body = channel.receive(seconds if is_running else START_SECONDS)
         if kind == NEED:
+            is_running = False
+            worker.loaded.add(key)
             channel.send(LOAD, function)
             kind, body = channel.receive(START_SECONDS)
         if kind == READY:
@@ -188,10 +196,12 @@ def main() -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             body = channel.receive()[1]
+            loads = loaded.cache_info().misses
             try:
                 function = loaded(body[:_KEY_BYTES])
                 arguments, keywords = pickle.loads(body[_KEY_BYTES:])  # noqa: S301 - from our own parent
-                channel.send(READY)
+                if loaded.cache_info().misses > loads:
+                    channel.send(READY)
                 answer = VALUE, json.dumps(function(*arguments, **keywords)).encode()
             except Exception:
                 answer = FAILED, traceback.format_exc().encode("utf-8", "backslashreplace")

@@ -102,6 +102,9 @@ async def test_a_function_that_hangs_is_killed_and_the_next_call_is_served():
     with pytest.raises(RewardError, match=r"task ordinal 17: did not return within 0\.3 s"):
         await ask(hurried, "hang", ordinal=17)
     assert await ask(wrapper) == 1.0
+    assert await ask(hurried) == 1.0
+    with pytest.raises(RewardError, match=r"did not return within 0\.3 s"):  # also where the worker has the function
+        await ask(hurried, "hang")
 
 
 async def test_a_call_that_waits_for_a_worker_does_not_use_up_its_time():
