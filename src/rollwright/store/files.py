@@ -20,7 +20,8 @@ import torch
 
 from rollwright.atomic import replaced_file, write_json
 from rollwright.errors import ConfigError, StoreError
-from rollwright.experience.experience import Experience, ExperienceId, plain_json
+from rollwright.experience.experience import Experience, ExperienceId
+from rollwright.experience.packed import plain_json
 from rollwright.store.database import poll
 from rollwright.store.groups import Batch, Group, StoredGroup, experiences_of, oldest_version, own_name, task_group
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from rollwright import Experience
 from rollwright.errors import TrajectoryError
 from rollwright.experience.contract import check_trajectory
-from rollwright.experience.experience import ExperienceId, pack_bytes
+from rollwright.experience.experience import ExperienceId
+from rollwright.experience.packed import pack_bytes
 from rollwright.experience.trajectory import concat_padded_tensors
 
 

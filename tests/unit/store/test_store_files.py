@@ -189,7 +189,7 @@ def test_stored_bytes_are_safetensors_and_repeat(name):
     torch = pytest.importorskip("torch")
     from safetensors.torch import load
 
-    from rollwright.experience.experience import pack_bytes, unpack_bytes
+    from rollwright.experience.packed import pack_bytes, unpack_bytes
 
     dtype = getattr(torch, name)
     tensors = {

@@ -1,0 +1,175 @@
+"""The packed form, in which experiences are stored and travel: safetensors bytes whose metadata carry JSON. Nothing is pickled.
+
+``pack_bytes`` packs any tensors. ``pack_rows`` packs rows of a trajectory: the length of each row, and every token column as one flat
+tensor of all rows' tokens, without padding.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from rollwright.errors import TrajectoryError
+from rollwright.experience.contract import COLUMNS, MULTI_MODAL, Trajectory, is_token_column
+from rollwright.experience.trajectory import row_lengths
+
+FORMAT = "rollwright.experience"
+VERSION = 1
+
+
+#: Names of the types in the format (https://github.com/huggingface/safetensors#format).
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def pack_bytes(tensors: dict[str, torch.Tensor], rest: dict[str, Any]) -> bytes:
+    """Named tensors and JSON values as bytes; the same values give the same bytes.
+
+    The header is written here: ``safetensors.torch.save`` takes four times as long for tensors this small, and orders its
+    metadata at random.
+
+    Raises:
+        TrajectoryError: ``rest`` holds what JSON cannot; the message names the path to it.
+    """
+    document = json.dumps(plain_json(rest, ""), separators=(",", ":"), allow_nan=True)
+    header: dict[str, Any] = {"__metadata__": {"format": FORMAT, "version": str(VERSION), "rest": document}}
+    blocks, end = [], 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):  # keeps every block aligned
+        if tensor.dtype not in _DTYPES:
+            raise TrajectoryError(f"{name}: tensors of type {tensor.dtype} cannot be stored; convert it.")
+        block = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end, end + len(block)]}
+        blocks.append(block)
+        end += len(block)
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    return b"".join((struct.pack("<Q", len(head)), head, *blocks))
+
+
+def unpack_bytes(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What ``pack_bytes`` was given.
+
+    Raises:
+        TrajectoryError: the bytes are damaged, another format or a later version.
+    """
+    try:
+        (size,) = struct.unpack_from("<Q", data)
+        metadata = json.loads(bytes(data[8 : 8 + size])).get("__metadata__", {})
+        if metadata.get("format") != FORMAT:
+            raise TrajectoryError(f"the bytes are safetensors of format {metadata.get('format')!r}, not {FORMAT!r}.")
+        if int(metadata["version"]) > VERSION:
+            raise TrajectoryError(
+                f"the bytes were written in version {metadata['version']} of the format; this installation reads up to {VERSION}: update it."
+            )
+        return load(bytes(data)), json.loads(metadata["rest"])
+    except (struct.error, ValueError, KeyError, AttributeError, SafetensorError) as error:
+        raise TrajectoryError(f"the bytes are no serialised experience ({error}); they are damaged or cut.") from error
+
+
+def plain_json(value: Any, path: str) -> Any:
+    """JSON's types out of plain values, numbers of NumPy and torch, tuples and sets."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise TrajectoryError(f"{path or 'top level'}: key {key!r} is no string; JSON has only string keys.")
+        return {key: plain_json(part, f"{path}.{key}" if path else key) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(part, f"{path}[{index}]") for index, part in enumerate(value)]
+    if hasattr(value, "tolist"):  # numbers, arrays and tensors
+        return plain_json(value.tolist(), path)
+    raise TrajectoryError(f"{path}: {type(value).__name__} cannot be stored; use numbers, text, lists and dicts.")
+
+
+# -- rows of a trajectory ----------------------------------------------------------------------------------------------
+
+_LENGTHS = "lengths"
+
+
+def pack_rows(trajectory: Mapping[str, Any], rows: Sequence[int] | None = None) -> bytes:
+    """Rows of a trajectory as bytes, without padding.
+
+    Args:
+        trajectory: tensors ``[B, L, ...]`` and ``[B, ...]``, and lists with one entry a row.
+        rows: which rows, in which order; None: all.
+
+    Raises:
+        TrajectoryError: padding is not on the right, or a value goes with no row or cannot be stored.
+    """
+    row_total, width = trajectory["input_ids"].shape
+    index_B = torch.arange(row_total) if rows is None else torch.as_tensor(rows, dtype=torch.int64)
+    lengths_B = row_lengths(trajectory).cpu()[index_B]
+    present_BL = torch.arange(width) < lengths_B[:, None]
+    attention = trajectory.get("attention_mask")
+    if attention is not None and not torch.equal(attention.cpu()[index_B].bool(), present_BL):
+        raise TrajectoryError("pack_rows: attention_mask has padding that is not on the right, so rows have no length.")
+    tensors: dict[str, torch.Tensor] = {_LENGTHS: lengths_B}
+    lists: dict[str, Any] = {}
+    for key, value in trajectory.items():
+        if key == "attention_mask":
+            continue  # said by the lengths
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == row_total:
+            chosen = value.detach().cpu()[index_B]
+            with_tokens = value.dim() > 1 and is_token_column(key, value, row_total, width)
+            tensors[f"{'token' if with_tokens else 'row'}.{key}"] = chosen[present_BL] if with_tokens else chosen
+        elif isinstance(value, list | tuple) and len(value) == row_total:
+            chosen_list = [value[row] for row in index_B.tolist()]
+            if key == MULTI_MODAL:
+                for row, images in enumerate(chosen_list):
+                    tensors |= {f"image.{row}.{name}": torch.as_tensor(part) for name, part in (images or {}).items()}
+                chosen_list = [images is not None for images in chosen_list]
+            lists[key] = chosen_list
+        else:
+            shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise TrajectoryError(f"pack_rows: {key!r} is {shape} for {row_total} rows; give one entry a row.")
+    return pack_bytes(tensors, {"has_mask": attention is not None, "lists": lists})
+
+
+def unpack_rows(data: bytes) -> Trajectory:
+    """The rows that ``pack_rows`` was given, right-padded to the longest of them (to one column at least).
+
+    Raises:
+        TrajectoryError: the bytes are damaged or hold no rows.
+    """
+    tensors, rest = unpack_bytes(data)
+    if _LENGTHS not in tensors or "lists" not in rest:
+        raise TrajectoryError("the bytes are no packed rows of a trajectory: they have no lengths.")
+    lengths_B = tensors.pop(_LENGTHS)
+    rows = len(lengths_B)
+    width = max(1, int(lengths_B.max())) if rows else 1
+    present_BL = torch.arange(width) < lengths_B[:, None]
+    out: Trajectory = {}
+    images: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        kind, key = name.split(".", 1)
+        if kind == "token":
+            out[key] = tensor.new_full((rows, width, *tensor.shape[1:]), COLUMNS[key].pad if key in COLUMNS else 0)
+            out[key][present_BL] = tensor
+        elif kind == "row":
+            out[key] = tensor
+        else:
+            row, part = key.split(".", 1)
+            images.setdefault(int(row), {})[part] = tensor
+    if rest["has_mask"]:
+        out["attention_mask"] = present_BL
+    out |= rest["lists"]
+    if MULTI_MODAL in out:
+        out[MULTI_MODAL] = [images.get(row, {}) if seen else None for row, seen in enumerate(out[MULTI_MODAL])]
+    return out
