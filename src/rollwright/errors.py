@@ -75,6 +75,10 @@ class TrainingError(RollwrightError):
     """The optimisation cannot go on: non-finite losses, a broken batch, a lost rank."""
 
 
+class LostRankError(TrainingError):
+    """Another process of the training has ended, and with it the run; that one, or whoever started it, says why."""
+
+
 class CheckpointError(RollwrightError):
     """A checkpoint or a run directory is missing, incomplete or belongs to another run."""
 

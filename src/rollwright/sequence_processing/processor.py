@@ -117,7 +117,7 @@ class SequenceProcessor:
                     "with_grad keeps a graph on its process: leave across_processes off and give each its prompts."
                 )
             check_lengths(ids, self._inner)  # on every process, so that none waits for one that was refused
-            shared_seed, own = from_first_rank(lambda: first_seed, self.device), own_share(len(ids))
+            shared_seed, own = from_first_rank(lambda: first_seed), own_share(len(ids))
             with plain_model(self.model) as model:
                 part = ids[own.start : own.stop]
                 mine = self._generate_and_score(model, part, G, shared_seed, config, own.start) if own else None

@@ -127,9 +127,7 @@ def run_experiment(
         "weights_digest": _weights_digest(model),
     }
     drawn = int(torch.randint(1 << 62, ())) if seed is None else seed
-    agreed_seed = from_first_rank(
-        lambda: _claim(directory, manifest, drawn, seed is not None, options.resume), next(model.parameters()).device
-    )
+    agreed_seed = from_first_rank(lambda: _claim(directory, manifest, drawn, seed is not None, options.resume))
     starts = range(0, len(ids), options.prompts_per_shard)
     files = [directory / f"shard-{number:05d}.{options.file_format}" for number in range(len(starts))]
     mine = [(number, start) for number, start in enumerate(starts) if number % world_size() == rank()]

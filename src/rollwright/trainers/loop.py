@@ -101,7 +101,7 @@ class Trainer(ABC):
             self.recover = RecoverCheckpoints(self.directory.recover, keep=self.config.recover.keep)
             resumed = bool(self.directory.resumed and self.recover.steps())
             if resumed:
-                self.step, state = self.recover.load(device=self.trained.device)
+                self.step, state = self.recover.load()
                 self._saved_step = self.step
                 for name, part in self.parts().items():
                     part.load_state_dict(state[name])

@@ -165,17 +165,16 @@ class RecoverCheckpoints:
                 shutil.rmtree(self.path(old))
         return self.path(step)
 
-    def load(self, step: int | None = None, *, device: torch.device | None = None) -> tuple[int, dict[str, Any]]:
+    def load(self, step: int | None = None) -> tuple[int, dict[str, Any]]:
         """The state of a step, and the step.
 
         Args:
-            step: None: the newest that is whole; damaged ones are passed over, with a warning.
-            device: through which ranks exchange tensors; None: the CPU. The first rank chooses the step for all.
+            step: None: the newest that is whole; damaged ones are passed over, with a warning. The first rank chooses for all.
 
         Raises:
             CheckpointError: there is none, or none that is whole.
         """
-        found = parallel.from_first_rank(lambda: self._newest_whole() if step is None else step, device or torch.device("cpu"))
+        found = parallel.from_first_rank(lambda: self._newest_whole() if step is None else step)
         if found not in self.steps():
             raise CheckpointError(
                 f"{self.directory} has no checkpoint{'' if step is None else f' of step {step}'} (it has steps {self.steps()}); "

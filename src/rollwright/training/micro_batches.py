@@ -25,6 +25,9 @@ from rollwright.training.tree_attention import use_tree_attention, why_not
 
 logger = getLogger("training")
 
+#: Column that says to which minibatch a row belongs, where the batch is a part of one that was divided.
+MINIBATCH_IDS = "minibatch_ids"
+
 #: Rows that are scored with shared prefixes and without, before prefixes are shared.
 _PROVEN_ROWS = 4
 
@@ -165,7 +168,7 @@ def micro_batches(
         picture_ids: tokens that stand for pictures.
 
     An empty micro-batch (see ``split_rows``) is row 0 over one column: it is computed, because every rank must take part
-    in a sharded forward pass, and its indices are empty so that nothing of it counts.
+    in a sharded forward pass, and its indices are empty so that nothing of it counts. So is the one of a batch without rows.
     """
     lengths = row_lengths(batch).clamp(min=1).tolist()
     device = batch["input_ids"].device
@@ -178,15 +181,24 @@ def micro_batches(
     result = []
     for part in parts:
         chosen = part if rows is None else rows.order[part].tolist()
-        selected = select_rows(batch, chosen or [0], width=max(lengths[row] for row in chosen) if chosen else 1)
+        selected = select_rows(
+            batch if lengths else _one_row(batch), chosen or [0], width=max(lengths[row] for row in chosen) if chosen else 1
+        )
         if rows is not None and chosen:
             selected["prefix_tree"] = build_tree(selected, [0, *rows.shared[part[1:]].tolist()])
         result.append((torch.tensor(chosen, dtype=torch.long, device=device), selected))
     return result
 
 
+def _one_row(batch: Trajectory) -> Trajectory:
+    """A row of ones in the place of a batch without rows."""
+    return {key: value.new_ones((1, *value.shape[1:])) if isinstance(value, Tensor) else [None] for key, value in batch.items()}
+
+
 def split_minibatches(batch: Trajectory, count: int) -> list[torch.Tensor]:
     """Divide a batch into parts for one optimizer step each, by whole groups (rows, where there are no ``group_ids``).
+
+    A rank's share of a batch says in ``minibatch_ids`` how the whole batch was divided.
 
     Returns:
         ``count`` tensors of row indices. Groups stay in their order; their numbers differ by one at most.
@@ -198,6 +210,8 @@ def split_minibatches(batch: Trajectory, count: int) -> list[torch.Tensor]:
     device = batch["input_ids"].device
     if count == 1:
         return [torch.arange(rows, device=device)]
+    if batch.get(MINIBATCH_IDS) is not None:
+        return [torch.nonzero(batch[MINIBATCH_IDS] == part).flatten() for part in range(count)]
     groups = batch.get("group_ids")
     in_order: dict[int, int] = {}  # groups are numbered in order of appearance
     numbers = range(rows) if groups is None else [in_order.setdefault(group, len(in_order)) for group in groups.tolist()]

@@ -1,14 +1,21 @@
 """Several processes as plain functions: join them, shard a model over them, sum numbers and statistics across them.
 
+Numbers of the training go over the default group (NCCL on GPUs, Gloo on CPUs). What ranks tell each other besides goes over a
+control group: Gloo everywhere, with a timeout of days, because ranks wait there while the first one samples, writes or sends weights.
+
 One process is the ordinary case and needs none of this: every function is then the identity.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
-from collections.abc import Callable
+import socket
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,7 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rollwright import errors
-from rollwright.errors import TrainingError
+from rollwright.errors import LostRankError, TrainingError
+
+#: How long a rank waits for another one over the control group.
+CONTROL_TIMEOUT = timedelta(days=7)
+
+_store: Any = None  # what ranks tell each other when one of them fails
+_neighbours: dict[int, int] = {}  # of the first rank: the process ids of ranks on its host
+_control_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # default group -> its control group
 
 
 def join_processes(device: torch.device) -> torch.device:
@@ -29,6 +43,11 @@ def join_processes(device: torch.device) -> torch.device:
         return device
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if device.index >= torch.cuda.device_count():
+            raise TrainingError(
+                f"This host has {torch.cuda.device_count()} GPUs and at least {device.index + 1} training processes: start one process for "
+                "each GPU, or set the model's device to cpu."
+            )
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -39,8 +58,75 @@ def join_processes(device: torch.device) -> torch.device:
         # Its default arguments keep the group that exists when it is imported. Imported later, it would keep Gloo's threads alive
         # after ``destroy_process_group``, and one that frees a tensor while Python ends aborts the process.
         importlib.import_module("torch.distributed.nn.functional")
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        global _store
+        store, number, size = next(dist.rendezvous("env://"))
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.PrefixStore("training", store), rank=number, world_size=size)
+        control_group()
+        _store = dist.PrefixStore("rollwright", store)
+        _meet_neighbours(size)
     return device
+
+
+def leave_processes() -> None:
+    """Leave the process group, where this process has joined one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _meet_neighbours(size: int) -> None:
+    here = f"{socket.gethostname()} {os.getpid()}"
+    _store.set(f"process/{rank()}", here)
+    if rank() == 0:
+        told = {other: _store.get(f"process/{other}").decode().split() for other in range(1, size)}
+        _neighbours.update({other: int(pid) for other, (host, pid) in told.items() if host == here.split()[0]})
+
+
+def lost_neighbour() -> int | None:
+    """On the first rank: a rank of this host whose process has ended."""
+    for other, pid in _neighbours.items():
+        try:
+            os.kill(pid, 0)
+        except OSError:
+            return other
+    return None
+
+
+def is_first_cause(message: str) -> bool:
+    """Tell all ranks why this one ends; true where no other rank told a cause before."""
+    if _store is None:
+        return True
+    try:
+        mine = f"rank {rank()}: {message}"
+        return _store.compare_set("cause", "", mine).decode() == mine
+    except RuntimeError:  # whoever kept the store has ended, and told
+        return False
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Turn what a collective call raises when another rank has ended into an error that says so.
+
+    Raises:
+        LostRankError: another rank has ended.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if isinstance(error, dist.DistError) or any(word in text for word in ("gloo", "Connection ", "Socket ")):
+            raise LostRankError(f"another process of the training has ended ({text.splitlines()[0]})") from error
+        raise
+
+
+def control_group() -> dist.ProcessGroup:
+    """The group for what ranks tell each other and wait for; ranks call this together the first time."""
+    world = dist.group.WORLD
+    group = found() if (found := _control_groups.get(world)) is not None else None
+    if group is None:
+        group = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+        _control_groups[world] = weakref.ref(group)  # torch holds it until the processes are left
+    return group
 
 
 def world_size() -> int:
@@ -73,41 +159,81 @@ def largest(value: int, device: torch.device) -> int:
 def wait_for_all() -> None:
     """Return when every rank has come here."""
     if world_size() > 1:
-        dist.barrier()
+        dist.barrier(group=control_group())
 
 
-def from_first_rank(make: Callable[[], Any], device: torch.device) -> Any:
+def from_first_rank(make: Callable[[], Any]) -> Any:
     """What ``make`` returns on the first rank, on every rank; where it fails there, every rank raises.
 
     Args:
-        make: called on the first rank alone; returns what JSON can hold.
-        device: of tensors that ranks exchange.
+        make: called on the first rank alone, and takes as long as it takes; returns what JSON can hold.
 
     Raises:
         RollwrightError: of the type that ``make`` raised, with its message; ``TrainingError`` for any other failure.
     """
     if world_size() == 1:
         return make()
+    control_group()  # the other ranks wait for this one to make it, too
     failure: Exception | None = None
-    told: dict[str, Any] = {}
+    text = ""
     if rank() == 0:
         try:
-            told = {"value": make()}
+            text = json.dumps({"value": make()})
         except Exception as error:  # whatever it is: the other ranks wait to be told
-            failure, told = error, {"error": type(error).__name__, "message": str(error)}
-    letters = torch.tensor(list(json.dumps(told).encode()), dtype=torch.uint8, device=device)
-    size = torch.tensor(len(letters), device=device)
-    dist.broadcast(size, src=0)
-    if rank() != 0:
-        letters = torch.empty(int(size), dtype=torch.uint8, device=device)
-    dist.broadcast(letters, src=0)
+            failure, text = error, json.dumps({"error": type(error).__name__, "message": str(error)})
+    told = json.loads(broadcast(text.encode()))
     if failure is not None:
         raise failure
-    told = json.loads(bytes(letters.tolist()))
     if "error" in told:
         kind = getattr(errors, told["error"], TrainingError)  # ours, else one that the first rank shows in full
         raise kind(f"on the first rank: {told['message']}")
     return told["value"]
+
+
+def broadcast(data: bytes) -> bytes:
+    """The first rank's bytes, on every rank."""
+    if world_size() == 1:
+        return data
+    size = torch.tensor(len(data))
+    dist.broadcast(size, src=0, group=control_group())
+    letters = torch.frombuffer(bytearray(data), dtype=torch.uint8) if rank() == 0 else torch.empty(int(size), dtype=torch.uint8)
+    if int(size):
+        dist.broadcast(letters, src=0, group=control_group())
+    return letters.numpy().tobytes()
+
+
+def scattered(parts: list[bytes] | None) -> bytes:
+    """What the first rank, which alone gives ``parts``, has for this one."""
+    if world_size() == 1:
+        assert parts is not None
+        return parts[0]
+    sizes = torch.tensor([len(part) for part in parts]) if parts is not None else torch.empty(world_size(), dtype=torch.long)
+    dist.broadcast(sizes, src=0, group=control_group())
+    if parts is not None:
+        for other, part in enumerate(parts[1:], 1):
+            dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), other, group=control_group())
+        return parts[0]
+    letters = torch.empty(int(sizes[rank()]), dtype=torch.uint8)
+    dist.recv(letters, 0, group=control_group())
+    return letters.numpy().tobytes()
+
+
+def gathered(part: bytes) -> list[bytes] | None:
+    """The bytes of every rank, in their order, on the first one; None on the others."""
+    if world_size() == 1:
+        return [part]
+    sizes = torch.zeros(world_size(), dtype=torch.long)
+    sizes[rank()] = len(part)
+    dist.all_reduce(sizes, group=control_group())
+    if rank() != 0:
+        dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), 0, group=control_group())
+        return None
+    parts = [part]
+    for other in range(1, world_size()):
+        letters = torch.empty(int(sizes[other]), dtype=torch.uint8)
+        dist.recv(letters, other, group=control_group())
+        parts.append(letters.numpy().tobytes())
+    return parts
 
 
 def gathered_rows(value_B: Tensor) -> tuple[Tensor, slice]:

@@ -138,7 +138,7 @@ class SentWeights:
         def send() -> None:
             self.engine.update_weights(self.meta, version=version, weights=weights, config=trainer.model.config)
 
-        parallel.from_first_rank(send, trainer.device)
+        parallel.from_first_rank(send)
         self._due = trainer, version
         if parallel.world_size() == 1:
             self.engine.sampler.when_resumed(self.before_first_step)
@@ -168,7 +168,7 @@ def audit_engine(engine: WeightReceiver, trainer: TrainEngine, version: int, new
             return None
         return [engine.logprob_tolerance, {name: asdict(answer) for name, answer in answers.items()}]
 
-    asked = parallel.from_first_rank(ask, trainer.device)
+    asked = parallel.from_first_rank(ask)
     if asked is None:
         return None
     tolerance, answers = asked
@@ -266,11 +266,8 @@ def publisher_for(trainer: TrainEngine, engine: WeightReceiver | None, meta: Wei
     model = engine.sampler.local_model
     if model is None:
         return SentWeights(engine, meta)
-    if parallel.world_size() > 1:
-        raise WeightUpdateError(
-            "An engine in the trainer's process cannot share weights that are sharded over several processes: use servers "
-            "(rollout.backend sglang or vllm)."
-        )
+    if parallel.world_size() > 1:  # no process has all of the weights, which are copied into the engine's own
+        return SentWeights(engine, meta)
     shares = next(trainer.model.parameters()).data_ptr() == next(model.parameters()).data_ptr()
     copied = meta is not None and meta.type == "memory"
     if shares and not copied and isinstance(engine, InferenceEngine):
