@@ -20,10 +20,15 @@ from rollwright.errors import WeightUpdateError
 from rollwright.inference.request import ModelRequest, ModelResponse
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from rollwright.experience.recorder import Recorder
     from rollwright.inference.weights.ways import WeightUpdateMeta
+
+
+#: Largest mean difference of log-probabilities of an engine and a trainer, one of which computes in a 16-bit type.
+TOLERANCE_OF_16_BITS = 5e-2
 
 
 class WeightReceiver:
@@ -43,6 +48,12 @@ class WeightReceiver:
     def local_model(self) -> nn.Module | None:
         """The model in this process that computes the tokens; None: they are computed elsewhere."""
         return None
+
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """The type that weights are held in where tokens are computed, so that no more bytes are sent; None: it is not known, or
+        engines differ."""
+        return None if self.local_model is None else next(self.local_model.parameters()).dtype
 
     def publish(self, version: int) -> None:
         """The weights of ``local_model`` were changed in place and are ``version`` now.

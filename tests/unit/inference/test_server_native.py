@@ -230,7 +230,7 @@ def test_no_token_is_sampled_while_a_part_of_new_weights_is_missing(server, monk
         def __init__(self, *arguments):
             pass
 
-        def receive(self, names, dtypes, shapes):
+        def receive(self, names, dtypes, shapes, flat=False):
             return [(name, weights[name]) for name in names]
 
         def close(self):

@@ -165,7 +165,7 @@ class Parts:
     def __init__(self, *arguments):
         pass
 
-    def receive(self, names, dtypes, shapes):
+    def receive(self, names, dtypes, shapes, flat=False):
         return [(name, self.weights[name]) for name in names]
 
     def close(self):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
@@ -19,12 +18,11 @@ from rollwright.data.vision import encoded_image
 from rollwright.errors import ConfigError, EngineError, WeightUpdateError
 from rollwright.inference.backends import ServerLaunch
 from rollwright.inference.connections import ServerRefusedError, UpdateRefusedError
-from rollwright.inference.network import find_free_ports, own_address
 from rollwright.inference.parameters import ParameterTable, Wire
 from rollwright.inference.request import ModelRequest, ModelResponse, TopTokens, versions_of_spans
 from rollwright.inference.router import Server
-from rollwright.inference.weights.group import WeightGroup, buckets
-from rollwright.inference.weights.publication import RemoteClient
+from rollwright.inference.weights.broadcast import BroadcastClient, Bucket, GroupPlace
+from rollwright.inference.weights.group import WeightGroup
 from rollwright.inference.weights.ways import WeightUpdateMeta
 from rollwright.tracking.logging import getLogger
 
@@ -44,7 +42,12 @@ class _Facts:
     is_builtin: bool = False
     deterministic: bool = False
     weights_roots: list[str] | None = None  # None: it may read any directory
-    ranks: int | None = None  # processes that share one copy of the model; None: it does not say
+    ranks: int | None = None  # tensor-parallel processes; None: it does not say
+    pipeline_stages: int = 1
+    copies: int = 1  # data-parallel
+    shares_ranks: bool = False  # the copies are among the tensor-parallel ranks (DP attention)
+    device: str = "cpu"
+    dtype: str | None = None  # as the server was told; None: it does not say
     context_length: int | None = None  # above which it refuses a prompt and max_new_tokens together; None: it cuts the output
 
 
@@ -68,11 +71,16 @@ def _top(entries: list[Any] | None) -> TopTokens | None:
     return None if entries is None else [(int(token), float(logprob)) for logprob, token, *_ in entries]
 
 
-class SGLangClient(RemoteClient):
+def _dtype_of(facts: _Facts) -> torch.dtype | None:
+    names = {"half": "float16", "float": "float32", "auto": "bfloat16" if facts.device == "cuda" else ""}
+    kind = getattr(torch, names.get(facts.dtype or "", facts.dtype or ""), None)
+    return kind if isinstance(kind, torch.dtype) else None
+
+
+class SGLangClient(BroadcastClient):
     """Tokens in and out over ``/generate``."""
 
     kind = "sglang"
-    ways = ("shared", "disk", "xccl")
     parameters = ParameterTable(
         {
             "max_new_tokens": "max_new_tokens",
@@ -108,8 +116,6 @@ class SGLangClient(RemoteClient):
     def __init__(self, config: RolloutConfig | None = None, *, addresses: Iterable[str] | None = None) -> None:
         super().__init__(config, addresses=addresses)
         self._facts: dict[str, _Facts] = {}
-        self._group: WeightGroup | None = None
-        self._group_members: tuple[Any, ...] = ()
 
     @classmethod
     def command(cls, launch: ServerLaunch) -> list[str]:
@@ -149,6 +155,11 @@ class SGLangClient(RemoteClient):
             bool(info.get("enable_deterministic_inference")),
             info.get("weights_roots") if is_builtin else None,
             info.get("tp_size"),
+            int(info.get("pp_size") or 1),
+            int(info.get("dp_size") or 1),
+            bool(info.get("enable_dp_attention")),
+            str(info.get("device") or ("cpu" if is_builtin else "cuda")).partition(":")[0],  # SGLang's default is a GPU
+            info.get("dtype"),
             next((model["max_model_len"] for model in models.get("data") or () if model.get("max_model_len")), None),
         )
 
@@ -281,6 +292,13 @@ class SGLangClient(RemoteClient):
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """See ``WeightReceiver.weight_dtype``. A server that was told ``auto`` has bfloat16 on a GPU, or what its model's
+        configuration says, which it does not tell."""
+        said = {_dtype_of(facts) for facts in self._facts.values()}
+        return said.pop() if len(said) == 1 else None
+
     def load_from_disk(self, server: Server, directory: str, version: int, digest: str | None) -> None:
         """Load files; ``serve-model`` also checks the digest."""
         body: dict[str, Any] = {
@@ -313,132 +331,74 @@ class SGLangClient(RemoteClient):
             "A rollwright server loads no weights from files: start it with --weights-root DIRECTORY, or publish by xccl."
         )
 
-    def broadcast_weights(self, named: list[tuple[str, Tensor]], version: int, meta: WeightUpdateMeta) -> list[str]:
-        """Send weights to every server over a distributed group, bucket by bucket.
+    # -- a distributed group (weights/broadcast.py) --------------------------------------------------------------------
 
-        Args:
-            named: distinct tensors.
-            version: of these weights.
-            meta: allocation (how many ranks a server has), backend, group name and bucket size.
-
-        Returns:
-            Addresses of the servers that confirmed.
+    def ranks_of(self, server: Server, meta: WeightUpdateMeta) -> int:
+        """As SGLang numbers them: ``rank_offset + tp_rank``. With DP attention its data-parallel ranks are among these.
 
         Raises:
-            WeightUpdateError: no server took the weights.
+            WeightUpdateError: several of the server's processes would take one rank, or an allocation contradicts the server.
         """
-        try:
-            return self._broadcast(named, version, meta)
-        except WeightUpdateError as error:  # a server that goes in the middle takes the whole group with it
-            logger.warning(
-                "The broadcast of version %d failed, and begins again with the servers that answer: %s", version, error
-            )
-            return self._broadcast(named, version, meta)
-
-    def _broadcast(self, named: list[tuple[str, Tensor]], version: int, meta: WeightUpdateMeta) -> list[str]:
-        servers = self.answering_servers()
-        if not servers:
-            raise WeightUpdateError(f"No {self.kind} server took version {version}: {self.router.describe()}.")
-        group = self._weight_group(servers, named, meta)
-        parts = list(buckets(named, meta.bucket_bytes))
-
-        def update(server: Server) -> None:
-            for index, bucket in enumerate(parts):
-                body: dict[str, Any] = {
-                    "names": [name for name, _ in bucket],
-                    "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-                    "shapes": [list(tensor.shape) for _, tensor in bucket],
-                    "group_name": group.name,
-                    "flush_cache": index == len(parts) - 1 and self.config.on_weight_update != "keep",
-                    "abort_all_requests": False,
-                }
-                if index == len(parts) - 1:
-                    body["weight_version"] = str(version)
-                self._post_update(server, "update_weights_from_distributed", body)
-            self.confirm(server, version)
-
-        def send() -> None:
-            try:
-                for bucket in parts:
-                    group.send(bucket)
-            except WeightUpdateError:
-                self._leave_group()  # so that the others do not wait for what will not come
-                raise
-
-        try:
-            return self.apply_update(version, update, restore=None, servers=servers, alongside=send)
-        except WeightUpdateError:
-            self._leave_group()
-            raise
-
-    def _ranks_of(self, server: Server, meta: WeightUpdateMeta) -> int:
-        """How many ranks of the group are a server's: what it says, which an allocation must not contradict."""
-        said = self._facts[server.address].ranks
-        allocated = meta.allocation.gen_instance_size if meta.allocation is not None else 0
-        if said and allocated and said != allocated:
+        facts = self._facts[server.address]
+        if facts.pipeline_stages > 1:
             raise WeightUpdateError(
-                f"The allocation {meta.allocation} gives a server {allocated} GPUs, and the one at {server.address} has tp_size={said}: "
-                "the group would wait for ranks that never come. Correct the allocation, or leave it out."
+                f"The server at {server.address} has pp_size={facts.pipeline_stages}: SGLang numbers the ranks of a weight group by "
+                "rank_offset + tp_rank, so its pipeline stages would meet on one rank. Publish by disk, or use tensor parallelism."
             )
-        return said or allocated or 1
-
-    def _leave_group(self) -> None:
-        group, self._group = self._group, None
-        if group is None:
-            return
-        group.close()
-        if self._threads is not None and self._is_builtin:  # SGLang is not asked: it may wait there for ranks that are gone
-            for server in self.router.in_service():
-                self.submit(self._forget_group, server, group.name)
-
-    def _forget_group(self, server: Server, name: str) -> None:
-        with contextlib.suppress(EngineError):  # it may never have joined, or be gone
-            self.ask(server, "POST", "/destroy_weights_update_group", {"group_name": name})
-
-    def destroy(self) -> None:
-        """See ``RemoteClient.destroy``; the group with the servers is left."""
-        super().destroy()
-        self._leave_group()
-
-    def _weight_group(self, servers: list[Server], named: list[tuple[str, Tensor]], meta: WeightUpdateMeta) -> WeightGroup:
-        """The group with ``servers``; formed again where one was taken out or came back since."""
-        members = (tuple(server.address for server in servers), self.router.changes, meta.group)
-        if self._group is not None and self._group_members == members:
-            return self._group
-        ranks = [self._ranks_of(server, meta) for server in servers]
-        backend = meta.backend
-        if backend == "auto":
-            backend = "nccl" if any(tensor.is_cuda for _, tensor in named) else "gloo"
-        self._leave_group()
-        address = own_address(server.url for server in servers)
-        (port,) = find_free_ports(1)
-        world_size = 1 + sum(ranks)
-        name = f"{meta.group}-{uuid.uuid4().hex[:8]}"  # SGLang forms no second group of one name, nor forgets that of a dead trainer
-        joining = [
-            self.submit(
-                self._post_update,
-                server,
-                "init_weights_update_group",
-                {
-                    "master_address": address,
-                    "master_port": port,
-                    "rank_offset": 1 + sum(ranks[:index]),
-                    "world_size": world_size,
-                    "group_name": name,
-                    "backend": backend,
-                },
+        if facts.copies > 1 and not facts.shares_ranks:
+            raise WeightUpdateError(
+                f"The server at {server.address} has dp_size={facts.copies}, and SGLang updates data-parallel copies in a group only "
+                "with enable_dp_attention. Publish by disk, or start one server for each copy."
             )
-            for index, server in enumerate(servers)
-        ]
-        self._group = WeightGroup(address, port, 0, world_size, name, backend)
-        try:
-            for future in joining:
-                future.result()
-        except EngineError as error:
-            self._leave_group()
-            raise WeightUpdateError(f"The group of the trainer and its servers could not be formed: {error}") from error
-        self._group_members = members
-        return self._group
+        allocated = meta.allocation.gen_instance_size if meta.allocation is not None else 0
+        if facts.ranks and allocated and facts.ranks != allocated:
+            raise WeightUpdateError(
+                f"The allocation {meta.allocation} gives a server {allocated} GPUs, and the one at {server.address} has "
+                f"tp_size={facts.ranks}: the group would wait for ranks that never come. Correct the allocation, or leave it out."
+            )
+        return facts.ranks or allocated or 1
+
+    def group_backend(self, servers: list[Server], meta: WeightUpdateMeta) -> str:
+        """NCCL where every server and the trainer have a GPU; else Gloo, which SGLang's GPU ranks can receive by, too."""
+        if meta.backend == "nccl" and not torch.cuda.is_available():  # said before the servers wait for it
+            raise WeightUpdateError("The nccl backend needs a GPU in the trainer and in the servers; use gloo.")
+        if meta.backend != "auto":
+            return meta.backend
+        devices = {self._facts[server.address].device for server in servers}
+        backend = "nccl" if devices == {"cuda"} and torch.cuda.is_available() else "gloo"
+        logger.info("weights are broadcast by %s: the servers compute on %s", backend, " and ".join(sorted(devices)))
+        return backend
+
+    def sending_half(self, place: GroupPlace) -> WeightGroup:
+        """See ``BroadcastClient.sending_half``."""
+        return WeightGroup(
+            place.master_address, place.master_port, place.rank_offset, place.world_size, place.group_name, place.backend
+        )
+
+    def join_group(self, server: Server, place: GroupPlace) -> None:
+        """See ``BroadcastClient.join_group``."""
+        self._post_update(server, "init_weights_update_group", dataclasses.asdict(place))
+
+    def receive_bucket(self, server: Server, group_name: str, bucket: Bucket, version: int) -> None:
+        """A bucket as one flat tensor; the last names the version."""
+        body: dict[str, Any] = {
+            "names": bucket.names,
+            "dtypes": bucket.dtypes,
+            "shapes": bucket.shapes,
+            "group_name": group_name,
+            "load_format": "flattened_bucket",
+            "flush_cache": bucket.is_last and self.config.on_weight_update != "keep",
+            "abort_all_requests": False,
+        }
+        if bucket.is_last:
+            body["weight_version"] = str(version)
+        self._post_update(server, "update_weights_from_distributed", body)
+
+    def forget_group(self, server: Server, name: str) -> None:
+        """Have ``serve-model`` leave; SGLang is not asked, as it may wait there for ranks that are gone."""
+        if self._facts[server.address].is_builtin:
+            with contextlib.suppress(EngineError):  # it may never have joined, or be gone
+                self.ask(server, "POST", "/destroy_weights_update_group", {"group_name": name})
 
 
 class BuiltinServersClient(SGLangClient):

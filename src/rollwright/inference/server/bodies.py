@@ -467,6 +467,9 @@ class FromDistributed(Group):
     shapes: list[list[int]] = []
     weight_version: int | None = _VERSION
     abort_all_requests: bool = False
+    load_format: Literal["flattened_bucket"] | None = Field(
+        None, description="flattened_bucket: all tensors as one flat tensor; null: one after the other"
+    )
 
     @model_validator(mode="after")
     def _one_for_each(self) -> Self:

@@ -153,6 +153,7 @@ class Control:
         }
 
     async def _server_info(self) -> dict[str, Any]:
+        weights = next(self._engine.model.parameters())
         return {
             "server": "rollwright",
             "version": __version__,
@@ -160,6 +161,8 @@ class Control:
             "weight_version": str(self._engine.get_version()),
             "context_length": self._engine.context_length,
             "tp_size": 1,
+            "device": str(weights.device),
+            "dtype": str(weights.dtype).removeprefix("torch."),
             "enable_deterministic_inference": True,  # every request is drawn with the seed that it brings
             "weights_roots": self._settings.weights_roots,
             "paused": bool(self._holds),
@@ -309,7 +312,8 @@ class Control:
                 await asyncio.to_thread(self._engine.abort)
             if not is_last and not self._holds:  # no token may be sampled from weights of which only some parts have come
                 await self._hold("parts")
-            named = await asyncio.to_thread(group.receive, body.names, body.dtypes, body.shapes)
+            is_flat = body.load_format == "flattened_bucket"
+            named = await asyncio.to_thread(group.receive, body.names, body.dtypes, body.shapes, flat=is_flat)
             await asyncio.to_thread(self._take, named, version)
             if is_last:
                 await self._parts_are_whole("distributed")

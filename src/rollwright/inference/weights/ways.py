@@ -39,7 +39,7 @@ class WeightUpdateMeta:
             ``disk`` (safetensors in a directory that both see) or ``xccl`` (broadcast in a distributed group).
         path: the directory of ``disk``, or of ``shared`` (None: chosen).
         allocation: sizes of the engines, for ``xccl``.
-        backend: of ``xccl``: gloo, nccl, or auto (nccl where the weights are on GPUs).
+        backend: of ``xccl``: gloo, nccl, or auto (nccl where the servers and the trainer are on GPUs).
         keep: versions kept on disk; a server that comes back is given the newest.
         group: name of the distributed group.
         bucket_bytes: most bytes of one bucket.
