@@ -15,7 +15,6 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, WeightUpdateError
 from rollwright.inference.backends.vllm import VLLMClient
 from rollwright.inference.request import ModelRequest
-from rollwright.inference.weights.ways import WeightUpdateMeta
 
 
 class FakeVLLM:
@@ -155,11 +154,6 @@ def test_a_server_that_does_not_take_the_version_is_an_error(tmp_path):
         with pytest.raises(WeightUpdateError, match="after an update to 3"):
             client.update_weights_from_disk(str(tmp_path), 3)
         assert client.get_version() == 0
-
-
-def test_a_distributed_group_is_refused_with_the_ways_that_work():
-    with connected(FakeVLLM()) as client, pytest.raises(WeightUpdateError, match="from_disk"):
-        client.update_weights(WeightUpdateMeta.from_fsdp_xccl("vllm:d1p1t1"), version=1, weights={})
 
 
 def test_seeds_are_kept_from_a_server_that_they_could_end():

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from rollwright.config.sections import RolloutConfig
 from rollwright.config.servers import VLLMConfig
 from rollwright.errors import EngineError, WeightUpdateError
@@ -18,7 +20,9 @@ from rollwright.inference.connections import ServerRefusedError
 from rollwright.inference.parameters import ParameterTable, Wire
 from rollwright.inference.request import ModelRequest, ModelResponse, TopTokens, versions_of_spans
 from rollwright.inference.router import Server
-from rollwright.inference.weights.publication import RemoteClient
+from rollwright.inference.weights.broadcast import BroadcastClient, Bucket, GroupPlace, SendingHalf
+from rollwright.inference.weights.vllm_group import VLLMGroup
+from rollwright.inference.weights.ways import WeightUpdateMeta
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("VLLMClient")
@@ -28,6 +32,8 @@ logger = getLogger("VLLMClient")
 PAUSE_MODES = {"recompute": "keep", "keep": "keep", "wait": "wait"}
 #: vLLM puts this before the request id that a client gives.
 _ENGINE_ID_PREFIX = "generate-tokens-"
+#: Has a server receive weights over NCCL.
+_TRANSFERS = {"weight-transfer-config": '{"backend": "nccl"}'}
 
 
 def _scores(request: ModelRequest, content: list[Any], prompt: list[Any] | None) -> dict[str, Any]:
@@ -52,13 +58,30 @@ def _most_likely(tokens: TopTokens, count: int) -> TopTokens:
     return sorted(tokens, key=lambda one: -one[1])[:count]
 
 
-class VLLMClient(RemoteClient):
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """What a server said about itself."""
+
+    ranks: int = 1  # over all data-parallel copies
+    transfer: str | None = None  # the backend of its weight-transfer engine; None: it has none
+    dtype: torch.dtype | None = None
+
+
+def _facts(config: Mapping[str, Any]) -> _Facts:
+    parallel, model, transfer = (config.get(f"{part}_config") or {} for part in ("parallel", "model", "weight_transfer"))
+    sizes = [int(parallel.get(f"{kind}_parallel_size") or 1) for kind in ("tensor", "pipeline", "data")]
+    workers = int(parallel.get("world_size") or sizes[0] * sizes[1])
+    dtype = getattr(torch, str(model.get("dtype")).removeprefix("torch."), None)
+    return _Facts(workers * sizes[2], transfer.get("backend"), dtype if isinstance(dtype, torch.dtype) else None)
+
+
+class VLLMClient(BroadcastClient):
     """Tokens in and out over ``/inference/v1/generate``."""
 
     kind = "vllm"
     generate_path = "/inference/v1/generate"
     refused_inputs: Mapping[str, str] = {
-        name: remedy for name, remedy in RemoteClient.refused_inputs.items() if "logprobs" not in name
+        name: remedy for name, remedy in BroadcastClient.refused_inputs.items() if "logprobs" not in name
     }
     parameters = ParameterTable(
         {
@@ -90,12 +113,15 @@ class VLLMClient(RemoteClient):
     def __init__(self, config: RolloutConfig | None = None, *, addresses: Iterable[str] | None = None) -> None:
         super().__init__(config, addresses=addresses)
         self._dies_of_seeds: set[str] = set()
+        self._facts: dict[str, _Facts] = {}
 
     @classmethod
     def command(cls, launch: ServerLaunch) -> list[str]:
         """See ``VLLMConfig.build_cmd``."""
         section: VLLMConfig = launch.sections.get("vllm") or VLLMConfig()
         section = dataclasses.replace(section, model_path=section.model_path or launch.model_path)
+        if launch.rollout.weight_update == "xccl":
+            section = dataclasses.replace(section, extra_args={**_TRANSFERS, **section.extra_args})
         return VLLMConfig.build_cmd(section, launch.gpus, launch.first_gpu, launch.host, launch.port)
 
     def on_connected(self, server: Server) -> None:
@@ -116,6 +142,7 @@ class VLLMClient(RemoteClient):
                 f"The vLLM server at {server.address} gives {mode}, which are not those of the temperature that tokens are "
                 "sampled at. Start it with --logprobs-mode processed_logprobs, as VLLMConfig.build_cmd does."
             )
+        self._facts[server.address] = _facts(config)
         if "cpu" in (device.get("device_type"), device.get("device")) and scheduler.get("enable_chunked_prefill"):
             self._dies_of_seeds.add(server.address)
             logger.warning(
@@ -210,15 +237,80 @@ class VLLMClient(RemoteClient):
         """Number the weights."""
         self.ask(server, "POST", "/update_weight_version", {"new_version": str(version)})
 
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """See ``WeightReceiver.weight_dtype``."""
+        said = {facts.dtype for facts in self._facts.values()}
+        return said.pop() if len(said) == 1 else None
+
     def load_from_disk(self, server: Server, directory: str, version: int, digest: str | None) -> None:
         """Reload weights. A server that keeps a packed copy of a tied output head answers 200 and computes with old weights:
         the audit that follows every publication compares log-probabilities for that reason."""
-        limit = self.config.request_timeout
-        recompute = "true" if self.config.on_weight_update == "recompute" else "false"
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+        self._update_call(server, "collective_rpc", body, version)
+        self.label_version(server, version)
+        self._forget_old_prefixes(server, version)
+
+    def _update_call(self, server: Server, path: str, body: dict[str, Any] | None, version: int) -> None:
         try:
-            self.ask(server, "POST", "/collective_rpc", body, timeout=limit)
-            self.label_version(server, version)
-            self.ask(server, "POST", f"/reset_prefix_cache?reset_running_requests={recompute}", timeout=limit)
+            self.ask(server, "POST", f"/{path}", body, timeout=self.config.request_timeout)
         except ServerRefusedError as error:
             raise WeightUpdateError(f"The vLLM server at {server.address} did not load version {version}: {error}") from error
+
+    def _forget_old_prefixes(self, server: Server, version: int) -> None:
+        recompute = "true" if self.config.on_weight_update == "recompute" else "false"
+        self._update_call(server, f"reset_prefix_cache?reset_running_requests={recompute}", None, version)
+
+    # -- the weight-transfer engine (weights/broadcast.py) -------------------------------------------------------------
+
+    def ranks_of(self, server: Server, meta: WeightUpdateMeta) -> int:
+        """Every worker of every data-parallel copy, as vLLM numbers them from ``rank_offset`` on."""
+        return self._facts[server.address].ranks
+
+    def group_backend(self, servers: list[Server], meta: WeightUpdateMeta) -> str:
+        """NCCL, which the servers have to have been started for.
+
+        Raises:
+            WeightUpdateError: ``meta`` names another, the trainer has no GPU, or a server has no weight-transfer engine.
+        """
+        if meta.backend == "gloo" or not torch.cuda.is_available():
+            raise WeightUpdateError(
+                "vLLM receives weights over NCCL alone, which needs a GPU in the trainer and in the servers: publish by disk, or by "
+                "shared memory."
+            )
+        lacking = [server.address for server in servers if self._facts[server.address].transfer != "nccl"]
+        if lacking:
+            raise WeightUpdateError(
+                f"The vLLM servers at {', '.join(lacking)} were not started to receive weights over NCCL: start them with "
+                '--weight-transfer-config \'{"backend": "nccl"}\', as rollout.weight_update: xccl does, or publish by disk.'
+            )
+        return "nccl"
+
+    def sending_half(self, place: GroupPlace) -> SendingHalf:
+        """See ``BroadcastClient.sending_half``."""
+        return VLLMGroup(place)
+
+    def join_group(self, server: Server, place: GroupPlace) -> None:
+        """See ``BroadcastClient.join_group``."""
+        wanted = ("master_address", "master_port", "rank_offset", "world_size")
+        body = {"init_info": {name: getattr(place, name) for name in wanted}}
+        try:
+            self.ask(server, "POST", "/init_weight_transfer_engine", body, timeout=self.config.request_timeout)
+        except ServerRefusedError as error:
+            raise WeightUpdateError(f"The vLLM server at {server.address} did not join the group: {error}") from error
+
+    def begin_receiving(self, server: Server, version: int) -> None:
+        """See ``BroadcastClient.begin_receiving``."""
+        self._update_call(server, "start_weight_update", {}, version)
+
+    def receive_bucket(self, server: Server, group_name: str, bucket: Bucket, version: int) -> None:
+        """See ``BroadcastClient.receive_bucket``."""
+        info = {"names": bucket.names, "dtype_names": bucket.dtypes, "shapes": bucket.shapes}
+        self._update_call(server, "update_weights", {"update_info": info}, version)
+
+    def end_receiving(self, server: Server, version: int) -> None:
+        """Have the server put the weights into the form that it computes with, and call them ``version``."""
+        self._update_call(server, "finish_weight_update", {"weight_version": str(version)}, version)
+        self._forget_old_prefixes(server, version)
