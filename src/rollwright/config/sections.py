@@ -169,7 +169,12 @@ class RolloutConfig:
     api_key: str | None = key(None, "Bearer token for the servers. ${oc.env:NAME} keeps it out of the file.", secret=True)
     path: str = key("", "Model of an engine that runs alone; empty: the actor's.", public=True)
     device: str = key("auto", "Device of the built-in engine.")
-    dtype: str = key("auto", "Compute type of the built-in engine.", choices=["auto", "float32", "bfloat16", "float16"])
+    dtype: str = key(
+        "auto",
+        "Type of the weights that the built-in engine samples with. In the trainer's process another type than the trained weights' "
+        "is a copy, which each publication fills; auto: the trainer's own tensors, and on a GPU a bfloat16 copy of float32 weights.",
+        choices=["auto", "float32", "bfloat16", "float16"],
+    )
     max_running_requests: int = key(256, "Sequences that the built-in engine decodes together.", ge=1)
     context_length: int | None = key(None, "Prompt and new tokens together; None: the model's.", ge=2)
     kv_cache_bytes: int | None = key(

@@ -10,16 +10,21 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+import torch
+
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, RolloutError
 from rollwright.inference.backends import BACKENDS
-from rollwright.inference.engine import InferenceEngine, WeightReceiver
+from rollwright.inference.engine import TOLERANCE_OF_16_BITS, InferenceEngine, WeightReceiver
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.weights.publication import RemoteClient
 from rollwright.rollout.executor import RolloutExecutor
+from rollwright.tracking.logging import getLogger
 
 if TYPE_CHECKING:
     from rollwright.inference.weights.ways import WeightUpdateMeta
+
+logger = getLogger("RolloutEngine")
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -197,7 +202,9 @@ class RolloutEngine(InferenceEngine):
 
     @property
     def logprob_tolerance(self) -> float | None:
-        """``rollout.logprob_tolerance``."""
+        """``rollout.logprob_tolerance``; where that is None and the engine samples with 16-bit weights, what these allow."""
+        if self.config.logprob_tolerance is None and self.sampler.weight_dtype in (torch.bfloat16, torch.float16):
+            return TOLERANCE_OF_16_BITS
         return self.config.logprob_tolerance
 
     @property
@@ -238,7 +245,7 @@ class LocalRolloutEngine(RolloutEngine):
         self._trust_remote_code = trust_remote_code
 
     def make_client(self) -> InferenceEngine:
-        """Load the model, or share the one that was given."""
+        """Load the model, or share the one that was given, or copy it where it trains in another type than it samples in."""
         from rollwright.inference.backends.builtin.engine import BuiltinEngine
 
         config = self.config
@@ -253,11 +260,23 @@ class LocalRolloutEngine(RolloutEngine):
             kv_cache_bytes=config.kv_cache_bytes,
             prefix_cache=config.prefix_cache,
             device=config.device,
-            dtype=config.dtype,
+            dtype=_sampling_dtype(config, self.model),
             on_weight_update=config.on_weight_update,  # type: ignore[arg-type]
             seed=self.seed,
             trust_remote_code=self._trust_remote_code,
         )
+
+
+def _sampling_dtype(config: RolloutConfig, live_model: Any) -> str:
+    """``config.dtype``. ``auto`` is bfloat16 for a live model with float32 weights on a GPU: those are the optimizer's, twice the
+    bytes of each decode step, and in another precision than the trainer computes in."""
+    if config.dtype != "auto" or live_model is None or isinstance(live_model, str):
+        return config.dtype
+    weight = next(live_model.parameters())
+    if weight.device.type != "cuda" or weight.dtype != torch.float32 or not torch.cuda.is_bf16_supported():
+        return "auto"
+    logger.info("sampling with a bfloat16 copy of the float32 weights that are trained; rollout.dtype: float32 shares them")
+    return "bfloat16"
 
 
 class RemoteEngine(RolloutEngine):

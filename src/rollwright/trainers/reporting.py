@@ -16,6 +16,7 @@ from rollwright.config.experiment import BaseExperimentConfig, PPOConfig
 from rollwright.config.loading import config_to_dict, save_config
 from rollwright.errors import WeightUpdateError
 from rollwright.experience.trajectory import Trajectory
+from rollwright.inference.engine import TOLERANCE_OF_16_BITS
 from rollwright.tracking import logging
 from rollwright.tracking.metrics import get_tracker, start_timer
 from rollwright.tracking.plots import plot_reward_curve
@@ -194,7 +195,8 @@ def check_agreement(config: PPOConfig, actor: FSDPPPOActor, step: int, stats: Ma
         WeightUpdateError: its log-probabilities of tokens of the current version differ by more than the limit.
     """
     difference = stats.get("logprob_difference/mean")
-    limit = config.rollout.logprob_tolerance or (1e-3 if actor.compute_dtype == torch.float32 else 5e-2)
+    is_exact = actor.compute_dtype == torch.float32 and config.rollout.dtype in ("auto", "float32")
+    limit = config.rollout.logprob_tolerance or (1e-3 if is_exact else TOLERANCE_OF_16_BITS)
     if difference is not None and difference > limit:
         raise WeightUpdateError(
             f"step {step}: the {config.rollout.backend} engine's log-probabilities differ from the trainer's by "

@@ -23,7 +23,7 @@ from rollwright.trainers.rollout_backend import make_local_engine
 from rollwright.trainers.tasks import task_loader, workflow_arguments
 from rollwright.training.engine import TrainEngine
 from rollwright.training.preferences import PreferenceEngine
-from rollwright.training.publish import SharedWeights
+from rollwright.training.publish import publisher_for
 from rollwright.workflows.turns import BranchedSequence
 
 
@@ -82,7 +82,7 @@ class SupervisedTrainer(Trainer):
             self.rollout = rollout = make_local_engine(self.config, self.model.model, self.tokenizer)
             opened.callback(rollout.destroy)
             rollout.initialize()
-            self.weights = SharedWeights(rollout)
+            self.weights = publisher_for(self.model, rollout, None)
         return self.model
 
     def parts(self) -> dict[str, Part]:

@@ -1,6 +1,7 @@
 """Which way weights take to which engine."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.engine import WeightReceiver
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.weights.ways import WeightUpdateMeta
-from rollwright.rollout.engines import LocalRolloutEngine
+from rollwright.rollout.engines import LocalRolloutEngine, _sampling_dtype
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.publish import NEW_TOKENS_IN_PROCESS, SentWeights, SharedWeights, probe_request, publisher_for
 
@@ -80,6 +81,47 @@ def test_an_engine_over_another_copy_is_given_the_weights():
         actor.compute_logp({"input_ids": ids})[0, 2:], torch.tensor(response.output_logprobs), atol=1e-5, rtol=0
     )
     assert response.output_versions == [1, 1, 1]
+
+
+def test_a_copy_in_another_type_is_sampled_from_and_filled_by_each_publication():
+    actor = tiny_actor(dtype=torch.float32, lr=1e-2)
+    settings = RolloutConfig(max_running_requests=4, device="cpu", dtype="bfloat16")
+    with LocalRolloutEngine(settings, model=actor.model) as rollout:
+        copied, trained = rollout.client.local_model, actor.model
+        assert rollout.client.weight_dtype == torch.bfloat16
+        assert {parameter.dtype for parameter in trained.parameters()} == {torch.float32}
+        assert {buffer.dtype for buffer in copied.buffers()} == {buffer.dtype for buffer in trained.buffers()}
+        assert len(list(copied.parameters())) == len(list(trained.parameters()))  # what was tied is tied
+        assert not any("forward" in module.__dict__ for module in copied.modules())
+        actor.connect_engine(rollout)
+        assert isinstance(actor._publisher, SentWeights)
+        before = [parameter.clone() for parameter in copied.parameters()]
+        actor.ppo_update(actor.compute_advantages(tiny_batch()))
+        assert all(map(torch.equal, before, copied.parameters()))  # it samples on with what it has
+        actor.update_weights()
+        masters = dict(trained.named_parameters())
+        assert all(torch.equal(held, masters[name].bfloat16()) for name, held in copied.named_parameters())
+        (agreement,) = actor._publisher.agreements
+        assert 1e-5 < agreement.mean < 5e-2  # compared, by the limit of 16-bit types
+        request = ModelRequest(input_ids=[3, 4], gconfig=GenerationHyperparameters(max_new_tokens=3, ignore_eos=True))
+        assert asyncio.run(rollout.agenerate(request)).output_versions == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "held", "wanted"),
+    [
+        ("auto", "cuda", torch.float32, "bfloat16"),
+        ("auto", "cuda", torch.bfloat16, "auto"),
+        ("auto", "cpu", torch.float32, "auto"),
+        ("float32", "cuda", torch.float32, "float32"),
+    ],
+)
+def test_only_a_gpus_float32_masters_are_copied_by_themselves(monkeypatch, dtype, device, held, wanted):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    weight = SimpleNamespace(device=torch.device(device), dtype=held)
+    model = SimpleNamespace(parameters=lambda: iter([weight]))
+    assert _sampling_dtype(RolloutConfig(dtype=dtype), model) == wanted
+    assert _sampling_dtype(RolloutConfig(dtype=dtype), "a/path") == dtype
 
 
 def test_servers_are_sent_whole_weights():

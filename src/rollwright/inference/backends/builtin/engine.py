@@ -48,14 +48,17 @@ class BuiltinEngine(InferenceEngine):
     """Continuous batching of a Hugging Face causal language model in this process.
 
     Args:
-        model_or_path: a model, whose weights are then shared (not copied) with whoever trains it, or a directory or name.
+        model_or_path: a model, whose weights are then shared with whoever trains it (unless ``dtype`` is another), or a directory
+            or name.
         tokenizer: decodes for stop strings and names the end token; a tokenizer, a path, or None: that of the path.
         max_running_requests: most sequences decoded at once; others wait.
         context_length: most tokens of prompt and output together; None: the model's own limit.
         kv_cache_bytes: most memory for keys and values, running and kept together; None: a quarter of the memory that is
             free, at most 4 GiB on CPU; half of the free memory on a GPU.
         prefix_cache: keep finished sequences' keys and values, so that a conversation's next turn begins from them.
-        device, dtype: of a model that is loaded from a path; a live model keeps its own.
+        device: of a model that is loaded from a path; a live model stays on its own.
+        dtype: of the weights. A live model of another type is copied in this one, and whoever trains it sends new weights to the
+            copy; ``auto``: a live model is shared as it is.
         on_weight_update: what happens to running requests when weights change: ``recompute`` their cache and go on, ``keep``
             the old cache and go on, or ``wait`` until they end (new ones are held) before the change.
         max_waiting: most requests in the queue beyond those that can run; one more is refused with ``QueueFullError``. None:

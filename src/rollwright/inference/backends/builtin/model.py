@@ -274,10 +274,16 @@ def fuse_rows(parameters: list[nn.Parameter]) -> Tensor:
 def load_model_for_inference(
     model_or_path: Any, tokenizer: Any, device: str | torch.device, dtype: str | torch.dtype, trust_remote_code: bool
 ) -> tuple[Any, Any]:
-    """The model, on its device (``auto``: a GPU where there is one), and the tokenizer; None where a live model has none."""
+    """The model, on its device (``auto``: a GPU where there is one), and the tokenizer; None where a live model has none.
+
+    A live model stays where it is. It is copied where ``dtype`` is another type than its weights have.
+    """
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = load_tokenizer(os.fspath(tokenizer), trust_remote_code=trust_remote_code)
     if not isinstance(model_or_path, (str, os.PathLike)):
+        wanted = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+        if isinstance(wanted, torch.dtype) and wanted != next(model_or_path.parameters()).dtype:
+            return copied_in(model_or_path, wanted), tokenizer
         return model_or_path, tokenizer
     path = os.fspath(model_or_path)
     if tokenizer is None:
@@ -289,6 +295,23 @@ def load_model_for_inference(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.to(device).eval(), tokenizer
+
+
+def copied_in(model: Any, dtype: torch.dtype) -> Any:
+    """A copy of a model that samples with weights of another type; those that are no floating-point numbers keep theirs.
+
+    Each weight is cast as it is copied, so no second copy in the model's own type exists. Buffers keep their type: rotary
+    frequencies have to stay exact. A forward pass that was put on a single layer was chosen for the type that it had, and is left
+    behind.
+    """
+    cast: dict[int, Any] = {}  # as copy.deepcopy notes what it has copied; tied weights are one entry
+    for parameter in model.parameters():
+        values = parameter.detach().to(dtype if parameter.is_floating_point() else parameter.dtype, copy=True)
+        cast[id(parameter)] = torch.nn.Parameter(values, requires_grad=False)
+    copied = copy.deepcopy(model, cast).eval()
+    for module in copied.modules():
+        module.__dict__.pop("forward", None)
+    return copied
 
 
 def cache_bytes_by_default(device: torch.device) -> int:
