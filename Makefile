@@ -7,7 +7,7 @@ CONSTRAINTS := constraints/cpu.txt
 TRIAL ?= $(shell date +%Y%m%d-%H%M%S)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fast lint clean
+.PHONY: help quickstart test test-fast lint docs clean
 
 help:  ## What can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -41,6 +41,9 @@ lint: $(VENV)/.test  ## Style, types and floors
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+
+docs: $(VENV)/.test  ## The documentation as a site, in build/site; a link that leads nowhere fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:  ## Remove the virtual environments (runs/ is yours: it stays)
 	rm -rf .venv .venv-*
