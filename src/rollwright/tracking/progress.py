@@ -1,4 +1,4 @@
-"""The display of a run: live on a terminal, one plain line for each step elsewhere.
+"""The display of a run: live on a terminal, elsewhere a plain line every ten steps, or every half minute if that is sooner.
 
 The display is told what happened and draws it; it computes nothing that is not also in ``metrics.jsonl``.
 """
@@ -35,6 +35,8 @@ _PHASE_COLOURS = {
     "eval": "dark_orange",
     "checkpoint": "turquoise4",
 }
+#: A plain line comes every so many steps, or after so many seconds.
+LINE_STEPS, LINE_SECONDS = 10, 30.0
 _OTHER_COLOURS = ("deep_pink4", "slate_blue1", "khaki3", "grey62")
 
 
@@ -115,6 +117,8 @@ class ProgressDisplay:
         self._facts: dict[str, str] = {}
         self._seconds: dict[str, float] = {}
         self._began = self._step_began = time.monotonic()
+        self._lines: dict[str, tuple[int, float]] = {}  # kind -> step and time of the last plain line
+        self._since_line: list[tuple[float, float, Mapping[str, float]]] = []  # value, seconds and phases of the steps since
         self._spinner = Spinner("dots", style="cyan")
         self._live: Live | None = None
 
@@ -173,15 +177,9 @@ class ProgressDisplay:
             for name, spent in (seconds or {}).items():
                 self._seconds[name] = self._seconds.get(name, 0.0) + spent
         if self.mode == "plain":
-            parts = [f"step {step}/{self._total}", f"{self._value_name} {value:.3f}"]
-            parts += [f"{name} {fact}" for name, fact in shown.items()]
-            times = " ".join(f"{name} {spent:.1f}s" for name, spent in (seconds or {}).items() if spent >= 0.05)
-            parts.append(f"{step_seconds:.1f}s" + (f" ({times})" if times else ""))
-            eta = self._eta()
-            parts.append(
-                f"elapsed {format_duration(now - self._began)}" + ("" if eta is None else f", left {format_duration(eta)}")
-            )
-            self._print(" | ".join(parts))
+            self._since_line.append((float(value), step_seconds, seconds or {}))
+            if self._line_is_due("step", step):
+                self._print_steps(step, shown, now)
         elif self._live is not None:
             self._live.refresh()
 
@@ -190,8 +188,31 @@ class ProgressDisplay:
         with self._lock:
             self._evaluations.append((step, float(value)))
             self._step_began = time.monotonic()
-        if self.mode == "plain":
+        if self.mode == "plain" and self._line_is_due("evaluation", step):
             self._print(f"eval after step {step}/{self._total} | reward {value:.3f}")
+
+    def _line_is_due(self, kind: str, step: int) -> bool:
+        """Whether what happened after ``step`` steps is printed; the first and the last always are."""
+        now = time.monotonic()
+        last_step, last_time = self._lines.get(kind, (-LINE_STEPS, now))
+        due = step // LINE_STEPS > last_step // LINE_STEPS or now - last_time >= LINE_SECONDS or step >= self._total
+        if due:
+            self._lines[kind] = (step, now)
+        return due
+
+    def _print_steps(self, step: int, facts: Mapping[str, str], now: float) -> None:
+        """One line: value and seconds are means over the steps since the last line."""
+        values, durations, phases = zip(*self._since_line, strict=True)
+        self._since_line.clear()
+        count = len(values)
+        times = {name: sum(spent.get(name, 0.0) for spent in phases) / count for spent in phases for name in spent}
+        parts = [f"step {step}/{self._total}", f"{self._value_name} {sum(values) / count:.3f}"]
+        parts += [f"{name} {fact}" for name, fact in facts.items()]
+        named = " ".join(f"{name} {spent:.1f}s" for name, spent in times.items() if spent >= 0.05)
+        parts.append(f"{sum(durations) / count:.1f}s a step" + (f" ({named})" if named else ""))
+        eta = self._eta()
+        left = "" if eta is None else f", left {format_duration(eta)}"
+        self._print(" | ".join([*parts, f"elapsed {format_duration(now - self._began)}{left}"]))
 
     def _print(self, line: str) -> None:
         print(line, file=self._stream or sys.stdout, flush=True)

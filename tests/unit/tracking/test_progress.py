@@ -44,18 +44,49 @@ def steps(display):
             )
 
 
-def test_plain_mode_is_one_line_a_step():
+def test_a_plain_line_tells_a_step():
     stream = io.StringIO()
-    steps(ProgressDisplay(4, mode="plain", stream=stream))
+    steps(ProgressDisplay(2, mode="plain", stream=stream))
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "eval after step 0/4 | reward 0.310"
+    assert lines[0] == "eval after step 0/2 | reward 0.310"
     assert lines[1].startswith(
-        "step 1/4 | reward 0.250 | generate 8,123 tok/s | train 4,000 tok/s | staleness 0.5 | length 31.23 | "
+        "step 1/2 | reward 0.250 | generate 8,123 tok/s | train 4,000 tok/s | staleness 0.5 | length 31.23 | "
     )
     assert "(generate 3.0s train 1.0s)" in lines[1]
     assert ", left " in lines[2]
     assert len(lines) == 3
     assert "\x1b" not in stream.getvalue()
+
+
+def test_plain_lines_come_every_ten_steps_with_means():
+    stream = io.StringIO()
+    with ProgressDisplay(25, mode="plain", stream=stream) as display:
+        for step in range(1, 26):
+            display.step(step, step, seconds={"train": 1.0} if step % 2 else {"train": 1.0, "eval": 4.0})
+            if step % 2 == 0:
+                display.evaluation(step, step / 100)
+    lines = [line.split(" | ") for line in stream.getvalue().splitlines()]
+    assert [line[:2] for line in lines] == [
+        ["step 1/25", "reward 1.000"],
+        ["eval after step 2/25", "reward 0.020"],
+        ["step 10/25", "reward 6.000"],
+        ["eval after step 10/25", "reward 0.100"],
+        ["step 20/25", "reward 15.500"],
+        ["eval after step 20/25", "reward 0.200"],
+        ["step 25/25", "reward 23.000"],
+    ]
+    assert "(train 1.0s eval 2.0s)" in lines[4][2]
+
+
+def test_slow_steps_have_a_line_each(monkeypatch):
+    from rollwright.tracking import progress
+
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    stream = io.StringIO()
+    with ProgressDisplay(9, mode="plain", stream=stream) as display:
+        for step in range(1, 5):
+            display.step(step, 0.5)
+    assert len(stream.getvalue().splitlines()) == 4
 
 
 def test_auto_is_plain_where_the_output_is_no_terminal(capsys):
