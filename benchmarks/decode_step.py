@@ -1,0 +1,95 @@
+"""Where the time of a decode step goes: the model, the sampler, and the bookkeeping around them.
+
+    python benchmarks/decode_step.py [--sizes 0.13M,1M] [--threads 1,2] [--json FILE]
+
+32 rows of 32 prompt tokens, sampled at temperature 1 and kept from their end token, as in benchmarks/grpo_step.py. ``step`` is a
+whole step of the built-in engine, ``forward`` the model's part of it and ``sample`` that of drawing tokens, each alone; ``around``
+is the rest. ``operators`` counts torch's operators in a step, those inside others too: with small models a step takes as long as
+they are many. Microseconds, the median of steps in the calling thread; ``--clock processor`` counts the thread's processor time,
+which a busy machine disturbs less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from generation import SIZES, qwen3
+from report import Report
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.inference.backends.builtin.engine import BuiltinEngine
+from rollwright.inference.backends.builtin.step import sample
+from rollwright.inference.request import ModelRequest
+
+ROWS, PROMPT_LENGTH, STEPS = 32, 32, 96
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.thread_time}
+MODELS = {"0.13M": {"hidden_size": 64, "layers": 2, "heads": 4, "kv_heads": 2, "vocabulary": 512}, **SIZES}
+
+
+def decoding_engine(model: Any) -> BuiltinEngine:
+    """An engine whose steps this thread runs, with ``ROWS`` sequences that decode."""
+    engine = BuiltinEngine(model, max_running_requests=ROWS, context_length=512, kv_cache_bytes=1 << 26, threads=1)
+    engine.pause()
+    new_tokens = 4 * STEPS
+    gconfig = GenerationHyperparameters(max_new_tokens=new_tokens, min_new_tokens=new_tokens, stop_token_ids=[0])
+    prompts = torch.randint(10, model.config.vocab_size, (ROWS, PROMPT_LENGTH), generator=torch.Generator().manual_seed(0))
+    engine.submit([ModelRequest(prompt.tolist(), gconfig, seed=index) for index, prompt in enumerate(prompts)])
+    engine._take_inbox()
+    return engine
+
+
+def microseconds(work: Callable[[], object], count: int, clock: Callable[[], float]) -> float:
+    """The median of ``count`` calls."""
+    taken = []
+    for _ in range(count):
+        start = clock()
+        work()
+        taken.append(clock() - start)
+    return 1e6 * statistics.median(taken)
+
+
+def measure(model: Any, clock: Callable[[], float]) -> dict[str, float]:
+    """The parts of a step."""
+    engine = decoding_engine(model)
+    stepper, runner = engine._stepper, engine._runner
+    for _ in range(8):
+        stepper.step([])
+    step = microseconds(lambda: stepper.step([]), STEPS, clock)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(STEPS):
+            stepper.step([])
+    operators = sum(event.count for event in profile.key_averages() if event.key.startswith("aten::")) / STEPS
+    assert stepper._decode is not None
+    batch, plan = stepper._decode
+    with torch.inference_mode():
+        forward = microseconds(lambda: runner.forward(batch, runner.cache), STEPS, clock)
+        logits = runner.forward(batch, runner.cache)
+        draw = microseconds(lambda: sample(logits, plan), STEPS, clock)
+    engine.destroy()
+    return {"step": step, "forward": forward, "sample": draw, "around": step - forward - draw, "operators": operators}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="0.13M,1M,5M,26M", help="comma-separated, of: " + ", ".join(MODELS))
+    parser.add_argument("--threads", default="1,2", help="numbers of compute threads, comma-separated")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: with one thread, on a busy machine")
+    parser.add_argument("--json", type=Path, help="write machine, results and ratios to this file")
+    arguments = parser.parse_args()
+    report = Report(f"A decode step of {ROWS} rows, microseconds")
+    for size in arguments.sizes.split(","):
+        model = qwen3(**MODELS[size])
+        for threads in map(int, arguments.threads.split(",")):
+            torch.set_num_threads(threads)
+            report.row(model=size, threads=threads, **measure(model, CLOCKS[arguments.clock]))
+    report.finish(arguments.json)
+
+
+if __name__ == "__main__":
+    main()
