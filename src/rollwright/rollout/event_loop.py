@@ -29,8 +29,8 @@ logger = getLogger("rollout")
 Result = TypeVar("Result")
 
 STOP_SECONDS = 10.0  # that tasks get to end after their cancellation
-BEAT_SECONDS = 0.1  # between two signs of life of the loop
-BLOCKED_SECONDS = 0.5  # without a sign of life that are reported
+LOOK_SECONDS = 0.1  # between two looks at the loop
+BLOCKED_SECONDS = 0.5  # of one step that are reported
 REPORTS_PER_LINE = 3
 
 #: For ``gc.set_threshold``: a full collection runs when a million more containers were made than freed (Python 3.11: 70,000).
@@ -48,7 +48,7 @@ class LoopThread:
 
     def __init__(self, at_exit: Callable[[], None]) -> None:
         self.loop = asyncio.SelectorEventLoop()
-        self.monitor = BlockedLoopMonitor(self.loop)
+        self.monitor = BlockedLoopMonitor()
         self._thread = threading.Thread(target=self._run, name="rollwright-rollout", daemon=True)
         self._at_exit = at_exit
         self._lock = threading.RLock()
@@ -158,16 +158,14 @@ class BlockedLoopMonitor:
 
     A workflow that computes, sleeps or reads a file without awaiting stops all other samples. Only one step that lasts is
     reported, not a loop that is busy with many samples, nor time in which the thread waits for a processor (as Linux counts it).
+    The loop is looked at and never woken.
 
     Args:
-        loop: the loop; ``start`` and ``stop`` are called in its thread.
-        blocked_seconds: seconds without a sign of life that are reported.
+        blocked_seconds: seconds of one step that are reported.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, blocked_seconds: float = BLOCKED_SECONDS) -> None:
-        self._loop = loop
+    def __init__(self, blocked_seconds: float = BLOCKED_SECONDS) -> None:
         self._blocked_seconds = blocked_seconds
-        self._beat = time.monotonic()
         self._thread_id = 0
         self._native_id = 0
         self._ended = threading.Event()
@@ -177,10 +175,8 @@ class BlockedLoopMonitor:
         self.latest = ""
 
     def start(self) -> None:
-        """Begin to watch the calling thread."""
+        """Begin to watch the calling thread, which runs the loop."""
         self._thread_id, self._native_id = threading.get_ident(), threading.get_native_id()
-        self._beat = time.monotonic()
-        self._loop.call_soon(self._pulse)
         self._thread = threading.Thread(target=self._watch, name="rollwright-loop-monitor", daemon=True)
         self._thread.start()
 
@@ -218,27 +214,19 @@ class BlockedLoopMonitor:
         source = linecache.getline(file, line).strip()
         return f"{workflow or 'a task of a workflow'} at {file}:{line} in {users.f_code.co_name}: {source}"
 
-    def _pulse(self) -> None:
-        self._beat = time.monotonic()
-        if not self._ended.is_set():
-            self._loop.call_later(BEAT_SECONDS, self._pulse)
-
     def _watch(self) -> None:
         step: weakref.ref[asyncio.Handle] | None = None  # that lasts; not held, so that a sample's memory can be freed
         held, is_reported = 0.0, False
         places: Counter[str] = Counter()  # where the loop's thread was, look by look
-        woke, before = time.monotonic(), ThreadTimes.of(self._native_id)
-        while not self._ended.wait(BEAT_SECONDS):
-            now, times = time.monotonic(), ThreadTimes.of(self._native_id)
-            # Where this thread was kept waiting too, the machine is busy or another thread holds the interpreter.
-            own = own_time(min(now - woke, 2 * BEAT_SECONDS), before, times)
-            woke, before = now, times
-            current = self._step() if now - self._beat > 2 * BEAT_SECONDS else None
+        woke, before = time.monotonic(), None
+        while not self._ended.wait(LOOK_SECONDS):
+            now, current = time.monotonic(), self._step()
+            times = None if current is None else ThreadTimes.of(self._native_id)
             if current is not step:  # one reference for each handle that lives
-                held, is_reported, places = BEAT_SECONDS, False, Counter()  # it began before it was first seen
-            else:
-                held += own
-            step = current
+                held, is_reported, places = 0.0, False, Counter()
+            else:  # where this thread was kept waiting too, the machine is busy or another thread holds the interpreter
+                held += own_time(min(now - woke, 2 * LOOK_SECONDS), before, times)
+            woke, before, step = now, times, current
             if step is None:
                 continue
             place = self.where()

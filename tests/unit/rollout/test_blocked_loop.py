@@ -47,14 +47,14 @@ def test_a_blocking_call_is_reported_with_workflow_and_line(caplog):
         executor.destroy()
 
 
+class Fine:
+    async def arun_episode(self, engine, data):
+        response = await engine.agenerate(ModelRequest(input_ids=[1]))
+        return {"input_ids": response.input_tokens, "output_ids": response.output_tokens, "reward": 0.0}
+
+
 def test_an_idle_or_busy_loop_is_not_reported():
     executor = RolloutExecutor(EchoEngine(latency=0.01))
-
-    class Fine:
-        async def arun_episode(self, engine, data):
-            response = await engine.agenerate(ModelRequest(input_ids=[1]))
-            return {"input_ids": response.input_tokens, "output_ids": response.output_tokens, "reward": 0.0}
-
     executor.rollout_batch([{}] * 200, Fine())
     assert executor.counters()["slow_loop_reports"] == 0
     executor.destroy()
@@ -62,13 +62,13 @@ def test_an_idle_or_busy_loop_is_not_reported():
 
 def test_short_steps_are_not_taken_for_one_long_step():
     loop = asyncio.new_event_loop()
-    watch, seen = BlockedLoopMonitor(loop), []
+    watch, seen = BlockedLoopMonitor(), []
 
     def step():
         seen.append((watch._step(), watch._step()))
 
     loop.call_soon(watch.start)
-    for _ in range(100):  # one after another in one turn of the loop, with no beat between
+    for _ in range(100):  # one after another in one turn of the loop
         loop.call_soon(step)
     loop.call_soon(loop.stop)
     loop.run_forever()
@@ -76,6 +76,23 @@ def test_short_steps_are_not_taken_for_one_long_step():
     loop.close()
     assert all(first is again for first, again in seen)
     assert len({id(first) for first, _ in seen}) == 100
+
+
+def test_an_idle_loop_is_not_woken(monkeypatch):
+    turns = []
+    executor = RolloutExecutor(EchoEngine())
+    try:
+        executor.rollout_batch([{}], Fine())
+        loop = executor._thread.loop
+        turn = loop._run_once
+        monkeypatch.setattr(loop, "_run_once", lambda: (turns.append(1), turn()))
+        executor._call(lambda: None)
+        time.sleep(0.1)
+        turns.clear()
+        time.sleep(0.5)
+        assert not turns
+    finally:
+        executor.destroy()
 
 
 class BlocksInAPart:
@@ -170,7 +187,7 @@ async def episode():
     {"computes": lambda: compute(0.2), "sleeps": lambda: time.sleep(3)}[sys.argv[1]]()
     print(time.monotonic() - began)
 loop = asyncio.new_event_loop()
-watch = BlockedLoopMonitor(loop)
+watch = BlockedLoopMonitor()
 loop.call_soon(watch.start)
 loop.run_until_complete(episode())
 watch.stop()
