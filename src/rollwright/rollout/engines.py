@@ -263,6 +263,7 @@ class LocalRolloutEngine(RolloutEngine):
             dtype=_sampling_dtype(config, self.model),
             on_weight_update=config.on_weight_update,  # type: ignore[arg-type]
             seed=self.seed,
+            threads=torch.get_num_threads() if self.deterministic else None,
             trust_remote_code=self._trust_remote_code,
         )
 

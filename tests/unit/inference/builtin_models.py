@@ -77,14 +77,14 @@ def reference_logprobs(model, prompt: list[int], output: list[int], temperature:
 
 def step(engine, count: int = 1) -> None:
     """Run ``count`` steps of a paused engine in this thread, so that a test decides what happens between them."""
-    from rollwright.inference.backends.builtin.engine import _resolve
+    from rollwright.inference.backends.builtin.handover import resolve
 
     for _ in range(count):
         with engine._state:
             engine._take_inbox()
         finished = []
         engine._stepper.step(finished)
-        _resolve(finished)
+        resolve(finished)
 
 
 def byte_tokenizer():

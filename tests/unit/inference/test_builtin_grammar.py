@@ -236,9 +236,9 @@ def test_beside_tools_a_reply_is_a_call_or_an_answer_in_the_format(engine):
     seen = []
 
     class Watched(BuiltinEngine):
-        def submit(self, requests, on_token=None):
-            seen.extend(requests := list(requests))
-            return super().submit(requests, on_token)
+        async def agenerate_batch(self, requests):
+            seen.extend(requests)
+            return await super().agenerate_batch(requests)
 
     body = {"messages": ASK, "tools": TOOLS, "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}
     watched = Watched(engine.model, engine.tokenizer, kv_cache_bytes=8 << 20)

@@ -1,4 +1,4 @@
-"""What a step works on: sequences, the rows that they run in, and the tokens of one forward pass.
+"""What a step works on: sequences, and the tokens of one forward pass.
 
 Tokens are packed along one axis, every row's queries at its next columns.
 
@@ -7,6 +7,7 @@ Axes: ``T`` packed tokens, ``n`` rows, ``Q`` padded queries of a row, ``K`` cach
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -21,8 +22,6 @@ from rollwright.experience.branches import sees
 from rollwright.inference.backends.builtin.adjustment import Adjustment
 from rollwright.inference.backends.builtin.stop_strings import StopStrings
 from rollwright.inference.request import ModelRequest, ModelResponse, TopTokens
-
-_NO_TOKEN = -1
 
 #: A sampled token, its log-probability and its version: ``(tokens, log-probabilities, versions)`` of an output.
 Sampled = tuple[list[int], list[float], list[int]]
@@ -61,7 +60,7 @@ class Sequence:
     stop_strings: StopStrings | None = None
     adjustment: Adjustment | None = None
     on_token: Callable[[Sequence, int, float, int], None] | None = None
-    future: Future[ModelResponse] = field(default_factory=Future)
+    future: Future[ModelResponse] | asyncio.Future[ModelResponse] = None  # type: ignore[assignment]  # set when it is queued
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopTokens] = field(default_factory=list)
     prompt_logprobs: list[tuple[float, TopTokens]] = field(default_factory=list)
@@ -142,101 +141,6 @@ class Sequence:
         )
 
 
-#: What each running row needs at every step. ``last_token`` is the newest token, whose keys and values are not in the cache
-#: yet; ``cached`` counts those before it; ``flushed`` counts the output tokens that the sequence object holds already.
-_ROW = np.dtype(
-    [
-        ("last_token", np.int64),
-        ("cached", np.int64),
-        ("position", np.int64),
-        ("generated", np.int64),
-        ("flushed", np.int64),
-        ("max_new_tokens", np.int64),
-        ("min_new_tokens", np.int64),
-        ("seed", np.uint64),
-        ("top_k", np.int64),
-        ("temperature", np.float32),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
-        ("greedy", np.bool_),
-        ("is_adjusted", np.bool_),
-        ("has_stop_strings", np.bool_),
-        ("has_hidden", np.bool_),
-        ("has_listener", np.bool_),
-        ("top_logprobs", np.int64),
-    ],
-    align=True,
-)
-_SAMPLED = np.dtype([("token", np.int64), ("logprob", np.float32), ("version", np.int32)])
-
-
-class RowTable:
-    """What each running row needs, in arrays: a step's bookkeeping is a few numpy calls, whatever the batch.
-
-    Attributes:
-        rows: ``[rows]`` of the fields above; rows ``0 .. n-1`` run. ``table["cached"]`` is one field of all rows.
-        stop_ids: ``[rows, most stop ids]``, padded with -1.
-        sampled: ``[rows, most tokens]``: token, log-probability and version of what a row generated since ``flushed``.
-    """
-
-    def __init__(self, rows: int) -> None:
-        self.rows = np.zeros(rows, dtype=_ROW)
-        self.stop_ids = np.full((rows, 2), _NO_TOKEN, dtype=np.int64)
-        self.sampled = np.zeros((rows, 64), dtype=_SAMPLED)
-
-    def enter(self, row: int, sequence: Sequence, vocabulary: int) -> None:
-        """Put ``sequence`` in ``row``: its keys and values are about to be computed up to its last token."""
-        gconfig, stop_ids = sequence.request.gconfig, sequence.stop_ids
-        generated, max_new_tokens = len(sequence.logprobs), sequence.length_limit - sequence.prompt_length
-        entry = {
-            "cached": len(sequence.tokens),
-            "position": sequence.position_ids()[-1] + 1 if sequence.has_own_layout else len(sequence.tokens),
-            "generated": generated,
-            "flushed": generated,
-            "max_new_tokens": max_new_tokens,
-            "min_new_tokens": min(gconfig.min_new_tokens, max_new_tokens),
-            "seed": sequence.seed & 0xFFFFFFFFFFFFFFFF,
-            "top_k": gconfig.top_k if 0 < gconfig.top_k < vocabulary else 0,
-            "temperature": gconfig.effective_temperature,
-            "top_p": gconfig.top_p,
-            "min_p": gconfig.min_p,
-            "greedy": gconfig.is_greedy,
-            "is_adjusted": sequence.adjustment is not None,
-            "has_stop_strings": sequence.stop_strings is not None,
-            "has_hidden": sequence.hidden is not None,
-            "has_listener": sequence.on_token is not None,
-            "top_logprobs": min(sequence.request.top_logprobs or 0, vocabulary),
-        }
-        for name, value in entry.items():
-            self.rows[name][row] = value
-        if (missing := len(stop_ids) - self.stop_ids.shape[1]) > 0:
-            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=_NO_TOKEN)
-        self.stop_ids[row] = _NO_TOKEN
-        self.stop_ids[row, : len(stop_ids)] = stop_ids
-
-    def append(self, first: int, last: int, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
-        """Add one sampled token to each of rows ``first .. last-1``."""
-        entries = self.rows[first:last]
-        columns = entries["generated"] - entries["flushed"]
-        if int(columns.max()) >= self.sampled.shape[1]:
-            self.sampled = np.tile(self.sampled, 2)  # as wide again; what the new half holds is overwritten
-        rows = np.arange(first, last)
-        self.sampled["token"][rows, columns] = tokens
-        self.sampled["logprob"][rows, columns] = logprobs
-        self.sampled["version"][rows, columns] = version
-        entries["last_token"] = tokens
-        entries["generated"] += 1
-
-    def unflushed(self, row: int) -> np.ndarray:
-        """Tokens, log-probabilities and versions that a row generated and its sequence object does not hold yet."""
-        return self.sampled[row, : int(self.rows["generated"][row] - self.rows["flushed"][row])]
-
-    def move(self, source: int, destination: int) -> None:
-        """Copy everything of row ``source`` to row ``destination``."""
-        for array in (self.rows, self.stop_ids, self.sampled):
-            array[destination] = array[source]
-
-
 @dataclass
 class Chunk:
     """Tokens ``start .. end-1`` of a sequence, to be computed now."""
@@ -301,32 +205,6 @@ class ForwardBatch:
     def unpad(self, padded: Tensor) -> Tensor:
         """``[n, Q, ...]`` to ``[T, ...]``."""
         return padded.flatten(0, 1) if self.is_query is None else padded[self.is_query]
-
-
-def decode_batch(table: RowTable, running: list[Sequence], device: torch.device) -> ForwardBatch:
-    """One new token for each running sequence, in the order of their rows."""
-    count = len(running)
-    cached, position = table.rows["cached"][:count], table.rows["position"][:count]
-    kv_length = int(cached.max()) + 1
-    columns = to_tensor(cached, device)
-    visible, branched = None, table.rows["has_hidden"][:count].nonzero()[0].tolist()
-    if branched or int(cached.min()) + 1 != kv_length:
-        visible = (torch.arange(kv_length, device=device) <= columns[:, None])[:, None]
-        for row in branched:
-            if (hidden := running[row].hidden) is not None:
-                visible[row, 0, : len(hidden)] &= ~hidden
-    return ForwardBatch(
-        token_ids=to_tensor(table.rows["last_token"][:count], device),
-        positions=to_tensor(position, device),
-        rows=torch.arange(count, device=device),
-        columns=columns,
-        position_limit=int(position.max()) + 1,
-        first_row=0,
-        row_count=count,
-        query_length=1,
-        kv_length=kv_length,
-        visible=visible,
-    )
 
 
 def prefill_batch(chunks: list[Chunk], first_row: int, device: torch.device) -> ForwardBatch:

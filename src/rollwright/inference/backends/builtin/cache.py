@@ -19,8 +19,15 @@ from torch import Tensor
 
 from rollwright.errors import ConfigError
 
-_LENGTH_STEP = 64
+#: Rows that are computed together: with whole blocks, a row's bits do not depend on how many run (float32 on CPU).
+ROW_BLOCK = 8
+LENGTH_STEP = 64
 _BLOCK = 16
+
+
+def in_blocks(count: int, block: int) -> int:
+    """The least multiple of ``block`` that is not below ``count``."""
+    return -(-count // block) * block
 
 
 @dataclass(frozen=True)
@@ -44,8 +51,9 @@ class KVCache:
     Attributes:
         rows, length: the present layout.
         keys, values: of each layer, ``[rows, heads, length, size]``.
-        flat_keys, flat_values: the same memory as ``[rows * heads * length, size]``: writing whole vectors at flat places
-            takes half the time of indexing by row and column.
+        layouts: how often it was laid out.
+        flat: where all keys and values have one shape, their memory as ``[vectors, size]``: writing whole vectors at flat
+            places takes half the time of indexing by row and column, and keys and values are written together.
     """
 
     def __init__(
@@ -77,7 +85,11 @@ class KVCache:
             else:
                 self._flat[heads, size] = torch.zeros(len(members), columns, dtype=dtype, device=device)
         self._views: dict[tuple[int, int], Tensor] = {}
-        self.keys = self.values = self.flat_keys = self.flat_values = list[Tensor]()
+        self.keys = self.values = list[Tensor]()
+        self.layouts = 0
+        self.flat = next(iter(self._flat.values())).view(-1, shapes[0][1])
+        self._offsets = torch.empty(0)
+        self._read: tuple[tuple[int, int], list[tuple[Tensor, Tensor]]] = (0, 0), []
 
     def make_room(self, rows: int, length: int, used: SequenceOf[int]) -> bool:
         """Ensure that ``rows`` rows of ``length`` tokens exist; what is in use is kept.
@@ -89,29 +101,54 @@ class KVCache:
         Returns:
             False where the memory limit does not allow it (then nothing has changed).
         """
-        if rows <= self.rows and length <= self.length:
+        if rows <= min(self.rows, self.max_rows) and length <= self.length:
             return True
         least = self.length if used else 0
-        wanted = max(least, -(-length // _LENGTH_STEP) * _LENGTH_STEP)
+        wanted = max(least, in_blocks(length, LENGTH_STEP))
         if rows * wanted > self.capacity_tokens:
             wanted = max(least, length)
         if rows > self.max_rows or rows * wanted > self.capacity_tokens:
             return False
-        old_views, rows = self._views, min(self.max_rows, self.capacity_tokens // wanted)
+        old_views, rows = self._views, min(in_blocks(self.max_rows, ROW_BLOCK), self.capacity_tokens // wanted)
         self.rows, self.length = rows, wanted
+        self.layouts += 1
         self._views = {
             (heads, size): flat[:, : rows * heads * wanted * size].view(-1, rows, heads, wanted, size)
             for (heads, size), flat in self._flat.items()
         }
         slabs = [self._views[shape][index] for shape, index in self._slab_of]
         self.keys, self.values = slabs[: len(slabs) // 2], slabs[len(slabs) // 2 :]
-        self.flat_keys = [slab.view(-1, slab.shape[-1]) for slab in self.keys]
-        self.flat_values = [slab.view(-1, slab.shape[-1]) for slab in self.values]
+        self._read = (0, 0), []
+        if len(self._flat) == 1:  # a layer's keys are as many slabs before its values as there are layers
+            heads = self.keys[0].shape[1]
+            slab_ids = torch.arange(len(slabs)).view(2, -1).t().flatten()
+            starts = slab_ids[:, None] * (self.capacity_tokens * heads) + torch.arange(heads) * wanted
+            self._offsets = starts.view(len(self.keys), 1, -1).to(self.flat.device)
         # Rows only move up, so from the last row down none is overwritten before it is moved.
         for row in reversed(range(len(used))):
             for shape, view in self._views.items():
                 view[:, row, :, : used[row]] = old_views[shape][:, row, :, : used[row]].clone()
         return True
+
+    def places(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
+        """Where tokens go in ``flat``, for each layer: ``[T * 2 * heads]``, a token's keys before its values.
+
+        Args:
+            rows, columns: ``[T]``.
+        """
+        heads = self._offsets.shape[2] // 2
+        places = (rows * (heads * self.length) + columns)[:, None] + self._offsets
+        return places.view(len(self.keys), -1).unbind(0)
+
+    def read(self, rows: int, length: int) -> list[tuple[Tensor, Tensor]]:
+        """Of each layer, the keys ``[rows * heads, size, length]`` and values ``[rows * heads, length, size]`` of the first rows."""
+        if self._read[0] != (rows, length):
+            views = [
+                (keys[:rows].flatten(0, 1)[:, :length].transpose(1, 2), values[:rows].flatten(0, 1)[:, :length])
+                for keys, values in zip(self.keys, self.values, strict=True)
+            ]
+            self._read = (rows, length), views
+        return self._read[1]
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """Copy the first ``length`` tokens of one row to another."""

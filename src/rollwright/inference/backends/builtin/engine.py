@@ -13,10 +13,11 @@ import asyncio
 import atexit
 import contextlib
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from typing import Any, Literal
 
 import torch
@@ -31,9 +32,10 @@ from rollwright.errors import (
     WeightUpdateError,
 )
 from rollwright.inference.backends.builtin.batch import Sequence
+from rollwright.inference.backends.builtin.handover import Batches, Outbox, resolve, stream
 from rollwright.inference.backends.builtin.model import ModelRunner, cache_bytes_by_default, load_model_for_inference
 from rollwright.inference.backends.builtin.scheduler import RequestIntake
-from rollwright.inference.backends.builtin.step import Finished, Stepper
+from rollwright.inference.backends.builtin.step import Finished, Stepper, fastest_threads
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.weights.ways import WeightUpdateMeta
@@ -66,6 +68,7 @@ class BuiltinEngine(InferenceEngine):
         prefill_tokens: most prompt tokens computed between two decode steps: long prompts do not stall what runs.
         seed: of requests that bring no seed, in order of submission.
         version: of the weights at the start.
+        threads: that compute, on CPU; None: as many as decode fastest, measured at the start.
         trust_remote_code: run code that a model directory brings.
     """
 
@@ -88,6 +91,7 @@ class BuiltinEngine(InferenceEngine):
         prefill_tokens: int = 2048,
         seed: int = 0,
         version: int = 0,
+        threads: int | None = None,
         trust_remote_code: bool = False,
     ) -> None:
         self.on_weight_update = on_weight_update
@@ -109,12 +113,17 @@ class BuiltinEngine(InferenceEngine):
         self._control = threading.RLock()
         self._inbox: deque[Sequence] = deque()
         self._cancelled: deque[Sequence] = deque()
+        self._outboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Outbox] = weakref.WeakKeyDictionary()
         self._controllers = 0
         self._is_stepping = False
         self._is_paused = False
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="rollwright-engine", daemon=True)
+        threads = threads or fastest_threads(self._runner, max_running_requests)
+        is_set, own_threads = threading.Event(), torch.get_num_threads()
+        self._thread = threading.Thread(target=self._run, args=(threads, is_set), name="rollwright-engine", daemon=True)
         self._thread.start()
+        is_set.wait()
+        torch.set_num_threads(own_threads)  # torch gives the number that was set last to threads that begin to compute later
         atexit.register(self.destroy)  # a thread that computes in torch while Python ends would abort the process
 
     # ------------------------------------------------------------------ requests
@@ -132,26 +141,42 @@ class BuiltinEngine(InferenceEngine):
             RequestAborted: the engine is closed.
             EngineError: a request cannot be served as asked, or the queue is full; then none is queued.
         """
-        sequences = [self._intake.sequence(request) for request in requests]
+        sequences, futures = [self._intake.sequence(request) for request in requests], list[Future[ModelResponse]]()
+        for sequence in sequences:
+            sequence.on_token, sequence.future = on_token, Future()
+            # The callback does not take ``_state``: it may run in a thread that holds it. A paused engine removes the
+            # sequence when it resumes.
+            sequence.future.add_done_callback(lambda future, s=sequence: future.cancelled() and self._cancelled.append(s))
+            futures.append(sequence.future)
+        (error,) = self._queue([sequences])
+        if error is not None:
+            raise error
+        return futures
+
+    def _queue(self, batches: Batches) -> list[EngineError | None]:
+        """Queue each batch, whole or not at all; no step runs between them.
+
+        Returns:
+            For each, why it was not queued.
+        """
+        errors = list[EngineError | None]()
         with self._state:
-            if self._is_closed:
-                raise RequestAborted("The engine is closed; start another.")
-            scheduler = self._stepper.scheduler
-            unfinished = len(self._inbox) + len(scheduler.waiting) + len(scheduler.active())
-            if self._max_waiting is not None and unfinished + len(sequences) > self._max_running + self._max_waiting:
-                raise QueueFullError(
-                    f"The engine's queue is full: it has {unfinished} requests and is asked for {len(sequences)} more, "
-                    f"max_running_requests is {self._max_running} and max_waiting is {self._max_waiting}. Send later, send fewer at "
-                    "once, or raise max_waiting."
-                )
-            for sequence in sequences:
-                sequence.on_token = on_token
-                # The callback does not take ``_state``: it may run in a thread that holds it. A paused engine removes the
-                # sequence when it resumes.
-                sequence.future.add_done_callback(lambda future, s=sequence: future.cancelled() and self._cancelled.append(s))
-            self._inbox.extend(sequences)
+            for sequences in batches:
+                unfinished = len(self._inbox) + self._stepper.scheduler.unfinished
+                if self._is_closed:
+                    errors.append(RequestAborted("The engine is closed; start another."))
+                elif self._max_waiting is not None and unfinished + len(sequences) > self._max_running + self._max_waiting:
+                    refusal = (
+                        f"The engine's queue is full: it has {unfinished} requests and is asked for {len(sequences)} more, "
+                        f"max_running_requests is {self._max_running} and max_waiting is {self._max_waiting}. Send later, send "
+                        "fewer at once, or raise max_waiting."
+                    )
+                    errors.append(QueueFullError(refusal))
+                else:
+                    errors.append(None)
+                    self._inbox.extend(sequences)
             self._state.notify_all()
-        return [sequence.future for sequence in sequences]
+        return errors
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Sample one completion. Cancelling the awaiting task frees the request's row."""
@@ -159,40 +184,27 @@ class BuiltinEngine(InferenceEngine):
 
     async def agenerate_batch(self, requests: list[ModelRequest]) -> list[ModelResponse]:
         """Sample one completion for each request, queued together; responses in the order of the requests."""
-        futures = [asyncio.wrap_future(future) for future in self.submit(requests)]
+        sequences = [self._intake.sequence(request) for request in requests]
+        loop = asyncio.get_running_loop()
+        if (outbox := self._outboxes.get(loop)) is None:
+            outbox = self._outboxes[loop] = Outbox(self._queue, self._max_running)
+        futures = outbox.send(sequences)
         try:
             return [await future for future in futures]
         finally:
-            for future in futures:
+            for sequence, future in zip(sequences, futures, strict=True):
                 future.cancel()
+                if future.cancelled():
+                    self._cancelled.append(sequence)
 
     async def astream(self, request: ModelRequest) -> AsyncGenerator[ModelResponse, None]:
         """The response as it grows: each holds all tokens of the one before it, and the last is complete.
 
         Leaving the iteration early frees the request's row.
         """
-        loop, news = asyncio.get_running_loop(), asyncio.Event()
-        sampled: list[tuple[Sequence, int, float, int]] = []
-
-        def note(*token: Any) -> None:
-            sampled.append(token)
-            with contextlib.suppress(RuntimeError):  # the loop was closed; nobody listens any more
-                loop.call_soon_threadsafe(news.set)
-
-        future = asyncio.wrap_future(self.submit([request], note)[0])
-        future.add_done_callback(lambda _: news.set())
-        given = 0
-        try:
-            while not future.done():
-                await news.wait()
-                news.clear()
-                if len(sampled) > given and not future.done():
-                    given = len(sampled)
-                    _, tokens, logprobs, versions = zip(*sampled[:given], strict=True)
-                    yield sampled[0][0].response(sampled=(list(tokens), list(logprobs), list(versions)))
-            yield future.result()
-        finally:
-            future.cancel()
+        async with contextlib.aclosing(stream(self.submit, request)) as parts:
+            async for response in parts:
+                yield response
 
     def generate(self, requests: list[ModelRequest]) -> list[ModelResponse]:
         """Like ``agenerate_batch``, for synchronous code; also works while an event loop runs in this thread."""
@@ -210,7 +222,7 @@ class BuiltinEngine(InferenceEngine):
         """
         sequence, finished = self._intake.sequence(request), list[Finished]()
         with self._between_steps():
-            runner = self._runner.for_one_sequence(sequence.length_limit)
+            runner = self._runner.with_cache_for(1, sequence.length_limit)
             stepper = Stepper(runner, 1, 0, len(sequence.tokens), self.get_version())
             stepper.scheduler.waiting.append(sequence)
             while stepper.has_work:
@@ -221,7 +233,10 @@ class BuiltinEngine(InferenceEngine):
 
     # ------------------------------------------------------------------ the thread
 
-    def _run(self) -> None:
+    def _run(self, threads: int, is_set: threading.Event) -> None:
+        torch.get_num_threads()  # a thread that asks for the first time is given the process's number
+        torch.set_num_threads(threads)
+        is_set.set()
         while True:
             with self._state:
                 self._state.wait_for(
@@ -248,7 +263,7 @@ class BuiltinEngine(InferenceEngine):
             with self._state:
                 self._is_stepping = False
                 self._state.notify_all()
-            _resolve(finished)
+            resolve(finished)
 
     def _take_inbox(self) -> None:
         """Hand new requests to the scheduler and take cancelled ones from it (under ``_state``)."""
@@ -304,7 +319,7 @@ class BuiltinEngine(InferenceEngine):
         """End the requests of one conversation, or all; they return what they have, with stop_reason "abort"."""
         with self._between_steps():
             finished = self._stepper.abort(rid)
-        _resolve(finished)
+        resolve(finished)
 
     @property
     def on_weight_update(self) -> OnWeightUpdate:
@@ -335,7 +350,7 @@ class BuiltinEngine(InferenceEngine):
         with self._state:
             self._take_inbox()
         closed = RequestAborted("The engine was closed while the request ran.")
-        _resolve([(sequence, closed) for sequence in self._stepper.scheduler.remove_all()])
+        resolve([(sequence, closed) for sequence in self._stepper.scheduler.remove_all()])
 
     def __enter__(self) -> BuiltinEngine:
         return self
@@ -405,7 +420,7 @@ class BuiltinEngine(InferenceEngine):
         with self._between_steps():
             finished = [] if finish else self._stepper.abort(None)
             self._stepper.version = version
-        _resolve(finished)
+        resolve(finished)
 
     def _update(self, version: int, copies: SequenceOf[tuple[Tensor, Tensor]] = ()) -> None:
         """Copy the second tensor of each pair into the first, and publish ``version``."""
@@ -429,13 +444,3 @@ class BuiltinEngine(InferenceEngine):
     def stats(self) -> dict[str, float]:
         """Counts since the start, and what runs and waits now."""
         return {**self._stepper.stats(), "queued": len(self._inbox)}
-
-
-def _resolve(finished: list[Finished]) -> None:
-    for sequence, outcome in finished:
-        # A future may be cancelled at any moment by the loop that awaits it.
-        with contextlib.suppress(InvalidStateError):
-            if isinstance(outcome, BaseException):
-                sequence.future.set_exception(outcome)
-            else:
-                sequence.future.set_result(outcome)

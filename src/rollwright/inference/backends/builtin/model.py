@@ -26,8 +26,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError
 from rollwright.inference.backends.builtin.batch import ForwardBatch
-from rollwright.inference.backends.builtin.cache import KVCache, LayerShape
+from rollwright.inference.backends.builtin.cache import LENGTH_STEP, ROW_BLOCK, KVCache, LayerShape, in_blocks
 from rollwright.inference.backends.builtin.general_model import GeneralModel
+from rollwright.inference.backends.builtin.rows import DecodeBatch
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.progress import without_progress_bars
 
@@ -83,10 +84,11 @@ class ModelRunner:
         if self.context_length < limit and context_length is None:
             logger.info("context_length is %d: what kv_cache_bytes holds (the model has %d).", self.context_length, limit)
 
-    def for_one_sequence(self, tokens: int) -> ModelRunner:
-        """The same model and forward over a small cache of its own, for a sequence of at most ``tokens`` tokens."""
-        runner = copy.copy(self)
-        runner.cache = KVCache(self.forward.layer_shapes, tokens * self.cache.bytes_per_token, 1, self.model.dtype, self.device)
+    def with_cache_for(self, rows: int, tokens: int) -> ModelRunner:
+        """The same model and forward over a small cache of its own, for ``rows`` sequences of at most ``tokens`` tokens."""
+        runner, slots = copy.copy(self), in_blocks(rows, ROW_BLOCK) * in_blocks(tokens, LENGTH_STEP)
+        size = slots * self.cache.bytes_per_token
+        runner.cache = KVCache(self.forward.layer_shapes, size, rows, self.model.dtype, self.device)
         return runner
 
 
@@ -129,8 +131,9 @@ class LlamaFamily:
         self._kv_heads = config.num_key_value_heads
         self._head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._eps = config.rms_norm_eps
+        self._epsilon = torch.full((), self._eps, device=model.device)
         self._has_head_norm = hasattr(model.model.layers[0].self_attn, "q_norm")
-        self._rope_table: tuple[Tensor, Tensor] | None = None
+        self._rope_table: Tensor | None = None
         self.layer_shapes = [LayerShape(self._kv_heads, self._head_size, self._head_size)] * config.num_hidden_layers
         self.share_weights()
 
@@ -146,8 +149,8 @@ class LlamaFamily:
                     qkv_weight=fuse_rows([p.weight for p in projections]),
                     qkv_bias=None if attention.q_proj.bias is None else fuse_rows([p.bias for p in projections]),
                     gate_up_weight=fuse_rows([mlp.gate_proj.weight, mlp.up_proj.weight]),
-                    output_weight=attention.o_proj.weight,
-                    down_weight=mlp.down_proj.weight,
+                    output_weight_t=attention.o_proj.weight.detach().t(),
+                    down_weight_t=mlp.down_proj.weight.detach().t(),
                     input_norm=module.input_layernorm.weight,
                     mlp_norm=module.post_attention_layernorm.weight,
                 )
@@ -163,90 +166,94 @@ class LlamaFamily:
             kinds = [0] * self._heads + [1] * self._kv_heads
             self._norm_of_head = torch.tensor(kinds, device=fused.device)
 
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm over the last axis; ``weight`` may be spread over the axes before it.
+
+        torch has one kernel for it on a GPU, and on CPU seven operators. Four take half of their time in a short step.
+        """
+        if x.device.type != "cpu" or x.dtype != torch.float32:
+            return torch.rms_norm(x, x.shape[-1:], None, self._eps).mul_(weight)
+        norm = torch.linalg.vector_norm(x, 2, -1, True)
+        return (x * torch.addcmul(self._epsilon, norm, norm, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
+
     def _rope(self, positions_T: Tensor, up_to: int) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine, ``[T, 1, D]`` each: ``rotate_half(x) * sin = swap_halves(x) * signed_sin``."""
-        if self._rope_table is None or len(self._rope_table[0]) < up_to:
+        if self._rope_table is None or len(self._rope_table) < up_to:
             length = max(1024, 1 << (up_to - 1).bit_length())
             positions = torch.arange(length, device=positions_T.device)[None]
             cos, sin = self._model.model.rotary_emb(self._embedding[:1], positions)
-            sin = sin[0].clone()
-            sin[:, : self._head_size // 2].neg_()
-            self._rope_table = cos[0].contiguous(), sin
-        cos, sin = self._rope_table
-        return cos.index_select(0, positions_T)[:, None], sin.index_select(0, positions_T)[:, None]
+            self._rope_table = torch.stack((cos[0], sin[0]), 1)
+            self._rope_table[:, 1, : self._head_size // 2].neg_()
+        cos, sin = self._rope_table.index_select(0, positions_T).split(1, 1)
+        return cos, sin
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Logits ``[n, vocabulary]`` of each row's last token, or ``[T, vocabulary]`` of all; keys and values go into the cache."""
-        H, G, D, eps = self._heads, self._kv_heads, self._head_size, self._eps
-        cos, sin = self._rope(batch.positions, batch.position_limit)
+        H, G, D, norm = self._heads, self._kv_heads, self._head_size, self._norm
+        count, tokens, positions = len(batch.columns), batch.token_ids, batch.positions
+        if isinstance(batch, DecodeBatch):
+            tokens, positions = batch.padded_tokens, batch.padded_positions
+            bias = batch.bias(G, self._embedding.dtype)
+            read = cache.read(batch.padded_count, bias.shape[2])
+        cos, sin = self._rope(positions, batch.position_limit)
         head_norms = self._head_norms.index_select(1, self._norm_of_head) if self._has_head_norm else None
-        attend, mask = (_prefill_attention, batch.visible) if batch.last_tokens is not None else (_decode_attention, None)
-        if batch.last_tokens is None and batch.visible is not None:
-            mask = torch.zeros(batch.visible.shape, dtype=self._embedding.dtype, device=cos.device)
-            mask.masked_fill_(~batch.visible, float("-inf"))
-        first = batch.rows * (G * cache.length) + batch.columns  # in the flat cache, where a token's heads are ``length`` apart
-        places = (first[:, None] + torch.arange(G, device=first.device) * cache.length).flatten()
+        places = cache.places(batch.rows, batch.columns)
 
-        x = F.embedding(batch.token_ids, self._embedding)
+        x = torch.embedding(self._embedding, tokens)
         for index, layer in enumerate(self._layers):
-            normed = F.rms_norm(x, (x.shape[1],), layer.input_norm, eps)
-            qkv = F.linear(normed, layer.qkv_weight, layer.qkv_bias).view(-1, H + 2 * G, D)
-            qk, values = qkv[:, : H + G], qkv[:, H + G :]
+            qkv = F.linear(norm(x, layer.input_norm), layer.qkv_weight, layer.qkv_bias).view(-1, H + 2 * G, D)
+            qk = qkv[:, : H + G]
             if head_norms is not None:
-                qk = F.rms_norm(qk, (D,), None, eps).mul_(head_norms[index])
+                qk = norm(qk, head_norms[index])
             qk = torch.addcmul(qk * cos, qk.roll(D // 2, -1), sin)
-            keys = qk[:, H:]
-            cache.flat_keys[index].index_copy_(0, places, keys.reshape(-1, D))
-            cache.flat_values[index].index_copy_(0, places, values.reshape(-1, D))
-            attended = attend(batch, mask, qk[:, :H], keys, values, cache.keys[index], cache.values[index])
-            x.addmm_(attended, layer.output_weight.t())
-            normed = F.rms_norm(x, (x.shape[1],), layer.mlp_norm, eps)
-            gate, up = F.linear(normed, layer.gate_up_weight).chunk(2, -1)
-            x.addmm_(F.silu(gate).mul_(up), layer.down_weight.t())
+            new = torch.cat((qk[:count, H:], qkv[:count, H + G :]), 1)  # without padding rows
+            cache.flat.index_copy_(0, places[index], new.view(-1, D))
+            if isinstance(batch, DecodeBatch):
+                attended = _decode_attention(qk[:, :H], *read[index], bias)
+            else:
+                attended = _prefill_attention(batch, qk[:, :H], new, cache.keys[index], cache.values[index])
+            x.addmm_(attended, layer.output_weight_t)
+            gate, up = F.linear(norm(x, layer.mlp_norm), layer.gate_up_weight).chunk(2, -1)
+            x.addmm_(F.silu(gate).mul_(up), layer.down_weight_t)
         if batch.last_tokens is not None and not batch.scores_all:
             x = x.index_select(0, batch.last_tokens)
-        return F.linear(F.rms_norm(x, (x.shape[1],), self._final_norm, eps), self._head, self._head_bias)
+        logits = F.linear(norm(x, self._final_norm), self._head, self._head_bias)
+        return logits[:count] if isinstance(batch, DecodeBatch) else logits
 
 
-def _decode_attention(
-    batch: ForwardBatch,
-    bias: Tensor | None,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    cached_keys: Tensor,
-    cached_values: Tensor,
-) -> Tensor:
-    """One query a row against the cache: two batched products, which beat the fused kernel on CPU at one query."""
-    n, kv_heads, D = batch.row_count, cached_keys.shape[1], q.shape[-1]
-    q = (q * D**-0.5).view(n * kv_heads, -1, D)  # a copy in any case: q is a slice
-    k = cached_keys[:n].flatten(0, 1)[:, : batch.kv_length]
-    v = cached_values[:n].flatten(0, 1)[:, : batch.kv_length]
-    scores = torch.bmm(q, k.transpose(1, 2))
-    if bias is not None:
-        scores.view(n, q.shape[1] * kv_heads, -1).add_(bias)  # broadcast over heads; baddbmm would need it spread out
-    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
-    return torch.bmm(weights, v).view(n, -1)
+def _decode_attention(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+    """One query a row against the cache: two batched products, which beat the fused kernel on CPU at one query.
+
+    Args:
+        q: ``[n, H, D]``.
+        keys, values: of the rows' key-value heads, ``[n * heads, D, K]`` and ``[n * heads, K, D]``.
+        bias: ``[n * heads, 1, K]``.
+    """
+    rows, D = len(q), q.shape[-1]
+    scores = torch.baddbmm(bias, q.reshape(len(keys), -1, D), keys, alpha=D**-0.5)
+    weights = scores.softmax(-1, dtype=torch.float32)
+    if weights.dtype != values.dtype:
+        weights = weights.to(values.dtype)
+    return torch.bmm(weights, values).view(rows, -1)
 
 
-def _prefill_attention(
-    batch: ForwardBatch,
-    visible: Tensor | None,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    cached_keys: Tensor,
-    cached_values: Tensor,
-) -> Tensor:
-    """Many queries a row: causal over the queries themselves where rows begin at 0, else over the rows' cache."""
+def _prefill_attention(batch: ForwardBatch, q: Tensor, new: Tensor, cached_keys: Tensor, cached_values: Tensor) -> Tensor:
+    """Many queries a row: causal over the queries themselves where rows begin at 0, else over the rows' cache.
+
+    Args:
+        q: ``[T, H, D]``.
+        new: ``[T, 2 * heads, D]``: the tokens' keys and values.
+        cached_keys, cached_values: of all rows, ``[rows, heads, length, D]``.
+    """
+    visible, heads = batch.visible, cached_keys.shape[1]
     if visible is None:
-        k, v = batch.pad(keys).transpose(1, 2), batch.pad(values).transpose(1, 2)
+        k, v = batch.pad(new).transpose(1, 2).split(heads, 1)
     else:
         rows = slice(batch.first_row, batch.first_row + batch.row_count)
         k, v = cached_keys[rows, :, : batch.kv_length], cached_values[rows, :, : batch.kv_length]
         visible = visible[:, None]
     attended = F.scaled_dot_product_attention(
-        batch.pad(q).transpose(1, 2), k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=q.shape[1] > keys.shape[1]
+        batch.pad(q).transpose(1, 2), k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=q.shape[1] > heads
     )
     return batch.unpad(attended.transpose(1, 2)).flatten(1)
 

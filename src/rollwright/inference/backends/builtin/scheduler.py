@@ -6,6 +6,7 @@ come, first served; a preempted sequence goes back to the head of the queue with
 
 from __future__ import annotations
 
+import marshal
 import math
 import random
 from collections import deque
@@ -19,16 +20,18 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError, PromptTooLongError
 from rollwright.experience.branches import sees
 from rollwright.inference.backends.builtin.adjustment import Adjustment
-from rollwright.inference.backends.builtin.batch import Chunk, RowTable, Sequence
+from rollwright.inference.backends.builtin.batch import Chunk, Sequence
 from rollwright.inference.backends.builtin.cache import KeptPrefix, KVCache, PrefixCache, PrefixIndex
 from rollwright.inference.backends.builtin.general_model import GeneralModel
 from rollwright.inference.backends.builtin.grammar import grammar_of
 from rollwright.inference.backends.builtin.model import ModelRunner
+from rollwright.inference.backends.builtin.rows import RowTable
 from rollwright.inference.backends.builtin.stop_strings import StopStrings
 from rollwright.inference.request import ModelRequest
 
 #: Most prompt tokens that are scored in one pass: their logits are in memory together.
 _SCORED_TOKENS = 512
+_KNOWN_ARGUMENTS = 64
 _HEADROOM = 64  # columns beyond its tokens that a sequence must find free when not all it may need fits
 
 #: Numbers among the generation arguments: whether only whole ones make sense, and the limits that their config has.
@@ -85,14 +88,21 @@ class Scheduler:
         """All sequences that are in rows, in row order."""
         return self.running + ([self.partial] if self.partial else [])
 
+    @property
+    def unfinished(self) -> int:
+        """How many sequences run or wait."""
+        return len(self.waiting) + len(self.running) + (self.partial is not None)
+
     def _used(self) -> list[int]:
         """Tokens in the cache of each row in use."""
-        return self._table.rows["cached"][: len(self.running)].tolist() + ([self.partial.cached] if self.partial else [])
+        return self._table.cached[: len(self.running)].tolist() + ([self.partial.cached] if self.partial else [])
 
     # ------------------------------------------------------------------ admission
 
     def schedule_prefill(self) -> Prefill:
         """Admit what fits and return which prompt tokens to compute now."""
+        if self.partial is None and (self.holding or not self.waiting):
+            return Prefill()
         chunks: list[Chunk] = []
         followers: list[tuple[Sequence, Sequence]] = []
         budget = self._prefill_tokens
@@ -108,11 +118,11 @@ class Scheduler:
             if longest:
                 self._cache.make_room(min(self._cache.max_rows, len(active) + len(self.waiting)), longest, self._used())
         leaders: dict[tuple, Sequence] = {}
+        needed, used = 0, self._used()  # sequences admitted in this step hold nothing in the cache yet
         while self.waiting and not self.holding and budget > 0:
             sequence = self.waiting[0]
-            # sequences admitted in this step hold nothing in the cache yet
-            needed = max(min(s.length_limit, len(s.tokens) + _HEADROOM) for s in (*self._admitted, sequence))
-            if not self._cache.make_room(len(self.running) + len(chunks) + len(followers) + 1, needed, self._used()):
+            needed = max(needed, min(sequence.length_limit, len(sequence.tokens) + _HEADROOM))
+            if not self._cache.make_room(len(self.running) + len(chunks) + len(followers) + 1, needed, used):
                 break
             self._admitted.append(self.waiting.popleft())
             request = sequence.request
@@ -205,10 +215,13 @@ class Scheduler:
     def schedule_decode(self) -> list[Sequence]:
         """The sequences that get a token, each with a free column for it; the youngest are preempted where memory ends."""
         while self.running:
-            grown = needed = int(self._table.rows["cached"][: len(self.running)].max()) + 1
+            grown = needed = int(self._table.cached[: len(self.running)].max()) + 1
             if needed > self._cache.length:
                 grown = max(needed, min(needed + needed // 4, max(s.length_limit for s in self.running)))
-            rows, used = len(self.running) + (self.partial is not None), self._used()
+            rows = len(self.running) + (self.partial is not None)
+            if rows <= self._cache.rows and needed <= self._cache.length:
+                break
+            used = self._used()
             if self._cache.make_room(rows, grown, used) or self._cache.make_room(rows, needed, used):
                 break
             self.preempt(self.active()[-1])
@@ -230,19 +243,17 @@ class Scheduler:
             self.partial = None
         elif sequence.row >= 0:
             row, last = sequence.row, len(self.running) - 1
-            cached, new = int(self._table.rows["cached"][row]), self._table.unflushed(row)
-            sequence.tokens += new["token"].tolist()
-            sequence.logprobs += new["logprob"].tolist()
-            sequence.versions += new["version"].tolist()
+            cached = int(self._table.cached[row])
+            self._table.flush(row, sequence)
             self._active_prefixes.discard(sequence)
             is_plain = not sequence.has_own_layout and not sequence.request.multi_modal
             if keep and is_plain and sequence.is_current and self.kept.capacity_bytes:
                 self.kept.keep(sequence.tokens[:cached], self._cache.extract(row, cached))
             if row != last:
                 mover = self.running[last]
-                self._cache.copy(last, row, int(self._table.rows["cached"][last]))
-                self._table.move(last, row)
+                self._cache.copy(last, row, int(self._table.cached[last]))
                 self.running[row], mover.row = mover, row
+            self._table.leave(row, last)
             self.running.pop()
             if self.partial is not None:
                 self._cache.copy(self.partial.row, last, self.partial.cached)
@@ -257,7 +268,7 @@ class Scheduler:
         for sequence in sequences:
             sequence.row = -1
         self.partial = None
-        for holder in (self.running, self._admitted, self.waiting, self._active_prefixes, self.kept):
+        for holder in (self.running, self._admitted, self.waiting, self._active_prefixes, self.kept, self._table):
             holder.clear()
         return sequences
 
@@ -294,6 +305,7 @@ class RequestIntake:
         model = runner.model
         configs = getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer
         ends = [getattr(config, "eos_token_id", None) for config in configs]
+        self._known_stop_ids: dict[bytes, tuple[int, ...]] = {}  # by generation arguments
         self._end_ids = {i for end in ends for i in (end if isinstance(end, list) else [end]) if i is not None}
 
     def sequence(self, request: ModelRequest) -> Sequence:
@@ -310,12 +322,11 @@ class RequestIntake:
                 f"The prompt has {length} tokens and the engine's context is {runner.context_length} (rid {request.rid}): shorten "
                 "the prompt or start the engine with a larger context_length."
             )
-        check_sampling(gconfig, runner.vocabulary)
+        stop_ids = self._stop_ids(gconfig)
         self._check_inputs(request)
         tokenizer = request.tokenizer or self._tokenizer
         if gconfig.stop and tokenizer is None:
             raise EngineError("Stop strings need a tokenizer: give one to the engine or set request.tokenizer.")
-        possible = {i for i in gconfig.stop_token_ids if 0 <= i < runner.vocabulary}  # what is no token ends nothing
         seed = gconfig.seed if gconfig.seed is not None else request.seed
         multi_modal = runner.forward if request.multi_modal and isinstance(runner.forward, GeneralModel) else None
         delta = 0 if multi_modal is None else multi_modal.multi_modal_position_delta(request)
@@ -324,7 +335,7 @@ class RequestIntake:
             tokens=list(request.input_ids),
             prompt_length=length,
             length_limit=length + min(gconfig.max_new_tokens, room),
-            stop_ids=tuple(sorted(possible - self._end_ids if gconfig.ignore_eos else possible | self._end_ids)),
+            stop_ids=stop_ids,
             seed=self._random.getrandbits(63) if seed is None else seed,
             has_own_layout=request.branch_ids is not None or request.position_ids is not None or delta != 0,
             position_delta=delta,
@@ -338,6 +349,23 @@ class RequestIntake:
             hidden = ~sees(branches[-1:], branches)[0]
             sequence.hidden = hidden.to(runner.device) if bool(hidden.any()) else None
         return sequence
+
+    def _stop_ids(self, gconfig: GenerationHyperparameters) -> tuple[int, ...]:
+        """The tokens that end a request, its generation arguments checked; those of a batch are alike and checked once."""
+        try:
+            content = marshal.dumps(vars(gconfig), 2)
+        except ValueError:  # a type that is not Python's own, such as a numpy number
+            content = b""
+        if (known := self._known_stop_ids.get(content)) is not None:
+            return known
+        check_sampling(gconfig, self._runner.vocabulary)
+        possible = {i for i in gconfig.stop_token_ids if 0 <= i < self._runner.vocabulary}  # what is no token ends nothing
+        stop_ids = tuple(sorted(possible - self._end_ids if gconfig.ignore_eos else possible | self._end_ids))
+        if content:
+            if len(self._known_stop_ids) >= _KNOWN_ARGUMENTS:
+                self._known_stop_ids.clear()
+            self._known_stop_ids[content] = stop_ids
+        return stop_ids
 
     def _check_inputs(self, request: ModelRequest) -> None:
         """Refuse tokens, positions, branches, images and adapters that the model or the engine does not take."""

@@ -11,21 +11,25 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollwright.errors import EngineError
-from rollwright.inference.backends.builtin.adjustment import Adjustment
-from rollwright.inference.backends.builtin.batch import Chunk, RowTable, Sequence, decode_batch, prefill_batch, to_tensor
+from rollwright.inference.backends.builtin.batch import Chunk, Sequence, prefill_batch
 from rollwright.inference.backends.builtin.cache import PrefixCache
 from rollwright.inference.backends.builtin.model import ModelRunner
+from rollwright.inference.backends.builtin.rows import DecodeBatch, RowTable, StepPlan
 from rollwright.inference.backends.builtin.scheduler import Scheduler
-from rollwright.inference.request import ModelResponse, TopTokens
+from rollwright.inference.request import ModelRequest, ModelResponse, TopTokens
 
 Finished = tuple[Sequence, ModelResponse | BaseException]
 
+_MEASURED_ROWS, _MEASURED_TOKENS, _MEASURED_SECONDS = 32, 64, 0.1  # of decoding with each number of threads
+_AS_FAST = 1.1  # fewer threads are used where they take at most so many times as long: others need processors, too
+_fastest_threads: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by model
 _BELOW_ONE = 1.0 - 2.0**-23  # keeps a target below the total, whatever the rounding
 
 
@@ -45,6 +49,7 @@ class Stepper:
         self._table = RowTable(max_rows)
         self.scheduler = Scheduler(runner.cache, self._table, PrefixCache(kept_bytes), prefill_tokens, runner.vocabulary)
         self.version = version
+        self._decode: tuple[DecodeBatch, StepPlan] | None = None  # of the step before
         self._counts = dict.fromkeys(("steps", "prefill_tokens", "generated_tokens", "finished", "aborted"), 0)
 
     @property
@@ -79,61 +84,56 @@ class Stepper:
             if prefill.followers:
                 logits.append(torch.cat(logits)[[leader.row - first for _, leader in prefill.followers]])
             if logits:
-                self._sample(torch.cat(logits), first)
-                self._postprocess(first, finished)
+                self._sample(torch.cat(logits) if len(logits) > 1 else logits[0], self._plan(first), finished)
         if running := self.scheduler.schedule_decode():
-            batch = decode_batch(self._table, running, self._runner.device)
+            if self._decode is None or not self._decode[0].is_current:
+                self._decode = DecodeBatch(self._table, running, self._runner.cache, self._runner.device), self._plan(0)
+            batch, plan = self._decode
+            batch.begin_step()
             next_logits = self._runner.forward(batch, self._runner.cache)
-            self._table.rows["cached"][: len(running)] += 1
-            self._table.rows["position"][: len(running)] += 1
-            self._sample(next_logits, 0)
-            self._postprocess(0, finished)
+            batch.advance()
+            self._sample(next_logits, plan, finished)
 
-    def _sample(self, logits: Tensor, first: int) -> None:
-        """Draw a token for each running sequence from row ``first`` on."""
-        table, running = self._table, self.scheduler.running
-        last = len(running)
-        rows = table.rows[first:last]
-        adjusted = ((index, running[first + index].adjustment) for index in rows["is_adjusted"].nonzero()[0].tolist())
-        adjustments = [(index, adjustment) for index, adjustment in adjusted if adjustment is not None]
-        begins = (rows["generated"] == 0).nonzero()[0].tolist()
-        tokens, logprobs = sample(logits, table, first, last, adjustments)
-        for index, adjustment in adjustments:
+    def _plan(self, first: int) -> StepPlan:
+        return StepPlan(self._table, self.scheduler.running, first, self._runner.vocabulary, self._runner.device)
+
+    def _sample(self, logits: Tensor, plan: StepPlan, finished: list[Finished]) -> None:
+        """Draw a token for each of the plan's rows, and take out the sequences that end with it."""
+        running, first = self.scheduler.running, plan.first
+        tokens, logprobs = sample(logits, plan)
+        for index, adjustment in plan.adjusted:
             adjustment.take(int(tokens[index]))
-        for index in begins:
-            running[first + index].first_token_at = time.monotonic()
-        table.append(first, last, tokens, logprobs, self.version)
-        for index in rows["top_logprobs"].nonzero()[0].tolist():
-            logprobs_V = (logits[index].float() / float(rows["temperature"][index])).log_softmax(-1)
-            running[first + index].top_logprobs.append(most_likely(logprobs_V, int(rows["top_logprobs"][index])))
-        for index in rows["has_listener"].nonzero()[0].tolist():
-            sequence = running[first + index]
+        if plan.steps == 0 and plan.begins:
+            now = time.monotonic()
+            for sequence in plan.begins:
+                sequence.first_token_at = now
+        self._table.append(first, plan.last, tokens, logprobs, self.version)
+        plan.steps += 1
+        self._counts["generated_tokens"] += len(tokens)
+        for index, sequence, count in plan.detailed:
+            logprobs_V = (logits[index].float() / sequence.request.gconfig.effective_temperature).log_softmax(-1)
+            sequence.top_logprobs.append(most_likely(logprobs_V, count))
+        for index, sequence in plan.heard:
             if sequence.on_token is not None:
                 sequence.on_token(sequence, int(tokens[index]), float(logprobs[index]), self.version)
-        self._counts["generated_tokens"] += last - first
 
-    def _postprocess(self, first: int, finished: list[Finished]) -> None:
-        """Take out the sequences from row ``first`` on that end with their newest token."""
-        running, rows = self.scheduler.running, self._table.rows[first : len(self.scheduler.running)]
-        may_stop = rows["generated"] >= rows["min_new_tokens"]
-        stops = (self._table.stop_ids[first : len(running)] == rows["last_token"][:, None]).any(axis=1) & may_stop
+        stops, exhausted = plan.stopped(tokens), plan.exhausted()
+        may_stop = plan.may_stop() if plan.watched else None
         matches: dict[int, str] = {}
-        for index in rows["has_stop_strings"].nonzero()[0].tolist():
-            watch = running[first + index].stop_strings
-            if watch and (match := watch.find(int(rows["last_token"][index]), bool(may_stop[index]))) is not None:
+        for index, watch in plan.watched:
+            if (match := watch.find(int(tokens[index]), bool(may_stop[index]))) is not None:  # type: ignore[index]
                 matches[index] = match
-        ends = stops | (rows["generated"] >= rows["max_new_tokens"])
-        ends[list(matches)] = True
-        failed: dict[int, EngineError] = {
-            index: error
-            for index in rows["is_adjusted"].nonzero()[0].tolist()
-            if (adjustment := running[first + index].adjustment) and (error := adjustment.error)
-        }
-        ends[list(failed)] = True
+        failed = {index: error for index, adjustment in plan.adjusted if (error := adjustment.error)}
+        if stops is None and exhausted is None and not matches and not failed:
+            return
+        ends = {*matches, *failed}
+        for ended in (stops, exhausted):
+            if ended is not None:
+                ends.update(ended.nonzero()[0].tolist())
         responses: list[Finished] = []
-        for index in reversed(ends.nonzero()[0].tolist()):  # from the last row down: fewer rows are moved, and none that ends
+        for index in sorted(ends, reverse=True):  # from the last row down: fewer rows are moved, and none that ends
             sequence = running[first + index]
-            match = int(rows["last_token"][index]) if stops[index] else matches.get(index)
+            match = int(tokens[index]) if stops is not None and stops[index] else matches.get(index)
             self.scheduler.remove(sequence, keep=True)
             response = sequence.response("length" if match is None else "stop", match)
             responses.append((sequence, failed.get(index) or response))
@@ -180,67 +180,90 @@ class Stepper:
         }
 
 
-def sample(
-    logits_BV: Tensor, table: RowTable, first: int, last: int, adjustments: list[tuple[int, Adjustment]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Draw one token for each of rows ``first .. last-1``.
+@torch.inference_mode()
+def fastest_threads(runner: ModelRunner, rows: int) -> int:
+    """The fewest threads of those that compute a decode step about as fast as any number, measured on CPU.
+
+    Args:
+        runner: of the model.
+        rows: most sequences at once.
+    """
+    most = torch.get_num_threads()
+    if most == 1 or runner.device.type != "cpu":
+        return most
+    if (known := _fastest_threads.get(runner.model)) is not None and known <= most:
+        return known
+    rows = min(rows, _MEASURED_ROWS)
+    runner, table = runner.with_cache_for(rows, _MEASURED_TOKENS), RowTable(rows)
+    runner.cache.make_room(rows, _MEASURED_TOKENS, [])
+    ids = [0] * (_MEASURED_TOKENS // 2)
+    sequences = [Sequence(ModelRequest(ids), tokens=ids, prompt_length=len(ids), length_limit=len(ids)) for _ in range(rows)]
+    for row, sequence in enumerate(sequences):
+        table.enter(row, sequence, runner.vocabulary)
+    batch = DecodeBatch(table, sequences, runner.cache, runner.device)
+    seconds = dict[int, float]()
+    try:
+        for count in sorted({1, *(1 << power for power in range(1, most.bit_length())), most}):
+            torch.set_num_threads(count)
+            runner.forward(batch, runner.cache)
+            began, taken = time.perf_counter(), list[float]()
+            while len(taken) < 8 and (not taken or time.perf_counter() - began < _MEASURED_SECONDS):
+                start = time.perf_counter()
+                runner.forward(batch, runner.cache)
+                taken.append(time.perf_counter() - start)
+            seconds[count] = min(taken)
+    finally:
+        torch.set_num_threads(most)
+    fastest = min(seconds.values())
+    return _fastest_threads.setdefault(runner.model, next(n for n, value in seconds.items() if value <= _AS_FAST * fastest))
+
+
+def sample(logits_BV: Tensor, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+    """Draw one token for each row of the plan.
 
     Args:
         logits_BV: of these rows.
-        table: how each row is sampled.
-        adjustments: of the rows that have one, by their index in ``logits_BV``.
+        plan: how each row is sampled.
 
     Returns:
         Tokens ``[B]`` int64, and their log-probabilities ``[B]`` float32 under the temperature-scaled softmax.
     """
-    rows, device = table.rows[first:last], logits_BV.device
     scores_BV = logits_BV.float()
-    if (rows["temperature"] != 1.0).any():
-        scores_BV = scores_BV / to_tensor(rows["temperature"], device)[:, None]
-    greedy = rows["greedy"]
-    below_minimum = (rows["generated"] < rows["min_new_tokens"]).nonzero()[0].tolist()
-    whole = (rows["top_k"] == 0) & (rows["top_p"] >= 1.0) & (rows["min_p"] == 0)
-    uniforms_B = to_tensor(counter_uniforms(rows["seed"], rows["generated"]), device)
+    if plan.temperature_B1 is not None:
+        scores_BV = scores_BV / plan.temperature_B1
+    uniforms_B, forbidden = plan.uniforms(), plan.forbidden()
 
-    if whole.all() and not greedy.any():
+    if plan.kinds.keys() == {"whole"} and not plan.adjusted:
         probs_BV = scores_BV.softmax(-1)
-        weights_BV = probs_BV
-        if adjustments or below_minimum:
-            weights_BV = _adjusted(scores_BV, table, first, adjustments, below_minimum).softmax(-1)
-        tokens = inverse_cdf(weights_BV, uniforms_B)
-        logprobs = probs_BV.gather(1, tokens[:, None]).squeeze(1).log_()
-        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+        if forbidden is not None:
+            probs_BV.view(-1).index_fill_(0, forbidden, 0.0)
+        tokens_B = inverse_cdf(probs_BV, uniforms_B)
+        logprobs = probs_BV.gather(1, tokens_B[:, None]).squeeze(1).log_().cpu().numpy()
+        if forbidden is None or np.isfinite(logprobs).all():  # else what is allowed is too unlikely for float32
+            return tokens_B.cpu().numpy(), logprobs
 
     logprobs_BV = scores_BV.log_softmax(-1)
-    if adjustments or below_minimum:
-        scores_BV = _adjusted(scores_BV, table, first, adjustments, below_minimum)
-    tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
-    for kind, chosen in (("whole", whole & ~greedy), ("greedy", greedy), ("truncated", ~whole & ~greedy)):
-        if not chosen.any():
-            continue
-        index = to_tensor(chosen.nonzero()[0], device)
+    if plan.adjusted or forbidden is not None:
+        scores_BV = scores_BV.clone()
+        for index, adjustment in plan.adjusted:
+            adjustment.apply(scores_BV[index])
+        if forbidden is not None:
+            scores_BV.view(-1).index_fill_(0, forbidden, float("-inf"))
+    tokens_B = torch.empty(len(scores_BV), dtype=torch.int64, device=scores_BV.device)
+    for kind, index in plan.kinds.items():
+        scores, uniforms = (scores_BV, uniforms_B) if index is None else (scores_BV[index], uniforms_B[index])
         if kind == "whole":
-            tokens[index] = inverse_cdf(scores_BV[index].softmax(-1), uniforms_B[index])
+            drawn = inverse_cdf(scores.softmax(-1), uniforms)
         elif kind == "greedy":
-            tokens[index] = scores_BV[index].argmax(-1)
+            drawn = scores.argmax(-1)
         else:
-            limits = [to_tensor(rows[name][chosen], device) for name in ("top_k", "top_p", "min_p")]
-            tokens[index] = truncated_inverse_cdf(scores_BV[index], uniforms_B[index], *limits)
-    logprobs = logprobs_BV.gather(1, tokens[:, None]).squeeze(1)
-    return tokens.cpu().numpy(), logprobs.cpu().numpy()
-
-
-def _adjusted(
-    scores_BV: Tensor, table: RowTable, first: int, adjustments: list[tuple[int, Adjustment]], below_minimum: list[int]
-) -> Tensor:
-    """A copy of the scores, adjusted and, for the rows below ``min_new_tokens``, without stop ids."""
-    scores_BV, vocabulary, device = scores_BV.clone(), scores_BV.shape[1], scores_BV.device
-    for index, adjustment in adjustments:
-        adjustment.apply(scores_BV[index])
-    for index in below_minimum:
-        stop_ids = table.stop_ids[first + index]
-        scores_BV[index, to_tensor(stop_ids[(stop_ids >= 0) & (stop_ids < vocabulary)], device)] = float("-inf")
-    return scores_BV
+            drawn = truncated_inverse_cdf(scores, uniforms, *plan.limits)
+        if index is None:
+            tokens_B = drawn
+        else:
+            tokens_B[index] = drawn
+    logprobs_B = logprobs_BV.gather(1, tokens_B[:, None]).squeeze(1)
+    return tokens_B.cpu().numpy(), logprobs_B.cpu().numpy()
 
 
 def score_prompts(group: list[Chunk], logits_TV: Tensor) -> None:
@@ -264,21 +287,11 @@ def most_likely(logprobs_V: Tensor, count: int) -> TopTokens:
     return list(zip(tokens.tolist(), values.tolist(), strict=True))
 
 
-def counter_uniforms(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:
-    """One number in [0, 1) for each (seed, counter), float32, of 24 bits.
-
-    Args:
-        seeds: ``[B]`` uint64.
-        counters: ``[B]`` int64, the index of the token within its request.
-    """
-    state = _mix(seeds * np.uint64(0xD1342543DE82EF95) + np.uint64(0x2545F4914F6CDD1D))
-    state = _mix(state + (counters.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
-    return (state >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
-
-
 @functools.cache
 def _block_size(vocabulary: int) -> int | None:
-    """A divisor of the vocabulary near its square root, or None where there is none in a useful range."""
+    """A divisor of the vocabulary near its square root; None where there is none in a useful range, or one sum is as fast."""
+    if vocabulary <= 1024:
+        return None
     candidates = [size for size in range(16, 1025) if vocabulary % size == 0]
     return min(candidates, key=lambda size: abs(size - vocabulary**0.5), default=None)
 
@@ -298,7 +311,7 @@ def inverse_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     running = blocks.sum(-1).cumsum(-1)
     target = running[:, -1:] * uniforms_B[:, None].clamp(max=_BELOW_ONE)
     block = torch.searchsorted(running, target, right=True).clamp_(max=running.shape[1] - 1)
-    before = running.gather(1, (block - 1).clamp_(min=0)).masked_fill_(block == 0, 0.0)
+    before = torch.nn.functional.pad(running, (1, 0)).gather(1, block)
     inner = blocks.gather(1, block[:, :, None].expand(-1, -1, size)).squeeze(1).cumsum(-1)
     target = torch.minimum(target - before, inner[:, -1:] * _BELOW_ONE)
     return (block * size + torch.searchsorted(inner, target, right=True).clamp_(max=size - 1)).squeeze(1)
@@ -320,10 +333,3 @@ def truncated_inverse_cdf(scores_BV: Tensor, uniforms_B: Tensor, top_k_B: Tensor
     target = running.gather(1, last) * uniforms_B[:, None].clamp(max=_BELOW_ONE)
     index = torch.minimum(torch.searchsorted(running, target, right=True), last)
     return order.gather(1, index).squeeze(1)
-
-
-def _mix(state: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))
