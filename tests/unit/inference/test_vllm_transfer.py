@@ -1,15 +1,9 @@
-"""Weights over vLLM's transfer engine, against a server that answers in vLLM's shapes, and its meeting point."""
+"""Weights over vLLM's transfer engine, against a server that answers in vLLM's shapes (the real one: tests/integration)."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
-import pickle
-import sys
-import threading
-import types
-from datetime import timedelta
 
 import pytest
 import torch
@@ -17,16 +11,12 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from server_parts import served
 from test_vllm_client import FakeVLLM
-from torch._C._distributed_c10d import TCPStore
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.config.servers import VLLMConfig
 from rollwright.errors import WeightUpdateError
 from rollwright.inference.backends import ServerLaunch
 from rollwright.inference.backends.vllm import VLLMClient
-from rollwright.inference.network import find_free_ports
-from rollwright.inference.weights import vllm_group
-from rollwright.inference.weights.broadcast import GroupPlace
 from rollwright.inference.weights.ways import WeightUpdateMeta
 
 PATHS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
@@ -38,7 +28,7 @@ class Receiving(FakeVLLM):
     def __init__(self, **parallel):
         super().__init__()
         self.sections = {"weight_transfer_config": {"backend": "nccl"}, "parallel_config": parallel}
-        self.refuses = ""
+        self.refuses, self.is_open = "", False
         for path in PATHS:
             self.app.post(f"/{path}")(self.control)
 
@@ -48,13 +38,21 @@ class Receiving(FakeVLLM):
             self.calls.append((path, "", {}))
             return JSONResponse({"detail": "no NCCL here"}, status_code=500)
         answer = await super().control(request)
+        if path == "start_weight_update" and self.is_open:
+            return JSONResponse({"detail": "a weight update is already active"}, status_code=500)
+        if path in ("start_weight_update", "finish_weight_update"):
+            self.is_open = path == "start_weight_update"
         if path == "finish_weight_update":
-            self.version = self.calls[-1][2]["weight_version"]
+            self.version = self.calls[-1][2].get("weight_version", self.version)
         return answer
 
 
 class Group:
     """Stands for the trainer's half, which needs a GPU."""
+
+    @staticmethod
+    def invitation():
+        return "the id"
 
     def __init__(self, place):
         self.name, self.sent, self.place = place.group_name, [], place
@@ -96,12 +94,12 @@ def test_an_update_is_begun_sent_in_buckets_and_finished_with_its_version(a_gpu)
         group = client._group
         assert group.sent == [["a", "c"], ["b"]] * 2
         assert group.place.world_size == 11
+        assert group.place.invitation == "the id"
     for fake, offset in zip(fakes, (1, 9), strict=True):
         calls = [(path, body) for path, _, body in fake.calls if path in (*PATHS, "pause", "resume", "reset_prefix_cache")]
         ((first, joined),) = calls[:1]
         assert first == "init_weight_transfer_engine"
-        assert set(joined["init_info"]) == {"master_address", "master_port", "rank_offset", "world_size"}
-        assert joined["init_info"]["rank_offset"] == offset
+        assert joined["init_info"] == {"nccl_unique_id_b64": "the id", "rank_offset": offset, "world_size": 11}
         names = [path for path, _ in calls[1:]]
         assert names[: len(names) // 2] == names[len(names) // 2 :]  # the group is used again
         assert names[:7] == [
@@ -127,6 +125,22 @@ def test_a_server_that_cannot_join_is_named(a_gpu):
     fake.refuses = "init_weight_transfer_engine"
     with client_of(fake) as client, pytest.raises(WeightUpdateError, match=r"did not join the group.*no NCCL here"):
         client.update_weights(WeightUpdateMeta("xccl"), version=1, weights=weights())
+
+
+def test_an_update_that_a_trainer_did_not_end_is_ended_first(a_gpu):
+    fake = Receiving()
+    fake.is_open = True  # as after a trainer that was killed
+    with client_of(fake) as client:
+        client.update_weights(WeightUpdateMeta("xccl"), version=1, weights={"a": torch.zeros(2)})
+        assert client.get_version() == 1
+    begun = [path for path, _, _ in fake.calls if path in PATHS[1:]]
+    assert begun == [
+        "start_weight_update",
+        "finish_weight_update",
+        "start_weight_update",
+        "update_weights",
+        "finish_weight_update",
+    ]
 
 
 def test_where_it_cannot_work_it_is_refused_before_anybody_waits(monkeypatch):
@@ -161,46 +175,3 @@ def test_the_type_of_the_weights_is_what_the_server_says(a_gpu):
     fake.sections["model_config"] = {"logprobs_mode": "processed_logprobs", "dtype": "torch.bfloat16"}
     with client_of(fake) as client:
         assert client.weight_dtype == torch.bfloat16
-
-
-def test_nccls_id_is_published_as_vllm_reads_it(monkeypatch):
-    """A rank of vLLM reads one key of the store, and unpickles a ctypes structure of its own."""
-    module, name = vllm_group._ID_CLASS
-
-    class NcclUniqueId(ctypes.Structure):
-        _fields_ = [("internal", ctypes.c_byte * 128)]
-
-    NcclUniqueId.__module__, NcclUniqueId.__qualname__ = module, name
-    stand_in = types.ModuleType(module)
-    setattr(stand_in, name, NcclUniqueId)
-    monkeypatch.setitem(sys.modules, module, stand_in)
-    parts = module.split(".")
-    for depth in range(1, len(parts)):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), types.ModuleType(".".join(parts[:depth])))
-    unique_id = bytes(range(128))
-    read = pickle.loads(vllm_group.pickled_id(unique_id))  # noqa: S301
-    assert isinstance(read, NcclUniqueId)
-    assert bytes(read) == unique_id
-    assert pickle.loads(pickle.dumps(read)).internal[5] == 5  # noqa: S301
-    with pytest.raises(WeightUpdateError, match="64 bytes"):
-        vllm_group.pickled_id(bytes(64))
-
-    (port,) = find_free_ports(1)
-    got = []
-
-    def rank_of_vllm():
-        store = TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=30), use_libuv=False)
-        got.append(store.get("broadcast_from/0/0"))
-
-    thread = threading.Thread(target=rank_of_vllm)
-    thread.start()
-    store = vllm_group.meeting_point(GroupPlace("127.0.0.1", port, 0, 2, "g", "nccl"), 30)
-    store.set(vllm_group.ID_KEY, vllm_group.pickled_id(unique_id))
-    thread.join(30)
-    assert bytes(pickle.loads(got[0])) == unique_id  # noqa: S301
-
-
-def test_servers_that_do_not_come_are_named():
-    (port,) = find_free_ports(1)
-    with pytest.raises(WeightUpdateError, match="The 2 ranks of the vLLM servers did not come"):
-        vllm_group.meeting_point(GroupPlace("127.0.0.1", port, 0, 3, "g", "nccl"), 1)

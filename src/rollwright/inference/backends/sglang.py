@@ -377,7 +377,8 @@ class SGLangClient(BroadcastClient):
 
     def join_group(self, server: Server, place: GroupPlace) -> None:
         """See ``BroadcastClient.join_group``."""
-        self._post_update(server, "init_weights_update_group", dataclasses.asdict(place))
+        body = {name: value for name, value in dataclasses.asdict(place).items() if name != "invitation"}
+        self._post_update(server, "init_weights_update_group", body)
 
     def receive_bucket(self, server: Server, group_name: str, bucket: Bucket, version: int) -> None:
         """A bucket as one flat tensor; the last names the version."""

@@ -288,22 +288,36 @@ class VLLMClient(BroadcastClient):
             )
         return "nccl"
 
+    def invitation(self) -> str:
+        """NCCL's id."""
+        return VLLMGroup.invitation()
+
     def sending_half(self, place: GroupPlace) -> SendingHalf:
         """See ``BroadcastClient.sending_half``."""
         return VLLMGroup(place)
 
     def join_group(self, server: Server, place: GroupPlace) -> None:
         """See ``BroadcastClient.join_group``."""
-        wanted = ("master_address", "master_port", "rank_offset", "world_size")
-        body = {"init_info": {name: getattr(place, name) for name in wanted}}
+        joining = {
+            "nccl_unique_id_b64": place.invitation,
+            "rank_offset": place.rank_offset,
+            "world_size": place.world_size,
+        }
         try:
+            body = {"init_info": joining}
             self.ask(server, "POST", "/init_weight_transfer_engine", body, timeout=self.config.request_timeout)
         except ServerRefusedError as error:
             raise WeightUpdateError(f"The vLLM server at {server.address} did not join the group: {error}") from error
 
     def begin_receiving(self, server: Server, version: int) -> None:
-        """See ``BroadcastClient.begin_receiving``."""
-        self._update_call(server, "start_weight_update", {}, version)
+        """Begin an update; one that a trainer began and did not end is ended first."""
+        try:
+            self._update_call(server, "start_weight_update", {}, version)
+        except WeightUpdateError as error:
+            if "already active" not in str(error):
+                raise
+            self._update_call(server, "finish_weight_update", {}, version)
+            self._update_call(server, "start_weight_update", {}, version)
 
     def receive_bucket(self, server: Server, group_name: str, bucket: Bucket, version: int) -> None:
         """See ``BroadcastClient.receive_bucket``."""

@@ -36,7 +36,10 @@ _REFUSAL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """Where a group meets, and the place in it of a server's first rank, in SGLang's names."""
+    """Where a group meets, and the place in it of a server's first rank, in SGLang's names.
+
+    The ``invitation`` is what a server needs of the sending half besides, where that has something to give.
+    """
 
     master_address: str
     master_port: int
@@ -44,6 +47,7 @@ class GroupPlace:
     world_size: int
     group_name: str
     backend: str
+    invitation: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,10 @@ class BroadcastClient(RemoteClient):
     @abstractmethod
     def group_backend(self, servers: list[Server], meta: WeightUpdateMeta) -> str:
         """``nccl`` or ``gloo``: what ``meta`` says, else what the servers' devices want."""
+
+    def invitation(self) -> str:
+        """What servers are given to find the sending half of a new group, besides its address."""
+        return ""
 
     @abstractmethod
     def sending_half(self, place: GroupPlace) -> SendingHalf:
@@ -206,6 +214,7 @@ class BroadcastClient(RemoteClient):
             1 + sum(ranks),
             f"{meta.group}-{uuid.uuid4().hex[:8]}",  # SGLang forms no second group of one name, nor forgets that of a dead trainer
             backend,
+            self.invitation(),
         )
         joining = [
             self.submit(self.join_group, server, GroupPlace(**{**asdict(trainer), "rank_offset": 1 + sum(ranks[:index])}))
