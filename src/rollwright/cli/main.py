@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("rollwright.cli.config:app", "Show, check and describe configs."),
     "model": ("rollwright.cli.new:models", "Make models."),
     "new": ("rollwright.cli.new:app", "Write files to begin with: a workflow, its config and its test."),
+    "doctor": ("rollwright.cli.doctor:doctor", "Look at this machine: what a run has here, and what to do about the rest."),
     "serve-model": (
         "rollwright.cli.serve:serve_model",
         "Serve a model: the built-in engine over SGLang's and the OpenAI protocol.",

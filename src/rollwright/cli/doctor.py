@@ -1,0 +1,306 @@
+"""``rollwright doctor``: what this machine has for a run, and what to do about what is missing.
+
+Each check is a function that returns findings; a finding has a state:
+
+* ``ok``: nothing to do;
+* ``note``: works, and could be better, or is only needed by some runs;
+* ``problem``: runs will fail here, and the command exits with 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import typer
+
+from rollwright import __version__
+from rollwright.errors import RollwrightError
+
+GIB = 1 << 30
+#: Below these a run of a small model is likely to fail.
+_LITTLE_MEMORY, _LITTLE_DISK = 2 * GIB, 1 * GIB
+#: Ports that a user starts servers at, as the docs do.
+_PORTS = {30000: "rollwright serve-model, SGLang", 8000: "vLLM"}
+_EXTRA = re.compile(r"""extra\s*==\s*["']([^"']+)["']""")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    topic: str
+    name: str
+    state: Literal["ok", "note", "problem"]
+    found: str
+    advice: str = ""
+
+
+def doctor(
+    fileroot: Path = typer.Option(  # noqa: B008 - how typer declares an option
+        Path("runs"), help="Where runs are to be kept (cluster.fileroot)."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
+) -> None:
+    """Look at this machine: versions, processors, memory, GPU, ports, directories, extras; each with what to do."""
+    checks: list[Callable[[], Iterable[Finding]]] = [
+        versions,
+        processors,
+        memory,
+        gpus,
+        ports,
+        lambda: directories(fileroot),
+        sandbox,
+        extras,
+    ]
+    findings = [finding for check in checks for finding in check()]
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        _show(findings)
+    raise SystemExit(int(any(finding.state == "problem" for finding in findings)))
+
+
+def _show(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(soft_wrap=False)
+    marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[bold red]problem[/]"}
+    for topic in dict.fromkeys(finding.topic for finding in findings):
+        table = Table(title=topic, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
+        for column in ("name", "state", "found"):
+            table.add_column(column, overflow="fold")
+        for finding in (each for each in findings if each.topic == topic):
+            advice = f"\n[dim]→ {_escaped(finding.advice)}[/]" if finding.advice else ""
+            table.add_row(_escaped(finding.name), marks[finding.state], _escaped(finding.found) + advice)
+        console.print(table)
+        console.print()
+    problems = sum(finding.state == "problem" for finding in findings)
+    console.print(
+        f"{problems} problem{'s' * (problems != 1)}: runs will fail until they are solved." if problems else "Ready to run."
+    )
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", "\\[")
+
+
+def versions() -> Iterator[Finding]:
+    """Python, Rollwright, and the packages whose versions decide what works."""
+    topic = "Versions"
+    python = platform.python_version()
+    if sys.version_info < (3, 11):  # noqa: UP036 - it may be run from a checkout by any interpreter
+        yield Finding(topic, "Python", "problem", python, "Rollwright needs 3.11 or later.")
+    else:
+        yield Finding(topic, "Python", "ok", f"{python} at {sys.executable}")
+    yield Finding(topic, "Rollwright", "ok", f"{__version__} at {Path(__file__).parents[1]}")
+    yield Finding(topic, "System", "ok", f"{platform.system()} {platform.release()}, {platform.machine()}")
+    for name in ("torch", "transformers", "datasets", "numpy"):
+        try:
+            yield Finding(topic, name, "ok", metadata.version(name))
+        except metadata.PackageNotFoundError:
+            yield Finding(topic, name, "problem", "not installed", f"pip install {name}, or install Rollwright again.")
+
+
+def processors() -> Iterator[Finding]:
+    """Processors that this process may use, and how many threads compute on them."""
+    topic = "Processors"
+    present = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else present
+    found = f"{usable} of {present} usable" if usable < present else str(present)
+    quota = _cpu_quota()
+    if quota is not None and quota < usable:
+        advice = f"The container gives {quota:g} processors' time: set cluster.threads to {max(1, int(quota))}."
+        yield Finding(topic, "Processors", "note", f"{found}, {quota:g} by quota", advice)
+    else:
+        yield Finding(topic, "Processors", "ok", found)
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield Finding(topic, "Threads", "problem", f"torch cannot be loaded: {error}", "Install torch again, for this machine.")
+        return
+    threads, said = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+    found = f"{threads} of torch" + (f", by OMP_NUM_THREADS={said}" if said else "")
+    if threads > usable:
+        yield Finding(
+            topic, "Threads", "note", found, f"More threads than processors wait for each other: set OMP_NUM_THREADS={usable}."
+        )
+    elif os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE" and usable <= 4:
+        advice = "Where a second process computes here, set OMP_WAIT_POLICY=PASSIVE: threads that spin slow it down ten times."
+        yield Finding(topic, "Threads", "note", found, advice)
+    else:
+        yield Finding(topic, "Threads", "ok", found)
+
+
+def _text(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text()
+    return ""
+
+
+def _cpu_quota() -> float | None:
+    """Processors' time that a container's group may use; None: no limit, or none that can be read."""
+    quota, _, period = _text("/sys/fs/cgroup/cpu.max").partition(" ")
+    return int(quota) / int(period) if quota.isdigit() else None
+
+
+def memory() -> Iterator[Finding]:
+    """Memory and shared memory."""
+    topic = "Memory"
+    try:
+        page = os.sysconf("SC_PAGE_SIZE")
+        total, free = (os.sysconf(name) * page for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
+        if available := re.search(r"MemAvailable:\s+(\d+)", _text("/proc/meminfo")):  # what caches would give back counts
+            free = int(available[1]) << 10
+    except (OSError, ValueError):
+        yield Finding(topic, "Memory", "note", "cannot be read here")
+        return
+    if (limit := _text("/sys/fs/cgroup/memory.max").strip()).isdigit():
+        total = min(total, int(limit))
+    found = f"{total / GIB:.1f} GiB, {free / GIB:.1f} GiB free"
+    if total < _LITTLE_MEMORY:
+        yield Finding(topic, "Memory", "note", found, "Training in float32 takes 16 bytes a parameter: use a small model.")
+    else:
+        yield Finding(topic, "Memory", "ok", found)
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        space = shutil.disk_usage(shared).free
+        advice = "Weights reach servers through it: give the container more (--shm-size), or use rollout.weight_update: disk."
+        little = space < GIB
+        yield Finding(topic, str(shared), "note" if little else "ok", f"{space / GIB:.1f} GiB free", advice if little else "")
+
+
+def gpus() -> Iterator[Finding]:
+    """GPUs, and whether this torch can use them."""
+    topic = "GPU"
+    try:
+        import torch
+    except (ImportError, OSError):
+        return  # said with the processors
+    has_driver = shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
+    if not torch.cuda.is_available():
+        build = f"torch {torch.__version__} is built for {'CUDA ' + torch.version.cuda if torch.version.cuda else 'the CPU'}"
+        if has_driver:
+            advice = "There is an NVIDIA driver: install a torch that is built for its CUDA version, and look at CUDA_VISIBLE_DEVICES."
+            yield Finding(topic, "GPU", "problem", f"not usable; {build}", advice)
+        else:
+            yield Finding(topic, "GPU", "ok", f"none; {build}, and everything runs on the CPU")
+        return
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        state = "ok" if free > total / 2 else "note"
+        advice = (
+            ""
+            if state == "ok"
+            else "Another process holds most of its memory: end it, or choose another GPU by CUDA_VISIBLE_DEVICES."
+        )
+        name = torch.cuda.get_device_name(index)
+        yield Finding(topic, f"GPU {index}", state, f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free", advice)
+    if not torch.cuda.is_bf16_supported():
+        yield Finding(topic, "bfloat16", "note", "not supported", "Train in float32 (actor.dtype: float32).")
+
+
+def ports() -> Iterator[Finding]:
+    """Ports that servers are started at by hand; a run finds free ones by itself."""
+    topic = "Network"
+    for port, users in _PORTS.items():
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError as error:
+                yield Finding(topic, f"Port {port}", "note", f"taken ({error.strerror})", f"Give --port to {users}.")
+            else:
+                yield Finding(topic, f"Port {port}", "ok", f"free ({users})")
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = hard == resource.RLIM_INFINITY
+    found = f"{soft}, may be raised to {'any number' if unlimited else hard}"
+    if not unlimited and hard < 4096:
+        advice = "Each request to a server is a connection: raise the limit (ulimit -Hn 65536)."
+        yield Finding(topic, "Open files", "note", found, advice)
+    else:
+        yield Finding(topic, "Open files", "ok", found)
+
+
+def directories(fileroot: Path) -> Iterator[Finding]:
+    """Directories that runs write to."""
+    cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    for name, path, how in [
+        ("Runs", fileroot, "Choose another with cluster.fileroot."),
+        ("Temporary files", Path(tempfile.gettempdir()), "Choose another with TMPDIR."),
+        ("Hugging Face cache", cache, "Choose another with HF_HOME."),
+    ]:
+        place = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+        try:
+            with tempfile.TemporaryFile(dir=place):
+                free = shutil.disk_usage(place).free
+        except OSError as error:
+            yield Finding("Directories", name, "problem", f"{path} cannot be written: {error.strerror}", how)
+            continue
+        found = f"{path}, {free / GIB:.1f} GiB free"
+        if free < _LITTLE_DISK:
+            yield Finding("Directories", name, "note", found, f"A checkpoint takes 12 bytes a parameter. {how}")
+        else:
+            yield Finding("Directories", name, "ok", found)
+
+
+def sandbox() -> Iterator[Finding]:
+    """Where Python that a model writes would run."""
+    from rollwright.processes.sandbox import check_sandbox
+
+    try:
+        check_sandbox("bubblewrap")
+    except RollwrightError as error:
+        yield Finding("Sandbox", "bubblewrap", "note", "not usable; only runs whose model writes Python need it", str(error))
+    else:
+        yield Finding("Sandbox", "bubblewrap", "ok", shutil.which("bwrap") or "found")
+
+
+def extras() -> Iterator[Finding]:
+    """Optional parts, by what this installation says of itself."""
+    try:
+        asked = metadata.distribution("rollwright").requires or []
+    except metadata.PackageNotFoundError:
+        yield Finding("Extras", "rollwright", "note", "not installed, run from its files", "pip install -e . in the checkout.")
+        return
+    needed: dict[str, list[str]] = {}
+    for line in asked:
+        if (extra := _EXTRA.search(line)) and extra[1] not in ("all", "test", "dev"):
+            needed.setdefault(extra[1], []).append(re.split(r"[\s;<>=!~\[(]", line, maxsplit=1)[0])
+    for extra, packages in sorted(needed.items()):
+        missing = [name for name in packages if name.lower() != "rollwright" and not _is_installed(name)]
+        if missing:
+            yield Finding(
+                "Extras",
+                extra,
+                "note",
+                f"lacks {', '.join(missing)}",
+                f"pip install 'rollwright[{extra}]', where it is needed.",
+            )
+        else:
+            yield Finding("Extras", extra, "ok", "installed")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
