@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := constraints/cpu.txt
+INSTALL := $(BIN)/python scripts/install.py -c $(CONSTRAINTS)
 TRIAL ?= $(shell date +%Y%m%d-%H%M%S)
 
 .DEFAULT_GOAL := help
@@ -15,15 +15,14 @@ help:  ## What can be made
 $(VENV)/.python: constraints/cpu.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Rollwright needs Python 3.11 or later; set PYTHON=python3.x")'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -q -c $(CONSTRAINTS) torch
 	@touch $@
 
 $(VENV)/.core: $(VENV)/.python pyproject.toml
-	$(PIP) install -q -c $(CONSTRAINTS) -e .
+	$(INSTALL) -e .
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.python pyproject.toml
-	$(PIP) install -q -c $(CONSTRAINTS) -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.core
 
 quickstart: $(VENV)/.core  ## Train a small model with GRPO on this machine and show what it learned
