@@ -20,6 +20,7 @@ from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.inference import remote
 from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.weights.stream import WeightStream
 from rollwright.inference.weights.ways import WeightUpdateMeta
 from rollwright.training.publish import SentWeights
 
@@ -64,8 +65,8 @@ class Trainer:
     device = torch.device("cpu")
     compute_dtype = torch.float32
 
-    def full_weights(self) -> dict[str, Tensor]:
-        return self.model.state_dict()
+    def weights(self, dtype: torch.dtype | None = None) -> WeightStream:
+        return WeightStream.of(self.model.state_dict())
 
     def publish(self, client: SGLangClient, meta: WeightUpdateMeta | None = None) -> SentWeights:
         """Publish the present weights and audit the servers, as an actor does; returns what holds the agreements."""

@@ -22,6 +22,7 @@ from tiny_policy import tiny_batch
 from rollwright.config.sections import OptimizerConfig, PPOActorConfig, RolloutConfig
 from rollwright.errors import RollwrightError
 from rollwright.inference.backends.sglang import SGLangClient
+from rollwright.inference.weights.stream import WeightStream
 from rollwright.inference.weights.ways import WeightUpdateMeta
 from rollwright.rollout.engines import RemoteSGLangEngine
 from rollwright.training.actor import FSDPPPOActor
@@ -65,15 +66,16 @@ note("resumed")
 told.append(["metric", actor.version, metrics["logprob_difference/probe"]])
 
 # Weights that are not the trainer's, each call of the server answered with success.
-whole = actor.full_weights
-def other():
-    return {{name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in whole().items()}}
-actor.full_weights = other
+whole = actor.weights
+def other(dtype):
+    own = whole(dtype)
+    return WeightStream(own.described, lambda: ((name, tensor + 0.05 * torch.randn_like(tensor)) for name, tensor in own))
+actor.weights = other
 try:
     actor.update_weights()
 except RollwrightError as error:
     told.append(["wrong", actor.version, type(error).__name__ + ": " + str(error)])
-actor.full_weights = whole
+actor.weights = whole
 
 # A failure of the first rank alone reaches the other, which would wait for ever.
 if rank == 0:

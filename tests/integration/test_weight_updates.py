@@ -10,6 +10,7 @@ import torch
 from real_servers import Trainer, ask, gather_while, served_model, write_model
 
 from rollwright.errors import WeightUpdateError
+from rollwright.inference.weights.stream import WeightStream
 from rollwright.inference.weights.ways import WeightUpdateMeta
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -93,7 +94,7 @@ def test_an_engine_that_does_not_hold_what_was_published_is_named(two_servers, m
     other = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in trainer.model.state_dict().items()}
     trainer.step()
     with monkeypatch.context() as patched:
-        patched.setattr(trainer, "full_weights", lambda: other)
+        patched.setattr(trainer, "weights", lambda dtype: WeightStream.of(other))
         with pytest.raises(WeightUpdateError, match=r"server at 127\.0\.0\.1:\d+ says that it holds version"):
             trainer.publish(client)
     trainer.step()

@@ -41,6 +41,16 @@ KL_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
     built_in={name: f"rollwright.algorithms.losses:{name}" for name in ("k1", "k2", "k3")},
 )
 
+#: ``optimizer.kind``: called with parameter groups, ``lr`` and ``optimizer.kwargs``; those built in also with ``betas`` and ``eps``.
+OPTIMIZERS: Registry[Callable[..., Any]] = Registry(
+    "optimizer",
+    variable="OPTIMIZERS",
+    built_in={
+        "adamw": "torch.optim:AdamW",
+        **{name: f"rollwright.training.optimizers:{name}" for name in ("adamw_8bit", "adamw_4bit")},
+    },
+)
+
 
 @dataclass(frozen=True)
 class Recipe:

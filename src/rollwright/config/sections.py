@@ -7,14 +7,21 @@ from typing import Any
 
 from rollwright.config import key, key_from
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.config.recipes import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
+from rollwright.config.recipes import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, OPTIMIZERS, POLICY_LOSSES
 from rollwright.config.servers import BACKENDS
 
 
 @dataclass
 class OptimizerConfig:
-    """AdamW with warm-up and a schedule."""
+    """AdamW (or another) with warm-up and a schedule."""
 
+    kind: str = key(
+        "adamw",
+        "adamw; adamw_8bit or adamw_4bit (moments of so many bits; rollwright[optimizers]); a registered name; or an import "
+        "path, such as torch.optim:Adafactor, called with lr and kwargs.",
+        registry=OPTIMIZERS,
+    )
+    kwargs: dict[str, Any] = key_from(dict, "Further arguments of the optimizer.")
     lr: float = key(1e-5, "Peak learning rate.", gt=0.0)
     weight_decay: float = key(0.01, "Decoupled weight decay (not applied to norms and biases).", ge=0.0)
     beta1: float = key(0.9, "AdamW's first moment decay.", ge=0.0, lt=1.0)
@@ -70,12 +77,24 @@ class TrainEngineConfig:
         "sdpa", "Attention of the Hugging Face model.", choices=["sdpa", "eager", "flash_attention_2"]
     )
     share_prefixes: bool = key(True, "Compute tokens that rows have in common once (docs/shared-prefixes.md).")
-    gradient_checkpointing: bool = key(False, "Recompute activations in the backward pass.")
+    gradient_checkpointing: bool = key(False, "Recompute the activations of layers in the backward pass.")
+    gradient_checkpointing_every: int = key(1, "With gradient_checkpointing: of every layer (1), every second (2), …", ge=1)
+    compile_layers: bool = key(False, "Compile each layer (torch.compile; needs a C++ compiler on a CPU).")
+    shard: str = key(
+        "auto",
+        "Shard weights, gradients and optimizer state over ranks (FSDP2). auto: with several ranks, and on one GPU where no "
+        "engine in this process samples with the same weights.",
+        choices=["auto", "always", "never"],
+    )
+    shard_size: int | None = key(
+        None, "Ranks that share one copy of the weights; fewer than there are: copies are replicated (HSDP). None: all.", ge=1
+    )
+    cpu_offload: bool = key(False, "Shards rest in the host's memory, and the optimizer steps there; for GPUs.")
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     optimizer: OptimizerConfig | None = key_from(OptimizerConfig, "None for a model that is only scored.")
     max_bad_steps: int = key(3, "Steps in a row skipped for a non-finite loss or gradient before the run stops.", ge=1)
-    logits_chunk_tokens: int = key(
-        4096, "Tokens whose log-softmax is computed at a time; bounds memory at large vocabularies.", ge=16
+    logits_chunk_mib: int = key(
+        256, "MiB of float32 logits whose log-softmax is computed at a time: bounds memory, whatever the vocabulary.", ge=1
     )
 
 
@@ -270,6 +289,11 @@ class RecoverConfig(IntervalConfig):
         choices=["auto", "resume", "off"],
     )
     keep: int = key(2, "Recover checkpoints kept. Where the newest is damaged, the one before it is taken.", ge=1)
+    in_background: bool = key(
+        False,
+        "Train on while a checkpoint is written: each rank holds a copy of its part for so long. A run that is killed then goes on "
+        "from the one before.",
+    )
 
 
 @dataclass

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rollwright.experience.recorder import Recorder
+    from rollwright.inference.weights.stream import WeightStream
     from rollwright.inference.weights.ways import WeightUpdateMeta
 
 
@@ -67,7 +68,7 @@ class WeightReceiver:
         meta: WeightUpdateMeta | None = None,
         *,
         version: int,
-        weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        weights: WeightStream | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
         config: Any = None,
     ) -> None:
         """Take new weights; when this returns, the next token is sampled with them.
@@ -75,7 +76,7 @@ class WeightReceiver:
         Args:
             meta: by which way; None: the engine's own.
             version: of these weights.
-            weights: whole tensors by parameter name; tied ones may stand twice.
+            weights: whole tensors by parameter name; tied ones may stand twice. A stream is read one tensor at a time.
             config: a Hugging Face config, written beside weights on disk.
 
         Raises:

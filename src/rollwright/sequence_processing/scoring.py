@@ -57,7 +57,7 @@ def score(
     rows = [(b, g) for b in range(prompts) for g in range(group) if sequences.gen_lens[b][g]]
     lengths = {(b, g): sequences.prompt_lens[b] + sequences.gen_lens[b][g] for b, g in rows}
     rows.sort(key=lengths.__getitem__, reverse=True)  # if memory does not do, that shows at once
-    scorer = TokenScorer(module, chunk_tokens=max(16, _CHUNK_ENTRIES.get(device.type, 1 << 21) // vocabulary))
+    scorer = TokenScorer(module, chunk_bytes=4 * max(16 * vocabulary, _CHUNK_ENTRIES.get(device.type, 1 << 21)))
     dtype = torch.promote_types(next(module.parameters()).dtype, torch.float32)
     scored: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     recompute = with_grad and len(rows) > batch_size

@@ -32,7 +32,8 @@ from rollwright.sequence_processing.generation import Prompt
 from rollwright.sequence_processing.models import unwrapped
 from rollwright.tracking.progress import progress_bar
 from rollwright.tracking.sinks import MetricsLogger, read_metrics
-from rollwright.training.parallel import from_first_rank, full_tensor, rank, wait_for_all, world_size
+from rollwright.training.parallel import from_first_rank, rank, wait_for_all, world_size
+from rollwright.training.sharding import full_tensor
 
 MANIFEST, METRICS = "experiment.json", "metrics.jsonl"
 

@@ -98,7 +98,9 @@ class Trainer(ABC):
         torch.manual_seed(self.config.seed)
         with ExitStack() as opened:  # closes what is open where something fails here
             self.trained = self.open(opened)
-            self.recover = RecoverCheckpoints(self.directory.recover, keep=self.config.recover.keep)
+            recover = self.config.recover
+            self.recover = RecoverCheckpoints(self.directory.recover, keep=recover.keep, in_background=recover.in_background)
+            opened.callback(self.recover.wait)
             resumed = bool(self.directory.resumed and self.recover.steps())
             if resumed:
                 self.step, state = self.recover.load()

@@ -17,6 +17,8 @@ from rollwright.data.loader import TaskLoader
 from rollwright.errors import ConfigError
 from rollwright.experience.operators import GroupOperators
 from rollwright.experience.trajectory import Trajectory, tensor_container_to
+from rollwright.inference.backends import BACKENDS
+from rollwright.inference.weights.publication import RemoteClient
 from rollwright.rollout.engines import LocalRolloutEngine, RolloutEngine
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.evaluation import evaluate
@@ -136,6 +138,7 @@ class PPOTrainer(PolicyTrainer):
             self.directory.claim(config_to_dict(config), config.recover.mode)
             opened.push(self._leave_directory)
         self.actor = FSDPPPOActor(config.actor)
+        self.actor.shares_weights = not issubclass(BACKENDS.get(config.rollout.backend), RemoteClient)
         if config.ref is not None:  # otherwise the actor keeps a copy of its first weights where kl_ctl > 0
             self.actor.load_reference(config.ref)
         self.actor.initialize(None, self.spec)

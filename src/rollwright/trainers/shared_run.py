@@ -36,7 +36,6 @@ from rollwright.inference.weights.files import (
     remove_later,
     write_weights,
 )
-from rollwright.inference.weights.ways import distinct_weights
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
@@ -135,7 +134,7 @@ class PublishedWeights(WeightReceiver):
             return
         remove_later(self.directory, "v", version)
         path = self.directory / f"v{version:06d}"
-        write_weights(path, distinct_weights(weights), version, config=config)
+        write_weights(path, weights, version, config=config)
         self.store.publish_version(str(path), version)
         keep_newest(self.directory, "v", self.keep)
 

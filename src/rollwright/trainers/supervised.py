@@ -75,6 +75,7 @@ class SupervisedTrainer(Trainer):
     def open(self, opened: ExitStack) -> TrainEngine:
         """Load the model, and the engine that evaluates it where there are tasks for it."""
         self.model = self.make_engine()
+        self.model.shares_weights = self.evaluates
         self.model.initialize(None, self.spec)
         opened.callback(self.model.destroy)
         self.rollout: RolloutEngine | None = None

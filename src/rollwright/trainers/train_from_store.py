@@ -12,6 +12,7 @@ from typing import Any
 
 from rollwright.config.experiment import PPOConfig
 from rollwright.config.recipes import apply_recipe
+from rollwright.errors import ConfigError
 from rollwright.experience.operators import joined_samples
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.rollout.staleness import Staleness
@@ -47,6 +48,11 @@ class StoreTrainer(PolicyTrainer):
         return ("wait", "train", "publish")
 
     def __init__(self, config: PPOConfig, directory: RunDirectory) -> None:
+        if config.recover.in_background:
+            raise ConfigError(
+                "recover.in_background is on, but a trainer from a store commits what it has drawn together with the checkpoint, and so "
+                "waits for it: leave it off."
+            )
         super().__init__(apply_recipe(config), config.actor, directory)
         size = 0 if config.total_train_steps is not None else count_tasks(training_tasks(config).source)
         self.spec = run_length(config, size)
@@ -59,6 +65,7 @@ class StoreTrainer(PolicyTrainer):
         announced = self.store if isinstance(self.store, ExperienceStore) else None
         self.sampling = Sampling.from_config(config.store, config.seed)
         self.actor = FSDPPPOActor(config.actor)
+        self.actor.shares_weights = False
         self.actor.initialize(None, self.spec)
         opened.callback(self.actor.destroy)
         self.actor.connect_engine(PublishedWeights(self.directory.path / "weights", announced))

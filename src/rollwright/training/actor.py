@@ -203,7 +203,8 @@ class FSDPPPOActor(TrainEngine):
             if self._publisher is not None:
                 self._publisher.before_first_step()
             update = PolicyUpdate(config, self._policy_loss, self.version, before_first_step=not steps)
-            steps.append(self.optimise(minibatch, update.loss, statistics, with_entropy=True))
+            entropy = {"with_entropy": True, "entropy_gradient": config.entropy_coef > 0}
+            steps.append(self.optimise(minibatch, update.loss, statistics, **entropy))
         statistics.add("policy_loss", torch.zeros((), device=self.device), torch.tensor(len(steps) / parallel.world_size()))
         metrics = {**_summary(steps), "lr": self.learning_rate, **with_effective_sample_size(statistics.export())}
         if self._publisher is not None and self._publisher.agreements:

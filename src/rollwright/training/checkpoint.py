@@ -1,59 +1,251 @@
 """Recover checkpoints: everything that a run continues from, written whole or not at all, and read without pickle.
 
-A state is a nested dict whose leaves are tensors or JSON values. Tensors go to ``state.safetensors``, the rest to
-``state.json``; ``checksums.json`` has a checksum of each, so that damage is noticed and never loaded. The states of the random
-generators are part of it.
+A state is a nested dict whose leaves are tensors or JSON values. The tensors of models (``ModelTensors``) are written to ``parts/``
+by ``torch.distributed.checkpoint``, each rank its own part, as safetensors; the first rank writes other tensors to
+``state.safetensors`` and the rest to ``state.json``. ``checksums.json`` has a checksum of each file, so that damage is noticed and
+never loaded. The states of the random generators are part of it.
+
+Invariants:
+
+* a checkpoint can be found when every rank has written its part, and not before;
+* no rank holds more than its own part, when it is written (beside one copy of it, in the background) and when it is read;
+* any number of ranks can read what another number has written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+import torch.distributed.checkpoint as dcp
 import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
 
 from rollwright.atomic import replaced_directory
-from rollwright.errors import CheckpointError
+from rollwright.errors import CheckpointError, RollwrightError
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
+from rollwright.training.sharding import call_checkpoint, local_tensor, placed_like
 
 logger = getLogger("checkpoint")
 
-_TENSOR = "__tensor__"
-_FORMAT = 2
+_TENSOR, _PART, _SHAPE = "__tensor__", "__part__", "shape"
+_FORMAT = 3
+_PARTS = "parts"
 _FILES = ("state.json", "state.safetensors")
+#: A rank writes its part to files of at least so many bytes, and at most so many files; one file's bytes are held a second time.
+_FILE_BYTES, _MOST_FILES = 64 << 20, 16
 
 
-def write_state(directory: str | Path, state: dict[str, Any], *, before_visible: Callable[[], object] | None = None) -> None:
-    """Write a nested dict of tensors and JSON values; the directory appears whole or not at all, after ``before_visible()``."""
+class ModelTensors(dict[str, Any]):
+    """Tensors by name (in further dicts, too) of which each rank has its own part, or all ranks the same."""
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor in a checkpoint, which is read where it is to go: see ``fill``."""
+
+    directory: Path
+    name: str
+    shape: tuple[int, ...]
+
+
+@torch.no_grad()
+def fill(pairs: Iterable[tuple[Tensor | SavedTensor, Tensor]]) -> None:
+    """Copy values into tensors that exist, each rank its own part of those that are sharded. All ranks call it together.
+
+    Args:
+        pairs: of a value and its target. A value is a tensor that is sharded as its target, or whole; or it is in a checkpoint.
+
+    Raises:
+        CheckpointError: a checkpoint lacks a tensor, or cannot be read.
+    """
+    saved: dict[Path, dict[str, Tensor]] = {}
+    for value, target in pairs:
+        if isinstance(value, SavedTensor):
+            saved.setdefault(value.directory, {})[value.name] = target
+        elif isinstance(value, DTensor):
+            local_tensor(target).copy_(local_tensor(value))
+        else:
+            target.copy_(placed_like(value, target))
+    for directory, targets in saved.items():
+        reader = dcp.HuggingFaceStorageReader(str(directory / _PARTS))
+        try:
+            call_checkpoint(dcp.load, targets, storage_reader=reader, process_group=parallel.checkpoint_group())
+        except (Exception, CheckpointException) as error:
+            raise CheckpointError(f"{directory} cannot be read: {_reason(error)}") from error
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def write_state(
+    directory: str | Path,
+    state: dict[str, Any],
+    *,
+    before_visible: Callable[[], object] | None = None,
+    in_background: bool = False,
+) -> Future[None]:
+    """Write a nested dict of tensors and JSON values; the directory appears whole or not at all. All ranks call it together.
+
+    Args:
+        directory: is replaced where it exists.
+        state: of the first rank; of the others, only ``ModelTensors`` count.
+        before_visible: called on the first rank when all is written and before it can be found.
+        in_background: return when the parts are copied, which then are written beside the training; else when all is written.
+
+    Returns:
+        Is done when the directory is there; its error is that of any rank.
+
+    Raises:
+        CheckpointError: it could not be written (not in the background).
+    """
     tensors: dict[str, Tensor] = {}
-    plain = _separate(state, "", tensors)
-    with replaced_directory(directory, before_visible=before_visible) as draft:
+    parts: dict[str, Tensor] = {}
+    plain = _separate(state, "", tensors, parts)
+    finishing = contextlib.ExitStack()
+
+    def begin() -> str:
+        return str(finishing.enter_context(replaced_directory(directory, before_visible=before_visible)))
+
+    draft = Path(parallel.from_first_rank(begin))
+
+    def finish() -> None:
         save_file(tensors, draft / "state.safetensors")
         (draft / "state.json").write_text(json.dumps({"format": _FORMAT, "state": plain}), encoding="utf-8")
-        (draft / "checksums.json").write_text(json.dumps({name: _checksum(draft / name) for name in _FILES}))
+        sums = {name: _checksum(draft / name) for name in _FILES}
+        for path in sorted((draft / _PARTS).glob("*.json")):
+            sums |= json.loads(path.read_text(encoding="utf-8"))
+            path.unlink()
+        (draft / "checksums.json").write_text(json.dumps(sums))
+        finishing.close()
+
+    writer = _PartWriter(draft / _PARTS, _files_of(parts), finish)
+    options: dict[str, Any] = {"storage_writer": writer, "process_group": parallel.checkpoint_group()}
+    written: Future[None] = Future()
+
+    def end(failure: BaseException | None) -> None:
+        if failure is not None:
+            finishing.__exit__(type(failure), failure, failure.__traceback__)
+            cause = next((each for each in _causes(failure).values() if isinstance(each, RollwrightError)), None)
+            reason = CheckpointError(f"{directory} could not be written: {_reason(failure)}")
+            written.set_exception(cause or reason)
+        else:
+            written.set_result(None)
+
+    try:
+        if not parts:
+            parallel.from_first_rank(finish)
+        elif in_background:
+            stager = DefaultStager(StagingOptions(False, False, False, False))
+            made: Any = call_checkpoint(dcp.async_save, parts, async_stager=stager, **options)
+            made.add_done_callback(lambda future: (stager.close(), end(future.exception())))
+            return written
+        else:
+            call_checkpoint(dcp.save, parts, **options)
+    except (Exception, CheckpointException) as error:
+        end(error)
+        raise written.exception() from error  # type: ignore[misc]
+    end(None)
+    return written
+
+
+class _PartWriter(dcp.HuggingFaceStorageWriter):
+    """Writes this rank's part with a checksum of each file; the first rank then makes the whole checkpoint visible."""
+
+    def __init__(self, path: Path, files: dict[str, int], finish: Callable[[], None]) -> None:
+        super().__init__(str(path), fqn_to_index_mapping=files, save_distributed=True)
+        self._finish = finish
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        written = super().write_data(plan, planner)
+        number = plan.storage_data["shard_index"]
+        directory = Path(self.path)
+        files = sorted(directory.glob(f"shard-{number:05d}-*.safetensors"))
+        sums = {f"{_PARTS}/{path.name}": _checksum(path) for path in files}
+        (directory / f"checksums-{number:05d}.json").write_text(json.dumps(sums))
+        return written
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        self._finish()
+
+
+def _files_of(parts: dict[str, Tensor]) -> dict[str, int]:
+    """In which of its files a rank writes each tensor."""
+    files, number, size = {}, 1, 0
+    most = max(_FILE_BYTES, sum(local_tensor(tensor).nbytes for tensor in parts.values()) // _MOST_FILES)
+    for name, tensor in parts.items():
+        if size and size + local_tensor(tensor).nbytes > most:
+            number, size = number + 1, 0
+        size += local_tensor(tensor).nbytes
+        files[name] = number
+    return files
+
+
+def _causes(failure: BaseException) -> dict[int, BaseException]:
+    """What each rank that failed raised; torch hides it in an exception of its own."""
+    return (
+        {rank: error for rank, (error, _) in failure.failures.items()}
+        if isinstance(failure, CheckpointException)
+        else {0: failure}
+    )
+
+
+def _reason(failure: BaseException) -> str:
+    return "; ".join(f"{type(error).__name__} on rank {rank}: {error}" for rank, error in _causes(failure).items())
+
+
+def _separate(value: Any, path: str, tensors: dict[str, Tensor], parts: dict[str, Tensor], *, in_model: bool = False) -> Any:
+    in_model = in_model or isinstance(value, ModelTensors)
+    if isinstance(value, Tensor) and in_model and (value.dim() or isinstance(value, DTensor)):
+        parts[path] = value.detach()
+        return {_PART: path, _SHAPE: list(value.shape)}
+    if isinstance(value, Tensor):
+        tensors[path] = value.detach().cpu().clone().contiguous()
+        return {_TENSOR: path}
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise CheckpointError(
+                f"The checkpoint state has keys at {path or 'its root'} that are not text: {list(value)[:3]}."
+            )
+        return {key: _separate(entry, f"{path}/{key}", tensors, parts, in_model=in_model) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_separate(entry, f"{path}/{index}", tensors, parts, in_model=in_model) for index, entry in enumerate(value)]
+    return value
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def read_state(directory: str | Path) -> dict[str, Any]:
-    """Read what ``write_state`` wrote; tensors are on the CPU.
+    """Read what ``write_state`` wrote: the tensors of models as ``SavedTensor``, others on the CPU.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or it is of another format.
     """
     directory = Path(directory)
+    check_state(directory)
+    return _read(directory)
+
+
+def _read(directory: Path) -> dict[str, Any]:
     try:
-        check_state(directory)
         plain = json.loads((directory / "state.json").read_text(encoding="utf-8"))
         tensors = load_file(directory / "state.safetensors")
     except (OSError, ValueError, SafetensorError) as error:
@@ -68,26 +260,32 @@ def read_state(directory: str | Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{directory} is a checkpoint of format {plain.get('format')}, not {_FORMAT}; use the version that wrote it."
         )
-    return _reunite(plain["state"], tensors)
+    return _reunite(plain["state"], tensors, directory)
 
 
-def check_state(directory: Path) -> None:
+def check_state(directory: Path, *, share: int = 0, shares: int = 1) -> None:
     """Compare the files of a state with their checksums.
+
+    Args:
+        directory: of the state.
+        share, shares: which of how many parts of the files: ranks check one each.
 
     Raises:
         CheckpointError: a file is damaged or missing.
     """
     try:
         expected = json.loads((directory / "checksums.json").read_text(encoding="utf-8"))
-        found = {name: _checksum(directory / name) for name in _FILES}
-    except (OSError, ValueError) as error:
+        names = sorted(expected)
+        if not {*_FILES} <= {*names}:
+            raise ValueError(f"checksums.json lacks {' and '.join(_FILES)}")
+        damaged = [name for name in names[share::shares] if expected[name] != _checksum(directory / name)]
+    except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{directory} holds no readable checkpoint ({error}); resume from another, or start anew."
         ) from error
-    if expected != found:
-        damaged = [name for name in _FILES if not isinstance(expected, dict) or expected.get(name) != found[name]]
+    if damaged:
         raise CheckpointError(
-            f"{directory} is damaged: {' and '.join(damaged) or 'checksums.json'} is not what was written; resume from another "
+            f"{directory} is damaged: {' and '.join(damaged)} is not what was written; resume from another "
             "checkpoint, or start anew."
         )
 
@@ -97,28 +295,15 @@ def _checksum(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
 
 
-def _separate(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        tensors[path] = value.detach().cpu().clone().contiguous()
-        return {_TENSOR: path}
-    if isinstance(value, dict):
-        if not all(isinstance(key, str) for key in value):
-            raise CheckpointError(
-                f"The checkpoint state has keys at {path or 'its root'} that are not text: {list(value)[:3]}."
-            )
-        return {key: _separate(entry, f"{path}/{key}", tensors) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_separate(entry, f"{path}/{index}", tensors) for index, entry in enumerate(value)]
-    return value
-
-
-def _reunite(value: Any, tensors: dict[str, Tensor]) -> Any:
+def _reunite(value: Any, tensors: dict[str, Tensor], directory: Path) -> Any:
     if isinstance(value, dict):
         if value.keys() == {_TENSOR}:
             return tensors[value[_TENSOR]]
-        return {key: _reunite(entry, tensors) for key, entry in value.items()}
+        if value.keys() == {_PART, _SHAPE}:
+            return SavedTensor(directory, value[_PART], tuple(value[_SHAPE]))
+        return {key: _reunite(entry, tensors, directory) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_reunite(entry, tensors) for entry in value]
+        return [_reunite(entry, tensors, directory) for entry in value]
     return value
 
 
@@ -127,14 +312,18 @@ class RecoverCheckpoints:
 
     _NAME = re.compile(r"step_(\d{8,})")
 
-    def __init__(self, directory: str | Path, keep: int = 2) -> None:
+    def __init__(self, directory: str | Path, keep: int = 2, *, in_background: bool = False) -> None:
         """
         Args:
-            directory: where they are kept; made when the first is written.
+            directory: where they are kept; made when the first is written. All ranks see it.
             keep: how many of the newest stay.
+            in_background: ``save`` returns when this rank's part is copied; what is written then is waited for by the next
+                ``save``, by ``load`` and by ``wait``.
         """
         self.directory = Path(directory)
         self.keep = keep
+        self.in_background = in_background
+        self._written: tuple[int, Future[None]] | None = None
 
     def steps(self) -> list[int]:
         """Steps that have a whole checkpoint, ascending."""
@@ -148,25 +337,43 @@ class RecoverCheckpoints:
         return self.directory / f"step_{step:08d}"
 
     def save(self, step: int, state: dict[str, Any], *, before_visible: Callable[[], object] | None = None) -> Path:
-        """Write the checkpoint of a step, then remove the oldest above ``keep`` and all of later steps. Only rank 0 writes.
+        """Write the checkpoint of a step, then remove the oldest above ``keep`` and all of later steps. All ranks call it together.
 
         One of a later step was damaged, or it is of a run that went back to before it.
 
         Args:
             step: its number.
-            state: what is kept.
-            before_visible: called when the files are written and before the checkpoint can be found: what has to be in
-                step with it (a store's cursor) commits there.
+            state: what is kept; of ranks other than the first, only ``ModelTensors`` count.
+            before_visible: called on the first rank when the files are written and before the checkpoint can be found: what has to
+                be in step with it (a store's cursor) commits there.
+
+        Raises:
+            CheckpointError: it, or the one before it that was written in the background, could not be written.
         """
+        self.wait()
+        written = write_state(self.path(step), state, before_visible=before_visible, in_background=self.in_background)
+        self._written = step, written
+        if not self.in_background:
+            self.wait()
+        return self.path(step)
+
+    def wait(self) -> None:
+        """Return when what is written in the background can be found. All ranks call it together.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._written is None:
+            return
+        (step, written), self._written = self._written, None
+        written.result()
         if parallel.rank() == 0:
-            write_state(self.path(step), state, before_visible=before_visible)
             kept = [each for each in self.steps() if each <= step][-self.keep :]
             for old in set(self.steps()) - set(kept):
                 shutil.rmtree(self.path(old))
-        return self.path(step)
 
     def load(self, step: int | None = None) -> tuple[int, dict[str, Any]]:
-        """The state of a step, and the step.
+        """The state of a step, and the step. All ranks call it together.
 
         Args:
             step: None: the newest that is whole; damaged ones are passed over, with a warning. The first rank chooses for all.
@@ -174,30 +381,31 @@ class RecoverCheckpoints:
         Raises:
             CheckpointError: there is none, or none that is whole.
         """
-        found = parallel.from_first_rank(lambda: self._newest_whole() if step is None else step)
-        if found not in self.steps():
+        self.wait()
+        steps = parallel.from_first_rank(self.steps)
+        if step is not None and step in steps:
+            self._check(step)
+            return step, _read(self.path(step))
+        if step is not None or not steps:
             raise CheckpointError(
-                f"{self.directory} has no checkpoint{'' if step is None else f' of step {step}'} (it has steps {self.steps()}); "
+                f"{self.directory} has no checkpoint{'' if step is None else f' of step {step}'} (it has steps {steps}); "
                 "set recover.mode=auto to start anew where there is none."
             )
-        return found, read_state(self.path(found))
-
-    def _newest_whole(self) -> int | None:
-        """The newest step whose checkpoint is not damaged; None where there is no checkpoint."""
-        steps = self.steps()
-        for step in reversed(steps):
+        for candidate in reversed(steps):
             try:
-                check_state(self.path(step))
+                self._check(candidate)
+                return candidate, _read(self.path(candidate))
             except CheckpointError as error:
-                logger.warning("%s It is passed over, and the checkpoint before it is taken.", error)
-            else:
-                return step
-        if steps:
-            raise CheckpointError(
-                f"{self.directory}: the checkpoints of steps {steps} are all damaged, so the run cannot go on; set another "
-                "trial_name, or move the directory away to start anew."
-            )
-        return None
+                if parallel.rank() == 0:
+                    logger.warning("%s It is passed over, and the checkpoint before it is taken.", error)
+        raise CheckpointError(
+            f"{self.directory}: the checkpoints of steps {steps} are all damaged, so the run cannot go on; set another "
+            "trial_name, or move the directory away to start anew."
+        )
+
+    def _check(self, step: int) -> None:
+        """Every rank checks its share of the files, and all know what each found."""
+        parallel.on_all_ranks(lambda: check_state(self.path(step), share=parallel.rank(), shares=parallel.world_size()))
 
 
 def random_states() -> dict[str, Any]:

@@ -9,7 +9,6 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import math
 from collections.abc import Callable
@@ -21,16 +20,41 @@ from torch import Tensor, nn
 
 from rollwright.algorithms.losses import aggregation_weights, sft_loss
 from rollwright.config.experiment import FinetuneSpec
-from rollwright.config.sections import OptimizerConfig, TrainEngineConfig
+from rollwright.config.sections import TrainEngineConfig
 from rollwright.errors import CheckpointError, ConfigError, TrainingError
 from rollwright.experience.trajectory import Trajectory, tensor_container_to
+from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
-from rollwright.training.checkpoint import random_states, restore_random_states
+from rollwright.training.checkpoint import ModelTensors, fill, random_states, restore_random_states
 from rollwright.training.logprobs import TokenScorer, use_fast_norms
 from rollwright.training.micro_batches import PrefixSharing, attended_tokens
-from rollwright.training.model import load_model, owned_state, resolve_device, resolve_dtype, save_model
+from rollwright.training.model import (
+    checkpoint_layers,
+    empty_copy,
+    empty_model,
+    frozen_model,
+    held_dtype,
+    load_model,
+    resolve_device,
+    resolve_dtype,
+    save_model,
+)
+from rollwright.training.optimizers import load_optimizer_state, make_optimizer, make_scheduler, optimizer_state
 from rollwright.training.parallel import TokenStatistics
+from rollwright.training.pretrained import load_weights
+from rollwright.training.sharding import (
+    allocate,
+    full_tensor,
+    initialise_randomly,
+    is_sharded,
+    own_tensors,
+    shard,
+    transformer_layers,
+    wants_sharding,
+    whole_weights,
+    with_whole_weights,
+)
 
 logger = getLogger("training")
 
@@ -43,6 +67,9 @@ class TrainEngine:
 
     #: Keep a frozen copy of the first weights as ``reference``, unless ``load_reference`` was called before.
     needs_reference = False
+
+    #: An engine in this process may compute with the model's own tensors, so that one process on a GPU does not shard them.
+    shares_weights = True
 
     def __init__(self, config: TrainEngineConfig, model: nn.Module | None = None) -> None:
         """
@@ -73,37 +100,67 @@ class TrainEngine:
             ConfigError: the model cannot be loaded, or the configuration cannot be trained with.
         """
         del addr
-        self.device = parallel.join_processes(resolve_device(self.config.device))
+        shards = wants_sharding(self.config, resolve_device(self.config.device), is_shared=self.shares_weights)
+        self.device = parallel.join_processes(resolve_device(self.config.device), also_alone=shards)
         self.compute_dtype = resolve_dtype(self.config.dtype, self.device)
         if self.compute_dtype == torch.float16 and self.config.optimizer is not None:
             raise ConfigError("dtype=float16 cannot be trained with (its gradients underflow): use bfloat16 or float32.")
-        if self.model is None:
-            self.model = load_model(self.config, device=self.device)
+        self._load(shards)
         if self.needs_reference and self.reference is None:
             self.reference = self.frozen_copy()
+        if self.config.optimizer is not None:
+            self.optimizer = make_optimizer(self.model, self.config.optimizer)
+            self.scheduler = make_scheduler(self.optimizer, self.config.optimizer, ft_spec)
+
+    def _load(self, shards: bool, like: TrainEngine | None = None) -> None:
+        """Have the model with its weights: those of its path, or those of ``like``; sharded one tensor at a time."""
+        config, is_given = self.config, self.model is not None
+        if like is not None:
+            self.model = empty_copy(like.model, like.frozen_dtype) if shards else frozen_model(like.model, like.frozen_dtype)
+        elif not is_given:
+            dtype = held_dtype(config, self.device)
+            self.model = empty_model(config, dtype) if shards else load_model(config, dtype=dtype, device=self.device)
+        layers = transformer_layers(self.model)
+        if config.gradient_checkpointing:
+            checkpoint_layers(self.model, layers, config.gradient_checkpointing_every)
+        if config.compile_layers:
+            for layer in layers:
+                layer.compile()
         if self.device.type == "cpu" and self.compute_dtype == next(self.model.parameters()).dtype == torch.float32:
             use_fast_norms(self.model)
-        self._scorer = TokenScorer(self.model, chunk_tokens=self.config.logits_chunk_tokens)
-        self._scorer = parallel.shard(self._scorer, parallel.transformer_layers(self.model), self.compute_dtype)
-        if self.config.optimizer is not None:
-            self.optimizer = make_optimizer(self.model, self.config.optimizer, sharded=parallel.world_size() > 1)
-            self.scheduler = make_scheduler(self.optimizer, self.config.optimizer, ft_spec)
+        self._scorer = TokenScorer(self.model, chunk_bytes=config.logits_chunk_mib << 20)
+        if not shards:
+            return
+        shard(self._scorer, layers, self.compute_dtype, config, self.device)
+        if is_given:
+            return
+        allocate(self.model, torch.device("cpu") if config.cpu_offload else self.device)
+        if like is not None:
+            fill(zip(own_tensors(like.model).values(), own_tensors(self.model).values(), strict=True))
+        elif config.init_from_scratch:
+            initialise_randomly(self.model)
+        else:
+            load_weights(self.model, config.path)
 
     def load_reference(self, config: TrainEngineConfig) -> None:
         """Load the frozen reference that this model is compared with; called before ``initialize``."""
         self.reference = TrainEngine(dataclasses.replace(config, optimizer=None))
+        self.reference.shares_weights = self.shares_weights
         self.reference.initialize()
 
     def frozen_copy(self) -> TrainEngine:
         """An engine over a copy of this one's present weights that is only scored."""
-        config = dataclasses.replace(self.config, optimizer=None)
-        model = copy.deepcopy(self.model).requires_grad_(False)
-        if self.compute_dtype == torch.bfloat16:
-            for parameter in model.parameters():  # not the buffers: rotary frequencies stay exact
-                parameter.data = parameter.data.to(self.compute_dtype)
-        engine = TrainEngine(config, model)
-        engine.initialize()
+        engine = TrainEngine(dataclasses.replace(self.config, optimizer=None))
+        engine.device, engine.compute_dtype = self.device, self.compute_dtype
+        engine._load(is_sharded(self.model), like=self)
+        engine.model.requires_grad_(False)
         return engine
+
+    @property
+    def frozen_dtype(self) -> torch.dtype:
+        """Type in which a copy holds the parameters that is only scored (not the buffers: rotary frequencies stay exact)."""
+        held = next(self.model.parameters()).dtype
+        return torch.bfloat16 if self.compute_dtype == torch.bfloat16 else held
 
     # Scoring
 
@@ -132,7 +189,13 @@ class TrainEngine:
     # Optimisation
 
     def optimise(
-        self, batch: Trajectory, loss: MicroBatchLoss, statistics: TokenStatistics, *, with_entropy: bool = False
+        self,
+        batch: Trajectory,
+        loss: MicroBatchLoss,
+        statistics: TokenStatistics,
+        *,
+        with_entropy: bool = False,
+        entropy_gradient: bool = False,
     ) -> dict[str, float]:
         """One optimizer step over a (mini)batch that is on ``device``.
 
@@ -141,6 +204,7 @@ class TrainEngine:
             loss: makes the weighted sum of a micro-batch.
             statistics: passed to ``loss``.
             with_entropy: entropies are computed and passed to ``loss``.
+            entropy_gradient: the loss depends on them.
 
         Returns:
             ``loss``, ``grad_norm`` (before clipping) and ``skipped_steps`` (0 or 1).
@@ -156,7 +220,9 @@ class TrainEngine:
             if not len(index):
                 part["loss_weights"] = torch.zeros_like(part["loss_weights"])
             with self._autocast():
-                logprobs_BL, entropy_BL = self._scorer(part, part["loss_weights"] != 0, with_entropy=with_entropy)
+                logprobs_BL, entropy_BL = self._scorer(
+                    part, part["loss_weights"] != 0, with_entropy=with_entropy, entropy_gradient=entropy_gradient
+                )
             value = loss(part, logprobs_BL, entropy_BL, statistics)
             # FSDP averages gradients over ranks; the weights' denominator is already that of all of them.
             (value * parallel.world_size()).backward()
@@ -169,7 +235,7 @@ class TrainEngine:
         assert self.config.optimizer is not None
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm_tensor = torch.nn.utils.get_total_norm([p.grad for p in parameters])
-        norm = float(parallel.full_tensor(norm_tensor))
+        norm = float(full_tensor(norm_tensor))
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.config.optimizer.gradient_clipping, norm_tensor)
@@ -230,9 +296,11 @@ class TrainEngine:
 
     def save(self, path: str | Path, tokenizer: Any = None) -> None:
         """Write the model in Hugging Face form; the directory appears whole or not at all."""
-        state = self.full_weights()
-        if parallel.rank() == 0:
-            save_model(self.model, path, tokenizer=tokenizer, image_processor=self._image_processor(), state=state)
+
+        def write(weights: WeightStream) -> None:
+            save_model(self.model, path, tokenizer=tokenizer, image_processor=self._image_processor(), weights=weights)
+
+        with_whole_weights(self.weights(), write)
 
     def _image_processor(self) -> Any:
         """Of a model that sees, that of the directory it was loaded from, so that its checkpoints see, too."""
@@ -246,22 +314,31 @@ class TrainEngine:
             logger.warning("%s has no image processor to copy into checkpoints: %s", self.config.path, error)
             return None
 
+    def weights(self, dtype: torch.dtype | None = None) -> WeightStream:
+        """The model's tensors by name, each put together when its turn comes, which all ranks have to do together.
+
+        Args:
+            dtype: of tensors with a fractional part; None: their own.
+        """
+        return whole_weights(self.model, dtype)
+
     def full_weights(self) -> dict[str, Tensor]:
-        """The model's tensors by name, whole, as copies on the CPU; tied tensors are one object."""
-        if parallel.world_size() == 1:
-            return owned_state(self.model)
-        return {name: parallel.full_tensor(tensor).cpu() for name, tensor in self.model.state_dict().items()}
+        """Copies of all the model's tensors by name, whole, on the CPU of every rank; a tied one once. For small models."""
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.weights()}
 
     def state_dict(self) -> dict[str, Any]:
-        """All that training goes on from: weights, optimizer, schedule, random states, version; whole on every rank."""
-        weights = {name: tensor.clone() for name, tensor in self.full_weights().items()}
+        """All that training goes on from: weights, optimizer, schedule, random states, version.
+
+        Tensors are this engine's own, not copies, and of each rank's part: ``RecoverCheckpoints`` writes them.
+        """
+        weights = ModelTensors(own_tensors(self.model))
         state: dict[str, Any] = {"version": self.version, "weights": weights, "random": random_states()}
         if self.optimizer is not None and self.scheduler is not None:
             state |= {**optimizer_state(self.model, self.optimizer, self.scheduler), "bad_steps": self._bad_steps}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave. Parameters keep their storage, which an inference engine may share.
+        """Go on from what ``state_dict`` gave, or what was read of it. Parameters keep their storage, which an engine may share.
 
         Raises:
             CheckpointError: the state is that of another model.
@@ -283,17 +360,17 @@ class TrainEngine:
 
     @torch.no_grad()
     def _load_weights(self, weights: dict[str, Tensor]) -> None:
-        own = self.model.state_dict()
+        own = own_tensors(self.model)
         if own.keys() != weights.keys():
             difference = sorted(own.keys() ^ weights.keys())[:3]
             raise CheckpointError(f"The checkpoint is of another model: tensors {difference} are in only one of the two.")
         for name, tensor in own.items():
             saved = weights[name]
-            if saved.shape != tensor.shape:
+            if tuple(saved.shape) != tuple(tensor.shape):
                 raise CheckpointError(
                     f"The checkpoint is of another model: {name} is {list(saved.shape)} there, {list(tensor.shape)} here."
                 )
-            tensor.copy_(parallel.placed_like(saved, tensor))
+        fill((weights[name], tensor) for name, tensor in own.items())
 
     def _micro_batches(self, batch: Trajectory) -> list[tuple[Tensor, Trajectory]]:
         with self._autocast():
@@ -315,102 +392,3 @@ def trained_tokens(batch: Trajectory) -> Tensor:
     if "loss_mask" not in batch:
         raise TrainingError("The batch has no loss_mask: nothing says which tokens the policy sampled.")
     return attended_tokens(batch) & (batch["loss_mask"] > 0)
-
-
-def make_optimizer(model: nn.Module, config: OptimizerConfig, *, sharded: bool = False) -> torch.optim.AdamW:
-    """AdamW over the parameters that train; weight decay only on matrices, not on norms and biases.
-
-    Args:
-        model: whose parameters are optimised.
-        config: rates and decays.
-        sharded: parameters are sharded by FSDP, for which the fused step is not used on CPUs.
-    """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    on_cpu = bool(trained) and trained[0].device.type == "cpu"
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=None if sharded and on_cpu else True,
-    )
-
-
-def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int | None) -> float:
-    """What the peak learning rate is multiplied by in a step.
-
-    Args:
-        step: steps already made; 0 in the first.
-        config: warm-up, schedule and where it ends.
-        total_steps: steps of the run; None where unknown, which only a constant rate without warm-up allows.
-
-    Returns:
-        Warm-up grows linearly and reaches 1 in its last step, so that no step is made at rate 0.
-    """
-    if total_steps is None:
-        return 1.0
-    warmup = math.ceil(config.warmup_steps_proportion * total_steps)
-    if step < warmup:
-        return (step + 1) / warmup
-    if config.lr_scheduler_type == "constant":
-        return 1.0
-    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    falling = 1.0 - progress if config.lr_scheduler_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * falling
-
-
-def make_scheduler(
-    optimizer: torch.optim.Optimizer, config: OptimizerConfig, ft_spec: FinetuneSpec | None
-) -> torch.optim.lr_scheduler.LambdaLR:
-    """The schedule of a run.
-
-    Raises:
-        ConfigError: the schedule depends on the length of the run, and that is not known.
-    """
-    total = ft_spec.total_steps if ft_spec is not None else None
-    if not total and (config.lr_scheduler_type != "constant" or config.warmup_steps_proportion > 0):
-        raise ConfigError(
-            f"optimizer.lr_scheduler_type={config.lr_scheduler_type} with warmup_steps_proportion="
-            f"{config.warmup_steps_proportion} needs the number of steps: pass a FinetuneSpec to initialize(), or use "
-            "constant without warm-up."
-        )
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, config, total or None))
-
-
-def optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR
-) -> dict[str, Any]:
-    """Moments by parameter name, schedule and learning rates, whole on every rank."""
-    moments: dict[str, Any] = {}
-    for name, parameter in model.named_parameters():
-        if entry := optimizer.state.get(parameter):
-            moments[name] = {key: parallel.full_tensor(value).detach().cpu().clone() for key, value in entry.items()}
-    schedule = {
-        key: value
-        for key, value in scheduler.state_dict().items()
-        if key != "lr_lambdas" and (isinstance(value, int | float | list) or value is None)
-    }
-    rates = [float(group["lr"]) for group in optimizer.param_groups]
-    return {"optimizer": moments, "scheduler": schedule, "learning_rates": rates}
-
-
-def load_optimizer_state(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scheduler: torch.optim.lr_scheduler.LambdaLR,
-    state: dict[str, Any],
-) -> None:
-    """Set optimizer and schedule to what ``optimizer_state`` gave; moments are sharded as their parameters are."""
-    for name, parameter in model.named_parameters():
-        if (entry := state["optimizer"].get(name)) is not None:
-            optimizer.state[parameter] = {
-                key: value.clone() if value.dim() == 0 else parallel.placed_like(value, parameter).clone()
-                for key, value in entry.items()
-            }
-    scheduler.load_state_dict({**scheduler.state_dict(), **state["scheduler"]})
-    for group, rate in zip(optimizer.param_groups, state["learning_rates"], strict=True):
-        group["lr"] = rate

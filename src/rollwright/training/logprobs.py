@@ -1,6 +1,6 @@
 """Log-probabilities of given tokens under a model, a micro-batch at a time, without ever holding ``[B, L, V]`` logits in float32.
 
-Only hidden states of tokens that are asked for go through the output layer, ``logits_chunk_tokens`` at a time; in
+Only hidden states of tokens that are asked for go through the output layer, ``logits_chunk_mib`` of logits at a time; in
 the backward pass each chunk's logits are computed again.
 """
 
@@ -28,7 +28,7 @@ class _SelectedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_TV: Tensor, labels_T: Tensor, temperature_T: Tensor, with_entropy: bool
+        ctx: Any, logits_TV: Tensor, labels_T: Tensor, temperature_T: Tensor, with_entropy: bool, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(logits_TV.dtype, torch.float32)
         scaled_TV = logits_TV.to(wide) / temperature_T[:, None]
@@ -40,11 +40,13 @@ class _SelectedLogprobs(torch.autograd.Function):
         else:
             entropy_T = torch.zeros_like(normaliser_T)
         ctx.save_for_backward(logits_TV, labels_T, temperature_T, normaliser_T, entropy_T)
-        ctx.with_entropy = with_entropy
+        ctx.with_entropy = with_entropy and entropy_gradient
+        if not ctx.with_entropy:
+            ctx.mark_non_differentiable(entropy_T)
         return logprobs_T, entropy_T
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_logprobs_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
         logits_TV, labels_T, temperature_T, normaliser_T, entropy_T = ctx.saved_tensors
         # d logp / d z = onehot - p;  d H / d z = -p (log p + H)
         log_p_TV = logits_TV.to(normaliser_T.dtype) / temperature_T[:, None]
@@ -59,11 +61,11 @@ class _SelectedLogprobs(torch.autograd.Function):
             grad_TV *= -grad_logprobs_T[:, None]
         grad_TV.scatter_add_(1, labels_T[:, None], grad_logprobs_T[:, None])
         grad_TV /= temperature_T[:, None]
-        return grad_TV.to(logits_TV.dtype), None, None, None
+        return grad_TV.to(logits_TV.dtype), None, None, None, None
 
 
 def selected_logprobs(
-    logits_TV: Tensor, labels_T: Tensor, temperature_T: Tensor, *, with_entropy: bool = False
+    logits_TV: Tensor, labels_T: Tensor, temperature_T: Tensor, *, with_entropy: bool = False, entropy_gradient: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of a label for each row of logits, and the entropy of the distribution.
 
@@ -71,12 +73,13 @@ def selected_logprobs(
         logits_TV: unscaled logits, of any float type; the softmax is computed in float32 at least.
         labels_T: token ids.
         temperature_T: what the logits are divided by.
-        with_entropy: compute the entropy too (with its gradient); else it is 0.
+        with_entropy: compute the entropy too; else it is 0.
+        entropy_gradient: the entropy has one, which costs two more passes over the logits.
 
     Returns:
         ``logprobs_T`` and ``entropy_T``, in nats.
     """
-    return _SelectedLogprobs.apply(logits_TV, labels_T, temperature_T, with_entropy)  # type: ignore[no-any-return]
+    return _SelectedLogprobs.apply(logits_TV, labels_T, temperature_T, with_entropy, entropy_gradient)  # type: ignore[no-any-return]
 
 
 class TokenScorer(nn.Module):
@@ -85,13 +88,19 @@ class TokenScorer(nn.Module):
     It is a module so that FSDP can wrap it: the output layer is called inside its forward pass.
     """
 
-    def __init__(self, model: nn.Module, *, chunk_tokens: int = 4096) -> None:
+    def __init__(self, model: nn.Module, *, chunk_bytes: int = 256 << 20) -> None:
+        """Args:
+        model: a Hugging Face model.
+        chunk_bytes: of the float32 logits that exist at a time.
+        """
         super().__init__()
         self.model = model
-        self.chunk_tokens = chunk_tokens
+        self.chunk_bytes = chunk_bytes
         self._head_is_linear: bool | None = None
 
-    def forward(self, batch: Trajectory, wanted_BL: Tensor, *, with_entropy: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, batch: Trajectory, wanted_BL: Tensor, *, with_entropy: bool = False, entropy_gradient: bool = True
+    ) -> tuple[Tensor, Tensor]:
         """Score tokens.
 
         Args:
@@ -99,6 +108,7 @@ class TokenScorer(nn.Module):
                 ``temperature [B]`` and multi-modal inputs. Rows are right-padded.
             wanted_BL: bool, the tokens whose log-probability is wanted; column 0 has none and must be false.
             with_entropy: compute entropies too.
+            entropy_gradient: they have one.
 
         Returns:
             ``logprobs_BL`` and ``entropy_BL``, float32, 0 where not wanted. The entropy at a token is that of the
@@ -129,28 +139,33 @@ class TokenScorer(nn.Module):
             )
         if self._head_applies(inputs):
             hidden_BLH = self.model.base_model(**inputs, use_cache=False).last_hidden_state  # type: ignore[operator]
-            logprobs_T, entropy_T = self._score_hidden(hidden_BLH[predictor], labels_T, temperature_T, with_entropy)
+            logprobs_T, entropy_T = self._score_hidden(
+                hidden_BLH[predictor], labels_T, temperature_T, with_entropy=with_entropy, entropy_gradient=entropy_gradient
+            )
         else:
             logits_TV = self.model(**inputs, use_cache=False).logits[predictor]
-            logprobs_T, entropy_T = selected_logprobs(logits_TV, labels_T, temperature_T, with_entropy=with_entropy)
+            logprobs_T, entropy_T = selected_logprobs(
+                logits_TV, labels_T, temperature_T, with_entropy=with_entropy, entropy_gradient=entropy_gradient
+            )
         if copies_T is not None:
             logprobs_T, entropy_T = logprobs_T[copies_T], entropy_T[copies_T]
         empty_BL = torch.zeros(wanted_BL.shape, dtype=logprobs_T.dtype, device=ids_BL.device)
         return empty_BL.index_put(at, logprobs_T), empty_BL.index_put(at, entropy_T)
 
     def _score_hidden(
-        self, hidden_TH: Tensor, labels_T: Tensor, temperature_T: Tensor, with_entropy: bool
+        self, hidden_TH: Tensor, labels_T: Tensor, temperature_T: Tensor, **entropy: bool
     ) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()  # type: ignore[operator]
 
         def score(hidden: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-            return selected_logprobs(head(hidden), labels, temperature, with_entropy=with_entropy)
+            return selected_logprobs(head(hidden), labels, temperature, **entropy)
 
         tokens, vocabulary = int(hidden_TH.shape[0]), int(head.weight.shape[0])
         keep_logits = not torch.is_grad_enabled() or tokens * vocabulary <= _KEPT_LOGITS
-        if tokens <= self.chunk_tokens and keep_logits:
+        chunk = max(1, self.chunk_bytes // (4 * vocabulary))
+        if tokens <= chunk and keep_logits:
             return score(hidden_TH, labels_T, temperature_T)
-        chunks = zip(*(each.split(self.chunk_tokens) for each in (hidden_TH, labels_T, temperature_T)), strict=True)
+        chunks = zip(*(each.split(chunk) for each in (hidden_TH, labels_T, temperature_T)), strict=True)
         pieces = [score(*chunk) if keep_logits else checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
         return torch.cat([piece[0] for piece in pieces]), torch.cat([piece[1] for piece in pieces])
 
@@ -310,7 +325,7 @@ def _forward(self: Any, hidden_states: Tensor) -> Tensor:
 def use_fast_norms(model: nn.Module) -> int:
     """Replace the forward pass of a model's RMSNorm layers, in place, where it computes the same.
 
-    Architectures differ in what they call RMSNorm (some add one to the weight), so each layer is tried on numbers first.
+    Architectures differ in what they call RMSNorm (some add one to the weight), so each layer is tried on other weights first.
 
     Returns:
         How many layers were replaced.
@@ -325,8 +340,10 @@ def use_fast_norms(model: nn.Module) -> int:
             or weight.dim() != 1
         ):
             continue
-        probe = torch.linspace(-2.0, 3.0, 3 * weight.shape[0], dtype=weight.dtype, device=weight.device).view(3, -1)
-        if torch.allclose(module(probe), _RMSNorm.apply(probe, weight, epsilon), rtol=1e-5, atol=1e-6):
+        probe = torch.linspace(-2.0, 3.0, 3 * weight.shape[0], dtype=weight.dtype).view(3, -1)
+        tried = torch.linspace(0.5, 1.5, weight.shape[0], dtype=weight.dtype)  # the layer's own may have no memory yet
+        given = torch.func.functional_call(module, {"weight": tried}, (probe,))
+        if torch.allclose(given, _RMSNorm.apply(probe, tried, epsilon), rtol=1e-5, atol=1e-6):
             module.forward = types.MethodType(_forward, module)  # type: ignore[method-assign]
             replaced += 1
     return replaced

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +19,10 @@ from rollwright.config.experiment import NewVisionConfig
 from rollwright.config.sections import TrainEngineConfig
 from rollwright.data.vision import IMAGE, VIDEO, VISION_END, VISION_PIECES, VISION_START, new_image_processor
 from rollwright.errors import ConfigError
+from rollwright.inference.weights.files import write_files
+from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.progress import without_progress_bars
+from rollwright.training.sharding import whole_weights
 
 #: Architectures that ``new_model`` makes: name -> configuration class of transformers.
 ARCHITECTURES = {"qwen3": "Qwen3Config", "qwen2": "Qwen2Config", "llama": "LlamaConfig"}
@@ -54,28 +62,93 @@ def load_model(config: TrainEngineConfig, *, dtype: torch.dtype | None = None, d
     Raises:
         ConfigError: there is no model at ``config.path``, or it needs code that ``trust_remote_code`` does not allow.
     """
+    device = device or resolve_device(config.device)
+    dtype = dtype or held_dtype(config, device)
+
+    def make(builder: Any, model_config: Any, arguments: dict[str, Any]) -> nn.Module:
+        if config.init_from_scratch:
+            return builder.from_config(model_config, **arguments)
+        return builder.from_pretrained(config.path, config=model_config, **arguments)
+
+    return _made(config, dtype, make).to(device).eval()
+
+
+def empty_model(config: TrainEngineConfig, dtype: torch.dtype) -> nn.Module:
+    """The model of a config without its weights: parameters on the meta device, which takes no memory; buffers are computed.
+
+    Raises:
+        ConfigError: as ``load_model``.
+    """
+
+    def make(builder: Any, model_config: Any, arguments: dict[str, Any]) -> nn.Module:
+        with _parameters_without_memory():
+            return builder.from_config(model_config, **arguments)
+
+    return _made(config, dtype, make).eval()
+
+
+def empty_copy(model: Any, dtype: torch.dtype) -> nn.Module:
+    """A model of another's architecture, as ``empty_model`` makes it; with the values of the other's buffers."""
+    with _parameters_without_memory(), without_progress_bars():
+        copied = _auto_class(model.config).from_config(copy.deepcopy(model.config), dtype=dtype)
+    _switch_off_dropout(copied)
+    values = dict(model.named_buffers())
+    for name, buffer in copied.named_buffers():
+        buffer.data = values[name].clone()
+    return copied.eval()
+
+
+def frozen_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of a model with parameters of another type, never with two copies of one in the first; buffers stay as they are."""
+    copies: dict[int, Any] = {id(p): nn.Parameter(p.detach().to(dtype, copy=True), False) for p in model.parameters()}
+    return copy.deepcopy(model, copies)
+
+
+def held_dtype(config: TrainEngineConfig, device: torch.device) -> torch.dtype:
+    """Type of the parameters: float32 where there is an optimizer (the master weights), else the compute type."""
+    return torch.float32 if config.optimizer is not None else resolve_dtype(config.dtype, device)
+
+
+def _made(config: TrainEngineConfig, dtype: torch.dtype, make: Callable[[Any, Any, dict[str, Any]], nn.Module]) -> nn.Module:
     import transformers
 
     if not config.path:
         raise ConfigError("The model's path is empty: set it to a model directory or a Hugging Face name.")
-    device = device or resolve_device(config.device)
-    dtype = dtype or (torch.float32 if config.optimizer is not None else resolve_dtype(config.dtype, device))
-    arguments = {"trust_remote_code": config.trust_remote_code}
+    arguments: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     try:
         model_config = transformers.AutoConfig.from_pretrained(config.path, **arguments)
-        builder = _auto_class(model_config)
         arguments |= {"dtype": dtype, "attn_implementation": config.attn_implementation}
         with without_progress_bars():
-            if config.init_from_scratch:
-                model = builder.from_config(model_config, **arguments)
-            else:
-                model = builder.from_pretrained(config.path, config=model_config, **arguments)
+            model = make(_auto_class(model_config), model_config, arguments)
     except (OSError, ValueError) as error:
         raise ConfigError(f"No model could be loaded from {config.path!r}: {error}") from error
     _switch_off_dropout(model)
-    if config.gradient_checkpointing:
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    return model.to(device).eval()
+    return model
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Parameters that modules register go to the meta device; buffers stay, as some are computed when they are made."""
+    register = nn.Module.register_parameter
+
+    def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def checkpoint_layers(model: nn.Module, layers: list[nn.Module], every: int) -> None:
+    """Recompute the activations of every ``every``-th layer in the backward pass, in training mode."""
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    for number, layer in enumerate(layers):
+        if (number + 1) % every:
+            layer.gradient_checkpointing = False  # type: ignore[assignment]
 
 
 def _auto_class(model_config: Any) -> Any:
@@ -188,29 +261,13 @@ def parameter_count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def owned_state(model: nn.Module) -> dict[str, Tensor]:
-    """The model's tensors as contiguous CPU copies that own their memory.
-
-    Parameters that are views into fused projections would be taken for shared tensors by the writers of safetensors.
-    Tied parameters stay tied: they are one object in the result.
-    """
-    copies: dict[tuple[Any, ...], Tensor] = {}
-    state = {}
-    for name, tensor in model.state_dict().items():
-        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if key not in copies or tensor.numel() == 0:
-            copies[key] = tensor.detach().to("cpu", copy=True).contiguous()
-        state[name] = copies[key]
-    return state
-
-
 def save_model(
     model: nn.Module,
     directory: str | Path,
     *,
     tokenizer: Any = None,
     image_processor: Any = None,
-    state: dict[str, Tensor] | None = None,
+    weights: WeightStream | None = None,
 ) -> None:
     """Write a model (and tokenizer) so that ``from_pretrained`` loads it; the directory appears whole or not at all.
 
@@ -219,15 +276,42 @@ def save_model(
         directory: replaced where it exists.
         tokenizer: its files and chat template are written too.
         image_processor: of a model that sees; its file is written too.
-        state: the tensors to write; None: the model's own.
+        weights: the tensors to write, which are read one at a time; None: the model's own.
     """
-    state = owned_state(model) if state is None else state
+    weights = whole_weights(model) if weights is None else weights
     with replaced_directory(directory) as draft, without_progress_bars():
-        model.save_pretrained(draft, state_dict=state)  # type: ignore[operator]
+        model.save_pretrained(draft, state_dict={})  # type: ignore[operator] - its configuration
+        for path in draft.glob("*.safetensors"):
+            path.unlink()
+        write_files(draft, _named_as_published(model, weights))
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)
         if image_processor is not None:
             image_processor.save_pretrained(draft)
+
+
+def _named_as_published(model: nn.Module, weights: WeightStream) -> WeightStream:
+    """Weights under the names, and in the pieces, in which the architecture's checkpoints are published.
+
+    A tensor may be written as several, such as a layer's experts, which transformers holds in one: layers are converted one at a time.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    def converted(pairs: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        return list(revert_weight_conversion(model, dict(pairs)).items())  # type: ignore[arg-type]
+
+    if {name for name, _ in converted(weights.described)} == {name for name, _ in weights.described}:
+        return weights
+
+    def layer_of(pair: tuple[str, Tensor]) -> str:
+        found = re.match(r".*?\.\d+(?=\.)", pair[0])
+        return found[0] if found else pair[0]
+
+    def by_layer(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for _, layer in itertools.groupby(pairs, key=layer_of):
+            yield from converted(list(layer))
+
+    return WeightStream(by_layer(weights.described), lambda: by_layer(weights))
 
 
 def new_vision_model(

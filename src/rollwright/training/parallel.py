@@ -1,4 +1,4 @@
-"""Several processes as plain functions: join them, shard a model over them, sum numbers and statistics across them.
+"""Several processes as plain functions: join them, tell each other what is to be known, sum numbers and statistics across them.
 
 Numbers of the training go over the default group (NCCL on GPUs, Gloo on CPUs). What ranks tell each other besides goes over a
 control group: Gloo everywhere, with a timeout of days, because ranks wait there while the first one samples, writes or sends weights.
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from rollwright import errors
 from rollwright.errors import LostRankError, TrainingError
@@ -30,16 +30,29 @@ CONTROL_TIMEOUT = timedelta(days=7)
 
 _store: Any = None  # what ranks tell each other when one of them fails
 _neighbours: dict[int, int] = {}  # of the first rank: the process ids of ranks on its host
-_control_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # default group -> its control group
+_control_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # default group -> those beside it
 
 
-def join_processes(device: torch.device) -> torch.device:
+def environment_ranks() -> int:
+    """Number of ranks that train together, or will: what torchrun's ``WORLD_SIZE`` says."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def join_processes(device: torch.device, *, also_alone: bool = False) -> torch.device:
     """Join the process group that torchrun's environment describes (``WORLD_SIZE``, ``RANK``, ``MASTER_ADDR``, …).
+
+    Args:
+        device: of the model.
+        also_alone: one process makes a group of itself, which a sharded model needs.
 
     Returns:
         The device of this rank: on CUDA, that of ``LOCAL_RANK``.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # Gloo on GPUs, too: for what is on the CPU
+    if environment_ranks() <= 1:
+        if also_alone and not dist.is_initialized():
+            importlib.import_module("torch.distributed.nn.functional")  # see below
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return device
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -60,7 +73,6 @@ def join_processes(device: torch.device) -> torch.device:
         importlib.import_module("torch.distributed.nn.functional")
         global _store
         store, number, size = next(dist.rendezvous("env://"))
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.PrefixStore("training", store), rank=number, world_size=size)
         control_group()
         _store = dist.PrefixStore("rollwright", store)
@@ -121,12 +133,21 @@ def watched() -> Iterator[None]:
 
 def control_group() -> dist.ProcessGroup:
     """The group for what ranks tell each other and wait for; ranks call this together the first time."""
+    return _groups_beside()[0]
+
+
+def checkpoint_group() -> dist.ProcessGroup | None:
+    """The group in which ranks agree on a checkpoint, which a thread may write beside what they tell each other; None: one process."""
+    return _groups_beside()[1] if world_size() > 1 else None
+
+
+def _groups_beside() -> list[Any]:
     world = dist.group.WORLD
-    group = found() if (found := _control_groups.get(world)) is not None else None
-    if group is None:
-        group = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
-        _control_groups[world] = weakref.ref(group)  # torch holds it until the processes are left
-    return group
+    groups = [found() for found in _control_groups.get(world, ())]
+    if not groups or None in groups:
+        groups = [dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT) for _ in range(2)]
+        _control_groups[world] = [weakref.ref(group) for group in groups]  # torch holds them until the processes are left
+    return groups
 
 
 def world_size() -> int:
@@ -202,6 +223,30 @@ def broadcast(data: bytes) -> bytes:
     return letters.numpy().tobytes()
 
 
+def on_all_ranks(make: Callable[[], Any]) -> list[Any]:
+    """What ``make`` returns on each rank, in their order, on every rank; where it fails on one, every rank raises.
+
+    Args:
+        make: called on each rank; returns what JSON can hold.
+
+    Raises:
+        RollwrightError: as ``from_first_rank``; the rank is named.
+    """
+    failure: Exception | None = None
+    try:
+        text = json.dumps({"value": make()})
+    except Exception as error:  # whatever it is: the other ranks wait to be told
+        failure, text = error, json.dumps({"error": type(error).__name__, "message": str(error)})
+    parts = gathered(text.encode())
+    answers = json.loads(broadcast(json.dumps([json.loads(part) for part in parts or []]).encode()))
+    if failure is not None:
+        raise failure
+    for number, answer in enumerate(answers):
+        if "error" in answer:
+            raise getattr(errors, answer["error"], TrainingError)(f"on rank {number}: {answer['message']}")
+    return [answer["value"] for answer in answers]
+
+
 def scattered(parts: list[bytes] | None) -> bytes:
     """What the first rank, which alone gives ``parts``, has for this one."""
     if world_size() == 1:
@@ -250,48 +295,6 @@ def gathered_rows(value_B: Tensor) -> tuple[Tensor, slice]:
     start = int(sizes[: rank()].sum())
     joined = torch.cat([part[: int(size)] for part, size in zip(parts, sizes, strict=True)])
     return joined, slice(start, start + value_B.shape[0])
-
-
-def shard(module: nn.Module, layers: list[nn.Module], compute_dtype: torch.dtype) -> nn.Module:
-    """Shard a model's parameters, gradients and optimizer state over all ranks (FSDP2), one unit for each layer.
-
-    Args:
-        module: the outermost module whose forward pass is called.
-        layers: the blocks that are gathered one at a time.
-        compute_dtype: type that parameters are gathered in; gradients are summed in float32.
-    """
-    if world_size() == 1:
-        return module
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    policy = MixedPrecisionPolicy()
-    if compute_dtype in (torch.bfloat16, torch.float16):
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for layer in layers:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(module, mp_policy=policy)  # in place
-    return module
-
-
-def full_tensor(value: Any) -> Tensor:
-    """A sharded tensor put together (on every rank); an ordinary one as it is."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-def placed_like(whole: Tensor, target: Tensor) -> Tensor:
-    """A whole tensor on the device of ``target``, sharded as it is."""
-    whole = whole.to(target.device)
-    if hasattr(target, "device_mesh"):
-        from torch.distributed.tensor import distribute_tensor
-
-        return distribute_tensor(whole, target.device_mesh, target.placements)  # type: ignore[attr-defined]
-    return whole
-
-
-def transformer_layers(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a Hugging Face model, by its own list of classes that are not to be split."""
-    names = set(getattr(model, "_no_split_modules", None) or [])
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 _NEGATED = "-"

@@ -23,8 +23,10 @@ from rollwright.inference.network import find_server_addresses
 from rollwright.inference.remote import CONNECTED_CLIENTS
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.weights.publication import RemoteClient
+from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
+from rollwright.training.sharding import is_sharded, with_whole_weights
 
 if TYPE_CHECKING:
     from rollwright.inference.weights.ways import WeightUpdateMeta
@@ -128,17 +130,16 @@ class SentWeights:
             self.agreements = agreements
 
     def publish(self, trainer: TrainEngine, version: int) -> None:
-        """Send the whole weights (from the first rank), and see that the engines compute with them.
+        """Send the weights from the first rank, put together one tensor at a time, and see that the engines compute with them.
 
         Raises:
             WeightUpdateError: on every rank, where an engine refused the weights or does not compute with them.
         """
-        weights = trainer.full_weights()
 
-        def send() -> None:
+        def send(weights: WeightStream) -> None:
             self.engine.update_weights(self.meta, version=version, weights=weights, config=trainer.model.config)
 
-        parallel.from_first_rank(send)
+        with_whole_weights(trainer.weights(published_dtype(trainer)), send)
         self._due = trainer, version
         if parallel.world_size() == 1:
             self.engine.sampler.when_resumed(self.before_first_step)
@@ -147,6 +148,11 @@ class SentWeights:
 
 
 Publisher = SharedWeights | SentWeights
+
+
+def published_dtype(trainer: TrainEngine) -> torch.dtype | None:
+    """Type in which weights are sent: bfloat16 where the trainer computes in it, None (their own) elsewhere."""
+    return torch.bfloat16 if trainer.compute_dtype == torch.bfloat16 else None
 
 
 def audit_engine(engine: WeightReceiver, trainer: TrainEngine, version: int, new_tokens: int) -> list[Agreement] | None:
@@ -266,7 +272,7 @@ def publisher_for(trainer: TrainEngine, engine: WeightReceiver | None, meta: Wei
     model = engine.sampler.local_model
     if model is None:
         return SentWeights(engine, meta)
-    if parallel.world_size() > 1:  # no process has all of the weights, which are copied into the engine's own
+    if is_sharded(trainer.model):  # no process has all of the weights, which are copied into the engine's own
         return SentWeights(engine, meta)
     shares = next(trainer.model.parameters()).data_ptr() == next(model.parameters()).data_ptr()
     copied = meta is not None and meta.type == "memory"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import weakref
 
 import pytest
 import torch
@@ -15,14 +16,10 @@ from rollwright.errors import WeightUpdateError
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.request import ModelResponse
-from rollwright.inference.weights.files import MANIFEST, content_digest, keep_newest, read_weights, write_weights
+from rollwright.inference.weights.files import MANIFEST, content_digest, keep_newest, read_weights, write_files, write_weights
 from rollwright.inference.weights.group import buckets
-from rollwright.inference.weights.ways import (
-    MappedWeights,
-    WeightUpdateMeta,
-    distinct_weights,
-    shared_directory,
-)
+from rollwright.inference.weights.stream import WeightStream, distinct_weights
+from rollwright.inference.weights.ways import MappedWeights, WeightUpdateMeta, shared_directory
 from rollwright.training import publish as auditing
 
 
@@ -120,6 +117,27 @@ def test_only_the_newest_versions_are_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v10", "v9", "vocabulary"]
 
 
+def test_a_stream_is_written_one_tensor_at_a_time_in_several_files(tmp_path, monkeypatch):
+    """What is not yet read does not exist, what was read is not kept, and the files are what a list of tensors gives."""
+    weights, alive = {f"w{number}": torch.full((8,), float(number)) for number in range(6)}, []
+
+    def read():
+        for name, tensor in weights.items():
+            made = tensor.clone()
+            alive.append(weakref.ref(made))
+            assert sum(ref() is not None for ref in alive) <= 2  # the one that is made, and at most the one before
+            yield name, made
+
+    stream = WeightStream([(name, tensor.to("meta")) for name, tensor in weights.items()], read)
+    monkeypatch.setattr("rollwright.inference.weights.files._FILE_BYTES", 70)
+    digest = write_files(tmp_path, stream)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+    assert digest == content_digest(weights.items()) == content_digest(read_weights(tmp_path))
+    wrong = WeightStream([(name, tensor.to("meta")) for name, tensor in weights.items()], lambda: iter([("w1", weights["w1"])]))
+    with pytest.raises(WeightUpdateError, match="w1 came where w0"):
+        write_files(tmp_path, wrong)
+
+
 def test_tied_weights_count_once():
     tensor = torch.zeros(3, 2)
     names = [
@@ -130,23 +148,23 @@ def test_tied_weights_count_once():
 
 def test_shared_weights_are_written_in_place(tmp_path):
     mapped = MappedWeights(tmp_path / "current")
-    mapped.write(list(some_weights(0).items()), 1)
+    mapped.write(WeightStream.of(some_weights(0)), 1)
     inode = (tmp_path / "current" / "model.safetensors").stat().st_ino
     reader = load_file(tmp_path / "current" / "model.safetensors")
-    mapped.write(list(some_weights(1).items()), 2)
+    mapped.write(WeightStream.of(some_weights(1)), 2)
     again = load_file(tmp_path / "current" / "model.safetensors")
     assert (tmp_path / "current" / "model.safetensors").stat().st_ino == inode
     assert all(torch.equal(again[name], tensor) for name, tensor in some_weights(1).items())
     assert set(reader) == set(again)
     with pytest.raises(WeightUpdateError, match="other names"):
-        mapped.write([("new", torch.zeros(2))], 3)
+        mapped.write(WeightStream.of({"new": torch.zeros(2)}), 3)
     mapped.close()
     assert not (tmp_path / "current").exists()
 
 
 def test_nothing_of_shared_weights_is_left(tmp_path):
     mapped = MappedWeights(shared_directory([tmp_path]))
-    mapped.write(list(some_weights().items()), 1)
+    mapped.write(WeightStream.of(some_weights()), 1)
     mapped.close()
     assert not list(tmp_path.iterdir())
 

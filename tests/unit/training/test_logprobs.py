@@ -22,7 +22,7 @@ def test_scores_are_those_of_each_row_alone(architecture, chunk):
     wanted = batch["attention_mask"].clone()
     wanted[:, 0] = False
     with torch.no_grad():
-        scores, entropy = TokenScorer(model, chunk_tokens=chunk)(batch, wanted, with_entropy=True)
+        scores, entropy = TokenScorer(model, chunk_bytes=4 * VOCABULARY * chunk)(batch, wanted, with_entropy=True)
         for row in range(len(scores)):
             ids = batch["input_ids"][row][batch["attention_mask"][row]].tolist()
             expected = exact(model, ids, float(batch["temperature"][row]))
@@ -37,6 +37,8 @@ def test_gradients_are_those_of_autograd():
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(5, 9, dtype=torch.float64, generator=generator).requires_grad_()
     labels, temperature = torch.tensor([0, 3, 8, 3, 1]), torch.tensor([1.0, 0.5, 2.0, 1.0, 0.7], dtype=torch.float64)
+    entropies = selected_logprobs(logits, labels, temperature, with_entropy=True, entropy_gradient=False)[1]
+    assert not entropies.requires_grad
     for with_entropy in (False, True):
         torch.autograd.gradcheck(
             lambda logits, flag=with_entropy: selected_logprobs(logits, labels, temperature, with_entropy=flag)[: 1 + flag],
@@ -50,7 +52,7 @@ def test_chunks_do_not_change_gradients(monkeypatch):
     wanted = batch["loss_mask"].bool()
     for chunk in (7, 16, 10_000):
         model = tiny_model()
-        scores, entropy = TokenScorer(model, chunk_tokens=chunk)(batch, wanted, with_entropy=True)
+        scores, entropy = TokenScorer(model, chunk_bytes=4 * VOCABULARY * chunk)(batch, wanted, with_entropy=True)
         (scores.sum() + 0.3 * entropy.sum()).backward()
         found.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
     torch.testing.assert_close(found[0], found[2], atol=1e-12, rtol=1e-9)

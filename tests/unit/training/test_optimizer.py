@@ -8,7 +8,7 @@ from tiny_policy import tiny_model
 from rollwright.config.experiment import FinetuneSpec
 from rollwright.config.sections import OptimizerConfig
 from rollwright.errors import ConfigError
-from rollwright.training.engine import learning_rate_factor, make_optimizer, make_scheduler
+from rollwright.training.optimizers import learning_rate_factor, make_optimizer, make_scheduler
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from rollwright.errors import WeightUpdateError
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.engine import WeightReceiver
 from rollwright.inference.request import ModelRequest
+from rollwright.inference.weights.stream import WeightStream
 from rollwright.inference.weights.ways import WeightUpdateMeta
 from rollwright.rollout.engines import LocalRolloutEngine, _sampling_dtype
 from rollwright.training.actor import FSDPPPOActor
@@ -127,13 +128,13 @@ def test_only_a_gpus_float32_masters_are_copied_by_themselves(monkeypatch, dtype
 def test_servers_are_sent_whole_weights():
     class Servers(WeightReceiver):
         def update_weights(self, meta=None, *, version, weights, config=None):
-            self.got = (meta, version, sorted(weights), config)
+            self.got = (meta, version, [name for name, _ in weights], config)
 
     actor, servers, meta = tiny_actor(), Servers(), WeightUpdateMeta.from_disk("/nowhere")
     actor.connect_engine(servers, meta)
     assert isinstance(actor._publisher, SentWeights)
     actor.update_weights(meta)
-    assert servers.got == (meta, 1, sorted(actor.model.state_dict()), actor.model.config)
+    assert servers.got == (meta, 1, [name for name, _ in actor.model.named_parameters()], actor.model.config)
 
 
 def test_what_is_no_engine_is_refused():
@@ -226,7 +227,8 @@ def test_a_copy_that_lost_a_weight_is_told(monkeypatch):
         actor.connect_engine(rollout)
         actor.ppo_update(actor.compute_advantages(tiny_batch()))
         whole = actor.full_weights()
-        monkeypatch.setattr(actor, "full_weights", lambda: {name: whole[name] for name in whole if "mlp" not in name})
+        part = WeightStream.of({name: whole[name] for name in whole if "mlp" not in name})
+        monkeypatch.setattr(actor, "weights", lambda dtype: part)
         with pytest.raises(WeightUpdateError, match="differ from the trainer's"):
             actor.update_weights()
         rollout.config.logprob_tolerance = 100.0

@@ -5,22 +5,36 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rollwright.atomic import replaced_directory
 from rollwright.errors import WeightUpdateError
 from rollwright.inference.weights.group import buckets
+from rollwright.inference.weights.stream import WeightStream
 
 #: Says what a directory of weights holds: ``{"version", "digest"}``.
 MANIFEST = "rollwright_weights.json"
 _FILE_BYTES = 4 << 30
+
+#: Types of tensors in the words of safetensors.
+TYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 def content_digest(named: Iterable[tuple[str, Tensor]]) -> str:
@@ -37,14 +51,22 @@ def _total_digest(digests: dict[str, bytes]) -> str:
 
 def _tensor_digest(name: str, tensor: Tensor) -> bytes:
     digest = hashlib.sha256(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    if flat.numel():
-        digest.update(memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+    digest.update(_content(tensor))
     return digest.digest()
 
 
-def write_weights(directory: str | Path, named: Iterable[tuple[str, Tensor]], version: int, config: Any = None) -> str:
-    """Write weights so that no reader ever sees half of them.
+def _content(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy() if flat.numel() else b"")  # type: ignore[arg-type]
+
+
+def write_weights(
+    directory: str | Path,
+    named: WeightStream | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    version: int,
+    config: Any = None,
+) -> str:
+    """Write weights so that no reader ever sees half of them, one tensor at a time.
 
     They are written to a directory beside ``directory``, which is then renamed; one that is there already is replaced.
 
@@ -63,7 +85,7 @@ def write_weights(directory: str | Path, named: Iterable[tuple[str, Tensor]], ve
     directory = Path(directory)
     try:
         with replaced_directory(directory, durable=False) as draft:
-            digest = _write_files(draft, named)
+            digest = write_files(draft, WeightStream.of(named))
             if config is not None:
                 config.save_pretrained(draft)
             (draft / MANIFEST).write_text(json.dumps({"version": version, "digest": digest}))
@@ -74,28 +96,61 @@ def write_weights(directory: str | Path, named: Iterable[tuple[str, Tensor]], ve
     return digest
 
 
-def _write_files(directory: Path, named: Iterable[tuple[str, Tensor]]) -> str:
-    """Write shards of at most 4 GiB and their index; returns the digest of all."""
-    number, file, digests = 0, "", dict[str, bytes]()
-    index: dict[str, Any] = {"metadata": {"total_size": 0}, "weight_map": {}}
-    for number, shard in enumerate(buckets(named, _FILE_BYTES), 1):
-        file = f"model-{number:05d}.safetensors"
-        for place, (name, tensor) in enumerate(shard):
-            if name in digests:
-                raise WeightUpdateError(f"Weight {name} is given twice.")
-            tensor = tensor.detach().to("cpu").contiguous()
-            digests[name] = _tensor_digest(name, tensor)
-            shard[place] = name, tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
-            index["weight_map"][name] = file
-            index["metadata"]["total_size"] += tensor.nbytes
-        save_file(dict(shard), directory / file, metadata={"format": "pt"})
-    if not digests:
+def write_files(directory: Path, weights: WeightStream) -> str:
+    """Write ``model.safetensors``, or files of at most 4 GiB and their index, holding one tensor at a time.
+
+    Returns:
+        The digest of all.
+
+    Raises:
+        WeightUpdateError: there is nothing to write, or a name is there twice.
+    """
+    names = [name for name, _ in weights.described]
+    if not names:
         raise WeightUpdateError("There are no weights to write.")
-    if number == 1:
-        (directory / file).rename(directory / "model.safetensors")
-    else:
+    if twice := {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else None:
+        raise WeightUpdateError(f"Weight {min(twice)} is given twice.")
+    parts = list(buckets(weights.described, _FILE_BYTES))
+    digests: dict[str, bytes] = {}
+    index: dict[str, Any] = {"metadata": {"total_size": weights.nbytes}, "weight_map": {}}
+    tensors = iter(weights)
+    for number, part in enumerate(parts, 1):
+        file = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        with (directory / file).open("wb") as out:
+            out.write(_header(part))
+            for name, described in part:
+                given, tensor = next(tensors)
+                if (given, tensor.dtype, tensor.shape) != (name, described.dtype, described.shape):
+                    raise WeightUpdateError(
+                        f"Weight {given} came where {name} of {described.dtype} {list(described.shape)} was announced."
+                    )
+                digests[name] = _tensor_digest(name, tensor)
+                out.write(_content(tensor))
+                index["weight_map"][name] = file
+                del tensor
+    if len(parts) > 1:
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return _total_digest(digests)
+
+
+def _header(described: list[tuple[str, Tensor]]) -> bytes:
+    """The head of a safetensors file: its length, then where each tensor is, as JSON (padded to eight bytes)."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in described:
+        if tensor.dtype not in TYPE_NAMES:
+            raise WeightUpdateError(
+                f"Weight {name} has the type {tensor.dtype}, which safetensors files of weights do not hold."
+            )
+        entries[name] = {
+            "dtype": TYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def read_weights(directory: str | Path) -> Iterator[tuple[str, Tensor]]:

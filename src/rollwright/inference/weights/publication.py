@@ -25,7 +25,8 @@ from rollwright.inference.remote import RemoteRequests
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.router import Server
 from rollwright.inference.weights.files import keep_newest, remove_later, write_weights
-from rollwright.inference.weights.ways import MappedWeights, WeightUpdateMeta, distinct_weights, shared_directory
+from rollwright.inference.weights.stream import WeightStream
+from rollwright.inference.weights.ways import MappedWeights, WeightUpdateMeta, shared_directory
 from rollwright.tracking.logging import getLogger
 
 if TYPE_CHECKING:
@@ -117,11 +118,11 @@ class RemoteClient(RemoteRequests):
         meta: WeightUpdateMeta | None = None,
         *,
         version: int,
-        weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        weights: WeightStream | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
         config: Any = None,
     ) -> None:
         """Publish weights to all servers; see ``WeightReceiver.update_weights``. Without ``meta``: by ``default_meta``."""
-        started, named = time.perf_counter(), distinct_weights(weights)
+        started, named = time.perf_counter(), WeightStream.of(weights)
         with self._update_lock:  # files that a server may just be brought back with are written, too
             meta = meta or self.default_meta()
             if meta.type not in self.ways:
@@ -140,7 +141,7 @@ class RemoteClient(RemoteRequests):
                 engines = self.update_weights_from_disk(str(mapped.directory), version)
             else:
                 engines = self.broadcast_weights(named, version, meta)
-        size, seconds = sum(tensor.nbytes for _, tensor in named) / 1e6, time.perf_counter() - started
+        size, seconds = named.nbytes / 1e6, time.perf_counter() - started
         names = ", ".join(engines)
         logger.info("published version %d (%.1f MB) to %s by %s in %.2f s", version, size, names, meta.type, seconds)
 
@@ -165,7 +166,7 @@ class RemoteClient(RemoteRequests):
                 f"The {self.kind} server at {server.address} says it holds version {held!r} after an update to {version}."
             )
 
-    def broadcast_weights(self, named: list[tuple[str, Tensor]], version: int, meta: WeightUpdateMeta) -> list[str]:
+    def broadcast_weights(self, named: WeightStream, version: int, meta: WeightUpdateMeta) -> list[str]:
         """Send weights to every server over a distributed group; for backends with the way ``xccl``.
 
         Returns:

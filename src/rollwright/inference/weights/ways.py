@@ -9,18 +9,19 @@ import shutil
 import struct
 import tempfile
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from rollwright.config.allocation import AllocationMode
 from rollwright.errors import WeightUpdateError
-from rollwright.inference.weights.files import write_weights
+from rollwright.inference.weights.files import TYPE_NAMES, write_weights
 from rollwright.inference.weights.group import BUCKET_BYTES, DEFAULT_GROUP
+from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("Weights")
@@ -94,20 +95,6 @@ class WeightUpdateMeta:
         return cls("xccl", allocation=allocation, backend=backend)
 
 
-def distinct_weights(weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Named tensors without those that are another one's memory (tied weights), whose first name counts."""
-    pairs = cast("Iterable[tuple[str, Tensor]]", weights.items() if isinstance(weights, Mapping) else weights)
-    seen: set[tuple[Any, ...]] = set()
-    distinct: list[tuple[str, Tensor]] = []
-    for name, tensor in pairs:
-        key = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        if tensor.numel() and key in seen:
-            continue
-        seen.add(key)
-        distinct.append((name, tensor))
-    return distinct
-
-
 class MappedWeights:
     """A safetensors file whose tensors are mapped in this process and written in place, version after version.
 
@@ -123,23 +110,25 @@ class MappedWeights:
         self._path = directory / "model.safetensors"
         self._mapped: dict[str, Tensor] = {}
 
-    def write(self, named: list[tuple[str, Tensor]], version: int, config: Any = None) -> None:
-        """Put tensors into the file; their names, types and shapes are those of the first time.
+    def write(self, weights: WeightStream, version: int, config: Any = None) -> None:
+        """Put tensors into the file, one at a time; their names, types and shapes are those of the first time.
 
         Raises:
             WeightUpdateError: the model changed its shape, or the disk is full.
         """
         if not self._mapped:
-            write_weights(self.directory, named, version, config)
+            write_weights(self.directory, weights, version, config)
             if not self._path.exists():  # sharded: too large for one file, so every version is written whole
                 return
             self._mapped = _map(self._path)
             return
-        if [name for name, _ in named if name not in self._mapped] or len(named) != len(self._mapped):
+        if {name: (given.dtype, given.shape) for name, given in weights.described} != {
+            name: (held.dtype, held.shape) for name, held in self._mapped.items()
+        }:
             raise WeightUpdateError(
-                "The weights have other names than those that were shared first; make a new WeightUpdateMeta."
+                "The weights have other names, types or shapes than those that were shared first; make a new WeightUpdateMeta."
             )
-        for name, tensor in named:
+        for name, tensor in weights:
             self._mapped[name].copy_(tensor)
 
     def close(self) -> None:
@@ -171,18 +160,7 @@ def _map(path: Path) -> dict[str, Tensor]:
     return mapped
 
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+_DTYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 
 
 def shared_directory(roots: Iterable[str | Path] = ()) -> Path:

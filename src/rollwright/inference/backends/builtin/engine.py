@@ -16,7 +16,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -38,6 +37,7 @@ from rollwright.inference.backends.builtin.scheduler import RequestIntake
 from rollwright.inference.backends.builtin.step import Finished, Stepper, fastest_threads
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.weights.stream import WeightStream
 from rollwright.inference.weights.ways import WeightUpdateMeta
 from rollwright.tracking.logging import getLogger
 
@@ -390,7 +390,7 @@ class BuiltinEngine(InferenceEngine):
         meta: WeightUpdateMeta | None = None,
         *,
         version: int,
-        weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        weights: WeightStream | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
         config: Any = None,
     ) -> None:
         """Copy weights into the model and publish them as ``version``; see ``WeightReceiver.update_weights``.
@@ -401,12 +401,12 @@ class BuiltinEngine(InferenceEngine):
         Raises:
             WeightUpdateError: a name or shape is not the model's; then no weight has changed.
         """
-        state, named = self.model.state_dict(keep_vars=True), dict(weights)
-        for name, tensor in named.items():
+        state, given = self.model.state_dict(keep_vars=True), WeightStream.of(weights)
+        for name, tensor in given.described:
             if name not in state or state[name].shape != tensor.shape:
                 there = f"has shape {tuple(state[name].shape)}" if name in state else "is not in the model"
                 raise WeightUpdateError(f"Weight {name} of shape {tuple(tensor.shape)} {there}: it belongs to another model.")
-        self._update(version, [(state[name], tensor) for name, tensor in named.items()])
+        self._update(version, ((state[name], tensor) for name, tensor in given))
 
     def go_back(self, version: int, *, finish: bool = False) -> None:
         """End all requests, as versions only grow within a request, and give the present weights an earlier version.
@@ -422,7 +422,7 @@ class BuiltinEngine(InferenceEngine):
             self._stepper.version = version
         resolve(finished)
 
-    def _update(self, version: int, copies: SequenceOf[tuple[Tensor, Tensor]] = ()) -> None:
+    def _update(self, version: int, copies: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
         """Copy the second tensor of each pair into the first, and publish ``version``."""
         if version < self.get_version():
             raise WeightUpdateError(f"Version {version} cannot follow {self.get_version()}: versions only grow.")

@@ -1,0 +1,195 @@
+"""Optimizers by name, schedules, and what a checkpoint keeps of both."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rollwright.config.experiment import FinetuneSpec
+from rollwright.config.recipes import OPTIMIZERS
+from rollwright.config.sections import OptimizerConfig
+from rollwright.errors import ConfigError
+from rollwright.training.checkpoint import ModelTensors, fill
+from rollwright.training.sharding import is_sharded
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer of a config over the parameters that train; weight decay only on matrices, not on norms and biases.
+
+    Raises:
+        ConfigError: there is no optimizer of that name, or it does not take its arguments.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    arguments: dict[str, Any] = {"lr": config.lr, **config.kwargs}
+    if config.kind in OPTIMIZERS.built_in:
+        arguments = {"betas": (config.beta1, config.beta2), "eps": config.eps, **arguments}
+    if config.kind == "adamw":  # the fused step is not used for shards on CPUs
+        arguments.setdefault("fused", None if is_sharded(model) and trained and trained[0].device.type == "cpu" else True)
+    try:
+        return OPTIMIZERS.get(config.kind)(groups, **arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"optimizer.kind={config.kind} does not take {arguments}: {error}; correct optimizer.kwargs."
+        ) from error
+
+
+def adamw_8bit(groups: list[dict[str, Any]], **arguments: Any) -> torch.optim.Optimizer:
+    """AdamW of torchao with moments in eight bits (arXiv 2110.02861)."""
+    return _of_torchao("AdamW8bit", groups, arguments)
+
+
+def adamw_4bit(groups: list[dict[str, Any]], **arguments: Any) -> torch.optim.Optimizer:
+    """AdamW of torchao with moments in four bits (arXiv 2309.01507)."""
+    return _of_torchao("AdamW4bit", groups, arguments)
+
+
+def _of_torchao(name: str, groups: list[dict[str, Any]], arguments: dict[str, Any]) -> torch.optim.Optimizer:
+    try:
+        from torchao import optim
+    except ImportError as error:
+        raise ConfigError(f"optimizer.kind={name.lower()} needs torchao: install rollwright[optimizers].") from error
+    return getattr(optim, name)(groups, **arguments)
+
+
+def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int | None) -> float:
+    """What the peak learning rate is multiplied by in a step.
+
+    Args:
+        step: steps already made; 0 in the first.
+        config: warm-up, schedule and where it ends.
+        total_steps: steps of the run; None where unknown, which only a constant rate without warm-up allows.
+
+    Returns:
+        Warm-up grows linearly and reaches 1 in its last step, so that no step is made at rate 0.
+    """
+    if total_steps is None:
+        return 1.0
+    warmup = math.ceil(config.warmup_steps_proportion * total_steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    if config.lr_scheduler_type == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    falling = 1.0 - progress if config.lr_scheduler_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * falling
+
+
+def make_scheduler(
+    optimizer: torch.optim.Optimizer, config: OptimizerConfig, ft_spec: FinetuneSpec | None
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """The schedule of a run.
+
+    Raises:
+        ConfigError: the schedule depends on the length of the run, and that is not known.
+    """
+    total = ft_spec.total_steps if ft_spec is not None else None
+    if not total and (config.lr_scheduler_type != "constant" or config.warmup_steps_proportion > 0):
+        raise ConfigError(
+            f"optimizer.lr_scheduler_type={config.lr_scheduler_type} with warmup_steps_proportion="
+            f"{config.warmup_steps_proportion} needs the number of steps: pass a FinetuneSpec to initialize(), or use "
+            "constant without warm-up."
+        )
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, config, total or None))
+
+
+def set_learning_rate(group: dict[str, Any], rate: float) -> None:
+    """Set the rate of a parameter group, which some optimizers hold as a tensor."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR
+) -> dict[str, Any]:
+    """Moments by parameter name as they are (each rank's part), schedule and learning rates.
+
+    Moments of fewer bits are kept as float32: the same codes come of them again, where a rank has the same part.
+    """
+    moments: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        if entry := optimizer.state.get(parameter):
+            moments[name] = {key: _plain(value) if isinstance(value, Tensor) else value for key, value in entry.items()}
+    schedule = {
+        key: value
+        for key, value in scheduler.state_dict().items()
+        if key != "lr_lambdas" and (isinstance(value, int | float | list) or value is None)
+    }
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    return {"optimizer": ModelTensors(moments), "scheduler": schedule, "learning_rates": rates}
+
+
+def load_optimizer_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LambdaLR,
+    state: dict[str, Any],
+) -> None:
+    """Set optimizer and schedule to what ``optimizer_state`` gave, or to what was written of it."""
+    _allocate_state(optimizer)
+    pairs: list[tuple[Any, Tensor]] = []
+    quantised: list[tuple[Tensor, Tensor]] = []
+    for name, parameter in model.named_parameters():
+        if (saved := state["optimizer"].get(name)) is None:
+            optimizer.state.pop(parameter, None)
+            continue
+        for key, value in saved.items():
+            if not isinstance(own := optimizer.state[parameter].get(key), Tensor):
+                optimizer.state[parameter][key] = value
+                continue
+            target = own.detach()
+            if _is_quantised(own):
+                target = torch.zeros_like(parameter, dtype=torch.float32)
+                quantised.append((own, target))
+            pairs.append((value, target))
+    fill(pairs)
+    for own, target in quantised:
+        _local(own).copy_(_local(target))
+    scheduler.load_state_dict({**scheduler.state_dict(), **state["scheduler"]})
+    for group, rate in zip(optimizer.param_groups, state["learning_rates"], strict=True):
+        set_learning_rate(group, rate)
+
+
+@torch.no_grad()
+def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer make its state, by a step of rate 0 along a gradient of 0."""
+    if optimizer.state:
+        return
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        set_learning_rate(group, 0.0)
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        set_learning_rate(group, rate)
+
+
+def _local(value: Tensor) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _is_quantised(value: Tensor) -> bool:
+    return type(_local(value)) not in (Tensor, nn.Parameter)
+
+
+def _plain(value: Tensor) -> Tensor:
+    if not _is_quantised(value):
+        return value.detach()
+    plain = _local(value).dequantize().float()
+    if not isinstance(value, DTensor):
+        return plain
+    return DTensor.from_local(
+        plain, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+    )

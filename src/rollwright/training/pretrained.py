@@ -1,0 +1,151 @@
+"""Reading a Hugging Face checkpoint into a model that is sharded: each rank reads its own part, one tensor at a time."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from rollwright.errors import ConfigError
+from rollwright.training import parallel
+from rollwright.training.sharding import call_checkpoint, own_tensors, placed_like
+
+_INDEX = "model.safetensors.index.json"
+
+
+@torch.no_grad()
+def load_weights(model: Any, path: str) -> None:
+    """Fill a model's parameters from a checkpoint. All ranks call it together.
+
+    Args:
+        model: a Hugging Face model whose parameters have memory; sharded or not.
+        path: a model directory, or a Hugging Face name.
+
+    Raises:
+        ConfigError: there is no checkpoint in safetensors files, or it is of another model.
+    """
+    files = _weight_files(path)
+    own = own_tensors(model)
+    by_name = _names_of_same(model)
+    direct, converted = _matched(model, files)
+    targets = {key: own[by_name[name]] for key, name in direct.items() if name in by_name}
+    filled = {by_name[name] for name in direct.values() if name in by_name}
+    try:
+        if targets:
+            reader = dcp.HuggingFaceStorageReader(str(files[0].parent))
+            reader.fs = _Files(files)
+            call_checkpoint(dcp.load, targets, storage_reader=reader, process_group=parallel.checkpoint_group())
+    except (Exception, CheckpointException) as error:  # the cause stands in its text
+        raise ConfigError(f"{path} could not be read into a model of type {model.config.model_type!r}: {error}") from error
+    for name, tensor in _converted_tensors(model, converted, files):
+        own[by_name[name]].copy_(placed_like(tensor.to(own[by_name[name]].dtype), own[by_name[name]]))
+        filled.add(by_name[name])
+    if missing := sorted(own.keys() - filled):
+        raise ConfigError(
+            f"{path} has no weights for {len(missing)} tensors of the model, such as {missing[0]}: it is another architecture's, or "
+            "not complete."
+        )
+
+
+def _names_of_same(model: Any) -> dict[str, str]:
+    """Of every name in the model's state, the one under which ``own_tensors`` has the tensor (tied ones have several)."""
+    first: dict[int, str] = {}
+    names = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names[name] = first.setdefault(id(tensor), name)
+    return names
+
+
+def _weight_files(path: str) -> list[Path]:
+    """The checkpoint's safetensors files on this machine; the first rank fetches what is not here."""
+    directory = Path(path)
+    if not directory.is_dir():
+        directory = Path(parallel.from_first_rank(lambda: _fetched(path)))
+        if not directory.is_dir():  # another host
+            directory = Path(_fetched(path))
+    index = directory / _INDEX
+    if index.is_file():
+        return [directory / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
+    single = directory / "model.safetensors"
+    files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(
+            f"{path} has no *.safetensors, from which a sharded model is read; load it once and write it with save_pretrained."
+        )
+    return files
+
+
+def _fetched(name: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(name, allow_patterns=["*.safetensors", "*.json"])
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"No model could be loaded from {name!r}: {error}") from error
+
+
+class _Files(FileSystem):
+    """The files of a checkpoint; other safetensors may lie beside them."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._files = files
+
+    def ls(self, path: Any) -> list[str]:
+        return [str(file) for file in self._files]
+
+
+def _matched(model: Any, files: list[Path]) -> tuple[dict[str, str], dict[str, list[tuple[str, str, Any]]]]:
+    """What the checkpoint's keys are in the model.
+
+    Returns:
+        Keys that are a tensor of the model, with its name. By the first name that it fills, keys that transformers
+        converts (such as experts that it holds as one tensor), with their pattern and converter.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    state, prefix = model.state_dict(keep_vars=True), model.base_model_prefix
+    direct: dict[str, str] = {}
+    converted: dict[str, list[tuple[str, str, Any]]] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 - safe_open is no mapping
+                name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+                if name not in state and key in state:
+                    name, pattern = key, None
+                if pattern is None:
+                    direct[key] = name
+                else:
+                    converted.setdefault(name, []).append((key, pattern, by_pattern[pattern]))
+    return direct, converted
+
+
+def _converted_tensors(
+    model: Any, converted: dict[str, list[tuple[str, str, Any]]], files: list[Path]
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that transformers makes of several (or of one, several), whole, as many at a time as one conversion gives."""
+    from transformers.core_model_loading import dot_natural_key
+
+    with ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files] if converted else []
+        place = {key: file for file in opened for key in file.keys()}  # noqa: SIM118
+        for name, sources in converted.items():
+            converter = copy.deepcopy(sources[0][2])
+            for key, pattern, _ in sorted(sources, key=lambda source: dot_natural_key(source[0])):
+                converter.add_tensor(name, key, pattern, place[key].get_tensor(key))
+            for target, tensor in converter.convert(name, model=model, config=model.config).items():
+                yield target, tensor[0] if isinstance(tensor, list) else tensor

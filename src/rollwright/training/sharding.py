@@ -1,0 +1,251 @@
+"""A model sharded over ranks (FSDP2): made without memory, filled one tensor at a time, put together one tensor at a time.
+
+No rank ever holds the whole model: a shard, and one whole tensor (of a layer, while it computes), is all that it needs.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rollwright.config.sections import TrainEngineConfig
+from rollwright.errors import ConfigError
+from rollwright.inference.weights.stream import WeightStream
+from rollwright.training import parallel
+
+# That there is only one process is no news.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+Result = TypeVar("Result")
+
+#: What the first rank tells the others while it reads whole weights.
+_GATHER, _ENOUGH = b"gather", b"enough"
+
+
+def wants_sharding(config: TrainEngineConfig, device: torch.device, *, is_shared: bool) -> bool:
+    """True where a model's parameters are to be sharded.
+
+    Args:
+        config: its ``shard``: ``auto`` is with several ranks, and on a GPU, so that one rank and eight compute the same.
+        device: of the model.
+        is_shared: an engine in this process may compute with the model's own tensors, which have to be whole for it.
+
+    Raises:
+        ConfigError: the setting cannot be honoured.
+    """
+    ranks = parallel.environment_ranks()
+    if config.cpu_offload and device.type != "cuda":
+        raise ConfigError(
+            "cpu_offload keeps the shards of a GPU in the host's memory, where they are already: this model is on a CPU."
+        )
+    if config.cpu_offload:
+        return True
+    if config.shard == "never" and ranks > 1:
+        raise ConfigError("shard is never, but several ranks train: set shard_size=1, so that each holds a whole copy.")
+    if config.shard == "never":
+        return False
+    if config.shard == "always" or ranks > 1:
+        return True
+    return device.type == "cuda" and not is_shared
+
+
+def shard(
+    module: nn.Module, layers: list[nn.Module], compute_dtype: torch.dtype, config: TrainEngineConfig, device: torch.device
+) -> None:
+    """Shard a model's parameters, gradients and optimizer state in place, one unit for each layer.
+
+    Args:
+        module: the outermost module whose forward pass is called.
+        layers: the blocks that are gathered one at a time.
+        compute_dtype: type that parameters are gathered in; gradients are summed in float32.
+        config: ``shard_size`` and ``cpu_offload``.
+        device: that computes.
+
+    Raises:
+        ConfigError: ``shard_size`` does not divide the number of ranks.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if compute_dtype in (torch.bfloat16, torch.float16):
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.cpu_offload else OffloadPolicy()
+    place = {"mesh": _mesh(device.type, config.shard_size), "mp_policy": policy, "offload_policy": offload}
+    for layer in layers:
+        fully_shard(layer, **place)
+    fully_shard(module, **place)
+
+
+def _mesh(device: str, shard_size: int | None) -> Any:
+    world = parallel.world_size()
+    size = shard_size or world
+    if world % size:
+        raise ConfigError(f"shard_size={size} does not divide the {world} ranks: choose a divisor, or leave it out.")
+    return _mesh_of(dist.group.WORLD, device, world // size, size)
+
+
+@functools.lru_cache(maxsize=4)
+def _mesh_of(group: Any, device: str, copies: int, size: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if copies == 1:
+        return init_device_mesh(device, (size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device, (copies, size), mesh_dim_names=("copy", "shard"))
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """True where a model's parameters are sharded."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give parameters that have no memory yet (on the meta device) some on ``device``; tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            module._parameters[name] = made[id(parameter)]
+
+
+def full_tensor(value: Any) -> Tensor:
+    """A sharded tensor put together (on every rank); an ordinary one as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def local_tensor(value: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; an ordinary one as it is."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def placed_like(whole: Tensor, target: Tensor) -> Tensor:
+    """A whole tensor, which every rank has, on the device of ``target`` and sharded as it is."""
+    whole = whole.to(target.device)
+    if isinstance(target, DTensor):
+        return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+    return whole
+
+
+def transformer_layers(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a Hugging Face model, by its own list of classes that are not to be split."""
+    names = set(getattr(model, "_no_split_modules", None) or [])
+    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
+
+
+def own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, as they are; a tied one once, by its first name."""
+    seen: set[int] = set()
+    own: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and id(tensor) not in seen:
+            seen.add(id(tensor))
+            own[name] = tensor.detach()
+    return own
+
+
+def whole_weights(model: nn.Module, dtype: torch.dtype | None = None) -> WeightStream:
+    """A model's tensors by name, each put together when its turn comes, on all ranks together.
+
+    Args:
+        model: sharded or not; where it is not, tensors in their own type are the model's, not copies.
+        dtype: of those with a fractional part; None: their own.
+    """
+
+    def kind(tensor: Tensor) -> torch.dtype:
+        return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+    described = [(name, torch.empty(t.shape, dtype=kind(t), device="meta")) for name, t in own_tensors(model).items()]
+
+    def read() -> Iterator[tuple[str, Tensor]]:
+        own = own_tensors(model)
+        for name, described_as in stream.described:
+            yield name, full_tensor(own[name].to(described_as.dtype))
+
+    stream = WeightStream(described, read)
+    return stream
+
+
+def with_whole_weights(weights: WeightStream, use: Callable[[WeightStream], Result]) -> Result:
+    """What ``use(weights)`` returns on the first rank, on every rank, while the others help to put the tensors together.
+
+    ``use`` may read the stream never, once or again, and may leave it before its end. Where it fails, every rank raises.
+
+    Args:
+        weights: of all ranks' model, the same on each.
+        use: called on the first rank alone; returns what JSON can hold.
+    """
+    if parallel.world_size() == 1:
+        return use(weights)
+    if parallel.rank() != 0:
+        while parallel.broadcast(b"") == _GATHER:
+            for _ in weights:
+                pass
+        return parallel.from_first_rank(lambda: None)
+    opened: list[Any] = []
+
+    def read() -> Iterator[tuple[str, Tensor]]:
+        def pairs() -> Iterator[tuple[str, Tensor]]:
+            parallel.broadcast(_GATHER)
+            rest = iter(weights)
+            try:
+                for pair in rest:  # noqa: UP028 - "yield from" would end the rest with this
+                    yield pair
+            finally:
+                for _ in rest:
+                    pass
+
+        opened.append(pairs())
+        return opened[-1]
+
+    def use_and_end() -> Result:
+        try:
+            return use(WeightStream(weights.described, read))
+        finally:
+            for pairs in opened:
+                pairs.close()
+            parallel.broadcast(_ENOUGH)
+
+    return parallel.from_first_rank(use_and_end)
+
+
+def initialise_randomly(model: nn.Module) -> None:
+    """Random weights as the architecture's own rule makes them, a module at a time; the same for any number of ranks.
+
+    They are not those of an unsharded model with the same seed, which draws in another order.
+    """
+    seed = parallel.from_first_rank(lambda: torch.initial_seed() % (1 << 62))
+    done: set[int] = set()
+
+    def visit(module: nn.Module, owner: Any) -> None:
+        owner = module if hasattr(module, "_init_weights") else owner
+        for child in module.children():
+            visit(child, owner)
+        targets = {name: p for name, p in module._parameters.items() if p is not None and id(p) not in done}
+        if not targets or owner is None:
+            return
+        before = dict(module._parameters)
+        for name, parameter in targets.items():
+            module._parameters[name] = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype))
+        owner._init_weights(module)
+        for name, parameter in targets.items():
+            parameter.copy_(placed_like(module._parameters[name].detach(), parameter))  # type: ignore[union-attr]
+            done.add(id(parameter))
+        module._parameters.update(before)
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        visit(model, None)
+
+
+def call_checkpoint(function: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
+    """Call a function of ``torch.distributed.checkpoint``; one process needs no agreement."""
+    return function(*arguments, no_dist=parallel.world_size() == 1, **options)
