@@ -38,7 +38,7 @@ def sequences(
     prompts_per_shard: Annotated[int, typer.Option(min=1, help="Prompts of a file.")] = 64,
     file_format: Annotated[str, typer.Option("--format", help="parquet or jsonl.")] = "parquet",
     resume: Annotated[bool, typer.Option(help="Go on with the experiment that the directory holds.")] = False,
-    sink: Annotated[list[str] | None, typer.Option(help="tensorboard, wandb or trackio; may be repeated.")] = None,
+    sink: Annotated[list[str] | None, typer.Option(help="tensorboard, wandb, trackio or mlflow; may be repeated.")] = None,
     project: Annotated[str, typer.Option(help="Project at the sinks.")] = "rollwright",
     device: Annotated[str, typer.Option(help="auto: a GPU where there is one.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",

@@ -94,7 +94,7 @@ CONVERTED: dict[str, Callable[[Any], Pairs]] = {
     "model.max_response_tokens": lambda n: [("gconfig.max_new_tokens", n)],
     "algorithm.advantage_fn": lambda name: ADVANTAGES[choice(name, *ADVANTAGES)],
     "algorithm.policy_loss_fn": lambda name: POLICY_LOSSES[choice(name, *POLICY_LOSSES)],
-    "monitor.monitor_type": lambda name: [("stats_logger.sinks", [choice(name, "tensorboard", "wandb")])],
+    "monitor.monitor_type": lambda name: [("stats_logger.sinks", [choice(name, "tensorboard", "wandb", "mlflow")])],
     "buffer.trainer_input.experience_buffer.storage_type": lambda name: [("store.type", choice(name, "sql", "queue", "file"))],
     "algorithm.loss_agg_mode": lambda name: [("actor.loss_aggregation", AGGREGATIONS[choice(name, *AGGREGATIONS)])],
     "explorer.rollout_model.engine_type": lambda name: [

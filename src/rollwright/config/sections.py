@@ -311,7 +311,7 @@ class EvaluatorConfig(IntervalConfig):
 class StatsLoggerConfig:
     """Where metrics go besides metrics.jsonl in the run directory."""
 
-    sinks: list[str] = key_from(list, "tensorboard, wandb, trackio, or a sink that a plugin registers in SINKS.")
+    sinks: list[str] = key_from(list, "tensorboard, wandb, trackio, mlflow, or a sink that a plugin registers in SINKS.")
     show: list[str] = key_from(list, "Further metrics of metrics.jsonl that each step's display shows, such as actor/entropy.")
     project: str | None = key(None, "Project name at the sink; None: experiment_name.")
     dump_rollouts: int = key(

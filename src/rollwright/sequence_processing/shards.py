@@ -47,7 +47,7 @@ class ShardOptions:
             shard decodes a small batch.
         file_format: ``parquet`` or ``jsonl``.
         resume: go on with the experiment that the directory holds.
-        sinks: where each shard's metrics go besides ``metrics.jsonl``: tensorboard, wandb, trackio.
+        sinks: where each shard's metrics go besides ``metrics.jsonl``: tensorboard, wandb, trackio, mlflow.
         project, run_name: at those sinks; the run's name is the directory's unless given.
         gen_batch_size, tf_batch_size: in place of the config's.
     """

@@ -1,7 +1,7 @@
 """Sinks: where the metrics of a step are written.
 
 ``metrics.jsonl`` in the run directory is always written and is what plots and resume read. TensorBoard,
-Weights & Biases, Trackio and sinks that users register in ``SINKS`` take the same numbers.
+Weights & Biases, Trackio, MLflow and sinks that users register in ``SINKS`` take the same numbers.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -182,6 +183,41 @@ def trackio_sink(run: SinkRun) -> MetricsSink:
     return _SteppedRun(opened, trackio.finish)
 
 
+class MLflowSink:
+    """A run of MLflow, in the experiment ``project``; a resumed trial continues the same run.
+
+    Where it goes says ``MLFLOW_TRACKING_URI``; without, it is the database ``mlflow.db`` in the working directory.
+    """
+
+    def __init__(self, run: SinkRun) -> None:
+        mlflow = _require("mlflow", "mlflow")
+        self._client = client = mlflow.MlflowClient()
+        self._metric = mlflow.entities.Metric
+        experiment = client.get_experiment_by_name(run.project)
+        experiment_id = experiment.experiment_id if experiment else client.create_experiment(run.project)
+        found = []
+        if run.resume_step is not None:
+            wanted = f"attributes.run_name = '{run.name}'"
+            found = client.search_runs([experiment_id], wanted, order_by=["attributes.start_time DESC"], max_results=1)
+        if found:
+            self.run_id = found[0].info.run_id
+            client.update_run(self.run_id, status="RUNNING")
+        else:
+            self.run_id = client.create_run(experiment_id, run_name=run.name).info.run_id
+            client.log_dict(self.run_id, dict(run.config), "config.json")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log one step."""
+        now = int(time.time() * 1000)
+        # MLflow allows no other characters in names.
+        points = [self._metric(re.sub(r"[^\w\-. :/]", "_", name), float(value), now, step) for name, value in metrics.items()]
+        self._client.log_batch(self.run_id, metrics=points)
+
+    def close(self) -> None:
+        """Mark the run as finished."""
+        self._client.set_terminated(self.run_id)
+
+
 def _require(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
@@ -201,6 +237,7 @@ SINKS: Registry[Callable[[SinkRun], MetricsSink]] = Registry(
         "tensorboard": "rollwright.tracking.sinks:TensorBoardSink",
         "wandb": "rollwright.tracking.sinks:wandb_sink",
         "trackio": "rollwright.tracking.sinks:trackio_sink",
+        "mlflow": "rollwright.tracking.sinks:MLflowSink",
     },
 )
 

@@ -22,6 +22,7 @@ from rollwright.config.sections import IntervalConfig, TrainEngineConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.inference.weights.files import keep_newest
 from rollwright.tracking.logging import getLogger
+from rollwright.tracking.model_card import write_model_card
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.learning_signs import warn_of_reasons
 from rollwright.trainers.reporting import EvaluationResult, StageRun
@@ -172,8 +173,9 @@ class Trainer(ABC):
             }
 
     def save(self, path: Any) -> Any:
-        """Write weights and tokenizer in Hugging Face form; returns the path."""
+        """Write weights, tokenizer and model card in Hugging Face form; returns the path."""
         self.trained.save(path, self.tokenizer)
+        write_model_card(path, self.step)
         return path
 
     def _save_step(self) -> None:

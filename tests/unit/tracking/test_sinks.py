@@ -66,7 +66,7 @@ def test_a_new_run_does_not_write_into_an_old_ones_file(tmp_path):
         MetricsLogger(tmp_path / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])
+@pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard", "mlflow"])
 def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, name):
     real = importlib.import_module
 
@@ -82,8 +82,8 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, name):
 
 
 def test_an_unknown_sink_lists_the_known(tmp_path):
-    with pytest.raises(ConfigError, match="tensorboard, trackio, wandb"):
-        MetricsLogger(tmp_path / "metrics.jsonl", ["mlflow"])
+    with pytest.raises(ConfigError, match="mlflow, tensorboard, trackio, wandb"):
+        MetricsLogger(tmp_path / "metrics.jsonl", ["notebook"])
 
 
 def test_tensorboard_reads_what_was_written(tmp_path):
@@ -117,3 +117,26 @@ def test_a_registered_sink_is_told_of_the_run_and_gets_every_step(tmp_path):
     with MetricsLogger(tmp_path / "metrics.jsonl", ["remembering"], run_name="a/b") as logger:
         logger.log(1, {"reward": 0.5})
     assert seen == [(tmp_path, "a/b", None), (1, 0.5), "closed"]
+
+
+def test_mlflow_keeps_one_run_over_a_resume(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("alembic")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mlflow.tracking._tracking_service.utils, "_tracking_uri", None)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    arguments = {"project": "adding", "run_name": "a/b", "config": {"seed": 3}}
+    with MetricsLogger(tmp_path / "metrics.jsonl", ["mlflow"], **arguments) as logger:
+        logger.log(1, {"reward": 0.25, "odd=name": 1.0, "kl": float("nan")})
+    with MetricsLogger(tmp_path / "metrics.jsonl", ["mlflow"], resume_step=1, **arguments) as logger:
+        logger.log(2, {"reward": 0.5})
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("adding").experiment_id])
+    assert run.info.run_name == "a/b"
+    assert run.info.status == "FINISHED"
+    assert [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "reward")] == [
+        (1, 0.25),
+        (2, 0.5),
+    ]
+    assert run.data.metrics["odd_name"] == 1.0
+    assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["config.json"]

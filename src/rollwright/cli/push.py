@@ -1,0 +1,46 @@
+"""``rollwright push``: a checkpoint and its model card, to the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from rollwright.errors import CheckpointError
+
+
+def push(
+    checkpoint: Path = typer.Argument(..., help="Checkpoint directory, or a run directory: then its newest final checkpoint."),  # noqa: B008
+    repository: str = typer.Argument(..., metavar="OWNER/NAME", help="Repository on the Hub; it is made where it is missing."),
+    private: bool = typer.Option(True, "--private/--public", help="Who may see a repository that is made."),
+    revision: str | None = typer.Option(None, help="Branch to upload to; default: main."),
+    message: str = typer.Option("Upload a checkpoint of Rollwright", help="Message of the commit."),
+) -> None:
+    """Upload a checkpoint. The token is that of `hf auth login`, or HF_TOKEN."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+    folder = _checkpoint(checkpoint)
+    api = HfApi()
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        commit = api.upload_folder(repo_id=repository, folder_path=folder, revision=revision, commit_message=message)
+    except HFValidationError as error:
+        raise CheckpointError(f"{repository!r} is no name of a repository ({error}); give OWNER/NAME.") from None
+    except (HfHubHTTPError, LocalTokenNotFoundError) as error:
+        raise CheckpointError(
+            f"{folder} was not uploaded to {repository}: {error}. Check the name, and that `hf auth login` or HF_TOKEN "
+            "gives a token that may write there."
+        ) from error
+    print(f"uploaded {folder} to {commit.commit_url}")
+
+
+def _checkpoint(path: Path) -> Path:
+    if (path / "config.json").exists():
+        return path
+    found = [config.parent for config in path.glob("**/checkpoints/final/config.json")]
+    if not found:
+        raise CheckpointError(
+            f"{path} is no checkpoint in Hugging Face form and holds none: give a directory with config.json."
+        )
+    return max(found, key=lambda folder: (folder / "config.json").stat().st_mtime)
