@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Build the wheel, install it into an empty environment away from this checkout, and use it as a new user would.
+#
+#   scripts/try_wheel.sh          PYTHON: the interpreter that the environment is made from (default python3)
+set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+work="$(mktemp -d)"
+trap 'rm -rf "$work"' EXIT
+export OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false PYTHONPATH=
+
+# Built from a copy: setuptools leaves its files where it builds, and would take up old ones.
+mkdir "$work/source"
+cp -r "$here"/{src,pyproject.toml,README.md,LICENSE} "$work/source"
+"${PYTHON:-python3}" -m venv "$work/env"
+python="$work/env/bin/python"
+"$python" -m pip wheel --quiet --no-deps --wheel-dir "$work" "$work/source"
+"$python" "$here/scripts/install.py" -c "$here/constraints/cpu.txt" "$work"/rollwright-*.whl
+
+mkdir "$work/mine"
+cd "$work/mine"
+"$python" -c 'import sys, rollwright; assert rollwright.__file__.startswith(sys.prefix), rollwright.__file__'
+"$work/env/bin/rollwright" doctor
+"$work/env/bin/rollwright" new workflow two_readers
+"$work/env/bin/rollwright" run two_readers.yaml
+test -n "$(ls runs/two_readers/first/grpo/checkpoints/final/*.safetensors)"
+echo "$("$python" --version): $(basename "$work"/rollwright-*.whl) works, with $("$python" -m pip list --format freeze | grep -vcE '^(pip|setuptools|uv)==') packages"
