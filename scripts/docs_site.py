@@ -1,7 +1,7 @@
 """Hooks of the documentation site (``mkdocs.yml``): what it shows is written elsewhere, once.
 
-The navigation is ``docs/index.md``. The README and CONTRIBUTING are pages of it. The API reference lists the names of
-``src/rollwright/__init__.pyi``, a page for each package, from their docstrings.
+The navigation is ``docs/index.md``. README, CONTRIBUTING, SECURITY and CHANGELOG are pages of it. The API reference lists the
+names of ``src/rollwright/__init__.pyi``, a page for each package, from their docstrings.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MOVED = {
     "README.md": "overview.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "CHANGELOG.md": "changelog.md",
     "examples/search_agent.ipynb": "examples/search_agent.ipynb",
 }
 API = "api"

@@ -282,7 +282,7 @@ def extras() -> Iterator[Finding]:
         return
     needed: dict[str, list[str]] = {}
     for line in asked:
-        if (extra := _EXTRA.search(line)) and extra[1] not in ("all", "test", "dev"):
+        if (extra := _EXTRA.search(line)) and extra[1] not in ("all", "test", "dev", "docs"):
             needed.setdefault(extra[1], []).append(re.split(r"[\s;<>=!~\[(]", line, maxsplit=1)[0])
     for extra, packages in sorted(needed.items()):
         missing = [name for name in packages if name.lower() != "rollwright" and not _is_installed(name)]
