@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 from dataclasses import dataclass, fields
@@ -97,7 +96,8 @@ class GenerationHyperparameters:
         changes = {ALIASES.get(key, key): value for key, value in changes.items()}
         if unknown := sorted(set(changes) - known):
             raise ConfigError(f"GenerationHyperparameters has no {', '.join(unknown)}; it has {', '.join(sorted(known))}.")
-        made = copy.copy(self)  # not dataclasses.replace: every request and record makes one
+        made = type(self).__new__(type(self))  # neither copy.copy nor dataclasses.replace: every request and record makes one
+        vars(made).update(vars(self))
         made.stop = None if self.stop is None else list(self.stop)
         made.stop_token_ids = list(self.stop_token_ids)
         made.logit_bias = dict(self.logit_bias)

@@ -179,5 +179,4 @@ def check_trajectory(trajectory: Any, *, workflow: str = "", task: str = "") -> 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
     """The values of a tensor, wherever and of whatever type it is."""
-    tensor = tensor.detach().cpu()
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy(force=True)

@@ -384,7 +384,9 @@ class TrainEngine:
 
     def _run_mode(self, *, training: bool) -> None:
         # Dropout is off either way; gradient checkpointing of transformers acts in training mode only.
-        self.model.train(training and self.config.gradient_checkpointing)
+        training = training and self.config.gradient_checkpointing
+        if self.model.training != training:  # setting it visits every module
+            self.model.train(training)
 
 
 def trained_tokens(batch: Trajectory) -> Tensor:

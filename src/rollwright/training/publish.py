@@ -37,8 +37,9 @@ logger = getLogger("publish")
 #: Not 1: an engine that leaves the temperature out of its log-probabilities would pass at 1.
 TEMPERATURE = 0.7
 PROMPT_TOKENS, NEW_TOKENS = 12, 16
-#: Of an engine in the trainer's process, where the tokens of the next batch are compared, too.
-NEW_TOKENS_IN_PROCESS = 4
+#: Of an engine in the trainer's process, where the tokens of the next batch are compared, too: one of the prompt's pass, one of a
+#: decode step.
+NEW_TOKENS_IN_PROCESS = 2
 
 #: ``(input_ids [1, L], temperature)`` -> log-probabilities ``[1, L]`` under the trainer's weights, index t for token t.
 Score = Callable[[Tensor, float], Tensor]
