@@ -307,7 +307,7 @@ def _training(config: PPOConfig) -> list[Rule]:
 
 
 #: Keys of ``rollout`` that only servers read, and that only the built-in engine reads.
-_OF_SERVERS = ("weight_update", "weight_update_path", "request_retries")
+_OF_SERVERS = ("weight_update", "weight_update_path", "weight_dtype", "request_retries")
 _OF_THE_BUILTIN_ENGINE = ("device", "max_running_requests", "kv_cache_bytes")
 
 

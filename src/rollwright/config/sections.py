@@ -255,6 +255,12 @@ class RolloutConfig:
     weight_update_path: str | None = key(
         None, "Directory of weight_update: disk, which trainer and servers see under one name."
     )
+    weight_dtype: str = key(
+        "auto",
+        "Type that weights are sent to an engine in; auto: the type that it holds them in, where it says so, else bfloat16 where "
+        "the trainer computes in it, and the weights' own elsewhere.",
+        choices=["auto", "float32", "bfloat16", "float16"],
+    )
     setup_timeout: float = key(300.0, "Seconds that initialize waits for a server's health.", gt=0.0)
     logprob_tolerance: float | None = key(
         None,

@@ -52,8 +52,8 @@ class WeightReceiver:
 
     @property
     def weight_dtype(self) -> torch.dtype | None:
-        """The type that weights are held in where tokens are computed, so that no more bytes are sent; None: it is not known, or
-        engines differ."""
+        """The type that weights are sent in: that in which they are held where tokens are computed, so that no more bytes travel;
+        None: it is not known, or engines differ."""
         return None if self.local_model is None else next(self.local_model.parameters()).dtype
 
     def publish(self, version: int) -> None:

@@ -140,7 +140,7 @@ class SentWeights:
         def send(weights: WeightStream) -> None:
             self.engine.update_weights(self.meta, version=version, weights=weights, config=trainer.model.config)
 
-        with_whole_weights(trainer.weights(published_dtype(trainer)), send)
+        with_whole_weights(trainer.weights(published_dtype(trainer, self.engine)), send)
         self._due = trainer, version
         if parallel.world_size() == 1:
             self.engine.sampler.when_resumed(self.before_first_step)
@@ -151,8 +151,17 @@ class SentWeights:
 Publisher = SharedWeights | SentWeights
 
 
-def published_dtype(trainer: TrainEngine) -> torch.dtype | None:
-    """Type in which weights are sent: bfloat16 where the trainer computes in it, None (their own) elsewhere."""
+def published_dtype(trainer: TrainEngine, engine: WeightReceiver) -> torch.dtype | None:
+    """Type in which weights are sent, the same on every rank: what the first rank's engine holds them in or was told to be sent;
+    where it says nothing, bfloat16 where the trainer computes in it, and None (their own) elsewhere."""
+
+    def held() -> str | None:
+        dtype = engine.sampler.weight_dtype
+        return None if dtype is None else str(dtype).removeprefix("torch.")
+
+    said = parallel.from_first_rank(held)
+    if said is not None:
+        return getattr(torch, said)
     return torch.bfloat16 if trainer.compute_dtype == torch.bfloat16 else None
 
 

@@ -132,6 +132,7 @@ def test_keys_that_are_read(config):
     [
         ("backend: builtin, weight_update: shared", "weight_update"),
         ("backend: builtin, weight_update_path: w", "weight_update_path"),
+        ("backend: builtin, weight_dtype: bfloat16", "weight_dtype"),
         ("backend: builtin, request_retries: 1", "request_retries"),
         ("backend: sglang, weight_update_path: w", "weight_update_path"),
         ("backend: sglang, device: cpu", "device"),

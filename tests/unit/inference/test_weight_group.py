@@ -217,6 +217,8 @@ def test_servers_say_the_type_of_their_weights(infos, dtype):
         fake.info = info
     with connected(*fakes) as client:
         assert client.weight_dtype == dtype
+        client.config.weight_dtype = "float16"
+        assert client.weight_dtype == torch.float16
 
 
 def test_buckets_of_one_type_fill_side_by_side():

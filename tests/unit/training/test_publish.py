@@ -137,6 +137,20 @@ def test_servers_are_sent_whole_weights():
     assert servers.got == (meta, 1, [name for name, _ in actor.model.named_parameters()], actor.model.config)
 
 
+@pytest.mark.parametrize("held", [torch.bfloat16, torch.float32, None])
+def test_weights_are_sent_in_the_type_that_the_engine_holds(held):
+    class Servers(WeightReceiver):
+        weight_dtype = held
+
+        def update_weights(self, meta=None, *, version, weights, config=None):
+            self.got = {tensor.dtype for _, tensor in weights}
+
+    actor, servers = tiny_actor(dtype=torch.float32), Servers()
+    actor.connect_engine(servers)
+    actor.update_weights()
+    assert servers.got == {held or torch.float32}
+
+
 def test_what_is_no_engine_is_refused():
     with pytest.raises(WeightUpdateError, match="neither update_weights"):
         publisher_for(tiny_actor(), object(), None)

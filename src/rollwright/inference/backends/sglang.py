@@ -71,12 +71,6 @@ def _top(entries: list[Any] | None) -> TopTokens | None:
     return None if entries is None else [(int(token), float(logprob)) for logprob, token, *_ in entries]
 
 
-def _dtype_of(facts: _Facts) -> torch.dtype | None:
-    names = {"half": "float16", "float": "float32", "auto": "bfloat16" if facts.device == "cuda" else ""}
-    kind = getattr(torch, names.get(facts.dtype or "", facts.dtype or ""), None)
-    return kind if isinstance(kind, torch.dtype) else None
-
-
 class SGLangClient(BroadcastClient):
     """Tokens in and out over ``/generate``."""
 
@@ -292,12 +286,13 @@ class SGLangClient(BroadcastClient):
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    @property
-    def weight_dtype(self) -> torch.dtype | None:
-        """See ``WeightReceiver.weight_dtype``. A server that was told ``auto`` has bfloat16 on a GPU, or what its model's
-        configuration says, which it does not tell."""
-        said = {_dtype_of(facts) for facts in self._facts.values()}
-        return said.pop() if len(said) == 1 else None
+    def held_dtype(self, server: Server) -> torch.dtype | None:
+        """What the server was told. With ``auto`` that is bfloat16 on a GPU, or what its model's configuration says, which it does
+        not tell."""
+        facts = self._facts[server.address]
+        names = {"half": "float16", "float": "float32", "auto": "bfloat16" if facts.device == "cuda" else ""}
+        kind = getattr(torch, names.get(facts.dtype or "", facts.dtype or ""), None)
+        return kind if isinstance(kind, torch.dtype) else None
 
     def load_from_disk(self, server: Server, directory: str, version: int, digest: str | None) -> None:
         """Load files; ``serve-model`` also checks the digest."""

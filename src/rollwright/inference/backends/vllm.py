@@ -239,11 +239,9 @@ class VLLMClient(BroadcastClient):
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    @property
-    def weight_dtype(self) -> torch.dtype | None:
-        """See ``WeightReceiver.weight_dtype``."""
-        said = {facts.dtype for facts in self._facts.values()}
-        return said.pop() if len(said) == 1 else None
+    def held_dtype(self, server: Server) -> torch.dtype | None:
+        """The type that the server computes in, which ``auto`` has become."""
+        return self._facts[server.address].dtype
 
     def load_from_disk(self, server: Server, directory: str, version: int, digest: str | None) -> None:
         """Reload weights. A server that keeps a packed copy of a tied output head answers 200 and computes with old weights:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from rollwright.config.sections import RolloutConfig
@@ -441,3 +442,15 @@ class RemoteClient(RemoteRequests):
     def logprob_tolerance(self) -> float | None:
         """``rollout.logprob_tolerance``."""
         return self.config.logprob_tolerance
+
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """``rollout.weight_dtype``; for ``auto`` what every server holds, as far as they say it."""
+        if self.config.weight_dtype != "auto":
+            return getattr(torch, self.config.weight_dtype)
+        held = {self.held_dtype(server) for server in self.router.servers}
+        return held.pop() if len(held) == 1 else None
+
+    def held_dtype(self, server: Server) -> torch.dtype | None:
+        """The type of a server's weights; None: it does not say."""
+        return None
