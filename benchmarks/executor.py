@@ -6,6 +6,8 @@ Every sample makes three model calls with a tool's text between them and returns
 recorder, the normaliser, the checker and the batch. All samples of a run are in flight at once. Each run is a process of its
 own, so that its peak memory is its own. The ratio ``per_sample/10000`` is the cost of a sample among 10,000 divided by the
 cost among 1,000: it should not be above 1 by more than the machine's noise.
+
+The lines with a journal write every call to a file, as a run does; ``µs/journal`` is the processor time that this adds to a sample.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -25,12 +28,13 @@ from typing import Any
 PROMPT, OUTPUT, TOOL, TURNS = 64, 32, 16, 3
 
 
-def run(samples: int, group_size: int, deterministic: bool) -> dict[str, Any]:
+def run(samples: int, group_size: int, deterministic: bool, journaled: bool) -> dict[str, Any]:
     """One run; its figures."""
     import torch
 
     from rollwright.config.generation import GenerationHyperparameters
     from rollwright.config.sections import RolloutConfig
+    from rollwright.experience.journal.files import Journal
     from rollwright.inference.engine import InferenceEngine
     from rollwright.inference.request import ModelRequest, ModelResponse
     from rollwright.rollout.executor import RolloutExecutor
@@ -84,7 +88,9 @@ def run(samples: int, group_size: int, deterministic: bool) -> dict[str, Any]:
             }
 
     config = RolloutConfig(max_concurrent_samples=samples)
-    executor = RolloutExecutor(InstantEngine(), config, deterministic=deterministic)
+    directory = tempfile.TemporaryDirectory()
+    journal = Journal(directory.name) if journaled else None
+    executor = RolloutExecutor(InstantEngine(), config, deterministic=deterministic, journal=journal)
     tasks = [{"question": f"question {number}", "answer": str(number)} for number in range(samples // group_size)]
     executor.rollout_batch(tasks[:8], ThreeTurns(), group_size=group_size)  # imports and first uses
     before = _peak_mib()
@@ -93,10 +99,14 @@ def run(samples: int, group_size: int, deterministic: bool) -> dict[str, Any]:
     wall, processor = time.perf_counter() - wall, time.process_time() - processor
     assert batch["input_ids"].shape[0] == samples
     executor.destroy()
+    if journal is not None:
+        journal.close()
+    written = sum(path.stat().st_size for path in Path(directory.name).iterdir())
+    directory.cleanup()
     tensors = sum(value.numel() * value.element_size() for value in batch.values()) / 2**20
     return {
         "samples": samples,
-        "mode": "waves" if deterministic else "free",
+        "mode": ("waves" if deterministic else "free") + (", journal" if journaled else ""),
         "group": group_size,
         "seconds": round(wall, 2),
         "samples/s": round(samples / wall),
@@ -104,6 +114,7 @@ def run(samples: int, group_size: int, deterministic: bool) -> dict[str, Any]:
         "cpu µs/sample": round(processor / samples * 1e6),
         "memory MiB": round(_peak_mib() - before, 1),
         "of it batch MiB": round(tensors, 1),
+        "journal bytes/sample": round(written / samples) or None,
     }
 
 
@@ -117,20 +128,20 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=int, default=3, help="runs of each line; the one that took least processor time is shown"
     )
-    parser.add_argument("--one", nargs=3, metavar=("SAMPLES", "GROUP", "DETERMINISTIC"), help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=4, metavar=("SAMPLES", "GROUP", "DETERMINISTIC", "JOURNAL"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        samples, group, deterministic = (int(value) for value in arguments.one)
-        print(json.dumps(run(samples, group, bool(deterministic))))
+        samples, group, deterministic, journaled = (int(value) for value in arguments.one)
+        print(json.dumps(run(samples, group, bool(deterministic), bool(journaled))))
         return
 
     from report import Report
 
     report = Report(f"executor: {TURNS} turns a sample, {PROMPT} + {TURNS}×{OUTPUT} + {TURNS - 1}×{TOOL} tokens")
     cost: dict[tuple[str, int], float] = {}
-    for mode in (0, 1):
+    for mode, journaled in ((0, 0), (0, 1), (1, 0)):
         for samples in (1_000, 10_000):
-            command = [sys.executable, __file__, "--one", str(samples), "8", str(mode)]
+            command = [sys.executable, __file__, "--one", str(samples), "8", str(mode), str(journaled)]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             outputs = [
                 subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
@@ -141,6 +152,7 @@ def main() -> None:
             report.row(**best)
     report.ratio("per_sample/10000", cost["free", 10_000] / cost["free", 1_000])
     report.ratio("per_sample_in_waves/10000", cost["waves", 10_000] / cost["waves", 1_000])
+    report.ratio("µs/journal", cost["free, journal", 10_000] - cost["free", 10_000])
     report.finish(arguments.json)
 
 

@@ -52,6 +52,7 @@ from rollwright.errors import EngineError as EngineError
 from rollwright.errors import RewardError as RewardError
 from rollwright.errors import RollwrightError as RollwrightError
 from rollwright.errors import WorkflowError as WorkflowError
+from rollwright.experience.durable import durable as durable
 from rollwright.experience.experience import Experience as Experience
 from rollwright.experience.operators import OPERATORS as OPERATORS
 from rollwright.experience.operators import ExperienceOperator as ExperienceOperator

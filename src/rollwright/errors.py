@@ -83,5 +83,13 @@ class CheckpointError(RollwrightError):
     """A checkpoint or a run directory is missing, incomplete or belongs to another run."""
 
 
+class JournalError(RollwrightError):
+    """The journal cannot be written or read."""
+
+
+class ReplayError(RollwrightError):
+    """An episode that runs again does not do what the journal says; the message names task, call and the first differing token."""
+
+
 class StoreError(RollwrightError):
     """The experience store is missing, damaged or used by a run that does not own it."""

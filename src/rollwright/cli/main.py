@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("rollwright.cli.run:run", "Carry out a config: train, warm up, evaluate, whatever its stages say."),
     "eval": ("rollwright.cli.run:evaluate", "Score a model on a dataset, greedy and sampled."),
     "sequences": ("rollwright.cli.sequences:sequences", "Generate and score responses, and write them as a table."),
+    "replay": ("rollwright.cli.replay:replay", "Run recorded episodes again, without a model."),
     "config": ("rollwright.cli.config:app", "Show, check and describe configs."),
     "model": ("rollwright.cli.new:models", "Make models."),
     "new": ("rollwright.cli.new:app", "Write files to begin with: a workflow, its config and its test."),

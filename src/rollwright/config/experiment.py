@@ -11,6 +11,7 @@ from rollwright.config.modes import AuxiliaryModelConfig, BenchConfig, ServiceCo
 from rollwright.config.sections import (
     ClusterConfig,
     EvaluatorConfig,
+    JournalConfig,
     PPOActorConfig,
     RecoverConfig,
     RolloutConfig,
@@ -108,6 +109,7 @@ class PPOConfig(EpisodesConfig, BaseExperimentConfig):
     eval_workflow: str | None = key(None, "Workflow of evaluation; None: the same.")
     eval_workflow_kwargs: dict[str, Any] | None = key(None, "Its arguments; None: the same, with the evaluator's gconfig.")
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    journal: JournalConfig = field(default_factory=JournalConfig)
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
     ref: TrainEngineConfig | None = key(None, "Reference policy of the KL; None: the actor's first weights where kl_ctl > 0.")
     critic: TrainEngineConfig | None = key(None, "Value model. Not built yet: refused.")

@@ -121,18 +121,35 @@ with warnings.catch_warnings():
 
 def secrets_of(config: Any, metadata: Mapping[str, Any] | None = None) -> Iterator[str]:
     """Every text of a config that is written as ``***``."""
-    metadata = metadata or {}
+    return (text for text, written in _texts_of(config, metadata or {}) if written == HIDDEN)
+
+
+def hidden_texts(config: Any) -> set[str]:
+    """Every text of a config that must not be written anywhere: those written as ``***``, and what environment variables gave.
+
+    The latter only from 8 characters on: a shorter one, such as a number of steps, stands in other texts by chance.
+    """
+    texts = _texts_of(config, {})
+    return {
+        str(text)
+        for text, written in texts
+        if written == HIDDEN or (isinstance(text, Secret) and written != text and len(text) >= 8)
+    }
+
+
+def _texts_of(config: Any, metadata: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Every text of a config, and how it is written."""
     if is_dataclass(config):
         for each in fields(config):
-            yield from secrets_of(getattr(config, each.name), each.metadata)
+            yield from _texts_of(getattr(config, each.name), each.metadata)
     elif isinstance(config, dict):
         for key, item in config.items():
-            yield from secrets_of(item, {"secret": is_secret_name(key), **metadata})
+            yield from _texts_of(item, {"secret": is_secret_name(key), **metadata})
     elif isinstance(config, list | tuple):
         for item in config:
-            yield from secrets_of(item, metadata)
-    elif isinstance(config, str) and config and shown(config, metadata) == HIDDEN:
-        yield config
+            yield from _texts_of(item, metadata)
+    elif isinstance(config, str) and config:
+        yield config, shown(config, metadata)
 
 
 def copy_without_secrets(source: Path, target: Path, secrets: set[str]) -> None:

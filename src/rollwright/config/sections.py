@@ -303,6 +303,22 @@ class RecoverConfig(IntervalConfig):
 
 
 @dataclass
+class JournalConfig:
+    """The record of running episodes: every model request, tool result and reward, in <run>/journal (docs/durable.md)."""
+
+    enabled: bool = key(True, "Keep a journal.")
+    fsync_seconds: float = key(
+        1.0,
+        "Most seconds between two flushes to the disk: what a power failure may lose. A killed process loses nothing.",
+        gt=0.0,
+    )
+    rotate_mib: float = key(256.0, "A file larger than this ends with the next recover checkpoint.", gt=0.0)
+    keep: int | None = key(
+        None, "Recover checkpoints whose finished episodes are kept; None: those of the whole run stay.", ge=1
+    )
+
+
+@dataclass
 class EvaluatorConfig(IntervalConfig):
     """Evaluation on valid_dataset, outside capacity and version accounting, with its own generation arguments."""
 

@@ -25,7 +25,8 @@ import torch
 
 from rollwright.errors import TrajectoryError
 from rollwright.experience.contract import Place, Trajectory
-from rollwright.experience.recorder import TOKEN_TYPE, RequestRecord
+from rollwright.experience.recorder import RequestRecord
+from rollwright.experience.tokens import TOKEN_TYPE, Tokens
 
 #: What a workflow returns may differ by this from the record (log-probabilities pass through float32).
 TOLERANCES = {"logprobs": 1e-4, "versions": 0, "temperature": 1e-5}
@@ -48,8 +49,8 @@ def fill_from_record(trajectory: Trajectory, masked: np.ndarray, matcher: RowMat
         missing = mask.copy()
         for placement in placements:
             part = slice(placement.start, placement.stop)
-            logprobs[row, part] = placement.record.logprobs[placement.outputs]
-            versions[row, part] = placement.record.versions[placement.outputs]
+            logprobs[row, part] = placement.record.output_logprobs[placement.outputs]
+            versions[row, part] = placement.record.output_versions[placement.outputs]
             missing[part] = False
         if missing.any():
             raise _unrecorded(ids[row, :length], missing, row, matcher, placements, place)
@@ -66,7 +67,7 @@ def fill_from_record(trajectory: Trajectory, masked: np.ndarray, matcher: RowMat
             temperature[row] = temperatures[0]
             shifted[row] = any(placement.record.logprobs_shifted for placement in placements)
             last = placements[-1]  # a response that the workflow cut short was not cut by the engine
-            truncated[row] = last.record.truncated and last.outputs.stop == len(last.record.output_ids)
+            truncated[row] = last.record.truncated and last.outputs.stop == len(last.record.output)
     has_masked: np.ndarray = np.any(masked, axis=1)
     if "temperature" in given:  # rows that train nothing keep what they were given
         temperature = np.where(has_masked, temperature, given["temperature"])
@@ -118,16 +119,16 @@ def _unrecorded(
         )
     elif agreed and record is not None:
         name = f"response {record.index} (conversation {record.conversation}, turn {record.turn})"
-        if agreed == len(record.output_ids) and any(placement.record is record for placement in placements):
+        if agreed == len(record.output) and any(placement.record is record for placement in placements):
             cause = f"{name} already stands elsewhere in this row: append resp.output_tokens once"
-        elif agreed >= min(stop - start, len(record.output_ids)):
+        elif agreed >= min(stop - start, len(record.output)):
             cause = (
-                f"{name} has these tokens, but it was sampled after token {record.prompt_ids[-1]}, not after {int(ids[start - 1])}: "
+                f"{name} has these tokens, but it was sampled after token {record.prompt.array[-1]}, not after {int(ids[start - 1])}: "
                 "keep a response behind the prompt that it answers"
             )
         else:
             cause = (
-                f"the nearest, {name}, agrees for {agreed} tokens and was sampled as {record.output_ids[agreed]} next; train on "
+                f"the nearest, {name}, agrees for {agreed} tokens and was sampled as {record.output[agreed]} next; train on "
                 "resp.output_tokens as they were sampled, never decoded and encoded again"
             )
     wrong = f"row {row}, positions {start} to {stop - 1}: the masked tokens {text} were produced by no recorded request"
@@ -194,8 +195,8 @@ class RowMatcher:
         """For each token the response that goes on longest; a response that another one overtakes ends there."""
         by_start: dict[int, list[Placement]] = {}
         for record in self.records:
-            start = len(record.prompt_ids)
-            is_behind_its_prompt = start < len(row.ids) and row.bytes.startswith(record.prompt_bytes)
+            start = len(record.prompt)
+            is_behind_its_prompt = start < len(row.ids) and start <= row.shared_with(record.prompt)
             if is_behind_its_prompt and (agreed := row.agreement(start, record.output_bytes)):
                 by_start.setdefault(start, []).append(Placement(record, start, start + agreed))
         chosen: list[Placement] = []
@@ -219,7 +220,7 @@ class RowMatcher:
             key=lambda placement: (
                 round(row.logprob_gap(placement), 6),
                 self._uses[placement.record.index],
-                placement.outputs.stop < len(placement.record.output_ids),
+                placement.outputs.stop < len(placement.record.output),
                 placement.record.index,
             ),
         )
@@ -245,12 +246,12 @@ class RowMatcher:
         found = [
             Placement(record, start, start + row.agreement(start, record.output_bytes))
             for record in self.records
-            if record.index not in placed and record.output_ids[:1] == [first] and record.prompt_ids[-1] == before
+            if record.index not in placed and record.output[:1].tolist() == [first] and record.prompt.array[-1] == before
         ]
         longest = max((min(placement.stop, stop) for placement in found), default=0)
         found = [placement for placement in found if min(placement.stop, stop) == longest]
         if len(found) > 1:
-            contexts = [row.context_agreement(start, placement.record.prompt_ids) for placement in found]
+            contexts = [row.context_agreement(start, placement.record.prompt.array) for placement in found]
             found = [placement for placement, context in zip(found, contexts, strict=True) if context == max(contexts)]
         return self._prefer(found, row) if found else None
 
@@ -267,7 +268,7 @@ class RowMatcher:
                     continue
             elif (offset := _token_find(record.output_bytes, needle)) < 1:
                 continue
-            if int(row.ids[start - 1]) in (record.prompt_ids[-1], record.output_ids[offset - 1]):
+            if int(row.ids[start - 1]) in (record.prompt.array[-1], record.output[offset - 1]):
                 found.append(Placement(record, start, stop, offset))
         return self._prefer(found, row) if found else None
 
@@ -280,6 +281,14 @@ class _Row:
         self.mask = mask
         self.bytes = self.ids.tobytes()
         self.given = given_logprobs
+        self._shared: dict[int, int] = {}
+
+    def shared_with(self, prompt: Tokens) -> int:
+        """How many tokens the row has in common with the prompt's conversation, which is compared once for all its prompts."""
+        key = id(prompt.buffer)
+        if key not in self._shared:
+            self._shared[key] = Tokens(prompt.buffer, len(prompt.buffer.objects)).shared_with(self.ids)
+        return self._shared[key]
 
     def agreement(self, start: int, output: bytes) -> int:
         """How many tokens the row has from ``start`` on in common with ``output``."""
@@ -289,9 +298,8 @@ class _Row:
         count = min(len(self.ids) - start, len(other))
         return _count_until(self.ids[start : start + count] != other[:count])
 
-    def context_agreement(self, start: int, prompt_ids: list[int]) -> int:
+    def context_agreement(self, start: int, prompt: np.ndarray) -> int:
         """How many tokens before ``start`` are also the prompt's last."""
-        prompt = np.asarray(prompt_ids, dtype=TOKEN_TYPE)
         count = min(start, len(prompt))
         return _count_until(self.ids[start - count : start][::-1] != prompt[len(prompt) - count :][::-1])
 
@@ -300,7 +308,7 @@ class _Row:
         if self.given is None:
             return 0.0
         part = slice(placement.start, placement.stop)
-        recorded = np.asarray(placement.record.logprobs[placement.outputs], dtype=np.float32)
+        recorded = placement.record.output_logprobs[placement.outputs].astype(np.float32)
         return float(np.abs(self.given[part] - recorded)[self.mask[part]].max(initial=0.0))
 
 

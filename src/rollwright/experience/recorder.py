@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,24 +19,22 @@ import torch
 
 from rollwright.errors import EngineError
 from rollwright.experience.experience import Experience
-
-#: Type of token ids as bytes, for comparing long sequences at memory speed.
-TOKEN_TYPE = np.dtype("<i4")
+from rollwright.experience.tokens import TOKEN_TYPE, Tokens
 
 
-@dataclass
+@dataclass(eq=False)
 class RequestRecord:
-    """One request and its response. Lists are the record's own: nothing that a workflow does changes them."""
+    """One request and its response, packed. Nothing that a workflow does changes it; its lists are made when they are asked for."""
 
     index: int  # order in which responses came back in this sample
     rid: str  # conversation
     conversation: int  # order in which conversations first appeared in this sample
     turn: int  # requests of the same conversation before this one
-    prompt_ids: list[int]
-    output_ids: list[int]  # with the stop token or the tokens of the stop string
-    logprobs: list[float]  # natural, at sampling, temperature-scaled
-    versions: list[int]  # weight version that sampled each token
-    temperature: float  # that logprobs are at (1.0 where greedy)
+    prompt: Tokens
+    output_bytes: bytes = field(repr=False)  # packed, with the stop token or the tokens of the stop string
+    output_logprobs: np.ndarray  # natural, at sampling, temperature-scaled
+    output_versions: np.ndarray  # weight version that sampled each token
+    temperature: float  # that log-probabilities are at (1.0 where greedy)
     stop_reason: str  # "stop" | "length" | "abort"
     stop_match: str | int | None = None
     seed: int | None = None
@@ -49,25 +47,37 @@ class RequestRecord:
     branch_ids: list[int] | None = None
     logprobs_shifted: bool = False  # taken after top-p, top-k or penalties
     metadata: dict[str, Any] = field(default_factory=dict)
-    tokenizer: Any = field(default=None, repr=False, compare=False)  # of the request, to make messages readable
-    prompt_bytes: bytes = field(init=False, repr=False, compare=False)
-    output_bytes: bytes = field(init=False, repr=False, compare=False)
+    tokenizer: Any = field(default=None, repr=False)  # of the request, to make messages readable
 
-    def __post_init__(self) -> None:
-        # Made with the record, spread over the requests, so that normalising a finished sample is only comparing.
-        self.prompt_bytes = np.asarray(self.prompt_ids, dtype=TOKEN_TYPE).tobytes()
-        self.output_bytes = np.asarray(self.output_ids, dtype=TOKEN_TYPE).tobytes()
+    @property
+    def prompt_ids(self) -> list[int]:
+        """``[P]`` ids of the prompt."""
+        return self.prompt.tolist()
+
+    @property
+    def output(self) -> np.ndarray:
+        """``[N]`` ids of the response."""
+        return np.frombuffer(self.output_bytes, dtype=TOKEN_TYPE)
+
+    @property
+    def output_ids(self) -> list[int]:
+        """``[N]`` ids of the response."""
+        return self.output.tolist()
+
+    @property
+    def logprobs(self) -> list[float]:
+        """``[N]`` log-probabilities of the response."""
+        return self.output_logprobs.tolist()
+
+    @property
+    def versions(self) -> list[int]:
+        """``[N]`` versions of the response."""
+        return self.output_versions.tolist()
 
     @property
     def truncated(self) -> bool:
         """True where a length limit ended the response."""
         return self.stop_reason == "length"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything but the tokenizer and the bytes, in JSON's types."""
-        left_out = ("tokenizer", "gconfig", "prompt_bytes", "output_bytes")
-        out = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out}
-        return {**out, "gconfig": None if self.gconfig is None else asdict(self.gconfig)}
 
 
 class Recorder:
@@ -122,12 +132,12 @@ class Recorder:
         Raises:
             EngineError: the response's log-probabilities or versions do not cover its tokens: the engine is at fault.
         """
-        output_ids = list(response.output_tokens)
-        logprobs, versions = list(response.output_logprobs), list(response.output_versions)
-        if not len(output_ids) == len(logprobs) == len(versions):
+        count = len(response.output_tokens)
+        if not count == len(response.output_logprobs) == len(response.output_versions):
             raise EngineError(
-                f"the engine returned {len(output_ids)} tokens with {len(logprobs)} log-probabilities and {len(versions)} "
-                f"versions for conversation {request.rid}; an engine gives one of each for every token that it sampled."
+                f"the engine returned {count} tokens with {len(response.output_logprobs)} log-probabilities and "
+                f"{len(response.output_versions)} versions for conversation {request.rid}; an engine gives one of each for every "
+                "token that it sampled."
             )
         finished = time.time() if finished is None else finished
         conversation, turn = self.open_turn(request.rid) if place is None else place
@@ -136,10 +146,10 @@ class Recorder:
             rid=request.rid,
             conversation=conversation,
             turn=turn,
-            prompt_ids=list(response.input_tokens or request.input_ids),
-            output_ids=output_ids,
-            logprobs=logprobs,
-            versions=versions,
+            prompt=response.prompt(request),
+            output_bytes=np.array(response.output_tokens, dtype=TOKEN_TYPE).tobytes(),
+            output_logprobs=np.array(response.output_logprobs, dtype=np.float64),
+            output_versions=np.array(response.output_versions, dtype=np.int32),
             temperature=float(response.temperature),
             stop_reason=response.stop_reason,
             stop_match=response.stop_match,
@@ -181,16 +191,15 @@ def experiences_of(
     """
     sequences: list[list[RequestRecord]] = []
     for record in records:
-        if not record.output_ids:
+        if not record.output_bytes:
             continue
         extended = [
             calls
             for calls in sequences
-            if calls[-1].temperature == record.temperature
-            and record.prompt_bytes.startswith(calls[-1].prompt_bytes + calls[-1].output_bytes)
+            if calls[-1].temperature == record.temperature and record.prompt.continues(calls[-1].prompt, calls[-1].output_bytes)
         ]
         if extended:
-            max(extended, key=lambda calls: len(calls[-1].prompt_bytes) + len(calls[-1].output_bytes)).append(record)
+            max(extended, key=lambda calls: len(calls[-1].prompt) + len(calls[-1].output)).append(record)
         else:
             sequences.append([record])
     return [_experience(calls, reward, call_rewards) for calls in sequences]
@@ -198,17 +207,17 @@ def experiences_of(
 
 def _experience(calls: list[RequestRecord], reward: float | None, call_rewards: Mapping[int, float] | None) -> Experience:
     """The experience of calls each of which goes on from the one before."""
-    prompt_length, last = len(calls[0].prompt_ids), calls[-1]
-    tokens = torch.tensor([*last.prompt_ids, *last.output_ids], dtype=torch.int64)
+    prompt_length, last = len(calls[0].prompt), calls[-1]
+    tokens = torch.from_numpy(np.concatenate([last.prompt.array, last.output]).astype(np.int64))
     length = len(tokens) - prompt_length
     logprobs, versions = torch.zeros(length), torch.full((length,), -1, dtype=torch.int32)
     mask, token_rewards = torch.zeros(length, dtype=torch.bool), torch.zeros(length)
     for record in calls:
-        begin = len(record.prompt_ids) - prompt_length
-        end = begin + len(record.output_ids)
+        begin = len(record.prompt) - prompt_length
+        end = begin + len(record.output)
         mask[begin:end] = True
-        logprobs[begin:end] = torch.tensor(record.logprobs)
-        versions[begin:end] = torch.tensor(record.versions, dtype=torch.int32)
+        logprobs[begin:end] = torch.from_numpy(record.output_logprobs)
+        versions[begin:end] = torch.from_numpy(record.output_versions)
         token_rewards[end - 1] = (call_rewards or {}).get(record.index, 0.0)
     tokenizer = last.tokenizer
     return Experience(

@@ -354,7 +354,7 @@ def _lengths_disagree(
     named = ", ".join(f"{name} {size or list(trajectory[name].shape)}" for name, size in sizes.items())
     remedy = "every token needs one entry in each key"
     excess = width - int(trajectory[key].shape[1])
-    responses = [len(record.output_ids) for record in recorder.records] if recorder is not None else []
+    responses = [len(record.output) for record in recorder.records] if recorder is not None else []
     if rows == 1 and excess > 0 and excess in (sum(responses), *responses):
         remedy += (
             f"; the {excess} tokens too many are as many as the engine sampled: is resp.output_tokens appended to input_ids twice "

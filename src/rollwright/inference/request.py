@@ -9,6 +9,7 @@ from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError
+from rollwright.experience.tokens import LARGEST_TOKEN, Tokens, conversation_tokens
 
 
 def token_ids(ids: Any, what: str = "input_ids") -> list[int]:
@@ -17,6 +18,13 @@ def token_ids(ids: Any, what: str = "input_ids") -> list[int]:
     Raises:
         EngineError: it is text, a BatchEncoding or its key names, nested, or holds what is no id.
     """
+    return _checked(list(_as_list(ids, what)), 0, what)
+
+
+def _as_list(ids: Any, what: str) -> list[Any]:
+    """The ids as a list: the very one, where they are one."""
+    if type(ids) is list:
+        return ids
     if hasattr(ids, "keys"):
         raise EngineError(
             f"{what} is a mapping with keys {sorted(ids.keys())}, not token ids: transformers 5 returns a BatchEncoding from "
@@ -30,8 +38,12 @@ def token_ids(ids: Any, what: str = "input_ids") -> list[int]:
         ids = ids.tolist()
     if not isinstance(ids, Iterable):
         raise EngineError(f"{what} is {ids!r}, not token ids; give one flat sequence of ints.")
-    ids = list(ids)
-    if ids and set(map(type, ids)) == {int} and min(ids) >= 0:
+    return list(ids)
+
+
+def _checked(ids: list[Any], first: int, what: str = "input_ids") -> list[int]:
+    """The ids, a list that may be changed here, as plain ints; ``first`` is the place of the first, for messages."""
+    if ids and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= LARGEST_TOKEN:
         return ids
     if ids and all(isinstance(i, str) for i in ids):
         raise EngineError(
@@ -41,10 +53,12 @@ def token_ids(ids: Any, what: str = "input_ids") -> list[int]:
     for index, value in enumerate(ids):
         if type(value) is not int:
             if isinstance(value, bool) or not hasattr(value, "__index__"):
-                raise EngineError(f"{what}[{index}] is {value!r}, not a token id; give one flat sequence of ints.")
+                raise EngineError(f"{what}[{first + index}] is {value!r}, not a token id; give one flat sequence of ints.")
             ids[index] = value.__index__()
         if ids[index] < 0:
-            raise EngineError(f"{what}[{index}] is {ids[index]}: token ids are not negative.")
+            raise EngineError(f"{what}[{first + index}] is {ids[index]}: token ids are not negative.")
+        if ids[index] > LARGEST_TOKEN:
+            raise EngineError(f"{what}[{first + index}] is {ids[index]}: token ids are at most {LARGEST_TOKEN}.")
     return ids
 
 
@@ -68,8 +82,9 @@ TopTokens = list[tuple[int, float]]
 class ModelRequest:
     """One request: a prompt in token ids and how to sample from it.
 
-    ``rid`` names the conversation: all turns of one conversation carry the same rid, so that one server sees them all.
-    The ids are copied on construction; what the caller does to its list later does not matter.
+    ``rid`` names the conversation: all turns of one conversation carry the same rid, so that one server sees them all. The ids are
+    taken on construction; what the caller does to its list later does not matter. They are kept as ``tokens`` of the conversation;
+    ``input_ids`` becomes a list of its own when it is asked for.
     """
 
     input_ids: Any = field(default_factory=list)
@@ -93,9 +108,8 @@ class ModelRequest:
             raise EngineError(
                 f"gconfig is {self.gconfig!r:.100}, not generation arguments: give GenerationHyperparameters(max_new_tokens=…, …)."
             )
-        self.input_ids = token_ids(self.input_ids)
-        if not self.input_ids:
-            raise EngineError("input_ids is empty: a request needs at least one prompt token.")
+        self._tokens = self._taken(self.input_ids)
+        del self.input_ids
         if self.multi_modal is None and self.image_data and self.processor is not None:
             from rollwright.data.vision import image_inputs
 
@@ -109,6 +123,26 @@ class ModelRequest:
             if value is not None and (type(value) is not int or value < 0):
                 raise EngineError(f"{name} is {value!r}; it has to be a whole number of at least 0, or None.")
         self.top_logprobs = self.top_logprobs or None
+
+    def _taken(self, ids: Any) -> Tokens:
+        ids = _as_list(ids, "input_ids")
+        if not ids:
+            raise EngineError("input_ids is empty: a request needs at least one prompt token.")
+        return conversation_tokens(self.rid, ids, _checked)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "input_ids" and "_tokens" in self.__dict__:
+            self.input_ids = self._tokens.tolist()
+            return self.input_ids
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def tokens(self) -> Tokens:
+        """The prompt as tokens of its conversation, without a list; what was changed in ``input_ids`` since is in it."""
+        held = self.__dict__.get("input_ids")
+        if held is not None and not (type(held) is list and self._tokens.equals(held)):
+            self._tokens = self._taken(held)
+        return self._tokens
 
     @property
     def effective_seed(self) -> int | None:
@@ -127,6 +161,8 @@ class ModelResponse:
     ``output_tokens`` includes the stop token or the tokens of the stop string. ``output_logprobs`` are natural
     log-probabilities of the temperature-scaled softmax before top-p, top-k and penalties. ``output_versions`` is the weight
     version that sampled each token, as the engine says.
+
+    An engine may give ``request.tokens`` as ``input_tokens``; they become a list when it is asked for.
     """
 
     input_tokens: list[int] = field(default_factory=list)
@@ -145,6 +181,25 @@ class ModelResponse:
     input_top_logprobs: list[TopTokens | None] | None = None  # where both are asked for
     logprobs_shifted: bool = False  # taken after top-p, top-k or penalties: the trainer has to recompute them
 
+    def __post_init__(self) -> None:
+        if isinstance(self.input_tokens, Tokens):
+            self._prompt = self.input_tokens
+            del self.input_tokens
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "input_tokens" and "_prompt" in self.__dict__:
+            self.input_tokens = self._prompt.tolist()
+            return self.input_tokens
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def prompt(self, request: ModelRequest) -> Tokens:
+        """The tokens that were answered: the request's, unless the engine says others."""
+        held = self.__dict__.get("input_tokens")
+        if held is None:
+            return self._prompt
+        tokens = request.tokens
+        return tokens if not held or tokens.equals(held) else Tokens.of(list(held))
+
     def of_the_prompt(self) -> ModelResponse:
         """The same without what was sampled, for a caller that asked for the prompt's log-probabilities alone."""
         nothing: dict[str, Any] = {name: [] for name in ("output_tokens", "output_logprobs", "output_versions")}
@@ -154,7 +209,8 @@ class ModelResponse:
     @property
     def input_len(self) -> int:
         """Number of prompt tokens."""
-        return len(self.input_tokens)
+        held = self.__dict__.get("input_tokens")
+        return len(self._prompt if held is None else held)
 
     @property
     def output_len(self) -> int:

@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from rollwright.errors import RewardError
+from rollwright.experience.durable import kept_calls
 from rollwright.processes.pool import FunctionFailedError, WorkerCrashError, WorkerTimeoutError, shared_pool
 from rollwright.processes.sandbox import sandbox_name, sandboxed
 from rollwright.rewards.registry import REWARD_FUNCTIONS
@@ -30,6 +31,8 @@ from rollwright.rewards.registry import REWARD_FUNCTIONS
 POSITIONAL = ("prompt", "completion", "prompt_ids", "completion_ids")
 #: Columns that name a task, for messages, best first.
 TASK_COLUMNS = ("ordinal", "task_id", "query_id", "id", "index")
+#: What the journal's names of reward calls begin with.
+REWARD_CALLS = "reward "
 #: Seconds before an async function is tried again; doubled each time.
 FIRST_PAUSE = 0.1
 
@@ -44,6 +47,8 @@ class AsyncRewardWrapper:
       its worker when its time is up or when it takes its worker down; the next call gets a new worker.
     * A function whose attribute ``runs_inline`` is true promises to be pure, quick and bounded, as the built-in text
       rewards are: it is called directly.
+
+    What the others return is kept in the journal (``durable``): an episode that runs again is scored as it was.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class AsyncRewardWrapper:
         self._inline = getattr(inner, "runs_inline", False) is True and not self._is_async
         self._imports = tuple(getattr(inner, "worker_imports", ()))
         self._key = next(_keys).to_bytes(8, "little")
+        self.reward_fn, self._durable = kept_calls(reward_fn, f"{REWARD_CALLS}{function_name(inner)}")
         self._pickled: bytes | None = None
 
     @functools.cached_property
@@ -120,6 +126,9 @@ class AsyncRewardWrapper:
                 return as_float(self.reward_fn(*arguments, **keywords))
             except Exception as error:
                 raise self._error(error, 1, prompt, data) from error
+        return await self._durable.awaited(self._scored, arguments, keywords, prompt, data)
+
+    async def _scored(self, arguments: tuple[Any, ...], keywords: dict[str, Any], prompt: Any, data: dict[str, Any]) -> float:
         attempt = self._awaited if self._is_async else self._apart
         for tries in itertools.count(1):
             try:

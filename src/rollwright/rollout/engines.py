@@ -14,6 +14,7 @@ import torch
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, RolloutError
+from rollwright.experience.journal.files import Journal
 from rollwright.inference.backends import BACKENDS
 from rollwright.inference.engine import TOLERANCE_OF_16_BITS, InferenceEngine, WeightReceiver
 from rollwright.inference.request import ModelRequest, ModelResponse
@@ -50,7 +51,12 @@ class RolloutEngine(InferenceEngine):
         client: the inference engine, where it exists already; it is destroyed with the rollout engine.
         seed: the run's seed.
         deterministic: see docs/determinism.md.
+
+    Attributes:
+        journal: what episodes are asked and answered is written there; to be set before ``initialize``. None: nowhere.
     """
+
+    journal: Journal | None = None
 
     def __init__(
         self,
@@ -89,7 +95,9 @@ class RolloutEngine(InferenceEngine):
         self._client.initialize(*args, **kwargs)
         self.context_length = self._client.context_length
         try:
-            self._executor = RolloutExecutor(self._client, self.config, seed=self.seed, deterministic=self.deterministic)
+            self._executor = RolloutExecutor(
+                self._client, self.config, seed=self.seed, deterministic=self.deterministic, journal=self.journal
+            )
         except BaseException:  # settings that it refuses; servers that were started for the client must not outlive that
             self._client.destroy()
             raise
@@ -102,6 +110,8 @@ class RolloutEngine(InferenceEngine):
             executor.destroy()
         if client is not None:
             client.destroy()
+        if self.journal is not None:
+            self.journal.close()
 
     def __enter__(self) -> RolloutEngine:
         self.initialize()

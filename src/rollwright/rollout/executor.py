@@ -15,6 +15,7 @@ from typing import Any
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, DatasetEnded, RolloutError
+from rollwright.experience.journal.files import Journal
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.inference.engine import InferenceEngine
 from rollwright.rollout.event_loop import LoopThread
@@ -39,6 +40,7 @@ class RolloutExecutor:
         seed: the run's seed; every request's seed derives from it.
         deterministic: model requests go out in waves, batches leave in the order of their ordinals (docs/determinism.md).
         batch_size: groups in a training batch, for the admission rule; None: learnt from ``prepare_batch``.
+        journal: what episodes are asked and answered is written there; None: nowhere.
 
     Raises:
         ConfigError: ``over_sampling`` in deterministic mode: what it cuts is for the clock to decide.
@@ -52,6 +54,7 @@ class RolloutExecutor:
         seed: int = 1,
         deterministic: bool = False,
         batch_size: int | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.config = config or RolloutConfig()
         if deterministic and self.config.over_sampling > 0:
@@ -62,7 +65,7 @@ class RolloutExecutor:
         self.engine = engine
         self._thread = LoopThread(at_exit=self.destroy)
         self._call = self._thread.call
-        self._runner = Runner(engine, self.config, self._thread.loop, seed, deterministic)
+        self._runner = Runner(engine, self.config, self._thread.loop, seed, deterministic, journal)
         self._delivery = self._runner.delivery
         self._delivery.staleness.batch = batch_size
         self._delivery.staleness.version = engine.get_version()
@@ -313,6 +316,11 @@ class RolloutExecutor:
     def version(self) -> int:
         """The version that was last published."""
         return self._delivery.staleness.version
+
+    @property
+    def frontier(self) -> int:
+        """Every task with a lower ordinal is done: trained, rejected, dropped or given up."""
+        return self._delivery.frontier.frontier
 
     def release_batch(self) -> None:
         """The batches that were taken are done with, though no version was published (a skipped step)."""

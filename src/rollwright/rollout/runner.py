@@ -15,6 +15,7 @@ import concurrent.futures
 import contextlib
 import contextvars
 import functools
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,10 @@ import torch
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import RolloutError
 from rollwright.experience.contract import check_trajectory
+from rollwright.experience.durable import EPISODE
+from rollwright.experience.journal.episodes import EpisodeWriter
+from rollwright.experience.journal.files import Journal
+from rollwright.experience.journal.records import GroupEnd, pack_value
 from rollwright.experience.normaliser import normalise
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
@@ -74,12 +79,20 @@ class Runner:
         loop: the loop that all of this runs on.
         seed: the run's seed.
         deterministic: requests go out in waves and batches leave in the order of their ordinals.
+        journal: of what episodes are answered; None: they are not written down.
     """
 
     def __init__(
-        self, engine: InferenceEngine, config: RolloutConfig, loop: asyncio.AbstractEventLoop, seed: int, deterministic: bool
+        self,
+        engine: InferenceEngine,
+        config: RolloutConfig,
+        loop: asyncio.AbstractEventLoop,
+        seed: int,
+        deterministic: bool,
+        journal: Journal | None = None,
     ) -> None:
         self.engine = engine
+        self.journal = journal
         self.config = config
         self.loop = loop
         self.seed = seed
@@ -109,7 +122,8 @@ class Runner:
             if group.batch is None:
                 self.tasks[group.task_id] = group
             (self.stream if group.in_stream else self._direct).append(group)
-        self.pump()
+        with self._faults_stop():
+            self.pump()
 
     def pump(self) -> None:
         """Start as many samples as there is room for; groups are admitted in the order in which they came."""
@@ -155,11 +169,13 @@ class Runner:
             loop=self.loop,
             gate=self._gate and self._gate.agenerate,
             workflow=group.workflow_name,
+            episode=None if self.journal is None else self._begun(group, name),
         )
         sample.samples_asked = group.runs[index]
         self.running_samples += 1
         context = contextvars.Context()
         context.run(CURRENT_SAMPLE.set, sample)
+        context.run(EPISODE.set, sample.episode)
         if group.is_eval:  # what it reports is no metric of training
             context.run(get_tracker().enter_scope, "eval")
         task = context.run(self.loop.create_task, self._run(group, sample))
@@ -168,6 +184,19 @@ class Runner:
         task.add_done_callback(functools.partial(self._leave, group), context=contextvars.Context())
         if self._gate is not None:
             self._gate.enter(sample, task)
+
+    def _begun(self, group: Group, name: SampleName) -> EpisodeWriter:
+        """The journal of an episode that begins now."""
+        if group.packed_task is None:
+            try:
+                group.packed_task = pack_value(group.data), ""
+            except (TypeError, OverflowError) as error:
+                group.packed_task = None, str(error)
+        task, task_error = group.packed_task
+        episode = EpisodeWriter(self.journal)
+        facts = {**name._asdict(), "version": self.delivery.staleness.version, "workflow": group.workflow_name}
+        episode.begin(**facts, samples_asked=group.runs[name.index], task=task, task_error=task_error)
+        return episode
 
     async def _run(self, group: Group, sample: SampleEngine) -> Trajectory | BaseException | None:
         """One episode, its rows normalised and checked; an exception of the workflow is returned, not raised."""
@@ -217,6 +246,7 @@ class Runner:
         with self._faults_stop():
             if group.is_over or self.fatal is not None:
                 self.samples["cut"] += 1
+                sample.episode.end("cut", group.reason or "its group is over")
             elif abandoned is not None or task.cancelled():
                 self._sample_ended(group, sample, abandoned or RolloutError("somebody else cancelled the sample's task."))
             else:
@@ -257,6 +287,7 @@ class Runner:
     def _sample_ended(self, group: Group, sample: SampleEngine, outcome: Trajectory | BaseException | None) -> None:
         name = sample.name
         if isinstance(outcome, BaseException):
+            sample.episode.end("failed", f"{type(outcome).__name__}: {outcome}"[:2000])
             is_final = name.attempt >= self.config.max_sample_retries
             failure = self._failed(group, outcome, str(name), is_final)
             if is_final:
@@ -267,6 +298,7 @@ class Runner:
                 self._members.appendleft((group, name.index, name.attempt + 1))
             return
         self.failures.outcomes.append(False)
+        sample.episode.end("rejected" if outcome is None else "accepted", rows=outcome)
         if outcome is None:
             self.samples["rejected"] += 1
             reason = f"sample {name.index} was rejected by its workflow (it returned None)"
@@ -318,6 +350,7 @@ class Runner:
         """A group that will not be used: release what it counted for, and stop its samples."""
         self.delivery.remove(group)
         group.state, group.reason = state, reason
+        self._note_end(group, count)
         group.rows = []
         self.groups[count] += 1
         self._abandon_later(group, group.cancel(f"belongs to a group that has come to its end ({reason})"))
@@ -330,6 +363,11 @@ class Runner:
                 del self.ends[next(iter(self.ends))]
         self._settle()
         self._pump_soon()
+
+    def _note_end(self, group: Group, state: str) -> None:
+        if self.journal is not None:
+            entry = GroupEnd(group.ordinal, group.task_id, group.is_eval, state, group.reason, group.samples, time.time())
+            self.journal.write(entry)
 
     # -- callers that wait ---------------------------------------------------------------------------------------------
 
@@ -369,6 +407,7 @@ class Runner:
                     continue
                 for group in groups:
                     self.tasks.pop(group.task_id, None)
+                    self._note_end(group, "delivered")
                 if waiter.caller is not None and not all(group.is_eval for group in groups):
                     self.delivery.taken_by = waiter.caller
                 if not waiter.future.done():

@@ -2,7 +2,8 @@
 
 Invariants:
 
-* every request that the engine serves is in the sample's record, once;
+* every request that the engine serves is in the sample's record, once, and in the journal before its answer is returned;
+* a request that the episode's past has is answered from there, and only if its prompt is the same, token for token;
 * a request's seed depends on the run's seed, the task, the sample and the request's place in it, and on nothing else: not
   on the attempt, the other samples or the clock;
 * after ``close`` no model call of the sample succeeds, from whatever thread it comes.
@@ -18,7 +19,10 @@ import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Any
 
-from rollwright.errors import EngineError, PromptTooLongError, RequestAborted
+import numpy as np
+
+from rollwright.errors import EngineError, PromptTooLongError, ReplayError, RequestAborted
+from rollwright.experience.journal.episodes import EpisodeWriter, RecordedCall
 from rollwright.experience.recorder import Recorder
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
@@ -41,6 +45,8 @@ class SampleEngine(SampleBoundEngine):
         run_seed: the run's seed.
         loop: the executor's event loop; calls from other loops are carried over to it.
         gate: holds requests back so that they go out in waves (deterministic mode); None: they go out at once.
+        workflow: its name, for messages.
+        episode: the sample's journal; None: one that writes nothing.
     """
 
     recorder: Recorder
@@ -54,8 +60,10 @@ class SampleEngine(SampleBoundEngine):
         loop: asyncio.AbstractEventLoop,
         gate: RequestGate | None = None,
         workflow: str = "",
+        episode: EpisodeWriter | None = None,
     ) -> None:
         self.engine = engine
+        self.episode = episode or EpisodeWriter(None)
         self.context_length = engine.context_length
         self.name = name
         self.workflow = workflow
@@ -73,13 +81,15 @@ class SampleEngine(SampleBoundEngine):
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.agenerate(request), self.loop))
         sent, place = self._taken(request)
         started = time.time()
-        with self._noting_overflow():
+        with self._noting_overflow(sent, place):
+            if (kept := self._from_past(sent, place)) is not None:
+                return kept
             if self._gate is None:
                 response = await self.engine.agenerate(sent)
             else:
                 response = await self._gate(self, sent, place)
         self._refuse_if_closed()
-        self.recorder.record(sent, response, place=place, started=started)
+        self.episode.call(self.recorder.record(sent, response, place=place, started=started))
         return response
 
     async def astream(self, request: ModelRequest) -> AsyncGenerator[ModelResponse, None]:
@@ -92,13 +102,18 @@ class SampleEngine(SampleBoundEngine):
             return
         sent, place = self._taken(request)
         started, response = time.time(), None
+        with self._noting_overflow(sent, place):
+            kept = self._from_past(sent, place)
+        if kept is not None:
+            yield kept
+            return
         async with contextlib.aclosing(self.engine.astream(sent)) as parts:
-            with self._noting_overflow():
+            with self._noting_overflow(sent, place):
                 async for response in parts:
                     self._refuse_if_closed()
                     yield response
         if response is not None:
-            self.recorder.record(sent, response, place=place, started=started)
+            self.episode.call(self.recorder.record(sent, response, place=place, started=started))
 
     def close(self, because: str) -> None:
         """Refuse every further model call of this sample."""
@@ -122,12 +137,51 @@ class SampleEngine(SampleBoundEngine):
         sent.seed = seed
         return sent, place
 
+    def _from_past(self, sent: ModelRequest, place: tuple[int, int]) -> ModelResponse | None:
+        """What the journal has for this place of the episode, recorded as the engine's answer is; None: ask the engine.
+
+        Raises:
+            ReplayError: the request is another than that of the past, or, in a replay, the past has none.
+            PromptTooLongError: it was refused then.
+        """
+        episode = self.episode
+        if episode.past is None:
+            return None
+        kept = episode.past.call_at(place)
+        if kept is None:
+            if not episode.is_replay:
+                episode.restore()
+                return None
+            raise self._diverged(
+                f"it asks for turn {place[1]} of conversation {place[0]}, and the journal has {len(episode.past.calls)} calls, none at "
+                "that place"
+            )
+        prompt = sent.tokens.array
+        if not np.array_equal(prompt, kept.prompt):
+            raise self._diverged(_first_difference(prompt, kept, sent.tokenizer))
+        if kept.call.refused is not None:
+            raise PromptTooLongError(kept.call.refused)
+        response = _answer(sent, kept)
+        times = {"started": kept.call.started, "finished": kept.call.finished}
+        self.recorder.record(sent, response, place=place, **times)
+        return response
+
+    def _diverged(self, what: str) -> ReplayError:
+        error = ReplayError(
+            f"{self.name} ({self.workflow}) does not run as it was recorded: {what}. Something that it depends on has changed, or is "
+            "neither seeded nor durable."
+        )
+        self.episode.diverged = self.episode.diverged or error
+        return error
+
     @contextlib.contextmanager
-    def _noting_overflow(self) -> Iterator[None]:
+    def _noting_overflow(self, sent: ModelRequest, place: tuple[int, int]) -> Iterator[None]:
         try:
             yield
-        except PromptTooLongError:
+        except PromptTooLongError as error:
             self.recorder.outgrew_context = True
+            if self.episode.past is None or self.episode.past.call_at(place) is None:
+                self.episode.refused(sent, place, error)
             raise
 
     def _refuse_if_closed(self) -> None:
@@ -146,3 +200,40 @@ class SampleEngine(SampleBoundEngine):
         """End this sample's conversation ``rid``, or all of its conversations."""
         for own in list(self._conversations) if rid is None else self._conversations & {rid}:
             self.engine.abort(own)
+
+
+def _answer(request: ModelRequest, kept: RecordedCall) -> ModelResponse:
+    """The recorded answer."""
+    call = kept.call
+    return ModelResponse(
+        input_tokens=request.tokens,  # type: ignore[arg-type]
+        output_tokens=kept.output.tolist(),
+        output_logprobs=kept.logprobs.tolist(),
+        output_versions=kept.versions.tolist(),
+        stop_reason=call.stop_reason,
+        stop_match=call.stop_match,
+        latency=call.latency,
+        ttft=call.ttft,
+        temperature=call.temperature,
+        rid=request.rid,
+        seed=call.seed,
+        logprobs_shifted=call.logprobs_shifted,
+    )
+
+
+def _first_difference(prompt: np.ndarray, kept: RecordedCall, tokenizer: Any) -> str:
+    """Which token of a request is the first that is not the recorded one."""
+    count = min(len(prompt), len(kept.prompt))
+    differs = prompt[:count] != kept.prompt[:count]
+    at = int(differs.argmax()) if differs.any() else count
+
+    def shown(ids: np.ndarray) -> str:
+        if at >= len(ids):
+            return f"ends there ({len(ids)} tokens)"
+        text = "" if tokenizer is None else f" ({tokenizer.decode(ids[at : at + 8].tolist(), skip_special_tokens=False)!r}…)"
+        return f"has {ids[at]}{text}"
+
+    return (
+        f"call {kept.call.index} (conversation {kept.call.conversation}, turn {kept.call.turn}) differs from token {at} on: the prompt "
+        f"{shown(prompt)}, the recorded one {shown(kept.prompt)}"
+    )

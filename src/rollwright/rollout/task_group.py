@@ -69,6 +69,7 @@ class Group:
     head_version: int | None = None  # of the oldest token
     reason: str = ""  # why it was dropped or given up
     failure: Failure | None = None  # of the sample that it was given up for
+    packed_task: tuple[bytes | None, str] | None = None  # for the journal: the row, or why it cannot be packed
 
     def __post_init__(self) -> None:
         self.size = sum(self.runs)

@@ -6,6 +6,7 @@
     run.lock         the process that writes here
     metrics.jsonl    one line for each step
     summary.json     what came out
+    journal/         what episodes asked and were answered
     rollouts/        readable trajectories
     checkpoints/     Hugging Face checkpoints
     recover/         what a resume needs
@@ -39,6 +40,7 @@ NOT_IDENTITY = (
     "saver",
     "evaluator",
     "bench",
+    "journal",
     "service",
     "stats_logger",
     "cluster",
@@ -93,6 +95,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.recover = path / "recover"
         self.logs = path / "logs"
+        self.journal = path / "journal"
         self.metrics_file = path / "metrics.jsonl"
         self.summary_file = path / "summary.json"
         self.trace_file = path / "trace.json"  # Chrome trace of the phases

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -15,6 +16,8 @@ from torch import Tensor
 from rollwright.config.experiment import BaseExperimentConfig, PPOConfig
 from rollwright.config.loading import config_to_dict, save_config
 from rollwright.errors import WeightUpdateError
+from rollwright.experience.journal.files import Journal
+from rollwright.experience.journal.records import Phase, Published, Trained
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import TOLERANCE_OF_16_BITS
 from rollwright.tracking import logging
@@ -53,7 +56,12 @@ class StageRun:
         resume_step: steps that were done before, where the stage is resumed; None: it begins.
         tokenizer: decodes the rollout dumps.
         value_name: what the main curve is: ``reward`` or ``loss``.
+
+    Attributes:
+        journal: to which the trainer adds what only it knows; None: nowhere.
     """
+
+    journal: Journal | None = None
 
     def __init__(
         self,
@@ -166,6 +174,8 @@ def report_step(
         **run.tracker.export(reset=True),
     }
     run.log(step, metrics)
+    if run.journal is not None:
+        journal_step(run.journal, step, batch, stats, version, seconds)
     run.dumper.dump(step, batch)
     run.display.step(
         step,
@@ -177,6 +187,27 @@ def report_step(
         facts={name: metrics.get(name, "–") for name in run.config.stats_logger.show},
     )
     return reward
+
+
+def journal_step(
+    journal: Journal, step: int, batch: Trajectory, stats: Mapping[str, float], version: int, seconds: Mapping[str, float]
+) -> None:
+    """Write what a step trained on, what was published after it, and how long its phases took."""
+    masked_BL = batch["loss_mask"].bool()
+    tokens_B, rewards_B = masked_BL.sum(1).tolist(), batch["rewards"].tolist()
+    groups_B, samples_B = batch["group_ids"].tolist(), batch["sample_ids"].tolist()
+    advantages = batch["advantages"].float()[masked_BL].cpu().numpy()
+    start = 0
+    for group, sample, reward, tokens in zip(groups_B, samples_B, rewards_B, tokens_B, strict=True):
+        own = advantages[start : start + tokens]
+        start += tokens
+        is_same = tokens == 0 or bool((own == own[0]).all())
+        advantage = (float(own[0]) if tokens else 0.0) if is_same else own.astype("<f4").tobytes()
+        journal.write(Trained(step, group, sample, reward, advantage, tokens), may_hold_secrets=False)
+    for name, taken in seconds.items():
+        journal.write(Phase(step, name, taken), may_hold_secrets=False)
+    audit = {name: float(value) for name, value in stats.items() if name.startswith("logprob_difference/")}
+    journal.write(Published(step, version, audit, time.time()), may_hold_secrets=False)
 
 
 def workflow_metrics(batch: Trajectory) -> dict[str, float]:

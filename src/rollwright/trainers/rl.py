@@ -198,6 +198,16 @@ class PPOTrainer(PolicyTrainer):
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
+    def before_recover_visible(self) -> None:
+        """What the checkpoint builds on is in the journal, on the disk."""
+        if self.rollout.journal is not None:
+            self.rollout.journal.checkpoint(self.step, self.rollout.executor.frontier)
+
+    def make_step(self, run: StageRun, stop: StopSignal) -> float | None:
+        """As :meth:`PolicyTrainer.make_step`, with the journal of the rollout engine."""
+        run.journal = self.rollout.journal
+        return super().make_step(run, stop)
+
     def publish(self) -> None:
         """Publish while nothing is sampled, and release the slots of the batch."""
         self.rollout.pause()

@@ -11,8 +11,10 @@ import torch
 
 from rollwright.cluster.local import LocalServers
 from rollwright.config.experiment import PPOConfig
+from rollwright.config.secrets import hidden_texts
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError
+from rollwright.experience.journal.files import Journal
 from rollwright.inference.backends import BACKENDS
 from rollwright.inference.network import find_server_addresses
 from rollwright.inference.weights.publication import RemoteClient
@@ -45,6 +47,8 @@ def make_rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory
 
     Servers are those that run already, by config or environment; else they are started here, and end with the engine.
 
+    It writes the journal that ``config.journal`` asks for.
+
     Args:
         config: of the run.
         actor: trains the model that is sampled from; None: nothing is trained here, and weights come to the model of
@@ -55,6 +59,13 @@ def make_rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory
     Raises:
         ConfigError: there is no such backend, or no model that its servers could load.
     """
+    engine = _rollout_engine(config, actor, tokenizer, directory)
+    if config.journal.enabled:
+        engine.journal = Journal(directory.journal, config.journal, hidden_texts(config))
+    return engine
+
+
+def _rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: RunDirectory) -> RolloutEngine:
     rollout, source = config.rollout, config.actor
     backend = servers_of(rollout)
     if backend is None:

@@ -13,6 +13,7 @@ from typing import Any
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.conversation import ConversationTokens
 from rollwright.errors import ConfigError, WorkflowError
+from rollwright.experience.durable import kept_calls
 from rollwright.experience.experience import Experience
 from rollwright.inference.engine import InferenceEngine
 from rollwright.workflows.episode import EpisodeWorkflow, PromptFunction, task_name
@@ -157,12 +158,16 @@ class MultiTurnWorkflow(EpisodeWorkflow, Workflow):
     async def _feedback(self, completion: str, reward: float, data: dict[str, Any]) -> str:
         if self.feedback_fn is None:
             return self.feedback_message
-        feedback = self.feedback_fn(completion, reward, data)
-        if inspect.isawaitable(feedback):
-            feedback = await feedback
+        feedback_fn, kept = kept_calls(self.feedback_fn, "feedback")
+        feedback = await kept.awaited(_awaited, feedback_fn, completion, reward, data)
         if not isinstance(feedback, str):
             raise WorkflowError(
                 f"MultiTurnWorkflow: feedback_fn gave a {type(feedback).__name__} for task {task_name(data)}; it has to return "
                 "the text that the user says next."
             )
         return feedback
+
+
+async def _awaited(function: Callable[..., Any], *arguments: Any) -> Any:
+    result = function(*arguments)
+    return await result if inspect.isawaitable(result) else result

@@ -16,6 +16,7 @@ from typing import Any
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.environments.retrieval import DEFAULT_TOPK, ToolError, make_search_tool
 from rollwright.errors import ConfigError, DataError, WorkflowError
+from rollwright.experience.durable import durable
 from rollwright.inference.engine import InferenceEngine
 from rollwright.rewards.text import f1_score, references
 from rollwright.tracking import logging
@@ -174,7 +175,9 @@ class SearchAgentWorkflow(EpisodeWorkflow):
 
     async def _look_up(self, action: Action) -> tuple[str, bool]:
         """What the model is shown of a search or an access, documents or what went wrong; and whether it failed."""
-        kind, argument = action.kind, action.argument
+        return await durable("search tool").awaited(self._found, action.kind, action.argument)
+
+    async def _found(self, kind: str, argument: str) -> tuple[str, bool]:
         if self.tool is None:
             return "No search engine is connected.", True
         if not argument:

@@ -20,6 +20,7 @@ import torch
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.tasksets import TasksetConfig
 from rollwright.errors import RolloutError
+from rollwright.experience.durable import EPISODE
 from rollwright.experience.experience import Experience
 from rollwright.inference.engine import InferenceEngine
 from rollwright.processes.sandbox import sandbox_name, sandboxed
@@ -233,10 +234,11 @@ class AbandonableThreads:
                 "be killed: give the code a limit of its own, or run the workflow with isolation: process."
             )
         outcome: Future[Any] = Future()
-        sandbox = sandbox_name()
+        sandbox, episode = sandbox_name(), EPISODE.get()
 
         def call() -> None:
             result, error = None, None
+            EPISODE.set(episode)
             try:
                 with sandboxed(sandbox):
                     result = function()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollwright.errors import ConfigError, PromptTooLongError, SandboxError, WorkflowError
+from rollwright.experience.durable import kept_calls
 from rollwright.experience.experience import Experience
 from rollwright.inference.server.tool_calls import ReadReply, tool_convention
 from rollwright.processes.sandbox import SandboxResult, run_python
@@ -121,7 +122,7 @@ class ToolResult:
 
 
 class ToolFunctions:
-    """The tools of a task.
+    """The tools of a task. What a call gave is kept in the journal, as its ``durable`` says (``recorded`` where it has none).
 
     Args:
         tools: functions, plain or async, import paths of functions, or names in ``FUNCTIONS``. Parameters need type hints, and
@@ -162,19 +163,24 @@ class ToolFunctions:
             inspect.signature(function).bind(**values)
         except TypeError as error:
             return ToolResult(f"The arguments do not fit {name}: {error}.", False)
+        function, kept = kept_calls(function, f"tool {name}")
+        return ToolResult(*await kept.awaited(self._shown, function, name, values))
+
+    async def _shown(self, function: Callable[..., Any], name: str, values: dict[str, Any]) -> tuple[str, bool]:
+        """What the model reads of a call, and whether the tool did its work."""
         try:
             async with asyncio.timeout(self.timeout):
                 result = await (
                     function(**values) if inspect.iscoroutinefunction(function) else asyncio.to_thread(function, **values)
                 )
         except TimeoutError:
-            return ToolResult(f"{name} took longer than {self.timeout:g} seconds.", False)
+            return f"{name} took longer than {self.timeout:g} seconds.", False
         except (ConfigError, SandboxError):  # no model can do anything about it
             raise
         except Exception as error:
-            return ToolResult(f"{type(error).__name__}: {error}", False)
+            return f"{type(error).__name__}: {error}", False
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-        return ToolResult(shortened(text, MAX_CHARACTERS), True)
+        return shortened(text, MAX_CHARACTERS), True
 
     def guarded(self) -> list[Callable[..., Any]]:
         """The tools as async functions with the same names, signatures and docstrings, whose failures are text."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import astuple, fields
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.formats import with_system
 from rollwright.errors import ConfigError
+from rollwright.experience.durable import durable
 from rollwright.inference.engine import InferenceEngine
 from rollwright.processes.sandbox import SandboxLimits, SandboxResult, run_python, sandboxed
 from rollwright.workflows.episode import EpisodeWorkflow, PromptFunction, chat_input_ids
@@ -109,6 +110,10 @@ class ToolIntegratedWorkflow(EpisodeWorkflow):
         with sandboxed():
             return await self._episode(engine, data)
 
+    async def _ran(self, script: str) -> list[Any]:
+        result = await run_python(script, timeout=self.script_timeout, limits=self.script_limits)
+        return list(astuple(result))
+
     async def _episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
         prompt = self.data_extract_prompt_fn(data)
         if not isinstance(prompt, str):
@@ -121,7 +126,8 @@ class ToolIntegratedWorkflow(EpisodeWorkflow):
             if response.truncated or script is None or turns.is_last:  # after the last turn nobody would read its output
                 break
             if self.run_scripts:
-                result = await run_python(script, timeout=self.script_timeout, limits=self.script_limits)
+                kept = await durable("python").awaited(self._ran, script)
+                result = SandboxResult(*kept)
             else:
                 result = SandboxResult("Python is switched off.", "", 0, False, 0.0)
             scripts += 1

@@ -106,7 +106,7 @@ def test_given_log_probabilities_tell_equal_responses_apart(lengths, seed, order
     for index, length in enumerate(lengths):
         engine.version = index
         record = engine.ask([1, 0], length)
-        record.logprobs[:] = [-0.5 - index - 0.01 * place for place in range(length)]
+        record.output_logprobs[:] = [-0.5 - index - 0.01 * place for place in range(length)]
         records.append(record)
     order.shuffle(records)
     experiences = [

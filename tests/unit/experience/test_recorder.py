@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 
 import pytest
@@ -37,9 +36,7 @@ def test_a_record_holds_what_a_replay_needs():
     assert (record.stop_reason, record.stop_match, record.truncated, record.seed) == ("length", "x", True, 5)
     assert (record.started, record.finished, record.ttft) == (98.0, 100.0, 0.5)
     assert (record.conversation, record.turn, record.index) == (0, 0, 0)
-    written = json.loads(json.dumps(record.to_dict()))
-    assert written["gconfig"]["temperature"] == 0.7
-    assert written["output_ids"] == [3, 4]
+    assert (record.gconfig.temperature, record.gconfig.stop) == (0.7, ["x"])
 
 
 def test_later_changes_by_the_workflow_do_not_reach_the_record():
@@ -88,3 +85,39 @@ def test_threads_lose_and_mix_nothing():
     for name in range(4):
         own = [record for record in records if record.rid == f"t{name}"]
         assert [record.turn for record in own] == [record.output_ids[0] for record in own] == list(range(200))
+
+
+def test_turns_of_a_conversation_share_their_tokens():
+    recorder, ids = Recorder(), [1, 2]
+    records = []
+    for turn in range(3):
+        records.append(recorder.record(ModelRequest(input_ids=ids, rid="one"), response(input_tokens=[])))
+        ids += [3, 4, 10 + turn]
+    assert len({id(record.prompt.buffer) for record in records}) == 1
+    assert [record.prompt_ids for record in records] == [ids[:2], ids[:5], ids[:8]]
+
+
+@pytest.mark.parametrize("other", [[1, 9, 3], [1], [9, 2, 3, 4]])
+def test_a_prompt_that_goes_another_way_has_tokens_of_its_own(other):
+    first = ModelRequest(input_ids=[1, 2, 3], rid="one")
+    second = ModelRequest(input_ids=other, rid="one")
+    assert (first.tokens.tolist(), second.tokens.tolist()) == ([1, 2, 3], other)
+    third = ModelRequest(input_ids=[*other, 5], rid="one")
+    assert (first.input_ids, second.input_ids, third.input_ids) == ([1, 2, 3], other, [*other, 5])
+
+
+def test_what_is_changed_in_a_request_before_it_is_sent_is_what_is_recorded():
+    asked = ModelRequest(input_ids=[1, 2], rid="one")
+    asked.input_ids.append(9)
+    assert Recorder().record(asked, response(input_tokens=[])).prompt_ids == [1, 2, 9]
+    asked.input_ids = [7]
+    assert Recorder().record(asked, response(input_tokens=[])).prompt_ids == [7]
+
+
+def test_only_new_ids_are_checked_and_a_wrong_one_is_named_by_its_place():
+    kept = ModelRequest(input_ids=[1, 2, 3], rid="one")
+    with pytest.raises(EngineError, match=r"input_ids\[4\] is 'x'"):
+        ModelRequest(input_ids=[1, 2, 3, 4, "x"], rid="one")
+    with pytest.raises(EngineError, match=r"input_ids\[3\] is 4294967296: token ids are at most"):
+        ModelRequest(input_ids=[1, 2, 3, 2**32], rid="one")
+    assert ModelRequest(input_ids=[1, 2, 3, 4], rid="one").tokens.begins_with(kept.tokens)

@@ -35,7 +35,7 @@ def started(monkeypatch):
 
 def start(actor, tmp_path, **rollout) -> None:
     config = PPOConfig(actor=PPOActorConfig(path="m"), rollout=RolloutConfig(backend="vllm", **rollout))
-    directory = SimpleNamespace(logs=tmp_path, path=tmp_path)
+    directory = SimpleNamespace(logs=tmp_path, path=tmp_path, journal=tmp_path / "journal")
     rollout_backend.make_rollout_engine(config, actor, None, directory).destroy()
 
 
@@ -71,7 +71,9 @@ class Own(InferenceEngine):
 
 def test_an_engine_of_the_users_own_is_made_of_model_and_tokenizer(tmp_path):
     config = PPOConfig(actor=PPOActorConfig(path="m"), rollout=RolloutConfig(backend=f"{__name__}:Own"))
-    rollout = rollout_backend.make_rollout_engine(config, SimpleNamespace(model="live"), "tokenizer", None)
+    directory = SimpleNamespace(journal=tmp_path / "journal")
+    rollout = rollout_backend.make_rollout_engine(config, SimpleNamespace(model="live"), "tokenizer", directory)
+    assert rollout.journal.directory == directory.journal
     assert isinstance(rollout.sampler, Own)
     assert rollout.sampler.given == ("live", "tokenizer")
 

@@ -1,0 +1,248 @@
+"""Durable calls: the results of tools, rewards, judges, clocks and random numbers, kept so that an episode can run again.
+
+::
+
+    @durable
+    async def look_up(name: str) -> str: ...          # recorded: answered from the journal when the episode runs again
+
+    now = durable(time.time)()                        # a clock, which a second run would read differently
+
+    with durable("dice") as ask:                      # several calls under one name
+        first, second = ask(random.random), ask(random.random)
+
+A call is found again by its name, its arguments and how often both came before. Outside of an episode a durable call is the call.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import inspect
+import sys
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, Protocol, overload
+
+import msgspec
+import xxhash
+
+from rollwright.errors import ReplayError, WorkflowError
+from rollwright.experience.journal.records import Result, pack_value, unpack_value
+
+#: What a call says of itself when its episode runs again.
+KINDS = {
+    "pure": "it is made again: it depends on nothing but its arguments, and changes nothing",
+    "recorded": "it is answered from the journal",
+    "restart": "it is answered in a replay; where the episode is to go on, it starts again from its first call",
+    "restorable": "it is answered from the journal, and its state restored before the first new call",
+}
+
+
+class Past(Protocol):
+    """What an episode that runs again did before."""
+
+    def next_result(self, name: str, key: int) -> Result | None:
+        """The next result of a durable call; each is given once, in the order in which they came."""
+
+
+class Episode(Protocol):
+    """The journal of the running episode, as durable calls see it (``journal.episodes.EpisodeWriter``)."""
+
+    to_restore: dict[str, Callable[[], object]]
+
+    @property
+    def past(self) -> Past | None: ...
+
+    def result(self, name: str, key: int, kind: str, started: float, **outcome: bytes | list[str] | None) -> None: ...
+
+    def restore(self) -> None: ...
+
+
+#: The episode that the running asyncio task belongs to; inherited by the tasks and threads that it starts.
+EPISODE: ContextVar[Episode | None] = ContextVar("episode", default=None)
+
+
+class Durable:
+    """A name and a kind for calls: a decorator of functions, and a context whose calls are kept.
+
+    Args:
+        name: under which the results are kept; empty: the function's.
+        kind: one of ``KINDS``.
+        export: gives the state of a restorable environment after a call, in plain values.
+        restore: is given that state, before the first new call.
+    """
+
+    def __init__(
+        self,
+        name: str = "",
+        kind: str = "recorded",
+        export: Callable[[], Any] | None = None,
+        restore: Callable[[Any], Any] | None = None,
+    ) -> None:
+        if kind not in KINDS:
+            raise WorkflowError(f"durable(kind={kind!r}): choose from {', '.join(KINDS)}.")
+        if (kind == "restorable") != (export is not None and restore is not None):
+            raise WorkflowError("durable: kind='restorable' needs export and restore, and no other kind has them.")
+        self.name, self.kind, self.export, self.restore = name, kind, export, restore
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose results are kept."""
+        name = self.name or function_name(function)
+        kept = self if self.name else Durable(name, self.kind, self.export, self.restore)
+
+        @functools.wraps(function)
+        async def asynchronous(*arguments: Any, **keywords: Any) -> Any:
+            return await kept.awaited(function, *arguments, **keywords)
+
+        @functools.wraps(function)
+        def synchronous(*arguments: Any, **keywords: Any) -> Any:
+            return kept.called(function, *arguments, **keywords)
+
+        wrapper: Any = asynchronous if inspect.iscoroutinefunction(function) else synchronous
+        wrapper.durable = kept
+        return wrapper
+
+    def __enter__(self) -> Callable[..., Any]:
+        """Calls its first argument with the others, and keeps the result; an async one has to be awaited."""
+        return lambda function, *arguments, **keywords: (
+            self.awaited if inspect.iscoroutinefunction(function) else self.called
+        )(function, *arguments, **keywords)
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def called(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """The result of a function, kept or from the journal."""
+        episode = EPISODE.get()
+        if episode is None or self.kind == "pure":
+            return function(*arguments, **keywords)
+        key, started = call_key(arguments, keywords), time.time()
+        if (kept := self._answered(episode, key)) is not None:
+            return _value_of(kept)
+        try:
+            value = function(*arguments, **keywords)
+        except Exception as error:
+            self._keep_error(episode, key, started, error)
+            raise
+        self._keep(episode, key, started, value)
+        return value
+
+    async def awaited(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """As ``called``, of an async function."""
+        episode = EPISODE.get()
+        if episode is None or self.kind == "pure":
+            return await function(*arguments, **keywords)
+        key, started = call_key(arguments, keywords), time.time()
+        if (kept := self._answered(episode, key)) is not None:
+            return _value_of(kept)
+        try:
+            value = await function(*arguments, **keywords)
+        except Exception as error:
+            self._keep_error(episode, key, started, error)
+            raise
+        self._keep(episode, key, started, value)
+        return value
+
+    def _answered(self, episode: Episode, key: int) -> Result | None:
+        if episode.past is None:
+            return None
+        kept = episode.past.next_result(self.name, key)
+        if kept is None:
+            episode.restore()
+        elif kept.state is not None and self.restore is not None:
+            episode.to_restore[self.name] = functools.partial(self.restore, unpack_value(kept.state))
+        return kept
+
+    def _keep(self, episode: Episode, key: int, started: float, value: Any) -> None:
+        try:
+            state = None if self.export is None else pack_value(self.export())
+            episode.result(self.name, key, self.kind, started, value=pack_value(value), state=state)
+        except (TypeError, OverflowError) as error:
+            raise WorkflowError(
+                f"durable call {self.name}: its result cannot be kept ({error}): return numbers, text, lists and dicts, or say "
+                "kind='pure' where it may be made again."
+            ) from error
+
+    def _keep_error(self, episode: Episode, key: int, started: float, error: Exception) -> None:
+        kind = type(error)
+        episode.result(self.name, key, self.kind, started, error=[f"{kind.__module__}:{kind.__qualname__}", str(error)])
+
+
+@overload
+def durable(call: Callable[..., Any], /) -> Callable[..., Any]: ...
+
+
+@overload
+def durable(
+    call: str | None = None,
+    /,
+    *,
+    kind: str = "recorded",
+    export: Callable[[], Any] | None = None,
+    restore: Callable[[Any], Any] | None = None,
+) -> Durable: ...
+
+
+def durable(call: Any = None, /, **settings: Any) -> Any:
+    """Keep the results of calls in the journal, so that their episode can run again; see the module.
+
+    Args:
+        call: a function, which is returned wrapped; or a name, or nothing, for a decorator or a context.
+        settings: ``kind`` (``pure``, ``recorded``, ``restart`` or ``restorable``), and ``export`` and ``restore`` of the last.
+    """
+    return Durable(**settings)(call) if callable(call) else Durable(call or "", **settings)
+
+
+def kept_calls(function: Callable[..., Any], name: str) -> tuple[Callable[..., Any], Durable]:
+    """A user's function without what keeps its results, and what keeps them: its own ``durable``, else ``recorded``.
+
+    For callers that keep more of a call than its value, such as the text that a model is shown of a failure.
+    """
+    own = getattr(function, "durable", None)
+    if isinstance(own, Durable):
+        return function.__wrapped__, Durable(name, own.kind, own.export, own.restore)  # type: ignore[attr-defined]
+    return function, Durable(name)
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """Module and qualified name."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    module = getattr(function, "__module__", None) or "builtins"
+    return f"{module}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def call_key(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> int:
+    """A number for the arguments of a call; what has no plain value counts by its class."""
+    packed = _KEYS.encode([arguments, sorted(keywords.items())])
+    return xxhash.xxh3_64_intdigest(packed)
+
+
+def _class_of(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+_KEYS = msgspec.msgpack.Encoder(enc_hook=_class_of)
+
+
+def _value_of(kept: Result) -> Any:
+    if kept.error is None:
+        assert kept.value is not None
+        return unpack_value(kept.value)
+    name, message = kept.error
+    module, _, attribute = name.partition(":")
+    kind = getattr(builtins, attribute, None) if module == "builtins" else _known_error(module, attribute)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        try:
+            raise kind(message)
+        except TypeError:
+            if kind is TypeError:
+                raise
+    raise ReplayError(f"durable call {kept.name} raised {name.replace(':', '.')} when it was recorded: {message}")
+
+
+def _known_error(module: str, attribute: str) -> Any:
+    """The class, where its module is loaded: nothing is imported because a file says so."""
+    return getattr(sys.modules.get(module), attribute, None)

@@ -1,0 +1,327 @@
+"""The journal of one episode: written while it runs, and read back as what it was asked and answered.
+
+An episode that runs again has a ``past``: its calls are answered from there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from rollwright.experience.contract import Trajectory
+from rollwright.experience.journal.files import Journal, read_records
+from rollwright.experience.journal.records import (
+    Arguments,
+    Begin,
+    Call,
+    End,
+    Result,
+    Row,
+    pack_floats,
+    pack_value,
+    pack_versions,
+    tokens_in,
+    unpack_floats,
+    unpack_value,
+    unpack_versions,
+)
+from rollwright.experience.recorder import RequestRecord
+from rollwright.experience.tokens import TOKEN_TYPE, Tokens
+
+
+class EpisodeWriter:
+    """What a running episode writes to the journal, and what it is answered from.
+
+    Args:
+        journal: where it is written; None: nowhere, as in a replay.
+        past: of the same episode, run before: durable calls and model requests are answered from there.
+        is_replay: calls that the past does not have are not made anew: they are errors.
+    """
+
+    def __init__(self, journal: Journal | None, past: RecordedEpisode | None = None, *, is_replay: bool = False) -> None:
+        self.past = past
+        self.is_replay = is_replay
+        self.diverged: Exception | None = None  # the first request that was not the one of the past
+        self.to_restore: dict[str, Callable[[], object]] = {}  # states of environments, before the first new call
+        self._journal = journal
+        self._number = -1 if journal is None else journal.next_episode()
+        self._calls: list[tuple[Tokens, bytes]] = []  # prompt and output
+        self._last: dict[int, int] = {}  # conversation -> its last call
+
+    def restore(self) -> None:
+        """The first call comes that the past does not have: environments get the states that they had then."""
+        waiting, self.to_restore = self.to_restore, {}
+        for restore in waiting.values():
+            restore()
+
+    def begin(self, **facts: Any) -> None:
+        """The episode begins; ``facts`` are the fields of ``Begin``."""
+        if self._journal is not None:
+            self._journal.write(Begin(episode=self._number, time=time.time(), **facts))
+
+    def call(self, record: RequestRecord) -> None:
+        """A model request was answered."""
+        if self._journal is None:
+            return
+        base, kept, added = self._delta(record.prompt, record.conversation)
+        layout = None if record.position_ids is None else [record.position_ids, record.branch_ids or []]
+        call = Call(
+            self._number,
+            len(self._calls),
+            record.conversation,
+            record.turn,
+            base,
+            kept,
+            added,
+            record.output_bytes,
+            pack_floats(record.output_logprobs),
+            pack_versions(record.output_versions),
+            record.temperature,
+            record.stop_reason,
+            record.stop_match,
+            record.seed,
+            self._journal.arguments(record.gconfig, Arguments),
+            record.started,
+            record.finished,
+            record.latency,
+            record.ttft,
+            layout,
+            record.logprobs_shifted,
+            pack_value(_packable(record.metadata)) if record.metadata else None,
+        )
+        self._written(call, record.prompt, record.output_bytes)
+
+    def refused(self, request: Any, place: tuple[int, int], error: Exception) -> None:
+        """A model request was refused since its prompt leaves no room; it would be again."""
+        if self._journal is None:
+            return
+        prompt, now = request.tokens, time.time()
+        base, kept, added = self._delta(prompt, place[0])
+        arguments = self._journal.arguments(request.gconfig, Arguments)
+        nothing = (b"", b"", b"", 1.0, "refused", None, request.seed, arguments, now, now, 0.0, 0.0)
+        call = Call(self._number, len(self._calls), *place, base, kept, added, *nothing, refused=str(error))
+        self._written(call, prompt, b"")
+
+    def _written(self, call: Call, prompt: Tokens, output: bytes) -> None:
+        assert self._journal is not None
+        self._calls.append((prompt, output))
+        self._last[call.conversation] = call.index
+        self._journal.write(call)
+
+    def _delta(self, prompt: Tokens, conversation: int) -> tuple[int, int, bytes]:
+        """Which call's prompt and output ``prompt`` has most in common with, how many tokens, and what follows."""
+        best, kept = -1, 0
+        for index in dict.fromkeys((self._last.get(conversation), len(self._calls) - 1, 0)):
+            if index is None or not 0 <= index < len(self._calls):
+                continue
+            shared = _shared(prompt, *self._calls[index])
+            if shared > kept:
+                best, kept = index, shared
+            if index == self._last.get(conversation) and shared >= len(self._calls[index][0]):
+                break
+        return best, kept, prompt.array[kept:].tobytes()
+
+    def result(self, name: str, key: int, kind: str, started: float, **outcome: bytes | list[str] | None) -> None:
+        """A durable call ended."""
+        if self._journal is not None:
+            value, error, state = (outcome.get(part) for part in ("value", "error", "state"))
+            now = time.time()
+            self._journal.write(Result(self._number, name, key, kind, value, error, state, now, now - started))  # type: ignore[arg-type]
+
+    def end(self, outcome: str, reason: str = "", rows: Trajectory | None = None) -> None:
+        """The episode ended; ``rows`` are complete."""
+        if self._journal is not None:
+            entries = [] if rows is None else rows_of(rows, self._calls)
+            self._journal.write(End(self._number, outcome, reason, entries, time.time()))
+
+
+def _shared(prompt: Tokens, before: Tokens, output: bytes) -> int:
+    """How many tokens a prompt has in common with an earlier call's prompt and output, from the first on."""
+    end = len(before)
+    shared = min(len(prompt), end) if prompt.buffer is before.buffer else prompt.shared_with(before.array)
+    if shared < end:
+        return shared
+    said = np.frombuffer(output, dtype=TOKEN_TYPE)[: len(prompt) - end]
+    differs = prompt.array[end : end + len(said)] != said
+    return end + (int(differs.argmax()) if differs.any() else len(said))
+
+
+def _packable(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    kept = (bool, int, float, str, type(None))
+    return {str(name): value if isinstance(value, kept) else repr(value)[:200] for name, value in metadata.items()}
+
+
+def rows_of(rows: Trajectory, calls: list[tuple[Tokens, bytes]]) -> list[Row]:
+    """The rows of a complete trajectory as deltas of the calls that they end with."""
+    ids_BL, mask_BL = rows["input_ids"].numpy(), rows["loss_mask"].numpy().astype(bool)
+    lengths = rows["attention_mask"].sum(1).tolist()
+    rewards, truncated = rows["rewards"].tolist(), rows["truncated"].tolist()
+    digests = row_digests(rows)
+    entries = []
+    for row, length in enumerate(lengths):
+        ids, mask = ids_BL[row, :length].astype(TOKEN_TYPE), mask_BL[row, :length]
+        base, kept = -1, 0
+        for index in range(len(calls) - 1, -1, -1):
+            prompt, output = calls[index]
+            whole = len(prompt) + tokens_in(output)
+            if kept >= min(whole, length):
+                continue
+            shared = prompt.shared_with(ids)
+            if shared == len(prompt):
+                said = np.frombuffer(output, dtype=TOKEN_TYPE)[: length - shared]
+                differs = ids[shared : shared + len(said)] != said
+                shared += int(differs.argmax()) if differs.any() else len(said)
+            if shared > kept:
+                base, kept = index, shared
+            if kept == length or (kept == whole and tokens_in(output)):
+                break
+        edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
+        entry = Row(base, kept, ids[kept:].tobytes(), edges, rewards[row], bool(truncated[row]), digests[row])
+        entries.append(entry)
+    return entries
+
+
+def row_digests(rows: Trajectory) -> list[bytes]:
+    """A digest of each row's ids, mask, log-probabilities and versions."""
+    columns = [
+        rows["input_ids"].numpy().astype(TOKEN_TYPE),
+        rows["loss_mask"].numpy().astype(bool),
+        rows["logprobs"].numpy(),
+        rows["versions"].numpy(),
+    ]
+    lengths = rows["attention_mask"].sum(1).tolist()
+    return [
+        xxhash.xxh3_128_digest(b"".join(column[row, :length].tobytes() for column in columns))
+        for row, length in enumerate(lengths)
+    ]
+
+
+# -- read back ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class RecordedCall:
+    """A model request and its answer."""
+
+    call: Call
+    prompt: np.ndarray  # [P] int32
+    gconfig: dict[str, Any]
+
+    @property
+    def output(self) -> np.ndarray:
+        """``[N]`` ids of the answer."""
+        return np.frombuffer(self.call.output, dtype=TOKEN_TYPE)
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """``[N]`` log-probabilities of the answer."""
+        return unpack_floats(self.call.logprobs, tokens_in(self.call.output))
+
+    @property
+    def versions(self) -> np.ndarray:
+        """``[N]`` versions of the answer."""
+        return unpack_versions(self.call.versions, tokens_in(self.call.output))
+
+
+@dataclass(eq=False)
+class RecordedEpisode:
+    """One attempt of one sample, as the journal has it."""
+
+    begin: Begin
+    calls: list[RecordedCall] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+    end: End | None = None  # None: it was not at an end when its process was, or it runs
+    ignored: tuple[str, ...] = ()  # durable calls whose name begins so are made anew
+
+    def __post_init__(self) -> None:
+        self._places: dict[tuple[int, int], RecordedCall] = {}
+        self._results: dict[tuple[str, int], deque[Result]] = defaultdict(deque)
+
+    def rewind(self) -> RecordedEpisode:
+        """Answer from the first call on, again. Returns itself."""
+        self._places = {(each.call.conversation, each.call.turn): each for each in self.calls}
+        self._results = defaultdict(deque)
+        for result in self.results:
+            self._results[result.name, result.key].append(result)
+        return self
+
+    @property
+    def name(self) -> str:
+        """Ordinal, sample and attempt."""
+        begin = self.begin
+        return f"{'eval:' if begin.is_eval else ''}{begin.ordinal}/{begin.index}"
+
+    def task(self) -> dict[str, Any] | None:
+        """The row; None where it holds what a journal cannot."""
+        return None if self.begin.task is None else unpack_value(self.begin.task)
+
+    def call_at(self, place: tuple[int, int]) -> RecordedCall | None:
+        """The call of a conversation and turn."""
+        return self._places.get(place)
+
+    def next_result(self, name: str, key: int) -> Result | None:
+        """The next result of a durable call; each is given once, in the order in which they came."""
+        if name.startswith(self.ignored):
+            return None
+        waiting = self._results.get((name, key))
+        return waiting.popleft() if waiting else None
+
+    def row_ids(self, row: Row) -> np.ndarray:
+        """``[L]`` ids of a row of ``end``."""
+        added = np.frombuffer(row.added, dtype=TOKEN_TYPE)
+        if row.base < 0:
+            return added
+        base = self.calls[row.base]
+        return np.concatenate([base.prompt[: row.kept], base.output[: max(0, row.kept - len(base.prompt))], added])
+
+    def row_mask(self, row: Row) -> np.ndarray:
+        """``[L]`` bool, true where a row of ``end`` is trained."""
+        mask = np.zeros(row.kept + tokens_in(row.added), dtype=bool)
+        for start, stop in zip(row.mask[::2], row.mask[1::2], strict=True):
+            mask[start:stop] = True
+        return mask
+
+    def add(self, call: Call, gconfig: dict[str, Any]) -> None:
+        """The next call; its prompt is made whole."""
+        added = np.frombuffer(call.added, dtype=TOKEN_TYPE)
+        if call.base >= 0:
+            base = self.calls[call.base]
+            added = np.concatenate([base.prompt[: call.kept], base.output[: max(0, call.kept - len(base.prompt))], added])
+        self.calls.append(RecordedCall(call, added, gconfig))
+
+
+def read_episodes(directory: str | Path, wanted: Callable[[Begin], bool] = lambda begin: True) -> Iterator[RecordedEpisode]:
+    """The episodes of a journal, each when its end is read; those without an end come last.
+
+    Args:
+        directory: of the journal.
+        wanted: says which are read; the others cost nothing but the reading of the file.
+    """
+    open_episodes: dict[tuple[int, int], RecordedEpisode] = {}
+    arguments: dict[tuple[int, int], dict[str, Any]] = {}
+    for place, record in read_records(directory):
+        if isinstance(record, Arguments):
+            arguments[place.writer, record.number] = record.gconfig
+        elif isinstance(record, Begin):
+            if wanted(record):
+                open_episodes[place.writer, record.episode] = RecordedEpisode(record)
+        elif isinstance(record, Call | Result | End):
+            episode = open_episodes.get((place.writer, record.episode))
+            if episode is None:
+                continue  # not wanted, or its beginning was removed
+            if isinstance(record, Call):
+                episode.add(record, arguments.get((place.writer, record.arguments), {}))
+            elif isinstance(record, Result):
+                episode.results.append(record)
+            else:
+                episode.end = record
+                yield open_episodes.pop((place.writer, record.episode)).rewind()
+    for episode in open_episodes.values():
+        yield episode.rewind()

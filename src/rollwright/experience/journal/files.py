@@ -1,0 +1,304 @@
+"""Journal files: appended to by one process each, readable while they are written and after any crash.
+
+A file is a mark and records, each with its length and checksum. A record is one ``write``, so that a process that is killed loses
+none; the disk is flushed every ``fsync_seconds``, so that a machine that loses its power loses no more than that. What a killed process or a
+full disk left of its last record is not read, and said.
+
+``000003-0000.journal`` is the first file of the fourth process that wrote this directory's journal; it begins its next file at a
+checkpoint, where the one before is large. Old files are removed only where ``keep`` says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import struct
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from rollwright.config.sections import JournalConfig
+from rollwright.errors import JournalError
+from rollwright.experience.journal.records import AnyRecord, Begin, Checkpoint, End, decode, encode
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("journal")
+
+_MARK = b"RWJRNL1\n"
+_FRAME = struct.Struct("<IQ")  # length and checksum of a record
+_NAME = re.compile(r"(\d{6,})-(\d{4,})\.journal")
+_SMALLEST_REDACTED = 4  # characters of a text that is looked for as a secret
+
+
+class Journal:
+    """The journal of one process: its present file, and what was begun in it and has not ended.
+
+    Safe to use from several threads. Nothing is made before the first record.
+
+    Args:
+        directory: of the journal, made here; only its user may enter.
+        config: when it is flushed, begun anew and removed.
+        secrets: texts of the config that are secret; they are replaced by ``***`` wherever a record has them as text.
+    """
+
+    def __init__(self, directory: str | Path, config: JournalConfig | None = None, secrets: Iterable[str] = ()) -> None:
+        self.directory = Path(directory)
+        self.config = config or JournalConfig()
+        self.writer = -1  # number of this process among those that wrote here
+        self.size = 0  # of the present file
+        self._secrets = [secret.encode() for secret in secrets if len(secret) >= _SMALLEST_REDACTED]
+        self._segment = -1
+        self._file: int | None = None
+        self._lock = threading.RLock()
+        self._episodes = 0
+        self._begun: dict[int, int] = {}  # episodes that have not ended -> the file that they begin in
+        self._finished: list[tuple[int, int]] = []  # checkpoint's step and the file that ends with it
+        self._arguments: dict[bytes, int] = {}  # that the present file holds
+        self._next_arguments = 0
+        self._flusher: threading.Thread | None = None
+        self._unflushed = threading.Event()
+        self._is_closed = False
+        self._process = os.getpid()
+
+    # -- records in ----------------------------------------------------------------------------------------------------
+
+    def write(self, record: AnyRecord, *, may_hold_secrets: bool = True) -> None:
+        """Append a record; when this returns, it outlives the process.
+
+        Raises:
+            JournalError: the disk is full or gone; what was written of the record is taken back.
+        """
+        body = encode(record)
+        if may_hold_secrets and self._secrets:
+            body = self._redacted(body)
+        with self._lock:
+            if self._is_closed or self._process != os.getpid():
+                return  # a child of this process that was forked, or a sample that goes on after the end
+            if self._file is None:
+                self._open_next()
+            if isinstance(record, Begin):
+                self._begun[record.episode] = self._segment
+            elif isinstance(record, End):
+                self._begun.pop(record.episode, None)
+            self._append(_FRAME.pack(len(body), xxhash.xxh3_64_intdigest(body)) + body)
+        if not self._unflushed.is_set():
+            self._unflushed.set()
+
+    def next_episode(self) -> int:
+        """A number for an episode."""
+        with self._lock:
+            self._episodes += 1
+            return self._episodes - 1
+
+    def arguments(self, gconfig: object, make: type) -> int:
+        """The number of these generation arguments in the present file, which they are written to first where they are new.
+
+        Args:
+            gconfig: a dataclass.
+            make: the record's class.
+        """
+        packed = msgspec.msgpack.encode(gconfig)
+        with self._lock:
+            if self._file is None and not self._is_closed:
+                self._open_next()
+            number = self._arguments.get(packed)
+            if number is None:
+                number = self._arguments[packed] = self._next_arguments
+                self._next_arguments += 1
+                self.write(make(number, msgspec.msgpack.decode(packed)))
+            return number
+
+    def _append(self, frame: bytes) -> None:
+        assert self._file is not None
+        try:
+            written = os.write(self._file, frame)
+            while written < len(frame):
+                written += os.write(self._file, frame[written:])
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self.size)
+            raise JournalError(
+                f"The journal in {self.directory} cannot be written ({error}), so what episodes are answered would be lost with this "
+                "process: free space on that disk, then start the run again, which goes on from its last checkpoint."
+            ) from error
+        self.size += len(frame)
+
+    def _redacted(self, body: bytes) -> bytes:
+        found = [secret for secret in self._secrets if secret in body]
+        if not found:
+            return body
+        return encode(_without(msgspec.msgpack.decode(body), found))
+
+    # -- files -----------------------------------------------------------------------------------------------------------
+
+    def _open_next(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._segment += 1
+        while self._file is None:
+            if self._segment == 0:
+                self.writer = 1 + max((name[0] for name in map(_numbers, self.directory.iterdir()) if name), default=-1)
+            try:
+                self._file = os.open(self._path(self._segment), flags, 0o600)
+            except FileExistsError:  # another process of the run took the number
+                if self._segment:
+                    raise
+        self.size = 0
+        self._arguments = {}
+        self._append(_MARK)
+        if self._flusher is None:
+            self._flusher = threading.Thread(target=self._flush_now_and_then, name="rollwright-journal", daemon=True)
+            self._flusher.start()
+
+    def _path(self, segment: int) -> Path:
+        return self.directory / f"{self.writer:06d}-{segment:04d}.journal"
+
+    def _flush_now_and_then(self) -> None:
+        while not self._is_closed:
+            self._unflushed.wait()
+            time.sleep(self.config.fsync_seconds)
+            self.flush()
+
+    def flush(self) -> None:
+        """Have what was written reach the disk."""
+        self._unflushed.clear()
+        with self._lock:
+            if self._file is None:
+                return
+            file = os.dup(self._file)
+        try:
+            os.fsync(file)
+        except OSError as error:  # said once more by the next record, which raises
+            logger.error("the journal in %s could not be flushed: %s", self.directory, error)
+        finally:
+            os.close(file)
+
+    def checkpoint(self, step: int, frontier: int) -> None:
+        """A recover checkpoint is about to be seen: what it builds on is on the disk. Large files end here, and old ones go."""
+        self.write(Checkpoint(step, frontier, time.time()))
+        self.flush()
+        with self._lock:
+            self._finished = [*self._finished[-(self.config.keep or 1) :], (step, self._segment)]
+            if self._file is not None and self.size >= self.config.rotate_mib * 2**20:
+                os.close(self._file)
+                self._file = None
+                self._open_next()
+            if self.config.keep is not None:
+                self._remove_old(self.config.keep)
+
+    def _remove_old(self, keep: int) -> None:
+        """Remove files that ended before the last ``keep`` checkpoints but one, where their episodes have all ended."""
+        if len(self._finished) <= keep:
+            return
+        needed = min([self._finished[0][1], *self._begun.values()])
+        for path in sorted(self.directory.iterdir()):
+            numbers = _numbers(path)
+            if numbers and numbers[0] == self.writer and numbers[1] < needed:
+                path.unlink()
+
+    def close(self) -> None:
+        """Flush and close; what comes later is not written. Idempotent."""
+        self.flush()
+        with self._lock:
+            self._is_closed = True
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+        self._unflushed.set()
+
+
+def _without(value: object, secrets: list[bytes]) -> object:
+    if isinstance(value, str):
+        for secret in secrets:
+            value = value.replace(secret.decode(), "***")
+        return value
+    if isinstance(value, bytes):
+        if any(secret in value for secret in secrets):
+            with contextlib.suppress(msgspec.DecodeError):  # packed values; tokens hold no text
+                return msgspec.msgpack.encode(_without(msgspec.msgpack.decode(value, strict=False), secrets))
+        return value
+    if isinstance(value, list):
+        return [_without(item, secrets) for item in value]
+    if isinstance(value, dict):
+        return {_without(key, secrets): _without(item, secrets) for key, item in value.items()}
+    return value
+
+
+def _numbers(path: Path) -> tuple[int, int] | None:
+    match = _NAME.fullmatch(path.name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+# -- records out ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a record stands: the number of its writer, its file, and the byte behind it."""
+
+    writer: int
+    path: Path
+    end: int
+
+
+def journal_files(directory: str | Path) -> list[Path]:
+    """The files of a journal in the order in which they were begun: by writer, then by number."""
+    if not Path(directory).is_dir():
+        return []
+    found = [(numbers, path) for path in Path(directory).iterdir() if (numbers := _numbers(path))]
+    return [path for _, path in sorted(found)]
+
+
+def read_records(directory: str | Path) -> Iterator[tuple[Place, AnyRecord]]:
+    """All records of a journal, file by file; memory does not grow with them.
+
+    A file whose last record is torn is read up to there, and the log says so: its writer was killed in the middle of a write, or is
+    at work.
+
+    Raises:
+        JournalError: a file is no journal, or of a later version.
+    """
+    for path in journal_files(directory):
+        yield from read_file(path)
+
+
+def read_file(path: Path) -> Iterator[tuple[Place, AnyRecord]]:
+    """The records of one file; see ``read_records``."""
+    numbers = _numbers(path)
+    writer = numbers[0] if numbers else 0
+    with path.open("rb") as file:
+        mark = file.read(len(_MARK))
+        if mark != _MARK:
+            if len(mark) < len(_MARK) and _MARK.startswith(mark):
+                return  # made, and nothing written yet
+            raise JournalError(f"{path} is no journal of this version: it begins with {mark!r}. Move it away.")
+        end = len(_MARK)
+        while head := file.read(_FRAME.size):
+            body = b""
+            if len(head) == _FRAME.size:
+                length, checksum = _FRAME.unpack(head)
+                body = file.read(length)
+                if len(body) == length and xxhash.xxh3_64_intdigest(body) == checksum:
+                    end += _FRAME.size + length
+                    try:
+                        yield Place(writer, path, end), decode(body)
+                    except msgspec.DecodeError as error:
+                        raise JournalError(
+                            f"{path}, byte {end}: a record of another version ({error}); use the version that wrote it."
+                        ) from None
+                    continue
+            left = path.stat().st_size - end
+            logger.warning(
+                "%s: the last %d bytes, from byte %d on, are no whole record and are left out: its writer was stopped in the middle "
+                "of a write, is at work, or the file is damaged.",
+                path,
+                left,
+                end,
+            )
+            return

@@ -1,0 +1,214 @@
+"""What a journal holds: one class for each kind of record, packed as MessagePack arrays by msgspec.
+
+Tokens are packed int32, log-probabilities float32 where that loses nothing, else float64. A call is a delta: its prompt is the
+first ``kept`` tokens of an earlier call's prompt and output, and ``added``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rollwright.experience.tokens import TOKEN_TYPE
+
+
+class Record(msgspec.Struct, array_like=True, omit_defaults=False, gc=False):
+    """Base of the records; a new field goes to the end, with a default."""
+
+
+class Arguments(Record, tag="arguments"):
+    """Generation arguments that calls of this file refer to by ``number``."""
+
+    number: int
+    gconfig: dict[str, Any]
+
+
+class Begin(Record, tag="begin"):
+    """An episode begins: one attempt of one sample."""
+
+    episode: int  # unique among those of this writer
+    ordinal: int
+    index: int
+    attempt: int
+    is_eval: bool
+    version: int  # of the weights when it began
+    workflow: str
+    samples_asked: int
+    task: bytes | None  # the row, packed; None: it holds what cannot be (``task_error``)
+    task_error: str
+    time: float
+
+
+class Call(Record, tag="call"):
+    """A model request and its answer, or why it was refused."""
+
+    episode: int
+    index: int  # of the calls of the episode, refused ones included
+    conversation: int
+    turn: int
+    base: int  # index of the call whose prompt and output this prompt begins with; -1: none
+    kept: int  # how many tokens of these
+    added: bytes
+    output: bytes
+    logprobs: bytes
+    versions: int | bytes  # one for all tokens, or one each
+    temperature: float
+    stop_reason: str
+    stop_match: str | int | None
+    seed: int | None
+    arguments: int
+    started: float
+    finished: float
+    latency: float
+    ttft: float
+    layout: list[list[int]] | None = None  # position_ids and branch_ids of the prompt
+    logprobs_shifted: bool = False
+    metadata: bytes | None = None
+    refused: str | None = None  # the message of a PromptTooLongError
+
+
+class Result(Record, tag="result"):
+    """The result of a durable call."""
+
+    episode: int
+    name: str
+    key: int  # of the arguments
+    kind: str
+    value: bytes | None
+    error: list[str] | None  # class and message of what it raised
+    state: bytes | None  # of an environment that can be restored
+    time: float
+    seconds: float
+
+
+class Row(Record):
+    """A row of an episode, as a delta of the call that it ends with; log-probabilities and versions are those of its calls."""
+
+    base: int
+    kept: int
+    added: bytes
+    mask: list[int]  # where runs of trained tokens begin and end
+    reward: float
+    truncated: bool
+    digest: bytes  # of ids, mask, log-probabilities and versions
+
+
+class End(Record, tag="end"):
+    """An episode came to its end: accepted, rejected, failed or cut."""
+
+    episode: int
+    outcome: str
+    reason: str
+    rows: list[Row]
+    time: float
+
+
+class GroupEnd(Record, tag="group"):
+    """What became of a task's group: delivered, or dropped and why."""
+
+    ordinal: int
+    group: int  # its id in batches
+    is_eval: bool
+    state: str
+    reason: str
+    samples: int
+    time: float
+
+
+class Trained(Record, tag="trained"):
+    """A row that a step trained on."""
+
+    step: int
+    group: int
+    sample: int
+    reward: float
+    advantage: float | bytes  # of every trained token, or one each (float32)
+    tokens: int
+
+
+class Published(Record, tag="published"):
+    """Weights were published, and what the audit of the step found."""
+
+    step: int
+    version: int
+    audit: dict[str, float]
+    time: float
+
+
+class Phase(Record, tag="phase"):
+    """How long a phase of a step took."""
+
+    step: int
+    name: str
+    seconds: float
+
+
+class Checkpoint(Record, tag="checkpoint"):
+    """A recover checkpoint was written: what is before it in the journal is in step with it."""
+
+    step: int
+    frontier: int
+    time: float
+
+
+KINDS = (Arguments, Begin, Call, Result, End, GroupEnd, Trained, Published, Phase, Checkpoint)
+AnyRecord = Arguments | Begin | Call | Result | End | GroupEnd | Trained | Published | Phase | Checkpoint
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(AnyRecord).decode
+
+
+def pack_value(value: Any) -> bytes:
+    """Plain values as bytes: None, numbers, text, bytes, lists, tuples, dicts, and numbers and arrays of NumPy and torch.
+
+    Raises:
+        TypeError: it holds something else.
+    """
+    return _VALUES.encode(value)
+
+
+def unpack_value(packed: bytes) -> Any:
+    """What ``pack_value`` was given, with lists in place of tuples and arrays."""
+    return msgspec.msgpack.decode(packed, strict=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} is neither number, text, list nor dict")
+
+
+_VALUES = msgspec.msgpack.Encoder(enc_hook=_plain)
+
+
+def pack_floats(values: np.ndarray) -> bytes:
+    """float64 values as float32 where that loses nothing; the length tells which."""
+    single = values.astype("<f4")
+    return single.tobytes() if np.array_equal(single.astype(np.float64), values) else values.astype("<f8").tobytes()
+
+
+def unpack_floats(packed: bytes, count: int) -> np.ndarray:
+    """What ``pack_floats`` was given."""
+    return np.frombuffer(packed, dtype="<f4" if len(packed) == 4 * count else "<f8").astype(np.float64)
+
+
+def pack_versions(versions: np.ndarray) -> int | bytes:
+    """One number where all are the same, else packed."""
+    if len(versions) and (versions == versions[0]).all():
+        return int(versions[0])
+    return versions.astype("<i4").tobytes()
+
+
+def unpack_versions(packed: int | bytes, count: int) -> np.ndarray:
+    """What ``pack_versions`` was given."""
+    return np.full(count, packed, dtype=np.int32) if isinstance(packed, int) else np.frombuffer(packed, dtype="<i4")
+
+
+def tokens_in(packed: bytes) -> int:
+    """How many tokens are packed."""
+    return len(packed) // TOKEN_TYPE.itemsize

@@ -1,0 +1,190 @@
+"""Recorded episodes run again: the workflow's own code, answered from the journal, and its rows compared with the recorded ones.
+
+No model is loaded and nothing is sampled: a request that the journal does not have is an error that names task, call and the first
+differing token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollwright.errors import ReplayError
+from rollwright.experience.contract import Trajectory, check_trajectory
+from rollwright.experience.durable import EPISODE
+from rollwright.experience.journal.episodes import EpisodeWriter, RecordedEpisode, row_digests
+from rollwright.experience.normaliser import normalise
+from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.processes.sandbox import sandboxed
+from rollwright.rollout.sample import CURRENT_SAMPLE, SampleEngine
+from rollwright.rollout.seeds import SampleName
+from rollwright.rollout.task_group import GroupFactory
+
+AT_ONCE = 64  # episodes that run side by side
+
+
+@dataclass
+class Replayed:
+    """How an episode ran again.
+
+    Attributes:
+        verdict: equal; differs (``why`` says in what); or failed (``error`` was raised).
+        rewards: of its rows now; ``recorded_rewards``: then.
+    """
+
+    name: str
+    verdict: str
+    why: str = ""
+    rewards: list[float] = field(default_factory=list)
+    recorded_rewards: list[float] = field(default_factory=list)
+    error: BaseException | None = None
+
+
+class NoModel(InferenceEngine):
+    """The engine of an episode that is answered from the journal alone."""
+
+    def __init__(self, version: int) -> None:
+        self._version = version
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """Nothing is sampled in a replay."""
+        raise ReplayError("a replay has no model: this request did not go through the sample's engine.")
+
+    def get_version(self) -> int:
+        """Of the weights when the episode began."""
+        return self._version
+
+    def set_version(self, version: int) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def abort(self, rid: str | None = None) -> None: ...
+
+
+class Replayer:
+    """Runs recorded episodes again.
+
+    Args:
+        workflow, workflow_kwargs: as for ``RolloutExecutor.submit``; called with an episode where they depend on it.
+        group_size: samples of a task, as in the run.
+        seed: of the run.
+        sandbox: where Python that the model wrote runs.
+        engine: samples again, in place of the journal's answers; None: nothing is sampled.
+        fresh: what the names of durable calls begin with that are made again.
+        compares_rewards: rewards have to be the recorded ones, too.
+    """
+
+    def __init__(
+        self,
+        choose: Callable[[RecordedEpisode], tuple[Any, dict[str, Any] | None, int]],
+        *,
+        seed: int,
+        sandbox: str = "bubblewrap",
+        engine: InferenceEngine | None = None,
+        fresh: tuple[str, ...] = (),
+        compares_rewards: bool = True,
+    ) -> None:
+        self.choose = choose
+        self.seed = seed
+        self.sandbox = sandbox
+        self.engine = engine
+        self.fresh = fresh
+        self.compares_rewards = compares_rewards
+        self._factory = GroupFactory()
+
+    def replay(self, episodes: Iterable[RecordedEpisode]) -> Iterator[Replayed]:
+        """Each episode, in order; some run side by side."""
+        waiting = iter(episodes)
+        with asyncio.Runner() as runner:
+            while some := list(islice(waiting, AT_ONCE)):
+                yield from runner.run(self._together(some))
+
+    async def _together(self, episodes: list[RecordedEpisode]) -> list[Replayed]:
+        return list(await asyncio.gather(*(self._one(episode) for episode in episodes)))
+
+    async def _one(self, recorded: RecordedEpisode) -> Replayed:
+        then = [row.reward for row in recorded.end.rows] if recorded.end is not None else []
+        try:
+            rows = await self._run(recorded)
+        except Exception as error:  # whatever the workflow raises, the others go on
+            return Replayed(recorded.name, "failed", f"{type(error).__name__}: {error}", [], then, error)
+        now = [] if rows is None else rows["rewards"].tolist()
+        why = "" if self.engine is not None else self._difference(recorded, rows, now, then)
+        return Replayed(recorded.name, "differs" if why else "equal", why, now, then)
+
+    async def _run(self, recorded: RecordedEpisode) -> Trajectory | None:
+        begin, task = recorded.begin, recorded.task()
+        if task is None:
+            raise ReplayError(f"{recorded.name}: its task is not in the journal ({begin.task_error}), so it cannot run again.")
+        workflow, kwargs, group_size = self.choose(recorded)
+        group = self._factory.make(task, workflow, kwargs, None, group_size, begin.is_eval)
+        recorded.ignored = self.fresh
+        episode = EpisodeWriter(None, recorded.rewind() if self.engine is None else None, is_replay=self.engine is None)
+        name = SampleName(begin.ordinal, begin.index, begin.attempt, begin.is_eval)
+        sample = SampleEngine(
+            self.engine or NoModel(begin.version),
+            name,
+            run_seed=self.seed,
+            loop=asyncio.get_running_loop(),
+            workflow=group.workflow_name,
+            episode=episode,
+        )
+        sample.samples_asked = begin.samples_asked
+
+        async def run() -> Any:
+            CURRENT_SAMPLE.set(sample)
+            EPISODE.set(episode)
+            with sandboxed(self.sandbox):
+                return await group.workflow.arun_episode(sample, dict(group.data))
+
+        try:
+            result = await asyncio.create_task(run(), context=contextvars.copy_context())
+        finally:
+            sample.close("has ended")
+            if episode.diverged is not None:  # also where the workflow made something else of it
+                raise episode.diverged
+        rows = normalise(result, sample.recorder, workflow=group.workflow_name, task=str(name))
+        if rows is not None and sample.sample_of_row is not None:
+            rows["sample_ids"] = torch.tensor(sample.sample_of_row)
+        if rows is not None:
+            check_trajectory(rows, workflow=group.workflow_name, task=str(name))
+        return rows
+
+    def _difference(self, recorded: RecordedEpisode, rows: Trajectory | None, now: list[float], then: list[float]) -> str:
+        """In what the rows are others than the recorded ones; empty where they are the same."""
+        if recorded.end is None:
+            return ""
+        if len(now) != len(then):
+            return f"{len(now)} rows, and {len(then)} were recorded"
+        for number, (row, digest) in enumerate(zip(recorded.end.rows, row_digests(rows) if rows else [], strict=True)):
+            if row.digest != digest and rows is not None:
+                return f"row {number}: {_first_difference(rows, number, recorded)}"
+        if self.compares_rewards and now != then:
+            return f"rewards {now}, and {then} were recorded"
+        return ""
+
+
+def _first_difference(rows: Trajectory, number: int, recorded: RecordedEpisode) -> str:
+    assert recorded.end is not None
+    length = int(rows["attention_mask"][number].sum())
+    entry = recorded.end.rows[number]
+    for name, now, then in (
+        ("token", rows["input_ids"][number, :length].numpy(), recorded.row_ids(entry)),
+        ("loss_mask", rows["loss_mask"][number, :length].numpy().astype(bool), recorded.row_mask(entry)),
+    ):
+        count = min(len(now), len(then))
+        differs = np.flatnonzero(now[:count] != then[:count])
+        if len(differs) or len(now) != len(then):
+            at = int(differs[0]) if len(differs) else count
+            return f"{name} {at} is the first that differs ({len(now)} tokens, and {len(then)} were recorded)"
+    return "its log-probabilities or versions are not the recorded ones"

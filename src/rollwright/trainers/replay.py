@@ -1,0 +1,177 @@
+"""Replaying a run: its config, the workflows that it ran, and the episodes of its journal that are asked for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rollwright.config.experiment import GRPOConfig, PPOConfig
+from rollwright.config.loading import load_expr_config
+from rollwright.config.recipes import apply_recipe
+from rollwright.config.secrets import HIDDEN
+from rollwright.data.tokenizer import load_tokenizer
+from rollwright.errors import ConfigError, JournalError
+from rollwright.experience.journal.episodes import RecordedEpisode, read_episodes
+from rollwright.experience.journal.files import journal_files
+from rollwright.experience.journal.records import Begin
+from rollwright.rewards.wrapper import REWARD_CALLS
+from rollwright.rollout.replay import Replayed, Replayer
+from rollwright.trainers import tasks
+from rollwright.trainers.rollout_backend import make_local_engine
+from rollwright.trainers.task_services import TaskServices
+from rollwright.workflows.registry import WORKFLOWS
+
+_SAMPLE = re.compile(r"(eval:)?(\d+)(?:/(\d+))?")
+
+
+def journaled_directory(run: str | Path) -> Path:
+    """The run directory, or its one stage, that has a journal.
+
+    Raises:
+        JournalError: none has, or several have.
+    """
+    run = Path(run)
+    candidates = [run, *sorted(path for path in run.glob("*") if path.is_dir())] if run.is_dir() else []
+    found = [path for path in candidates if journal_files(path / "journal")]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise JournalError(f"{run} has no journal: give the directory of a run that kept one (journal.enabled).")
+    raise JournalError(f"{run} has the journals of several stages: give one of {', '.join(map(str, found))}.")
+
+
+def selected(samples: str) -> Callable[[Begin], bool]:
+    """Which episodes a text names: ``12/3`` (sample 3 of task 12), ``12`` (all of its samples), ``eval:12``, ``all``.
+
+    Raises:
+        ConfigError: it names none of these.
+    """
+    if samples == "all":
+        return lambda begin: True
+    match = _SAMPLE.fullmatch(samples)
+    if match is None:
+        raise ConfigError(f"{samples!r} names no sample: write ORDINAL/SAMPLE, ORDINAL, eval:ORDINAL, or all.")
+    is_eval, ordinal, index = bool(match[1]), int(match[2]), match[3]
+    return lambda begin: (begin.is_eval, begin.ordinal) == (is_eval, ordinal) and (index is None or begin.index == int(index))
+
+
+def load_run_config(directory: Path) -> PPOConfig:
+    """The config that a run, or a stage of it, was carried out with; what was secret is left out.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    file = directory / "config.yaml"
+    if not file.exists():
+        raise ConfigError(f"{file} is missing: the run wrote it when it began; give the run directory as it was left.")
+    hidden = [f"{path}=null" for path in _hidden_keys(yaml.safe_load(file.read_text(encoding="utf-8")), ())]
+    return load_expr_config([str(file), *hidden], GRPOConfig)[0]
+
+
+def _hidden_keys(value: Any, path: tuple[str, ...]) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _hidden_keys(item, (*path, str(key)))
+    elif isinstance(value, str) and HIDDEN in value:
+        yield ".".join(path)
+
+
+class RunReplay:
+    """Runs episodes of a run again.
+
+    Args:
+        run: its directory.
+        workflow: another workflow, by name or import path; None: the run's.
+        reward_fn: another reward function; its rewards are shown beside the recorded ones, and not compared.
+        sample: sample anew, with ``model``; None: answer from the journal.
+    """
+
+    def __init__(
+        self,
+        run: str | Path,
+        *,
+        workflow: str | None = None,
+        reward_fn: str | None = None,
+        model: str | None = None,
+    ) -> None:
+        self.directory = journaled_directory(run)
+        config = apply_recipe(load_run_config(self.directory))
+        WORKFLOWS.load_plugins()
+        if workflow is not None or reward_fn is not None:
+            changed = {"workflow": workflow, "reward_fn": reward_fn}
+            config = replace(config, **{key: value for key, value in changed.items() if value is not None})
+            kept = {key: value for key, value in config.workflow_kwargs.items() if reward_fn is None or key != "reward_fn"}
+            tasksets = [
+                replace(
+                    taskset, **({"workflow": workflow} if workflow else {}), **({"reward_fn": reward_fn} if reward_fn else {})
+                )
+                for taskset in config.tasksets
+            ]
+            config = replace(config, workflow_kwargs=kept, tasksets=tasksets)
+        self.config = config
+        self.tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, config.actor.trust_remote_code)
+        self._opened = ExitStack()
+        self._runners: dict[bool, tuple[Any, dict[str, Any] | None, int]] = {}
+        engine = None
+        if model is not None:
+            rollout = make_local_engine(config, model, self.tokenizer)
+            rollout.initialize()
+            self._opened.callback(rollout.destroy)
+            engine = rollout.client
+        self.replayer = Replayer(
+            self._runner,
+            seed=config.seed,
+            sandbox=config.rollout.sandbox,
+            engine=engine,
+            fresh=(REWARD_CALLS,) if reward_fn is not None else (),
+            compares_rewards=reward_fn is None,
+        )
+
+    def __enter__(self) -> RunReplay:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
+
+    def episodes(self, samples: str) -> Iterator[RecordedEpisode]:
+        """The episodes that ``samples`` names and that came to rows or were rejected."""
+        for episode in read_episodes(self.directory / "journal", selected(samples)):
+            if episode.end is not None and episode.end.outcome in ("accepted", "rejected"):
+                yield episode
+
+    def replay(self, samples: str) -> Iterator[Replayed]:
+        """How each of them runs now."""
+        return self.replayer.replay(self.episodes(samples))
+
+    def _runner(self, episode: RecordedEpisode) -> tuple[Any, dict[str, Any] | None, int]:
+        is_eval = episode.begin.is_eval
+        if is_eval not in self._runners:
+            self._runners[is_eval] = self._evaluated() if is_eval else self._trained()
+        return self._runners[is_eval]
+
+    def _trained(self) -> tuple[Any, dict[str, Any] | None, int]:
+        config = self.config
+        if config.tasksets:
+            services = TaskServices(config, self.tokenizer, self.directory / "logs")
+            self._opened.callback(services.close)
+            source: Any = tasks.task_source(config)
+            return tasks.training_workflow(config, self.tokenizer, source, services), None, 1
+        kwargs = tasks.workflow_arguments(config, config.workflow, config.workflow_kwargs, self.tokenizer)
+        return config.workflow, kwargs, config.gconfig.n_samples
+
+    def _evaluated(self) -> tuple[Any, dict[str, Any] | None, int]:
+        config, gconfig = self.config, self.config.evaluator.gconfig
+        services = TaskServices(config, self.tokenizer, self.directory / "logs")
+        self._opened.callback(services.close)
+        if config.eval_tasksets:
+            return tasks.evaluation_runner(config, self.tokenizer, services), None, 1
+        workflow = config.eval_workflow or config.workflow
+        given = config.workflow_kwargs if config.eval_workflow_kwargs is None else config.eval_workflow_kwargs
+        kwargs = tasks.workflow_arguments(config, workflow, given, self.tokenizer)
+        return workflow, {**kwargs, "gconfig": gconfig.new(n_samples=1)}, gconfig.n_samples

@@ -1,0 +1,152 @@
+"""Journal files: whole after a kill, cut where they are torn, private, and without secrets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from rollwright.config.sections import JournalConfig
+from rollwright.errors import JournalError
+from rollwright.experience.journal.files import Journal, journal_files, read_records
+from rollwright.experience.journal.records import Begin, End, Phase, Result, pack_value
+
+
+def phases(directory) -> list[int]:
+    return [record.step for _, record in read_records(directory) if isinstance(record, Phase)]
+
+
+def begun(episode: int) -> Begin:
+    return Begin(episode, episode, 0, 0, False, 0, "W", 1, None, "", 0.0)
+
+
+def test_records_are_there_while_the_file_is_written_and_only_its_user_reads_them(tmp_path):
+    journal = Journal(tmp_path / "journal")
+    assert not (tmp_path / "journal").exists()
+    for step in range(3):
+        journal.write(Phase(step, "train", 0.5))
+        assert phases(tmp_path / "journal") == list(range(step + 1))
+    (file,) = journal_files(tmp_path / "journal")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    journal.close()
+    journal.write(Phase(9, "train", 0.5))
+    assert phases(tmp_path / "journal") == [0, 1, 2]
+
+
+def test_a_killed_process_loses_no_record(tmp_path):
+    script = """
+        import itertools, sys
+        from rollwright.experience.journal.files import Journal
+        from rollwright.experience.journal.records import Phase
+        journal = Journal(sys.argv[1])
+        for step in itertools.count():
+            journal.write(Phase(step, "train", 0.5))
+            print(step, flush=True)
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if int(line) == 200:
+            process.send_signal(signal.SIGKILL)
+            break
+    told = [200, *map(int, process.stdout.read().split())]
+    process.wait()
+    found = phases(tmp_path)
+    assert found == list(range(len(found)))
+    assert len(found) >= told[-1] + 1
+    again = Journal(tmp_path)  # the next process has a file of its own
+    again.write(Phase(-1, "train", 0.5))
+    again.close()
+    assert phases(tmp_path) == [*found, -1]
+    assert [path.name for path in journal_files(tmp_path)] == ["000000-0000.journal", "000001-0000.journal"]
+
+
+@pytest.mark.parametrize("left", [1, 11, 12, 15])
+def test_a_torn_tail_is_cut_and_said(tmp_path, caplog, left):
+    journal = Journal(tmp_path)
+    journal.write(Phase(0, "train", 0.5))
+    journal.write(Phase(1, "train", 0.5))
+    whole = journal.size
+    journal.write(Phase(2, "train", 0.5))
+    journal.close()
+    (file,) = journal_files(tmp_path)
+    os.truncate(file, whole + left)
+    with caplog.at_level("WARNING"):
+        assert phases(tmp_path) == [0, 1]
+    assert f"the last {left} bytes, from byte {whole} on" in caplog.text
+
+
+def test_a_damaged_record_ends_what_is_read_of_its_file(tmp_path, caplog):
+    journal = Journal(tmp_path)
+    for step in range(3):
+        journal.write(Phase(step, "train", 0.5))
+    journal.close()
+    (file,) = journal_files(tmp_path)
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    with caplog.at_level("WARNING"):
+        assert phases(tmp_path) == [0, 1]
+    file.write_bytes(b"something else")
+    with pytest.raises(JournalError, match="is no journal of this version"):
+        phases(tmp_path)
+
+
+def test_a_full_disk_is_an_error_and_leaves_whole_records(tmp_path, monkeypatch):
+    journal = Journal(tmp_path)
+    journal.write(Phase(0, "train", 0.5))
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:7]) if len(data) > 7 else _full())
+    with pytest.raises(JournalError, match="cannot be written"):
+        journal.write(Phase(1, "train", 0.5))
+    monkeypatch.undo()
+    journal.write(Phase(2, "train", 0.5))
+    journal.close()
+    assert phases(tmp_path) == [0, 2]
+
+
+def _full() -> int:
+    raise OSError(28, "No space left on device")
+
+
+def test_files_rotate_at_checkpoints_and_old_ones_go_only_where_that_is_asked_for(tmp_path):
+    for keep, steps in ((None, [0, 1, 2, 3, 4]), (2, [2, 3, 4])):
+        directory = tmp_path / str(keep)
+        journal = Journal(directory, JournalConfig(rotate_mib=1e-6, keep=keep))
+        for step in range(5):
+            journal.write(Phase(step, "train", 0.5))
+            journal.checkpoint(step, frontier=step)
+        journal.close()
+        assert phases(directory) == steps
+
+
+def test_a_file_stays_while_an_episode_of_it_runs(tmp_path):
+    journal = Journal(tmp_path, JournalConfig(rotate_mib=1e-6, keep=1))
+    journal.write(begun(journal.next_episode()))
+    for step in range(4):
+        journal.write(Phase(step, "train", 0.5))
+        journal.checkpoint(step, frontier=0)
+    assert phases(tmp_path) == [0, 1, 2, 3]
+    journal.write(End(0, "accepted", "", [], 0.0))
+    journal.checkpoint(4, frontier=1)
+    assert phases(tmp_path) == [3]
+    journal.close()
+
+
+def test_what_the_config_marks_secret_is_not_in_the_file(tmp_path):
+    journal = Journal(tmp_path, secrets={"s3cr3t-key", "x"})
+    value = pack_value({"said": ["the key is s3cr3t-key", 5]})
+    journal.write(Result(0, "tool ask s3cr3t-key", 1, "recorded", value, None, None, 0.0, 0.0))
+    journal.close()
+    (file,) = journal_files(tmp_path)
+    assert b"s3cr3t" not in file.read_bytes()
+    ((_, record),) = read_records(tmp_path)
+    assert record.name == "tool ask ***"

@@ -1,0 +1,224 @@
+"""The journal of an executor's episodes, and their replay without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import uuid
+
+import numpy as np
+import pytest
+import torch
+from echo import EchoEngine
+
+from rollwright import GenerationHyperparameters, ModelRequest, RolloutConfig, durable
+from rollwright.errors import JournalError, PromptTooLongError, ReplayError
+from rollwright.experience.journal.episodes import read_episodes
+from rollwright.experience.journal.files import Journal, read_records
+from rollwright.experience.journal.records import Call, GroupEnd
+from rollwright.rollout.executor import RolloutExecutor
+from rollwright.rollout.replay import Replayer
+
+GCONFIG = GenerationHyperparameters(max_new_tokens=4, temperature=0.7)
+
+
+class Chat:
+    """A few turns with a tool between them; two conversations side by side in every second sample."""
+
+    def __init__(self, tool=None) -> None:
+        self.tool = tool or durable("tool")(lambda turn: random.randrange(200, 300))
+
+    async def arun_episode(self, engine, data):
+        turns = data["turns"]
+        rows = await asyncio.gather(*(self.conversation(engine, turns) for _ in range(1 + data["ordinal"] % 2)))
+        return {
+            "input_ids": [ids for ids, _ in rows],
+            "loss_mask": [mask for _, mask in rows],
+            "rewards": [sum(ids) / 1000 for ids, _ in rows],
+        }
+
+    async def conversation(self, engine, turns):
+        ids, mask, rid = [1, 2, 3], [0, 0, 0], uuid.uuid4().hex
+        for turn in range(turns):
+            response = await engine.agenerate(ModelRequest(input_ids=ids, gconfig=GCONFIG, rid=rid))
+            ids += response.output_tokens
+            mask += [1] * response.output_len
+            if turn < turns - 1:
+                ids.append(self.tool(turn))
+                mask.append(0)
+        return ids, mask
+
+
+def run(directory, workflow, tasks=6, group_size=2, engine=None):
+    journal = Journal(directory)
+    with RolloutExecutor(engine or EchoEngine(0.001), RolloutConfig(), seed=3, journal=journal) as executor:
+        data = [{"turns": 1 + number % 4, "ordinal": number} for number in range(tasks)]
+        batch = executor.rollout_batch(data, workflow, group_size=group_size)
+    journal.close()
+    return batch
+
+
+def replay(directory, workflow, group_size=2, **settings):
+    replayer = Replayer(lambda episode: (workflow, None, group_size), seed=3, **settings)
+    return list(replayer.replay(read_episodes(directory)))
+
+
+def test_every_episode_of_a_run_is_equal_without_an_engine(tmp_path):
+    batch = run(tmp_path, Chat())
+    replayed = replay(tmp_path, Chat())
+    assert [(each.verdict, each.why) for each in replayed] == [("equal", "")] * 12
+    assert sum(len(each.rewards) for each in replayed) == len(batch["rewards"])
+    ends = [record for _, record in read_records(tmp_path) if isinstance(record, GroupEnd)]
+    assert [(end.ordinal, end.state) for end in ends] == [(number, "delivered") for number in range(6)]
+
+
+def test_rows_and_calls_are_read_back_as_they_were(tmp_path):
+    batch = run(tmp_path, Chat(), tasks=3, group_size=1)
+    rows = {}
+    for episode in read_episodes(tmp_path):
+        for number, row in enumerate(episode.end.rows):
+            rows[episode.begin.ordinal, number] = episode.row_ids(row), episode.row_mask(row)
+            assert episode.calls[row.base].gconfig["temperature"] == pytest.approx(0.7)
+    expected = zip(batch["input_ids"], batch["loss_mask"], batch["attention_mask"], strict=True)
+    for (ids, mask), (row, masked, present) in zip((rows[key] for key in sorted(rows)), expected, strict=True):
+        length = int(present.sum())
+        np.testing.assert_array_equal(ids, row[:length].numpy())
+        np.testing.assert_array_equal(mask, masked[:length].numpy().astype(bool))
+
+
+def test_a_call_is_a_delta_of_its_conversation(tmp_path):
+    class Long(Chat):
+        async def arun_episode(self, engine, data):
+            ids, mask = await self.conversation(engine, 40)
+            return {"input_ids": ids, "loss_mask": mask, "reward": 0.0}
+
+    run(tmp_path, Long(), tasks=1, group_size=1)
+    calls = [record for _, record in read_records(tmp_path) if isinstance(record, Call)]
+    assert [len(call.added) // 4 for call in calls] == [3] + [1] * 39
+    assert [call.base for call in calls] == list(range(-1, 39))
+
+
+def test_parallel_conversations_share_their_prompt(tmp_path):
+    class Parallel:
+        async def arun_episode(self, engine, data):
+            prompt = list(range(100, 400))
+            asked = [ModelRequest(input_ids=[*prompt, number], gconfig=GCONFIG) for number in range(3)]
+            answers = await asyncio.gather(*map(engine.agenerate, asked))
+            return [
+                {"input_ids": [*prompt, number], "output_ids": answer.output_tokens, "reward": 1.0}
+                for number, answer in enumerate(answers)
+            ]
+
+    run(tmp_path, Parallel(), tasks=1, group_size=1)
+    calls = [record for _, record in read_records(tmp_path) if isinstance(record, Call)]
+    assert sorted(len(call.added) // 4 for call in calls) == [1, 1, 301]
+    assert [each.verdict for each in replay(tmp_path, Parallel(), 1)] == ["equal"]
+
+
+def test_a_request_that_differs_is_named_by_its_first_token(tmp_path):
+    run(tmp_path, Chat(), tasks=4, group_size=1)
+    verdicts = {each.name: each for each in replay(tmp_path, Chat(tool=lambda turn: 500), 1)}
+    assert verdicts["0/0"].verdict == "equal"  # one turn: no tool was called
+    failed = verdicts["2/0"]
+    assert isinstance(failed.error, ReplayError)
+    assert "task 2, sample 0 (Chat) does not run as it was recorded: call 1 (conversation 0, turn 1) differs" in failed.why
+    assert "from token 6 on: the prompt has 500" in failed.why
+
+
+def test_a_workflow_that_swallows_the_difference_is_told_all_the_same(tmp_path):
+    class Swallows(Chat):
+        async def arun_episode(self, engine, data):
+            try:
+                return await super().arun_episode(engine, data)
+            except Exception:
+                return None
+
+    run(tmp_path, Chat(), tasks=3, group_size=1)
+    assert [each.verdict for each in replay(tmp_path, Swallows(tool=lambda turn: 500), 1)] == ["equal", "failed", "failed"]
+
+
+def test_a_workflow_that_asks_for_more_has_no_model_to_ask(tmp_path):
+    class More(Chat):
+        async def conversation(self, engine, turns):
+            return await super().conversation(engine, turns + 1)
+
+    tool = durable("tool", kind="pure")(lambda turn: 250)
+    run(tmp_path, Chat(tool), tasks=1, group_size=1)
+    (failed,) = replay(tmp_path, More(tool), 1)
+    assert "it asks for turn 1 of conversation 0, and the journal has 1 calls, none at that place" in failed.why
+
+
+def test_changed_rewards_are_shown_beside_the_recorded_ones(tmp_path):
+    class Half(Chat):
+        async def arun_episode(self, engine, data):
+            result = await super().arun_episode(engine, data)
+            return {**result, "rewards": [reward / 2 for reward in result["rewards"]]}
+
+    run(tmp_path, Chat(), tasks=3, group_size=1)
+    assert {each.verdict for each in replay(tmp_path, Half(), 1)} == {"differs"}
+    for each in replay(tmp_path, Half(), 1, compares_rewards=False):
+        assert each.verdict == "equal"
+        assert each.rewards == pytest.approx([reward / 2 for reward in each.recorded_rewards])
+
+
+def test_a_refused_prompt_is_refused_again(tmp_path):
+    class Full(EchoEngine):
+        async def agenerate(self, request):
+            if len(request.tokens) > 5:
+                raise PromptTooLongError("no room")
+            return await super().agenerate(request)
+
+    class UntilFull(Chat):
+        async def arun_episode(self, engine, data):
+            ids, mask = [1, 2, 3], [0, 0, 0]
+            try:
+                while True:
+                    response = await engine.agenerate(ModelRequest(input_ids=ids, gconfig=GCONFIG, rid=str(data["ordinal"])))
+                    ids, mask = [*ids, *response.output_tokens], [*mask, *[1] * response.output_len]
+            except PromptTooLongError:
+                return {"input_ids": ids, "loss_mask": mask, "reward": float(engine.recorder.outgrew_context)}
+
+    run(tmp_path, UntilFull(), tasks=2, group_size=1, engine=Full())
+    assert [(each.verdict, each.rewards) for each in replay(tmp_path, UntilFull(), 1)] == [("equal", [1.0])] * 2
+
+
+def test_failed_and_rejected_samples_are_told(tmp_path):
+    attempts = itertools.count()
+
+    class Fails(Chat):
+        async def arun_episode(self, engine, data):
+            if data["ordinal"] == 1:
+                return None
+            if data["ordinal"] == 0 and next(attempts) == 0:
+                raise ValueError("the first time")
+            return await super().arun_episode(engine, data)
+
+    run(tmp_path, Fails(), tasks=3, group_size=1)
+    ends = [(each.begin.ordinal, each.begin.attempt, each.end.outcome, each.end.reason) for each in read_episodes(tmp_path)]
+    assert sorted(ends) == [
+        (0, 0, "failed", "ValueError: the first time"),
+        (0, 1, "accepted", ""),
+        (1, 0, "rejected", ""),
+        (2, 0, "accepted", ""),
+    ]
+
+
+def test_a_journal_that_cannot_be_written_stops_the_run(tmp_path, monkeypatch):
+    journal = Journal(tmp_path)
+
+    def full(frame):
+        raise JournalError("the disk is full")
+
+    monkeypatch.setattr(journal, "_append", full)
+    with RolloutExecutor(EchoEngine(), RolloutConfig(), journal=journal) as executor, pytest.raises(JournalError):
+        executor.rollout_batch([{"turns": 1, "ordinal": 0}], Chat())
+
+
+def test_images_and_other_objects_in_a_task_are_said(tmp_path):
+    journal = Journal(tmp_path)
+    with RolloutExecutor(EchoEngine(), RolloutConfig(), journal=journal) as executor:
+        executor.rollout_batch([{"turns": 1, "ordinal": 0, "image": object(), "size": torch.tensor(3)}], Chat())
+    journal.close()
+    (failed,) = replay(tmp_path, Chat(), 1)
+    assert "its task is not in the journal (builtins.object is neither" in failed.why
