@@ -20,8 +20,8 @@ from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.inference.engine import InferenceEngine
 from rollwright.rollout.event_loop import LoopThread
 from rollwright.rollout.failure_budget import Failure, with_cause
-from rollwright.rollout.runner import Runner, Waiter
-from rollwright.rollout.task_group import AcceptFunction, Batch, Group, GroupFactory, GroupState, TaskSource
+from rollwright.rollout.runner import Runner
+from rollwright.rollout.task_group import AcceptFunction, Batch, Group, GroupFactory, GroupState, TaskSource, Waiter
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("rollout")

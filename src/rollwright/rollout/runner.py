@@ -11,14 +11,11 @@ Everything here runs on the executor's event loop, so nothing is locked. Invaria
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import contextvars
 import functools
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +24,7 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.errors import RolloutError
 from rollwright.experience.contract import check_trajectory
 from rollwright.experience.durable import EPISODE
-from rollwright.experience.journal.episodes import EpisodeWriter
 from rollwright.experience.journal.files import Journal
-from rollwright.experience.journal.records import GroupEnd, pack_value
 from rollwright.experience.normaliser import normalise
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
@@ -39,7 +34,7 @@ from rollwright.rollout.failure_budget import Failure, FailureLog
 from rollwright.rollout.sample import CURRENT_SAMPLE, SampleEngine
 from rollwright.rollout.seeds import SampleName
 from rollwright.rollout.staleness import Delivery
-from rollwright.rollout.task_group import Group, GroupState
+from rollwright.rollout.task_group import Group, GroupState, Waiter
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.metrics import get_tracker
 
@@ -47,27 +42,6 @@ logger = getLogger("rollout")
 
 RESULTS_KEPT = 65_536  # outcomes of dropped tasks that wait_for_task can still tell
 GRACE_SECONDS = 10.0  # that a cancelled sample gets to end
-
-
-@dataclass(eq=False)
-class Waiter:
-    """A caller whose thread waits for ``future``.
-
-    Args:
-        take: called on the loop after each change; gives the groups, None where they are not there yet, or a ``RolloutError``.
-        caller: identity of the thread, where it takes groups for training that it is to release.
-        own_groups: nobody else waits for them: they are dropped when the caller gives up.
-    """
-
-    take: Callable[[], list[Group] | None]
-    caller: int | None = None
-    own_groups: Sequence[Group] = ()
-    future: concurrent.futures.Future[list[Group]] = field(default_factory=concurrent.futures.Future)
-
-    def fail(self, error: BaseException) -> None:
-        """Answer with an error."""
-        if not self.future.done():
-            self.future.set_exception(error)
 
 
 class Runner:
@@ -169,7 +143,7 @@ class Runner:
             loop=self.loop,
             gate=self._gate and self._gate.agenerate,
             workflow=group.workflow_name,
-            episode=None if self.journal is None else self._begun(group, name),
+            episode=group.begin_episode(self.journal, name, self.delivery.staleness.version),
         )
         sample.samples_asked = group.runs[index]
         self.running_samples += 1
@@ -184,19 +158,6 @@ class Runner:
         task.add_done_callback(functools.partial(self._leave, group), context=contextvars.Context())
         if self._gate is not None:
             self._gate.enter(sample, task)
-
-    def _begun(self, group: Group, name: SampleName) -> EpisodeWriter:
-        """The journal of an episode that begins now."""
-        if group.packed_task is None:
-            try:
-                group.packed_task = pack_value(group.data), ""
-            except (TypeError, OverflowError) as error:
-                group.packed_task = None, str(error)
-        task, task_error = group.packed_task
-        episode = EpisodeWriter(self.journal)
-        facts = {**name._asdict(), "version": self.delivery.staleness.version, "workflow": group.workflow_name}
-        episode.begin(**facts, samples_asked=group.runs[name.index], task=task, task_error=task_error)
-        return episode
 
     async def _run(self, group: Group, sample: SampleEngine) -> Trajectory | BaseException | None:
         """One episode, its rows normalised and checked; an exception of the workflow is returned, not raised."""
@@ -350,7 +311,7 @@ class Runner:
         """A group that will not be used: release what it counted for, and stop its samples."""
         self.delivery.remove(group)
         group.state, group.reason = state, reason
-        self._note_end(group, count)
+        group.note_end(self.journal, count)
         group.rows = []
         self.groups[count] += 1
         self._abandon_later(group, group.cancel(f"belongs to a group that has come to its end ({reason})"))
@@ -363,11 +324,6 @@ class Runner:
                 del self.ends[next(iter(self.ends))]
         self._settle()
         self._pump_soon()
-
-    def _note_end(self, group: Group, state: str) -> None:
-        if self.journal is not None:
-            entry = GroupEnd(group.ordinal, group.task_id, group.is_eval, state, group.reason, group.samples, time.time())
-            self.journal.write(entry)
 
     # -- callers that wait ---------------------------------------------------------------------------------------------
 
@@ -407,7 +363,7 @@ class Runner:
                     continue
                 for group in groups:
                     self.tasks.pop(group.task_id, None)
-                    self._note_end(group, "delivered")
+                    group.note_end(self.journal, "delivered")
                 if waiter.caller is not None and not all(group.is_eval for group in groups):
                     self.delivery.taken_by = waiter.caller
                 if not waiter.future.done():

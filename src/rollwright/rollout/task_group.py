@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import copy
 import dataclasses
 import functools
 import itertools
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -21,9 +23,13 @@ import torch
 
 from rollwright.errors import DataError, RolloutError, WorkflowError
 from rollwright.experience.contract import COLUMNS
+from rollwright.experience.journal.episodes import EpisodeWriter
+from rollwright.experience.journal.files import Journal
+from rollwright.experience.journal.records import GroupEnd, pack_value
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.rollout.failure_budget import Failure
 from rollwright.rollout.sample import SampleEngine
+from rollwright.rollout.seeds import SampleName
 from rollwright.tracking.logging import getLogger
 from rollwright.workflows.registry import resolve_function, resolve_workflow, workflow_name
 
@@ -94,6 +100,26 @@ class Group:
         text = repr(self.data)
         kind = "evaluation task" if self.is_eval else "task"
         return f"{kind} {self.ordinal} ({text if len(text) <= 160 else text[:157] + '…'})"
+
+    def begin_episode(self, journal: Journal | None, name: SampleName, version: int) -> EpisodeWriter:
+        """What one of its samples, which begins now, writes to the journal; ``version`` is that of the weights."""
+        episode = EpisodeWriter(journal)
+        if journal is not None:
+            if self.packed_task is None:
+                try:
+                    self.packed_task = pack_value(self.data), ""
+                except (TypeError, OverflowError) as error:
+                    self.packed_task = None, str(error)
+            task, task_error = self.packed_task
+            facts = {**name._asdict(), "samples_asked": self.runs[name.index], "task": task, "task_error": task_error}
+            episode.begin(**facts, version=version, workflow=self.workflow_name)
+        return episode
+
+    def note_end(self, journal: Journal | None, state: str) -> None:
+        """Write what became of it to the journal."""
+        if journal is not None:
+            about = (self.ordinal, self.task_id, self.is_eval, state, self.reason, self.samples)
+            journal.write(GroupEnd(*about, time.time()))
 
     def add(self, index: int, rows: Trajectory) -> range:
         """Take what a run delivered. Where all runs have ended and samples are missing, there will be further runs.
@@ -177,6 +203,27 @@ def _layout(rows: Trajectory) -> dict[str, Any]:
         key: None if key in COLUMNS else value.shape[1:] if isinstance(value, torch.Tensor) else type(value)
         for key, value in rows.items()
     }
+
+
+@dataclass(eq=False)
+class Waiter:
+    """A caller whose thread waits for ``future``.
+
+    Args:
+        take: called on the loop after each change; gives the groups, None where they are not there yet, or a ``RolloutError``.
+        caller: identity of the thread, where it takes groups for training that it is to release.
+        own_groups: nobody else waits for them: they are dropped when the caller gives up.
+    """
+
+    take: Callable[[], list[Group] | None]
+    caller: int | None = None
+    own_groups: Sequence[Group] = ()
+    future: concurrent.futures.Future[list[Group]] = field(default_factory=concurrent.futures.Future)
+
+    def fail(self, error: BaseException) -> None:
+        """Answer with an error."""
+        if not self.future.done():
+            self.future.set_exception(error)
 
 
 @dataclass

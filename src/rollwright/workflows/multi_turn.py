@@ -159,15 +159,15 @@ class MultiTurnWorkflow(EpisodeWorkflow, Workflow):
         if self.feedback_fn is None:
             return self.feedback_message
         feedback_fn, kept = kept_calls(self.feedback_fn, "feedback")
-        feedback = await kept.awaited(_awaited, feedback_fn, completion, reward, data)
+
+        async def asked(completion: str) -> Any:  # kept by the completion alone: another reward function may score it anew
+            feedback = feedback_fn(completion, reward, data)
+            return await feedback if inspect.isawaitable(feedback) else feedback
+
+        feedback = await kept.awaited(asked, completion)
         if not isinstance(feedback, str):
             raise WorkflowError(
                 f"MultiTurnWorkflow: feedback_fn gave a {type(feedback).__name__} for task {task_name(data)}; it has to return "
                 "the text that the user says next."
             )
         return feedback
-
-
-async def _awaited(function: Callable[..., Any], *arguments: Any) -> Any:
-    result = function(*arguments)
-    return await result if inspect.isawaitable(result) else result
