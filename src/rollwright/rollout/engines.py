@@ -212,8 +212,11 @@ class RolloutEngine(InferenceEngine):
 
     @property
     def logprob_tolerance(self) -> float | None:
-        """``rollout.logprob_tolerance``; where that is None and the engine samples with 16-bit weights, what these allow."""
-        if self.config.logprob_tolerance is None and self.sampler.weight_dtype in (torch.bfloat16, torch.float16):
+        """``rollout.logprob_tolerance``; where that is None and an engine in this process samples with 16-bit weights, what these
+        allow. Of a server's type the loop knows nothing, and compares by the trainer's."""
+        sampler = self.sampler
+        is_here = self.config.logprob_tolerance is None and sampler.local_model is not None
+        if is_here and sampler.weight_dtype in (torch.bfloat16, torch.float16):
             return TOLERANCE_OF_16_BITS
         return self.config.logprob_tolerance
 
