@@ -18,7 +18,7 @@ $(VENV)/.python: constraints/cpu.txt
 	@touch $@
 
 $(VENV)/.core: $(VENV)/.python pyproject.toml
-	$(INSTALL) -e .
+	$(INSTALL) -e '.[plots]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.python pyproject.toml

@@ -224,7 +224,10 @@ def as_images(images: Any, where: str = "the task") -> list[Any]:
     Raises:
         DataError: an entry is none of these.
     """
-    from PIL import Image
+    try:
+        from PIL import Image
+    except ModuleNotFoundError as error:
+        raise DataError("images need the package pillow, which is not installed: pip install 'rollwright[vision]'.") from error
 
     opened: list[Any] = []
     for index, image in enumerate(images if isinstance(images, (list, tuple)) else [images]):

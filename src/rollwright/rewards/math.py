@@ -1,16 +1,20 @@
-"""Rewards for mathematics, by ``math-verify``. Symbolic comparison may run for ever, so these run in killable workers."""
+"""Rewards for mathematics, by ``math-verify`` (the extra ``math``). Symbolic comparison may run for ever, so these run in killable
+workers."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import re
 from typing import Any
 
+from rollwright.errors import RewardError
 from rollwright.rewards.numbers import gsm8k_answer, sole_number, without_grouping
 from rollwright.rewards.registry import REWARD_FUNCTIONS
 from rollwright.rewards.text import format_reward, last_boxed, last_tagged, references
 
-_IMPORTS = ("math_verify",)  # takes a second, and is not needed where these functions are only looked up
+#: Takes a second, and is not needed where these functions are only looked up.
+_IMPORTS = ("math_verify",) if importlib.util.find_spec("math_verify") else ()
 _LONGEST_ANSWER = 2000  # characters that are parsed; an answer stands at the end
 _DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
 #: A word of prose, such as a unit, which math-verify would read as a product of letters.
@@ -31,7 +35,12 @@ def equivalent(found: str, wanted: str, *, is_free_text: bool = False) -> bool:
     is_plain = not is_free_text and not any(map(str.isalpha, _WORD.sub("", found)))  # a number and words, no expression
     if is_plain and sole_number(found) == sole_number(wanted) is not None:
         return True
-    import math_verify
+    try:
+        import math_verify
+    except ModuleNotFoundError as error:
+        raise RewardError(
+            f"Answers that are no plain numbers are compared by {error.name}, which is not installed: pip install 'rollwright[math]'."
+        ) from error
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call that has no limit
     texts = (_marked(wanted), found[-_LONGEST_ANSWER:] if is_free_text else _marked(found))

@@ -1,10 +1,15 @@
-"""Plots of a run, drawn without a display (matplotlib's Agg)."""
+"""Plots of a run, drawn without a display (matplotlib's Agg; the extra ``plots``, without which nothing is drawn)."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("plots")
 
 #: Colours that stay apart for readers with colour-blindness (Okabe and Ito, 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -27,6 +32,14 @@ def _axes(title: str, x_label: str, y_label: str, size: tuple[float, float]):
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     return figure, axes
+
+
+def _can_draw(path: str | Path) -> bool:
+    """matplotlib is there; where it is not, what is not drawn is said."""
+    is_there = importlib.util.find_spec("matplotlib") is not None
+    if not is_there:
+        logger.warning("%s is not drawn, as matplotlib is not installed: pip install 'rollwright[plots]'.", path)
+    return is_there
 
 
 def _whole_numbers():
@@ -61,14 +74,17 @@ def plot_curves(
     y_label: str = "",
     size: tuple[float, float] = (7.2, 4.0),
     y_limits: tuple[float, float] | None = None,
-) -> Path:
-    """Draws named curves of ``(x, y)`` points into one picture; one of a few points has markers. Returns its path.
+) -> Path | None:
+    """Draws named curves of ``(x, y)`` points into one picture; one of a few points has markers. Returns its path; None without
+    matplotlib.
 
     Args:
         path: the PNG (or any type that matplotlib knows by its ending).
         size: inches; 150 dots an inch.
         y_limits: lowest and highest value shown; None: what the points need.
     """
+    if not _can_draw(path):
+        return None
     figure, axes = _axes(title, x_label, y_label, size)
     for (name, points), colour in zip(curves.items(), itertools.cycle(COLOURS), strict=False):
         horizontal, vertical = [x for x, _ in points], [y for _, y in points]
@@ -97,14 +113,16 @@ def plot_reward_curve(
     *,
     title: str = "Reward",
     smoothing: float = 0.4,
-) -> Path:
-    """Draws the reward of training and that on held-out tasks. Returns the picture's path.
+) -> Path | None:
+    """Draws the reward of training and that on held-out tasks. Returns the picture's path; None without matplotlib.
 
     Args:
         rewards: ``(step, mean reward)`` of training.
         evaluations: ``(step, mean reward)`` on held-out tasks; step 0 is before training.
         smoothing: weight of the past in the moving average drawn through the rewards, 0 to 1.
     """
+    if not _can_draw(path):
+        return None
     figure, axes = _axes(title, "step", "reward", (7.2, 4.0))
     steps, values = [step for step, _ in rewards], [value for _, value in rewards]
     axes.plot(steps, values, color=COLOURS[0], alpha=0.30, linewidth=1.2)

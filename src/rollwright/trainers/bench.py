@@ -50,7 +50,7 @@ def bench(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
     """Evaluate checkpoints; the table goes to the console, everything to ``bench.json`` and ``bench.png``.
 
     Returns:
-        ``{"benchmarks": [...], "table": path, "plot": path}``.
+        ``{"benchmarks": [...], "table": path, "plot": path}``; the plot is None without matplotlib.
 
     Raises:
         ConfigError: there is nothing to evaluate, or to evaluate on.
@@ -73,7 +73,8 @@ def bench(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:
     file = directory.path / "bench.json"
     write_json(file, {"samples": config.bench.samples, "benchmarks": results})
     logging.console().print(table_of(benchmarks))
-    return {"benchmarks": results, "table": str(file), "plot": str(draw(directory.path / "bench.png", benchmarks, config))}
+    picture = draw(directory.path / "bench.png", benchmarks, config)
+    return {"benchmarks": results, "table": str(file), "plot": None if picture is None else str(picture)}
 
 
 # -- which checkpoints -------------------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ def table_of(benchmarks: Sequence[Benchmark]) -> Table:
     return table
 
 
-def draw(path: Path, benchmarks: Sequence[Benchmark], config: PPOConfig) -> Path:
+def draw(path: Path, benchmarks: Sequence[Benchmark], config: PPOConfig) -> Path | None:
     """Scores over steps, one curve for each score and taskset; what has no step comes one after the last."""
     last = max((each.step for each in benchmarks if each.step is not None), default=0)
     curves: dict[str, list[tuple[float, float]]] = defaultdict(list)

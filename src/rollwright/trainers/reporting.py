@@ -127,8 +127,8 @@ class StageRun:
         records = read_metrics(self.directory.metrics_file)
         return [(record["step"], record[name]) for record in records if record.get(name) is not None]
 
-    def plot(self, title: str) -> Path:
-        """Draw reward and held-out evaluations into ``reward.png``."""
+    def plot(self, title: str) -> Path | None:
+        """Draw reward and held-out evaluations into ``reward.png``, where matplotlib is installed."""
         return plot_reward_curve(
             self.directory.path / "reward.png",
             self.curve(self.value_name),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from rollwright import AsyncRewardWrapper
 from rollwright.errors import RewardError
 from rollwright.rewards.math import (
     accuracy_reward,
+    equivalent,
     last_boxed,
     math_boxed_reward,
     math_dapo_reward,
@@ -110,3 +113,10 @@ def test_countdown_is_exact_and_needs_its_columns():
     assert evaluate("1/3*3")[0] == 1
     with pytest.raises(RewardError, match="needs the columns 'target' and 'nums'"):
         countdown_reward("p", "c", [], [], target=1)
+
+
+def test_without_math_verify_numbers_are_compared_and_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    assert equivalent("12", "12.0")
+    with pytest.raises(RewardError, match=r"math_verify.*rollwright\[math\]"):
+        equivalent("x^2", "x*x")

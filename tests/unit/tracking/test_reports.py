@@ -1,10 +1,12 @@
 """Dumps, plots and the summary."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from rollwright.tracking import plots
 from rollwright.tracking.plots import plot_curves, plot_reward_curve
 from rollwright.tracking.rollout_dumps import RolloutDumper
 from rollwright.tracking.summary import before_after_table, sample_completions, write_summary
@@ -50,6 +52,16 @@ def test_only_so_many_rows_and_none_at_zero(tmp_path):
     assert RolloutDumper(tmp_path, Letters(), limit=0).dump(1, batch()) is None
     path = RolloutDumper(tmp_path, Letters(), limit=1).dump(1, batch())
     assert len(path.with_suffix(".jsonl").read_text().splitlines()) == 1
+
+
+def test_without_matplotlib_nothing_is_drawn_and_it_is_said(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(plots, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None)))
+    monkeypatch.setattr(plots.logger, "warning", lambda text, *arguments: said.append(text % arguments))
+    assert plot_reward_curve(tmp_path / "reward.png", [(1, 0.2)]) is None
+    assert plot_curves(tmp_path / "c.png", {"a": [(1, 2.0)]}, title="one") is None
+    assert ["rollwright[plots]" in text for text in said] == [True, True]
+    assert not list(tmp_path.iterdir())
 
 
 def test_plots_are_pictures(tmp_path):
