@@ -4,7 +4,10 @@
 
 Forward and backward of a 3.9M Qwen3 on one thread, both ways in turn in one process (median of the rounds); peak memory of one
 pass each in a process of its own. `tokens` is tokens of all rows over distinct ones; `time_over_tokens` is the part of that ratio
-which the time keeps.
+which the time keeps. Where nothing is shared (`alone`, `alone_ragged`: one sample a prompt) `slower` is the median of the pairs' time
+with shared prefixes over that of padded rows.
+
+    python benchmarks/shared_prefixes.py --costs    # what `attention_calls` weighs: a call and a copy, in products of query and key
 """
 
 from __future__ import annotations
@@ -89,7 +92,29 @@ def search() -> dict[str, Any]:
     }
 
 
-CASES: dict[str, Callable[[], dict[str, Any]]] = {"groups": groups, "turns": turns, "branches": branches, "search": search}
+def alone() -> dict[str, Any]:
+    """32 prompts of 256 tokens, one sample of 64 each."""
+    lengths = [[(g, 256), (100 + g, 64)] for g in range(32)]
+    return _batch(lengths, sampled=lambda row: range(256, 320), group=lambda row: row)
+
+
+def alone_ragged() -> dict[str, Any]:
+    """32 prompts of 64 to 256 tokens, one sample of 16 to 64 each."""
+    prompts, samples = [64 + 67 * g % 193 for g in range(32)], [16 + 37 * g % 49 for g in range(32)]
+    lengths = [[(g, prompts[g]), (100 + g, samples[g])] for g in range(32)]
+    return _batch(lengths, sampled=lambda row: range(prompts[row], prompts[row] + samples[row]), group=lambda row: row)
+
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    "groups": groups,
+    "turns": turns,
+    "branches": branches,
+    "search": search,
+    "alone": alone,
+    "alone_ragged": alone_ragged,
+}
+#: Cases in which rows have no token in common.
+NOTHING_SHARED = ("alone", "alone_ragged")
 
 
 def _batch(
@@ -115,7 +140,8 @@ class Pass:
         import torch
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
-        from rollwright.training.logprobs import TokenScorer, use_fast_norms
+        from rollwright.training.fast_layers import use_fast_layers
+        from rollwright.training.logprobs import TokenScorer
         from rollwright.training.tree_attention import use_tree_attention
 
         torch.manual_seed(0)
@@ -131,10 +157,10 @@ class Pass:
             attn_implementation="sdpa",
         )
         self.model = Qwen3ForCausalLM(config)
-        use_fast_norms(self.model)
+        use_fast_layers(self.model)
         use_tree_attention(self.model)
         self.scorer = TokenScorer(self.model)
-        self.batch = CASES[case]()
+        self.case, self.batch = case, CASES[case]()
 
     def seconds(self, *, shared: bool) -> float:
         """Of all micro-batches, cutting them and making their trees included."""
@@ -144,7 +170,7 @@ class Pass:
         self.model.zero_grad()
         begin = time.perf_counter()
         for _, part in micro_batches(self.batch, MicroBatchSpec(), share_prefixes=shared):
-            assert ("prefix_tree" in part) == shared
+            assert ("prefix_tree" in part) == shared or self.case in NOTHING_SHARED
             logprobs, _ = self.scorer(part, part["_wanted"], with_entropy=True)
             logprobs.sum().backward()
         return time.perf_counter() - begin
@@ -154,6 +180,37 @@ class Pass:
         from rollwright.training.prefix_tree import SortedRows
 
         return int(self.batch["attention_mask"].sum()) / SortedRows(self.batch).distinct
+
+
+def costs() -> None:
+    """Print what a call and a copied token cost, forward and backward, in products of a query and a key."""
+    import torch
+
+    from rollwright.training.attention_calls import AttentionCall
+    from rollwright.training.tree_attention import attend_by_calls
+
+    print(f"{'heads x size':>14}{'product, ns':>14}{'a call':>10}{'a copy':>10}   in products")
+    for heads, size in ((4, 16), (4, 64), (8, 64), (16, 128)):
+        x_THD = torch.randn(3 * 2048, heads, size).requires_grad_()
+
+        def seconds(*calls: AttentionCall, x: torch.Tensor = x_THD) -> float:
+            def once() -> float:
+                begin = time.perf_counter()
+                q, k, v = x.split(2048)
+                attend_by_calls(q, k, v, list(calls), [], 0.1).sum().backward()
+                return time.perf_counter() - begin
+
+            return min(once() for _ in range(15))
+
+        def piece(count: int, length: int, *, copied: bool = False) -> AttentionCall:
+            places = torch.arange(count * length).view(count, length) if copied else slice(0, count * length)
+            return AttentionCall(count, places, places)
+
+        many, one = seconds(*[piece(1, 32)] * 65), seconds(piece(1, 32))
+        product = (seconds(piece(8, 256)) - seconds(piece(32, 64))) / (8 * 256**2 - 32 * 64**2)
+        call = (many - one) / 64 - 32**2 * product
+        copy = (seconds(piece(32, 64, copied=True)) - seconds(piece(32, 64))) / 2048
+        print(f"{heads:>8} x {size:<3}{product * 1e9:>14.1f}{call / product:>10.0f}{copy / product:>10.0f}")
 
 
 def peak(case: str, *, shared: bool) -> float:
@@ -178,6 +235,7 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES), help="which, separated by commas")
     parser.add_argument("--rounds", type=int, default=5, help="times that the two ways alternate")
     parser.add_argument("--json", type=Path, help="write machine, results and ratios to this file")
+    parser.add_argument("--costs", action="store_true", help="measure what the choice of calls weighs, and nothing else")
     parser.add_argument("--one", nargs=2, metavar=("CASE", "SHARED"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -190,16 +248,18 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
+    if arguments.costs:
+        costs()
+        return
     report = Report("Shared prefixes against padded rows, forward and backward, 3.9M, one thread")
     for case in arguments.cases.split(","):
         one = Pass(case)
-        times: dict[bool, list[float]] = {False: [], True: []}
-        for turn in range(arguments.rounds + 1):
-            for shared in (False, True):
-                seconds = one.seconds(shared=shared)
-                if turn:
-                    times[shared].append(seconds)
-        padded, tree = (statistics.median(times[shared]) for shared in (False, True))
+        pairs = []
+        for turn in range(max(arguments.rounds, 10 * (case in NOTHING_SHARED)) + 1):
+            order = (False, True) if turn % 2 else (True, False)  # what comes second finds memory that the first freed
+            seconds = {shared: one.seconds(shared=shared) for shared in order}
+            pairs += [seconds] * (turn > 0)
+        padded, tree = (statistics.median(pair[shared] for pair in pairs) for shared in (False, True))
         memory = {shared: peak(case, shared=shared) for shared in (False, True)}
         report.row(
             case=case,
@@ -210,7 +270,10 @@ def main() -> None:
             padded_mib=memory[False],
             shared_mib=memory[True],
         )
-        report.ratio(f"time_over_tokens/{case}", padded / tree / one.tokens())
+        if case in NOTHING_SHARED:
+            report.ratio(f"slower/{case}", statistics.median(pair[True] / pair[False] for pair in pairs))
+        else:
+            report.ratio(f"time_over_tokens/{case}", padded / tree / one.tokens())
         report.ratio(f"memory/{case}", memory[True] / memory[False])
     report.finish(arguments.json)
 

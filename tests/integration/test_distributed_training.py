@@ -65,12 +65,39 @@ if world > 1:
 """
 
 
-def train(directory: Path, world: int, *, share_prefixes: bool = False) -> list[dict]:
+BALANCED_WORKER = """
+import os, sys
+sys.path.insert(0, {unit!r})
+import torch
+from tiny_policy import gradients, grouped_batch, tiny_actor
+from rollwright.experience.trajectory import select_rows
+from rollwright.training.micro_batches import rows_of_ranks
+from rollwright.training.prefix_tree import SortedRows
+
+rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+actor = tiny_actor(share_prefixes={share}, max_tokens=30)
+batch = grouped_batch()
+batch["input_ids"][:7, :5] = batch["input_ids"][0, :5]
+batch["group_ids"] = torch.tensor([0] * 7 + [1] * 2 + [2] * 3)  # 7, 2 and 3 rows
+batch["sample_ids"] = torch.arange(12)
+rows = rows_of_ranks(batch, world)[rank]
+mine = select_rows(batch, rows)
+actor.compute_advantages(mine)
+caught = gradients(actor)
+actor.ppo_update(mine)
+torch.save({{"rows": rows, "gradient": caught, "tokens": SortedRows(mine).distinct}}, f"{{sys.argv[1]}}/rank{{rank}}.pt")
+if world > 1:
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+"""
+
+
+def train(directory: Path, world: int, *, share_prefixes: bool = False, worker: str = WORKER) -> list[dict]:
     import os
 
     directory.mkdir()
     script = directory / "worker.py"
-    script.write_text(WORKER.format(unit=str(UNIT), share=share_prefixes))
+    script.write_text(worker.format(unit=str(UNIT), share=share_prefixes))
     (port,) = map(str, quiet_ports(1))
     processes = []
     for rank in range(world):
@@ -136,6 +163,19 @@ def test_two_processes_share_prefixes_as_one_does(tmp_path):
     (one,) = train(tmp_path / "one", 1, share_prefixes=True)
     two = train(tmp_path / "two", 2, share_prefixes=True)
     torch.testing.assert_close(torch.cat([part["logp"] for part in two]), one["logp"], atol=1e-6, rtol=0)
+    for part in two:
+        for name, gradient in one["gradient"].items():
+            assert float((part["gradient"][name] - gradient).norm()) <= 1e-6 * float(gradient.norm()), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_processes_with_unequal_groups_train_as_one(tmp_path):
+    """Seven rows of one group on one rank, five of two groups on the other: their distinct tokens are about as many."""
+    (one,) = train(tmp_path / "one", 1, share_prefixes=True, worker=BALANCED_WORKER)
+    two = train(tmp_path / "two", 2, share_prefixes=True, worker=BALANCED_WORKER)
+    assert sorted(part["rows"].tolist() for part in two) == [list(range(7)), list(range(7, 12))]
+    assert sum(part["tokens"] for part in two) == one["tokens"]
     for part in two:
         for name, gradient in one["gradient"].items():
             assert float((part["gradient"][name] - gradient).norm()) <= 1e-6 * float(gradient.norm()), name

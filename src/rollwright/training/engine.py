@@ -27,7 +27,8 @@ from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
 from rollwright.training.checkpoint import ModelTensors, fill, random_states, restore_random_states
-from rollwright.training.logprobs import TokenScorer, use_fast_norms
+from rollwright.training.fast_layers import use_fast_layers
+from rollwright.training.logprobs import TokenScorer
 from rollwright.training.micro_batches import PrefixSharing, attended_tokens
 from rollwright.training.model import (
     checkpoint_layers,
@@ -127,7 +128,7 @@ class TrainEngine:
             for layer in layers:
                 layer.compile()
         if self.device.type == "cpu" and self.compute_dtype == next(self.model.parameters()).dtype == torch.float32:
-            use_fast_norms(self.model)
+            use_fast_layers(self.model)
         self._scorer = TokenScorer(self.model, chunk_bytes=config.logits_chunk_mib << 20)
         if not shards:
             return

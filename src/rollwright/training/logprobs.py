@@ -1,85 +1,21 @@
-"""Log-probabilities of given tokens under a model, a micro-batch at a time, without ever holding ``[B, L, V]`` logits in float32.
+"""Log-probabilities of given tokens under a model, a micro-batch at a time.
 
-Only hidden states of tokens that are asked for go through the output layer, ``logits_chunk_mib`` of logits at a time; in
-the backward pass each chunk's logits are computed again.
+Only hidden states of tokens that are asked for go through the output layer.
 """
 
 from __future__ import annotations
 
 import inspect
-import types
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from rollwright.errors import TrainingError
 from rollwright.experience.branches import branch_attention, last_visible
 from rollwright.experience.trajectory import MULTI_MODAL, Trajectory
+from rollwright.training.output_layer import output_logprobs, selected_logprobs
 from rollwright.training.prefix_tree import PrefixTree
-
-#: Logits of one chunk that are kept for the backward pass instead of computed again, in entries (64 MiB of float32).
-_KEPT_LOGITS = 1 << 24
-
-
-class _SelectedLogprobs(torch.autograd.Function):
-    """``log softmax(logits / temperature)[label]`` and the entropy, with one ``[T, V]`` buffer in the backward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits_TV: Tensor, labels_T: Tensor, temperature_T: Tensor, with_entropy: bool, entropy_gradient: bool
-    ) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(logits_TV.dtype, torch.float32)
-        scaled_TV = logits_TV.to(wide) / temperature_T[:, None]
-        normaliser_T = scaled_TV.logsumexp(-1)
-        logprobs_T = scaled_TV.gather(-1, labels_T[:, None]).squeeze(-1) - normaliser_T
-        if with_entropy:
-            probabilities_TV = torch.exp(scaled_TV - normaliser_T[:, None])
-            entropy_T = normaliser_T - (probabilities_TV * scaled_TV).sum(-1)
-        else:
-            entropy_T = torch.zeros_like(normaliser_T)
-        ctx.save_for_backward(logits_TV, labels_T, temperature_T, normaliser_T, entropy_T)
-        ctx.with_entropy = with_entropy and entropy_gradient
-        if not ctx.with_entropy:
-            ctx.mark_non_differentiable(entropy_T)
-        return logprobs_T, entropy_T
-
-    @staticmethod
-    def backward(ctx: Any, grad_logprobs_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        logits_TV, labels_T, temperature_T, normaliser_T, entropy_T = ctx.saved_tensors
-        # d logp / d z = onehot - p;  d H / d z = -p (log p + H)
-        log_p_TV = logits_TV.to(normaliser_T.dtype) / temperature_T[:, None]
-        log_p_TV -= normaliser_T[:, None]
-        grad_TV = torch.exp(log_p_TV)
-        if ctx.with_entropy:
-            log_p_TV += entropy_T[:, None]
-            log_p_TV *= grad_entropy_T[:, None]
-            log_p_TV += grad_logprobs_T[:, None]
-            grad_TV *= log_p_TV.neg_()
-        else:
-            grad_TV *= -grad_logprobs_T[:, None]
-        grad_TV.scatter_add_(1, labels_T[:, None], grad_logprobs_T[:, None])
-        grad_TV /= temperature_T[:, None]
-        return grad_TV.to(logits_TV.dtype), None, None, None, None
-
-
-def selected_logprobs(
-    logits_TV: Tensor, labels_T: Tensor, temperature_T: Tensor, *, with_entropy: bool = False, entropy_gradient: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of a label for each row of logits, and the entropy of the distribution.
-
-    Args:
-        logits_TV: unscaled logits, of any float type; the softmax is computed in float32 at least.
-        labels_T: token ids.
-        temperature_T: what the logits are divided by.
-        with_entropy: compute the entropy too; else it is 0.
-        entropy_gradient: the entropy has one, which costs two more passes over the logits.
-
-    Returns:
-        ``logprobs_T`` and ``entropy_T``, in nats.
-    """
-    return _SelectedLogprobs.apply(logits_TV, labels_T, temperature_T, with_entropy, entropy_gradient)  # type: ignore[no-any-return]
 
 
 class TokenScorer(nn.Module):
@@ -139,8 +75,14 @@ class TokenScorer(nn.Module):
             )
         if self._head_applies(inputs):
             hidden_BLH = self.model.base_model(**inputs, use_cache=False).last_hidden_state  # type: ignore[operator]
-            logprobs_T, entropy_T = self._score_hidden(
-                hidden_BLH[predictor], labels_T, temperature_T, with_entropy=with_entropy, entropy_gradient=entropy_gradient
+            logprobs_T, entropy_T = output_logprobs(
+                self.model.get_output_embeddings(),  # type: ignore[operator]
+                hidden_BLH.flatten(0, 1).index_select(0, predictor[0] * hidden_BLH.shape[1] + predictor[1]),
+                labels_T,
+                temperature_T,
+                with_entropy=with_entropy,
+                entropy_gradient=entropy_gradient,
+                chunk_bytes=self.chunk_bytes,
             )
         else:
             logits_TV = self.model(**inputs, use_cache=False).logits[predictor]
@@ -151,23 +93,6 @@ class TokenScorer(nn.Module):
             logprobs_T, entropy_T = logprobs_T[copies_T], entropy_T[copies_T]
         empty_BL = torch.zeros(wanted_BL.shape, dtype=logprobs_T.dtype, device=ids_BL.device)
         return empty_BL.index_put(at, logprobs_T), empty_BL.index_put(at, entropy_T)
-
-    def _score_hidden(
-        self, hidden_TH: Tensor, labels_T: Tensor, temperature_T: Tensor, **entropy: bool
-    ) -> tuple[Tensor, Tensor]:
-        head = self.model.get_output_embeddings()  # type: ignore[operator]
-
-        def score(hidden: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-            return selected_logprobs(head(hidden), labels, temperature, **entropy)
-
-        tokens, vocabulary = int(hidden_TH.shape[0]), int(head.weight.shape[0])
-        keep_logits = not torch.is_grad_enabled() or tokens * vocabulary <= _KEPT_LOGITS
-        chunk = max(1, self.chunk_bytes // (4 * vocabulary))
-        if tokens <= chunk and keep_logits:
-            return score(hidden_TH, labels_T, temperature_T)
-        chunks = zip(*(each.split(chunk) for each in (hidden_TH, labels_T, temperature_T)), strict=True)
-        pieces = [score(*chunk) if keep_logits else checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
-        return torch.cat([piece[0] for piece in pieces]), torch.cat([piece[1] for piece in pieces])
 
     @torch.no_grad()
     def _head_applies(self, inputs: dict[str, Any]) -> bool:
@@ -293,57 +218,3 @@ def _picture_inputs(entries: list[dict[str, Tensor] | None], ids_BL: Tensor, mod
                 kinds_BL[ids_BL == getattr(config, name)] = kind
         inputs["mm_token_type_ids"] = kinds_BL
     return inputs
-
-
-class _RMSNorm(torch.autograd.Function):
-    """``w · x / sqrt(mean(x²) + eps)`` over the last axis (arXiv 1910.07467, eq. 4)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(eps))
-        ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        x, weight, scale = ctx.saved_tensors
-        # With n = x · scale: dw = Σ g n;  dx = scale · (g w - n · mean(g w n))
-        normalised = x * scale
-        product = grad * normalised
-        grad_weight = product.flatten(0, -2).sum(0)
-        pull = (product @ weight[:, None]).div_(-x.shape[-1])
-        grad_x = (grad * weight).addcmul_(normalised, pull).mul_(scale)
-        return grad_x, grad_weight, None
-
-
-def _forward(self: Any, hidden_states: Tensor) -> Tensor:
-    return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[return-value]
-
-
-@torch.no_grad()
-def use_fast_norms(model: nn.Module) -> int:
-    """Replace the forward pass of a model's RMSNorm layers, in place, where it computes the same.
-
-    Architectures differ in what they call RMSNorm (some add one to the weight), so each layer is tried on other weights first.
-
-    Returns:
-        How many layers were replaced.
-    """
-    replaced = 0
-    for module in model.modules():
-        weight, epsilon = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
-        if (
-            not type(module).__name__.endswith("RMSNorm")
-            or not isinstance(epsilon, float)
-            or weight is None
-            or weight.dim() != 1
-        ):
-            continue
-        probe = torch.linspace(-2.0, 3.0, 3 * weight.shape[0], dtype=weight.dtype).view(3, -1)
-        tried = torch.linspace(0.5, 1.5, weight.shape[0], dtype=weight.dtype)  # the layer's own may have no memory yet
-        given = torch.func.functional_call(module, {"weight": tried}, (probe,))
-        if torch.allclose(given, _RMSNorm.apply(probe, tried, epsilon), rtol=1e-5, atol=1e-6):
-            module.forward = types.MethodType(_forward, module)  # type: ignore[method-assign]
-            replaced += 1
-    return replaced

@@ -1,4 +1,4 @@
-"""How a batch is divided: into minibatches, one for each optimizer step, and those into micro-batches that fit into memory.
+"""How a batch is divided: over ranks, into minibatches, one for each optimizer step, and those into micro-batches that fit into memory.
 
 The loss's weights are fixed before (``aggregation_weights``), so micro-batches do not change the gradient. Where rows share prefixes, a
 micro-batch gets its ``prefix_tree``; else rows are sorted by length, so that those of a micro-batch are about as long as each other, and
@@ -226,3 +226,45 @@ def split_minibatches(batch: Trajectory, count: int) -> list[torch.Tensor]:
     part_of_unit = torch.arange(units) * count // units
     part_of_row = part_of_unit[unit_of_row]
     return [torch.nonzero(part_of_row == part).flatten().to(device) for part in range(count)]
+
+
+def ranks_of_groups(tokens: Sequence[int], ranks: int, *, at_least: int = 1) -> list[int]:
+    """Which rank trains each group, so that all have about as many tokens to compute; groups stay whole.
+
+    The largest group left goes to the rank that has the fewest tokens, which gives no rank more than 4/3 of what the best division
+    gives the fullest (Graham 1969, theorem 2).
+
+    Args:
+        tokens: distinct tokens of each group (``SortedRows.tokens_of_groups``).
+        ranks: how many there are.
+        at_least: groups that each rank needs (``ppo_n_minibatches``).
+
+    Returns:
+        A rank for each group, the same for the same numbers.
+
+    Raises:
+        TrainingError: there are too few groups.
+    """
+    if len(tokens) < ranks * at_least:
+        raise TrainingError(
+            f"A batch of {len(tokens)} groups cannot be divided over {ranks} ranks that need {at_least} each (actor.ppo_n_minibatches): "
+            "train with fewer ranks, or raise train_dataset.batch_size."
+        )
+    loads, counts, result = [0] * ranks, [0] * ranks, [0] * len(tokens)
+    for left, group in zip(range(len(tokens), 0, -1), sorted(range(len(tokens)), key=lambda g: -tokens[g]), strict=True):
+        lacking = sum(max(0, at_least - count) for count in counts)
+        choices = [r for r in range(ranks) if counts[r] < at_least or lacking < left]
+        result[group] = rank = min(choices, key=lambda r: (loads[r], r))
+        loads[rank] += tokens[group]
+        counts[rank] += 1
+    return result
+
+
+def rows_of_ranks(batch: Trajectory, ranks: int, *, at_least: int = 1) -> list[torch.Tensor]:
+    """The rows that each rank trains, by ``ranks_of_groups``, in their order; a row is a group where there are no ``group_ids``."""
+    rows = batch["input_ids"].shape[0]
+    groups = range(rows) if batch.get("group_ids") is None else batch["group_ids"].tolist()
+    tokens = SortedRows({**batch, "group_ids": torch.as_tensor(groups)}).tokens_of_groups()
+    chosen = dict(zip(tokens, ranks_of_groups(list(tokens.values()), ranks, at_least=at_least), strict=True))
+    rank_B = torch.tensor([chosen[group] for group in groups], device=batch["input_ids"].device)
+    return [torch.nonzero(rank_B == rank).flatten() for rank in range(ranks)]

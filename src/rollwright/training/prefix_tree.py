@@ -29,21 +29,7 @@ from torch import Tensor
 
 from rollwright.config.sections import MicroBatchSpec
 from rollwright.experience.trajectory import MULTI_MODAL, Trajectory, row_lengths
-
-#: Attention is computed for several runs in one call, padded to the longest, where that adds at most this many products of a query
-#: and a key, or an eighth. A round number: no measurement stands behind it.
-_CALL_COST = 20_000
-
-
-@dataclass
-class AttentionCall:
-    """Runs that attend together: ``N`` of them, padded to ``Q`` queries and ``K`` keys."""
-
-    queries: Tensor  # [N, Q], places in the layout
-    keys: Tensor  # [N, K]
-    allowed: Tensor | None  # [N or 1, Q, K] bool; None: causal attention of the queries over themselves
-    outputs: Tensor  # [T'], which of the N * Q queries are tokens and not padding
-    places: Tensor  # [T'], where they are in the layout
+from rollwright.training.attention_calls import AttentionCall, Run, attention_calls
 
 
 @dataclass
@@ -57,8 +43,8 @@ class PrefixTree:
         predictor: ``[B, L]``, where the token is that predicts it; 0 in the first column and at padding.
         sources: ``[T]``, which of the ``B * L`` tokens of the rows each is.
         repeated: ``[B, L]`` bool, the tokens that the row shares with the row before it.
-        calls: what attends together.
-        back: ``[T]``, where each token is among the outputs of all calls.
+        own_calls: what attends together; each token is a query of one of them.
+        shared_calls: more keys of many queries, whose results are merged with those of their own calls.
         ends: ``[T]``, the place after the last token below each token: it is seen from its own place up to there.
         branches: ``[T]``, the branch of each token, 0 on the trunk; None where no row has branches.
         uses: attention layers that used the tree; 0 after a forward pass says that the model does not pass it on.
@@ -70,8 +56,8 @@ class PrefixTree:
     predictor: Tensor
     sources: Tensor
     repeated: Tensor
-    calls: list[AttentionCall]
-    back: Tensor
+    own_calls: list[AttentionCall]
+    shared_calls: list[AttentionCall]
     ends: Tensor
     branches: Tensor | None
     uses: int = 0
@@ -132,6 +118,13 @@ class SortedRows:
     def distinct(self) -> int:
         """Distinct tokens of all rows together."""
         return int((self.lengths - self.shared).sum())
+
+    def tokens_of_groups(self) -> dict[int, int]:
+        """Distinct tokens of each group by its id, counted alone."""
+        tokens: dict[int, int] = {}
+        for group, length, shared in zip(self._group.tolist(), self.lengths.tolist(), self.shared.tolist(), strict=True):
+            tokens[group] = tokens[group] + length - shared if group in tokens else length
+        return tokens
 
     def parts(self, spec: MicroBatchSpec, *, at_least: int = 1) -> list[list[int]]:
         """Divide the rows into micro-batches by a budget of distinct tokens, by whole groups where they fit.
@@ -207,7 +200,7 @@ def build(batch: Trajectory, shared: Sequence[int] | None = None) -> PrefixTree:
     place_BL = np.zeros(ids_BL.shape, dtype=np.int64)
     predictor_BL = np.zeros(ids_BL.shape, dtype=np.int64)
     repeated_BL = np.zeros(ids_BL.shape, dtype=bool)
-    runs: list[tuple[np.ndarray, np.ndarray]] = []
+    runs: list[Run] = []
     sources: list[tuple[int, int, int]] = []
     before, tokens = -1, 0
     for row, common in zip(order, shared_B, strict=True):
@@ -221,16 +214,21 @@ def build(batch: Trajectory, shared: Sequence[int] | None = None) -> PrefixTree:
                 earlier = visible[visible < start]
                 predictor_BL[row, start] = place_BL[row, earlier[-1]] if len(earlier) else 0
             fresh = visible[visible >= max(start, common)]
-            if len(fresh):
-                runs.append((place_BL[row, fresh], place_BL[row, visible]))
+            if not len(fresh):
+                continue
+            places = place_BL[row, visible]
+            start, end = int(places[-len(fresh)]), int(places[-1]) + 1
+            if branches is None and common and place_BL[row, common - 1] == tokens - 1:  # it goes on where the last run ends
+                runs[-1].end = end
+            else:
+                runs.append(Run(start, end, places[: -len(fresh)]))
         sources.append((row, common, length))
         tokens += length - common
         before = row
     sources_T = np.concatenate([row * ids_BL.shape[1] + np.arange(common, length) for row, common, length in sources])
-    calls = [_call(part, device) for part in _together(runs)]
-    places_T = torch.cat([call.places for call in calls])
-    back_T = torch.empty_like(places_T)
-    back_T[places_T] = torch.arange(tokens, device=device)
+    ends_T = _ends(sources, tokens)
+    branches_T = None if branches is None else branches.ravel()[sources_T]
+    own_calls, shared_calls = attention_calls(runs, ends_T, branches_T, device)
     return PrefixTree(
         input_ids=_put(ids_BL.ravel()[sources_T][None], device),
         position_ids=_put(positions_BL.ravel()[sources_T][None], device),
@@ -238,10 +236,10 @@ def build(batch: Trajectory, shared: Sequence[int] | None = None) -> PrefixTree:
         predictor=_put(predictor_BL, device),
         sources=_put(sources_T, device),
         repeated=_put(repeated_BL, device),
-        calls=calls,
-        back=back_T,
-        ends=_put(_ends(sources, tokens), device),
-        branches=None if branches is None else _put(branches.ravel()[sources_T], device),
+        own_calls=own_calls,
+        shared_calls=shared_calls,
+        ends=_put(ends_T, device),
+        branches=None if branches_T is None else _put(branches_T, device),
     )
 
 
@@ -272,43 +270,3 @@ def _segments(branches_L: np.ndarray) -> list[tuple[int, np.ndarray]]:
         seen = columns if branch == 0 else columns[(branches_L[:end] == 0) | (branches_L[:end] == branch)]
         result.append((start, seen))
     return result
-
-
-#: Places in the layout of a run's tokens, and of what the last of them sees: itself last.
-Run = tuple[np.ndarray, np.ndarray]
-
-
-def _together(runs: list[Run]) -> list[list[Run]]:
-    """Runs of about one size share a call: padding costs less than another call."""
-    parts: list[list[Run]] = []
-    widest = most = work = 0
-    for run in sorted(runs, key=lambda run: (-len(run[0]), -len(run[1]))):
-        q, k = len(run[0]), len(run[1])
-        if parts:
-            exact = work + q * k
-            if widest * max(most, k) * (len(parts[-1]) + 1) - exact <= max(_CALL_COST, exact // 8):
-                parts[-1].append(run)
-                most, work = max(most, k), exact
-                continue
-        parts.append([run])
-        widest, most, work = q, k, q * k
-    return parts
-
-
-def _call(runs: list[Run], device: torch.device) -> AttentionCall:
-    sizes = [(len(queries), len(keys)) for queries, keys in runs]
-    q_N1, k_N1 = np.array(sizes).T[:, :, None]
-    Q, K = int(q_N1.max()), int(k_N1.max())
-    queries_NQ, keys_NK = np.zeros((len(runs), Q), dtype=np.int64), np.zeros((len(runs), K), dtype=np.int64)
-    for n, (queries, keys) in enumerate(runs):
-        queries_NQ[n, : len(queries)] = queries
-        keys_NK[n, : len(keys)] = keys
-    allowed = None
-    if any(q != k for q, k in sizes):  # else causal attention, which does not reach the padding to the right
-        # A run's queries are the last of its keys: query i sees keys up to itself. Padding sees what the last query sees.
-        last_NQ = np.minimum(k_N1 - q_N1 + np.arange(Q), k_N1 - 1)
-        last_NQ = last_NQ[:1] if len(set(sizes)) == 1 else last_NQ
-        allowed = _put(np.arange(K) <= last_NQ[:, :, None], device)
-    valid_NQ = np.arange(Q) < q_N1
-    arrays = (np.flatnonzero(valid_NQ), queries_NQ[valid_NQ])
-    return AttentionCall(_put(queries_NQ, device), _put(keys_NK, device), allowed, *(_put(array, device) for array in arrays))

@@ -6,12 +6,14 @@ a tree computes what it computed before.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rollwright.training.attention_calls import AttentionCall
 from rollwright.training.prefix_tree import PrefixTree
 
 
@@ -29,27 +31,190 @@ def attend(
     Returns:
         ``[T, H, D]``.
     """
+    kind = query_HTD.device.type
+    if torch.is_autocast_enabled(kind):
+        query_HTD, key_HTD, value_HTD = (x.to(torch.get_autocast_dtype(kind)) for x in (query_HTD, key_HTD, value_HTD))
     if query_HTD.is_cuda:
         return attend_in_blocks(query_HTD, key_HTD, value_HTD, tree, scaling, softcap, compiled=True)
-    heads, groups = query_HTD.shape[0], query_HTD.shape[0] // key_HTD.shape[0]
     query_THD, key_THD, value_THD = (x.transpose(0, 1) for x in (query_HTD, key_HTD, value_HTD))
-    pieces = []
-    for call in tree.calls:
-        q, k, v = (
-            x[index].transpose(1, 2) for x, index in ((query_THD, call.queries), (key_THD, call.keys), (value_THD, call.keys))
+    return attend_by_calls(query_THD, key_THD, value_THD, tree.own_calls, tree.shared_calls, scaling, softcap)
+
+
+def attend_by_calls(
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    own_calls: list[AttentionCall],
+    shared_calls: list[AttentionCall],
+    scaling: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """``attend`` by the kernel of CPUs: see ``attention_calls``."""
+    return _TreeAttention.apply(query_THD, key_THD, value_THD, own_calls, shared_calls, scaling, softcap)  # type: ignore[no-any-return]
+
+
+class _TreeAttention(torch.autograd.Function):
+    """Attention by the calls of a tree.
+
+    Results of several calls over the same queries are merged by the logarithms of their normalisers. The gradient of a call needs nothing
+    but the merged result and normaliser (arXiv 2205.14135, appendix B.2), so that only those are kept and no call's copies.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_THD: Tensor,
+        key_THD: Tensor,
+        value_THD: Tensor,
+        own_calls: list[AttentionCall],
+        shared_calls: list[AttentionCall],
+        scaling: float,
+        softcap: float | None,
+    ) -> Tensor:
+        T, heads, _ = query_THD.shape
+        out_THD = value_THD.new_empty(T, heads, value_THD.shape[-1])
+        normaliser_TH = query_THD.new_empty(T, heads, dtype=torch.promote_types(query_THD.dtype, torch.float32))
+        for call in own_calls:
+            results = _forward(call, query_THD, key_THD, value_THD, scaling, softcap)
+            for target, result_NHQ in zip((out_THD, normaliser_TH), results, strict=True):
+                _write(call, target, result_NHQ.transpose(1, 2))
+        for call in shared_calls:
+            results = _forward(call, query_THD, key_THD, value_THD, scaling, softcap)
+            more_THD, more_TH = (result_NHQ.transpose(1, 2).flatten(0, 1) for result_NHQ in results)
+            here_TH = normaliser_TH[call.queries]
+            out_THD[call.queries].lerp_(more_THD, torch.sigmoid(more_TH - here_TH)[:, :, None].to(out_THD.dtype))
+            torch.logaddexp(here_TH, more_TH, out=here_TH)
+        ctx.save_for_backward(query_THD, key_THD, value_THD, out_THD, normaliser_TH)
+        ctx.calls, ctx.scaling, ctx.softcap = (own_calls, shared_calls), scaling, softcap
+        return out_THD
+
+    @staticmethod
+    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query_THD, key_THD, value_THD, out_THD, normaliser_TH = ctx.saved_tensors
+        grad_query_THD = torch.empty_like(query_THD)
+        own_calls, shared_calls = ctx.calls
+        make = (
+            torch.empty_like if all(call.is_causal for call in own_calls) else torch.zeros_like
+        )  # else some are only added to
+        grad_key_THD, grad_value_THD = make(key_THD), make(value_THD)
+        for call in itertools.chain(own_calls, shared_calls):
+            grads = _backward(call, grad_THD, query_THD, key_THD, value_THD, out_THD, normaliser_TH, ctx.scaling, ctx.softcap)
+            query_NQHD, key_NKHD, value_NKHD = (grad.transpose(1, 2) for grad in grads)
+            if call in shared_calls:
+                grad_query_THD[call.queries] += query_NQHD.flatten(0, 1)
+            else:
+                _write(call, grad_query_THD, query_NQHD)
+            for target, grad in ((grad_key_THD, key_NKHD), (grad_value_THD, value_NKHD)):
+                if call.is_causal:  # over its own queries, which are keys of no other own call
+                    _write(call, target, grad)
+                elif isinstance(call.keys, slice):
+                    target[call.keys] += grad.flatten(0, 1)
+                else:
+                    target.index_add_(0, call.keys.flatten(), grad.flatten(0, 1))
+        return grad_query_THD, grad_key_THD, grad_value_THD, None, None, None, None
+
+
+def _pieces(call: AttentionCall, places: Tensor | slice, *layouts: Tensor) -> list[Tensor]:
+    """What ``[T, H, ...]`` tensors have at the places of a call, ``[N, H, L, ...]`` each."""
+    taken = (x[places] for x in layouts)
+    return [(x.unflatten(0, (call.pieces, -1)) if isinstance(places, slice) else x).transpose(1, 2) for x in taken]
+
+
+def _write(call: AttentionCall, target: Tensor, values_NQH: Tensor) -> None:
+    """Put what a call gave for its queries, ``[N, Q, H, ...]``, where they are in the layout."""
+    if isinstance(call.queries, slice):
+        target[call.queries] = values_NQH.flatten(0, 1)
+    elif call.padding is None:
+        target[call.queries] = values_NQH
+    else:
+        target[call.queries[~call.padding]] = values_NQH[~call.padding]
+
+
+def _operands(call: AttentionCall, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    """A call's queries, keys and values with as many heads, and to how many heads each key's was repeated."""
+    (query_NHQD,) = _pieces(call, call.queries, query_THD)
+    key_NHKD, value_NHKD = _pieces(call, call.keys, key_THD, value_THD)
+    groups = query_NHQD.shape[1] // key_NHKD.shape[1]
+    if groups > 1:
+        key_NHKD, value_NHKD = (x.repeat_interleave(groups, dim=1) for x in (key_NHKD, value_NHKD))
+    return query_NHQD, key_NHKD, value_NHKD, groups
+
+
+def _forward(
+    call: AttentionCall, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """``[N, H, Q, D]`` and the logarithms of the normalisers ``[N, H, Q]``."""
+    query, key, value, _ = _operands(call, query_THD, key_THD, value_THD)
+    if _has_kernel(query, value, softcap):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, call.is_causal, attn_mask=_bias(call, query.dtype), scale=scaling
         )
-        if groups > 1:
-            k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-        mask = None if call.allowed is None else call.allowed[:, None]
-        if softcap is None:
-            out_NHQD = nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling
-            )
-        else:
-            out_NHQD = _capped(q, k, v, mask, scaling, softcap)
-        out = out_NHQD.transpose(1, 2).reshape(-1, heads, v.shape[-1])
-        pieces.append(out if len(call.outputs) == len(out) else out[call.outputs])
-    return torch.cat(pieces)[tree.back]
+    products, seen = _products(call, query, key, scaling, softcap)
+    products = products.masked_fill(~seen, -torch.inf)
+    normaliser = products.logsumexp(-1)
+    return torch.exp(products - normaliser[..., None]).to(value.dtype) @ value, normaliser
+
+
+def _backward(
+    call: AttentionCall,
+    grad_THD: Tensor,
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    out_THD: Tensor,
+    normaliser_TH: Tensor,
+    scaling: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a call's queries ``[N, H, Q, D]``, keys and values ``[N, Hk, K, D]``."""
+    query, key, value, groups = _operands(call, query_THD, key_THD, value_THD)
+    grad, out, normaliser = _pieces(call, call.queries, grad_THD, out_THD, normaliser_TH)
+    if call.padding is not None:  # it gives nothing
+        normaliser = normaliser.masked_fill(call.padding[:, None], torch.inf)
+    if _has_kernel(query, value, softcap):
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad,
+            query,
+            key,
+            value,
+            out,
+            normaliser,
+            0.0,
+            call.is_causal,
+            attn_mask=_bias(call, query.dtype),
+            scale=scaling,
+        )
+    else:
+        products, seen = _products(call, query, key, scaling, softcap)
+        weights = torch.exp(products - normaliser[..., None]).masked_fill_(~seen, 0.0)
+        towards = (grad @ value.transpose(-1, -2)).sub_((grad * out).sum(-1, keepdim=True)) * weights * scaling
+        if softcap is not None:  # d (c tanh(x / c)) / dx = 1 - tanh²
+            towards *= 1 - (products / softcap).square()
+        towards = towards.to(query.dtype)
+        grads = towards @ key, towards.transpose(-1, -2) @ query, weights.to(grad.dtype).transpose(-1, -2) @ grad
+    grad_query, grad_key, grad_value = grads
+    if groups > 1:
+        grad_key, grad_value = (each.unflatten(1, (-1, groups)).sum(2) for each in (grad_key, grad_value))
+    return grad_query, grad_key, grad_value
+
+
+def _has_kernel(query: Tensor, value: Tensor, softcap: float | None) -> bool:
+    return softcap is None and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+
+
+def _bias(call: AttentionCall, dtype: torch.dtype) -> Tensor | None:
+    if call.allowed is None:
+        return None
+    return torch.zeros(call.allowed.shape, dtype=dtype, device=call.allowed.device).masked_fill_(~call.allowed, -torch.inf)
+
+
+def _products(call: AttentionCall, query: Tensor, key: Tensor, scaling: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Scaled and capped products of queries and keys, float32 at least, and which of them count."""
+    products = (query @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * scaling
+    if softcap is not None:
+        products = softcap * torch.tanh(products / softcap)
+    seen = torch.ones(products.shape[-2:], dtype=torch.bool, device=query.device) if call.allowed is None else call.allowed
+    return products, seen.tril() if call.is_causal else seen
 
 
 def attend_in_blocks(
@@ -141,7 +306,7 @@ def _attention(otherwise: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tu
         scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
         if prefix_tree is not None:
             prefix_tree.uses += 1
-            return attend(query[0], key[0], value[0], prefix_tree, scaling, softcap)[None], None
+            return attend(query.squeeze(0), key.squeeze(0), value.squeeze(0), prefix_tree, scaling, softcap)[None], None
         if softcap is not None:
             groups = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))

@@ -6,7 +6,8 @@ from tiny_policy import VOCABULARY, tiny_batch, tiny_model
 
 from rollwright.errors import TrainingError
 from rollwright.experience.branches import branch_attention, last_visible
-from rollwright.training.logprobs import TokenScorer, selected_logprobs
+from rollwright.training.logprobs import TokenScorer
+from rollwright.training.output_layer import output_logprobs, selected_logprobs
 
 
 def exact(model, ids, temperature=1.0):
@@ -46,8 +47,31 @@ def test_gradients_are_those_of_autograd():
         )
 
 
+@pytest.mark.parametrize("kept", [0, 1 << 24])
+def test_gradients_through_an_output_layer_are_those_of_autograd(monkeypatch, kept):
+    monkeypatch.setattr("rollwright.training.output_layer._KEPT_LOGITS", kept)
+    monkeypatch.setattr("rollwright.training.output_layer._CACHED_LOGITS", 18)  # two rows at a time
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(5, 4, dtype=torch.float64, generator=generator).requires_grad_()
+    head = torch.nn.Linear(4, 9, bias=False).double()
+    labels, temperature = torch.tensor([0, 3, 8, 3, 1]), torch.tensor([1.0, 0.5, 2.0, 1.0, 0.7], dtype=torch.float64)
+    logp = ((hidden @ head.weight.T) / temperature[:, None]).log_softmax(-1)
+    exact = logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    coefficients = torch.randn(2, 5, dtype=torch.float64, generator=generator)
+    for used in ([0], [1], [0, 1]):
+        found = output_logprobs(head, hidden, labels, temperature, with_entropy=True, chunk_bytes=3 * 9 * 4)
+        torch.testing.assert_close(found, exact)
+        mine, theirs = (
+            torch.autograd.grad(
+                sum((outputs[n] * coefficients[n]).sum() for n in used), (hidden, head.weight), retain_graph=kept
+            )
+            for outputs, kept in ((found, False), (exact, True))
+        )
+        torch.testing.assert_close(mine, theirs)
+
+
 def test_chunks_do_not_change_gradients(monkeypatch):
-    monkeypatch.setattr("rollwright.training.logprobs._KEPT_LOGITS", 0)
+    monkeypatch.setattr("rollwright.training.output_layer._KEPT_LOGITS", 0)
     batch, found = tiny_batch(), []
     wanted = batch["loss_mask"].bool()
     for chunk in (7, 16, 10_000):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rollwright.config.sections import MicroBatchSpec
 from rollwright.errors import TrainingError
 from rollwright.experience.trajectory import select_rows
-from rollwright.training.micro_batches import micro_batches, split_minibatches, split_rows
+from rollwright.training.micro_batches import micro_batches, ranks_of_groups, rows_of_ranks, split_minibatches, split_rows
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 200), st.integers(1, 6), st.integers(1, 6))
@@ -62,3 +62,32 @@ def test_minibatches_hold_whole_groups():
 def test_minibatches_without_groups_are_by_rows():
     parts = split_minibatches({"input_ids": torch.zeros(4, 2)}, 2)
     assert [part.tolist() for part in parts] == [[0, 1], [2, 3]]
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(1, 5), st.integers(1, 3))
+def test_ranks_have_about_as_many_tokens_and_as_many_groups_as_they_need(tokens, ranks, at_least):
+    if len(tokens) < ranks * at_least:
+        with pytest.raises(TrainingError, match="cannot be divided over"):
+            ranks_of_groups(tokens, ranks, at_least=at_least)
+        return
+    chosen = ranks_of_groups(tokens, ranks, at_least=at_least)
+    loads = [sum(t for t, r in zip(tokens, chosen, strict=True) if r == rank) for rank in range(ranks)]
+    assert min(chosen.count(rank) for rank in range(ranks)) >= at_least
+    if at_least == 1:  # no rank is above its even share by more than one group
+        assert max(loads) <= sum(tokens) / ranks + max(tokens)
+
+
+def test_rows_of_ranks_are_balanced_by_distinct_tokens_in_whole_groups():
+    # Group 7 has many rows and few distinct tokens, group 3 few rows and many: by rows they would change sides.
+    rows = [[1] * 10 + [end] for end in range(2, 10)] + [[20 + row] * 12 for row in range(2)] + [[40] * 9, [50] * 9]
+    width = max(map(len, rows))
+    batch = {
+        "input_ids": torch.tensor([row + [0] * (width - len(row)) for row in rows]),
+        "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows]),
+        "group_ids": torch.tensor([7] * 8 + [3] * 2 + [5] + [4]),
+    }
+    first, second = rows_of_ranks(batch, 2)
+    assert first.tolist() == [8, 9, 11]  # 24 + 9 distinct tokens
+    assert second.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 10]  # 18 + 9
+    del batch["group_ids"]
+    assert sorted(torch.cat(rows_of_ranks(batch, 3)).tolist()) == list(range(12))

@@ -9,7 +9,7 @@ from tiny_policy import grouped_batch, tiny_actor
 from rollwright.config.sections import MicroBatchSpec
 from rollwright.errors import TrainingError
 from rollwright.experience.trajectory import MULTI_MODAL
-from rollwright.training import tree_attention
+from rollwright.training import attention_calls, tree_attention
 from rollwright.training.logprobs import TokenScorer
 from rollwright.training.micro_batches import micro_batches
 from rollwright.training.prefix_tree import SortedRows, build
@@ -192,9 +192,37 @@ def test_what_a_tree_holds_does_not_grow_with_the_square_of_a_row():
     rows = [[1] * 400 + [2 + row] * 2 for row in range(8)]
     marks = [[0] * 200 + [1] * 100 + [2] * 100 + [0] * 2] * 8
     tree = build(padded(rows, branch_ids=marks))
-    held = sum(t.numel() for call in tree.calls for t in (call.queries, call.keys, call.outputs, call.places))
+    calls = [*tree.own_calls, *tree.shared_calls]
+    held = sum(t.numel() for call in calls for t in (call.queries, call.keys) if isinstance(t, torch.Tensor))
     assert tree.tokens == 400 + 8 * 2
     assert held < 2 * 8 * 402
+
+
+def test_a_long_prompt_is_attended_to_in_one_call_that_copies_nothing():
+    prompts = torch.randint(1, VOCABULARY, (2, 300), generator=torch.Generator().manual_seed(0)).tolist()
+    tree = build(padded([prompts[g] + [s + 1] * (120 + s) for g in range(2) for s in range(4)]))
+    assert [(call.keys.stop - call.keys.start, call.queries.stop - call.queries.start) for call in tree.shared_calls] == [
+        (300, 121 + 122 + 123)  # the first answer goes on where its prompt ends
+    ] * 2
+    assert all(isinstance(call.queries, slice) and call.is_causal for call in tree.own_calls)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("weights", [(0, 0), (10**9, 1), (10**9, 10**9)], ids=["close sizes", "one call", "few copies"])
+def test_attention_is_the_same_by_whatever_calls(monkeypatch, weights, softcap):
+    rows = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8, 6], [1, 2, 3, 4, 5, 6, 1], [2, 2, 3], [2, 2, 4, 4, 4]]
+    marks = [[0, 0, 1, 1, 2, 0], [0, 0, 1, 2, 2, 0], [0, 0, 1, 1, 2, 0, 0], [0, 0, 0], [0, 0, 0, 0, 0]]
+    for batch in (padded(rows), padded(rows, branch_ids=marks)):
+        results = []
+        for call_cost, copy_cost in ((0, 10**6), weights):
+            monkeypatch.setattr(attention_calls, "_CALL_COST", call_cost)
+            monkeypatch.setattr(attention_calls, "_COPY_COST", copy_cost)
+            tree = build(batch)
+            draw = torch.Generator().manual_seed(1)
+            inputs = [torch.randn(h, tree.tokens, 16, generator=draw, dtype=torch.float64).requires_grad_() for h in (4, 2, 2)]
+            out = attend(*inputs, tree, 0.25, softcap)
+            results.append([out, *torch.autograd.grad(out.sin().sum(), inputs)])
+        torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -1,0 +1,218 @@
+"""From hidden states to log-probabilities of given tokens, without ever holding all logits in float32.
+
+``logits_chunk_mib`` of logits are made at a time. A few are kept for the backward pass, more are computed again there. What softmax does
+with them goes through a few rows at a time, which stay in the processor's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+#: Logits that are kept for the backward pass instead of computed again, in entries (64 MiB of float32).
+_KEPT_LOGITS = 1 << 24
+
+#: Entries of a CPU's logits that softmax goes through at a time (1 MiB of float32, half of a core's second-level cache).
+_CACHED_LOGITS = 1 << 18
+
+#: Logits of one chunk, in entries (32 MiB of float32), where that is 1024 tokens or more.
+_CHUNK_LOGITS = 1 << 23
+
+
+def output_logprobs(
+    head: nn.Module,
+    hidden_TH: Tensor,
+    labels_T: Tensor,
+    temperature_T: Tensor,
+    *,
+    with_entropy: bool = False,
+    entropy_gradient: bool = True,
+    chunk_bytes: int = 256 << 20,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of labels under an output layer, and entropies.
+
+    Args:
+        head: from hidden states to logits; has a ``weight [V, H]``.
+        hidden_TH: of the tokens that predict the labels.
+        labels_T: token ids.
+        temperature_T: what the logits are divided by.
+        with_entropy: compute entropies too, else they are 0.
+        entropy_gradient: they have one.
+        chunk_bytes: of the float32 logits that exist at a time.
+
+    Returns:
+        ``logprobs_T`` and ``entropy_T``, in nats.
+    """
+    tokens, vocabulary = int(hidden_TH.shape[0]), int(head.weight.shape[0])  # type: ignore[arg-type]
+    keep_logits = not torch.is_grad_enabled() or tokens * vocabulary <= _KEPT_LOGITS
+    chunk_tokens = max(1, chunk_bytes // (4 * vocabulary))
+    if type(head) is nn.Linear and head.bias is None and not torch.is_autocast_enabled(hidden_TH.device.type):
+        size = min(chunk_tokens, max(1024, _CHUNK_LOGITS // vocabulary))
+        keep_logits = keep_logits and torch.is_grad_enabled()
+        entropy = (with_entropy, entropy_gradient)
+        return _LinearLogprobs.apply(hidden_TH, head.weight, labels_T, temperature_T, *entropy, size, keep_logits)  # type: ignore[no-any-return]
+
+    def score(hidden: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        return selected_logprobs(
+            head(hidden), labels, temperature, with_entropy=with_entropy, entropy_gradient=entropy_gradient
+        )
+
+    if tokens <= chunk_tokens and keep_logits:
+        return score(hidden_TH, labels_T, temperature_T)
+    chunks = zip(*(each.split(chunk_tokens) for each in (hidden_TH, labels_T, temperature_T)), strict=True)
+    pieces = [score(*chunk) if keep_logits else checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
+    return torch.cat([piece[0] for piece in pieces]), torch.cat([piece[1] for piece in pieces])
+
+
+def selected_logprobs(
+    logits_TV: Tensor, labels_T: Tensor, temperature_T: Tensor, *, with_entropy: bool = False, entropy_gradient: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of a label for each row of logits, and the entropy of the distribution.
+
+    Args:
+        logits_TV: unscaled logits, of any float type; the softmax is computed in float32 at least.
+        labels_T: token ids.
+        temperature_T: what the logits are divided by.
+        with_entropy: compute the entropy too; else it is 0.
+        entropy_gradient: the entropy has one, which costs two more passes over the logits.
+
+    Returns:
+        ``logprobs_T`` and ``entropy_T``, in nats.
+    """
+    return _SelectedLogprobs.apply(logits_TV, labels_T, temperature_T, with_entropy, entropy_gradient)  # type: ignore[no-any-return]
+
+
+class _SelectedLogprobs(torch.autograd.Function):
+    """``log softmax(logits / temperature)[label]`` and the entropy."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TV: Tensor, labels_T: Tensor, temperature_T: Tensor, with_entropy: bool, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        logprobs_T, normaliser_T, entropy_T = _softmax(logits_TV, labels_T, temperature_T, with_entropy)
+        ctx.save_for_backward(logits_TV, labels_T, temperature_T, normaliser_T, entropy_T)
+        ctx.set_materialize_grads(False)
+        if not (with_entropy and entropy_gradient):
+            ctx.mark_non_differentiable(entropy_T)
+        return logprobs_T, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        logits_TV, labels_T, temperature_T, normaliser_T, entropy_T = ctx.saved_tensors
+        grad_TV = logits_TV.to(normaliser_T.dtype, copy=True)
+        _logits_to_gradient(grad_TV, labels_T, temperature_T, normaliser_T, entropy_T, grad_logprobs_T, grad_entropy_T)
+        return grad_TV.to(logits_TV.dtype), None, None, None, None
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """The same of an output layer without a bias, some tokens at a time: no gradient of all logits is ever held."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        labels_T: Tensor,
+        temperature_T: Tensor,
+        with_entropy: bool,
+        entropy_gradient: bool,
+        chunk_tokens: int,
+        keep_logits: bool,
+    ) -> tuple[Tensor, Tensor]:
+        kept, results = [], []
+        for hidden, labels, temperature in _chunks(chunk_tokens, hidden_TH, labels_T, temperature_T):
+            logits_CV = hidden @ weight_VH.t()
+            results.append(_softmax(logits_CV, labels, temperature, with_entropy))
+            kept += [logits_CV] * keep_logits
+        logprobs_T, normaliser_T, entropy_T = (torch.cat(parts) for parts in zip(*results, strict=True))
+        ctx.save_for_backward(hidden_TH, weight_VH, labels_T, temperature_T, normaliser_T, entropy_T, *kept)
+        ctx.set_materialize_grads(False)
+        if not (with_entropy and entropy_gradient):
+            ctx.mark_non_differentiable(entropy_T)
+        ctx.chunk_tokens = chunk_tokens
+        return logprobs_T, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden_TH, weight_VH, labels_T, temperature_T, normaliser_T, entropy_T, *kept = ctx.saved_tensors
+        grad_hidden_TH = torch.empty_like(hidden_TH)
+        grad_weight_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
+        for number, place in enumerate(range(0, len(hidden_TH), ctx.chunk_tokens)):
+            here = slice(place, place + ctx.chunk_tokens)
+            hidden, labels, temperature, normaliser, entropy = (
+                each[here] for each in (hidden_TH, labels_T, temperature_T, normaliser_T, entropy_T)
+            )
+            grad_logprobs, grad_entropy = (None if grad is None else grad[here] for grad in (grad_logprobs_T, grad_entropy_T))
+            # Nobody else has the kept logits; a second backward pass would find them changed, and autograd would say so.
+            grad_CV = kept[number] if kept else hidden @ weight_VH.t()
+            wide_CV = grad_CV.to(normaliser.dtype)
+            _logits_to_gradient(wide_CV, labels, temperature, normaliser, entropy, grad_logprobs, grad_entropy)
+            grad_CV = wide_CV.to(hidden.dtype)
+            torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[here])
+            if grad_weight_VH is not None:
+                grad_weight_VH.addmm_(grad_CV.t(), hidden)
+        return grad_hidden_TH, grad_weight_VH, None, None, None, None, None, None
+
+
+def _chunks(tokens: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(tensor.split(tokens) for tensor in tensors), strict=True)
+
+
+def _rows_at_a_time(logits_TV: Tensor) -> int:
+    tokens, vocabulary = logits_TV.shape
+    return max(1, tokens if logits_TV.is_cuda else _CACHED_LOGITS // vocabulary)
+
+
+def _softmax(logits_TV: Tensor, labels_T: Tensor, temperature_T: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of labels, logarithms of normalisers, entropies (0 where not asked for), each ``[T]``, float32 at least."""
+    wide = torch.promote_types(logits_TV.dtype, torch.float32)
+    is_scaled = logits_TV.is_cuda or bool((temperature_T != 1).any())
+    found = []
+    for logits, labels, temperature in _chunks(_rows_at_a_time(logits_TV), logits_TV, labels_T, temperature_T):
+        logits = logits.to(wide)
+        if is_scaled:
+            logits = logits / temperature[:, None]
+        largest = logits.amax(-1, keepdim=True)
+        weights = torch.exp(logits - largest)
+        total = weights.sum(-1)
+        normaliser = largest[:, 0] + total.log()
+        logprobs = logits.gather(-1, labels[:, None])[:, 0] - normaliser
+        entropy = normaliser - weights.mul_(logits).sum(-1) / total if with_entropy else torch.zeros_like(normaliser)
+        found.append((logprobs, normaliser, entropy))
+    logprobs_T, normaliser_T, entropy_T = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return logprobs_T, normaliser_T, entropy_T
+
+
+def _logits_to_gradient(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    temperature_T: Tensor,
+    normaliser_T: Tensor,
+    entropy_T: Tensor,
+    grad_logprobs_T: Tensor | None,
+    grad_entropy_T: Tensor | None,
+) -> None:
+    """Replace logits by their gradient, in place."""
+    if grad_logprobs_T is None:
+        grad_logprobs_T = torch.zeros_like(normaliser_T)
+    is_scaled = logits_TV.is_cuda or bool((temperature_T != 1).any())
+    size = _rows_at_a_time(logits_TV)
+    for place in range(0, len(logits_TV), size):
+        here = slice(place, place + size)
+        grad, temperature, towards = logits_TV[here], temperature_T[here, None], grad_logprobs_T[here, None]
+        if is_scaled:
+            grad /= temperature
+        grad -= normaliser_T[here, None]
+        # d logp / d z = onehot - p;  d H / d z = -p (log p + H)
+        if grad_entropy_T is None:
+            grad.exp_().mul_(-towards)
+        else:
+            probabilities = grad.exp()
+            grad.add_(entropy_T[here, None]).mul_(grad_entropy_T[here, None]).add_(towards).mul_(probabilities).neg_()
+        grad.scatter_add_(1, labels_T[here, None], towards)
+        if is_scaled:
+            grad /= temperature
