@@ -149,6 +149,33 @@ def test_an_engine_without_a_tokenizer_or_the_package_says_what_it_needs(engine,
         engine.generate([ModelRequest([5], bound.new(regex="abc"))])
 
 
+def test_added_tokens_that_are_text_may_stand_for_it():
+    """As Qwen's ``<think>`` and ``<tool_call>``, which are in angle brackets and not special."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    mark = tokenizer.convert_tokens_to_ids("<tool_call>")
+    gconfig = GenerationHyperparameters(grammar='start: /[0-9]+/ | "<tool_call>" "ab" "</tool_call>"')
+    scores = torch.zeros(len(tokenizer))
+    asked = grammar.grammar_of(gconfig, tokenizer, len(tokenizer), {0})
+    asked.mask(scores)
+    allowed = {tokenizer.decode([token]) for token in scores.isfinite().nonzero().flatten().tolist()}
+    assert allowed == {*"0123456789", "<", "<tool_call>"}
+    for token in (mark, *tokenizer.encode("ab"), mark + 1):
+        asked.take(token)
+        assert not asked.error
+    spelled = GenerationHyperparameters(regex="<tool_call>!")  # nothing else may follow: no choice of tokens is left
+    asked = grammar.grammar_of(spelled, tokenizer, len(tokenizer), {0})
+    text = ""
+    while not text.endswith("!"):
+        scores = torch.zeros(len(tokenizer))
+        asked.mask(scores)
+        token = int(scores.isfinite().nonzero()[0])
+        asked.take(token)
+        assert not asked.error
+        text += tokenizer.decode([token])
+    assert text == "<tool_call>!"
+
+
 def test_a_tokenizer_whose_texts_cannot_be_joined_is_refused():
     words = {"<eos>": 0, "<unk>": 1, "one": 2, "two": 3}
     backend = tokenizers.Tokenizer(

@@ -48,6 +48,7 @@ from rollwright.inference.server.openai_answer import (
 from rollwright.inference.server.prompts import PromptReader
 from rollwright.inference.server.responses import RESPONSES_ROUTES, KeptResponses
 from rollwright.inference.server.text_stream import ReasoningSplit
+from rollwright.inference.server.tokens import TOKENS_ROUTES
 from rollwright.inference.server.tool_calls import tool_convention
 
 #: Sampling parameters that have the generation argument's name.
@@ -141,6 +142,10 @@ class OpenAIProtocol:
     async def open_chat(self, request: Request, chat: dict[str, Any], size: int, prefix: str) -> OpenAICall:
         """The call of a chat request that another dialect makes of ``size`` bytes; its answer's id begins with ``prefix``."""
         return await self._open(request, CHAT, chat, size, prefix)
+
+    async def open_completion(self, request: Request, completion: dict[str, Any], size: int, prefix: str) -> OpenAICall:
+        """The same for a completion."""
+        return await self._open(request, COMPLETION, completion, size, prefix)
 
     async def _open(self, request: Request, endpoint: str, body: dict[str, Any], size: int, prefix: str) -> OpenAICall:
         fields = (Chat if endpoint == CHAT else Completion).of(body).given()
@@ -413,4 +418,5 @@ ROUTES = (
     ("POST", "/v1/chat/completions", OpenAIProtocol.chat, Chat),
     *RESPONSES_ROUTES,
     *MESSAGES_ROUTES,
+    *TOKENS_ROUTES,
 )

@@ -113,8 +113,20 @@ def _tokens(tokenizer: Any, vocabulary: int, end_ids: tuple[int, ...]) -> Any:
 
 
 def _backend(tokenizer: Any) -> dict[str, Any]:
-    """The tokenizer's file, without padding and truncation."""
-    return json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
+    """The tokenizer's file, without padding and truncation.
+
+    llguidance takes every added token in angle brackets for a special one, which no text of a grammar matches. Those that are text,
+    such as Qwen's ``<think>`` and ``<tool_call>``, go into the vocabulary.
+    """
+    backend = json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
+    vocabulary, added = backend["model"]["vocab"], backend["added_tokens"]
+    if isinstance(vocabulary, dict):
+        texts = [
+            token for token in added if not token["special"] and token["content"].isascii() and " " not in token["content"]
+        ]
+        vocabulary.update({token["content"]: token["id"] for token in texts})
+        backend["added_tokens"] = [token for token in added if token not in texts]
+    return backend
 
 
 class _DecodedTokens:

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Build the virtual environments with the clients of other projects that tests/clients runs, unmodified.
+#
+#   scripts/make_client_envs.sh [DIRECTORY]       .venv-clients and .venv-clients-openai2 in it (default: this repository)
+#   scripts/make_client_envs.sh --lock            resolve the newest versions, and write their pins into constraints/
+#
+# PYTHON          interpreter that the environments are made from (default python3; needs 3.11 or newer)
+#
+# They are environments of their own because the clients want other versions of what Rollwright uses. There are two because DSPy and
+# verifiers pin older versions of openai and mcp than the others. None of the clients computes with torch here, so torch is left
+# out, and with it CUDA. Running it again does nothing where the environments are complete and the pins are the same.
+set -euo pipefail
+
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+lock=""
+directory="$here"
+if [[ "${1:-}" == "--lock" ]]; then lock=1; elif [[ -n "${1:-}" ]]; then directory="$1"; fi
+
+requirements_of() {
+  case "$1" in
+    clients) printf '%s\n' openai anthropic openai-agents mcp 'pydantic-ai-slim[openai,anthropic]' langgraph langchain-openai \
+      langchain-anthropic 'smolagents[openai]' 'agentscope>=2.0.9,<3' 'lm-eval[api]' transformers inspect-ai ;;
+    clients-openai2) printf '%s\n' dspy 'verifiers>=0.4' ;;
+  esac
+}
+
+lock_pins() {  # NAME PYTHON PINS
+  local work uv
+  work="$(mktemp -d)"
+  requirements_of "$1" > "$work/requirements.txt"
+  printf '%s ; python_version < "3"\n' torch accelerate peft > "$work/left_out.txt"  # what no interpreter fulfils is left out
+  uv="$(cd "$here/scripts" && "$2" -c 'from install import find_uv; print(find_uv() or "")')"
+  [[ -n "$uv" ]] || { echo "uv is needed to resolve versions: pip install uv" >&2; exit 1; }
+  echo "# Clients that tests/clients runs: written by scripts/make_client_envs.sh --lock" > "$work/pins.txt"
+  "$uv" --quiet pip compile --python "$2" --override "$work/left_out.txt" --no-annotate --no-header "$work/requirements.txt" \
+    >> "$work/pins.txt"
+  mv "$work/pins.txt" "$3"
+  rm -rf "$work"
+}
+
+for name in clients clients-openai2; do
+  environment="$directory/.venv-$name"
+  pins="$here/constraints/$name.txt"
+  stamp="$environment/.complete-$(sha256sum < "$pins" | cut -c 1-16)"
+  if [[ -z "$lock" && -e "$stamp" ]]; then
+    echo "$environment is complete"
+    continue
+  fi
+  [[ -x "$environment/bin/python" ]] || "${PYTHON:-python3}" -m venv "$environment"
+  if [[ -n "$lock" ]]; then
+    lock_pins "$name" "$environment/bin/python" "$pins"
+    continue
+  fi
+  rm -f "$environment"/.complete-*
+  ROLLWRIGHT_TORCH=any "$environment/bin/python" "$here/scripts/install.py" --no-deps --requirement "$pins"  # there is no torch
+  touch "$stamp"
+  echo "$environment is complete"
+done

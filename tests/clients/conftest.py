@@ -1,0 +1,87 @@
+"""Clients of other projects, unmodified, in an environment of their own: run as processes, and what they did is in the record.
+
+``scripts/make_client_envs.sh`` makes the environment; without it these tests are skipped. ``--write-agents-table`` writes the table
+of docs/agents.md anew; otherwise it has to be what the tests showed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from client_cases import Case, Played, World, environment_of, run_program
+from directed_model import Directed, check_record, defaults, dialects_of, small_engine
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The table of the documentation."""
+    parser.addoption("--write-agents-table", action="store_true", help="Write docs/agents.md's table of what was shown.")
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    """One engine and one front for all clients; tests are skipped without the clients' environment."""
+    environment_of("vendors_openai")
+    pytest.importorskip("llguidance")
+    from rollwright.rollout.openai_front import OpenAIFront
+
+    path = tmp_path_factory.mktemp("clients") / "policy"
+    with small_engine(path) as engine, OpenAIFront(engine.tokenizer, str(path)) as front:
+        yield World(engine, front, path)
+
+
+@pytest.fixture(scope="session")
+def processes(request, world):
+    """One process for each program whose cases are to be run; two at a time, as starting one is most of its time."""
+    programs: dict[str, list[Case]] = defaultdict(list)
+    for item in request.session.items:
+        case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
+        if isinstance(case, Case):
+            programs[case.program].append(case)
+
+    def play(cases: list[Case]) -> tuple[dict[str, Any], dict[str, Any]]:
+        opened = {}
+        for case in cases:
+            engine = Directed(world.engine, case.replies)
+            opened[case.name] = engine, world.front.episode(engine, gconfig=defaults())
+        shared = {"model_path": str(world.path)} if cases[0].program.startswith("evaluators") else {}
+        asked = {
+            name: {"base_url": episode.base_url, "api_key": episode.api_key, **shared} for name, (_, episode) in opened.items()
+        }
+        return opened, run_program(cases, asked)
+
+    with ThreadPoolExecutor(2) as pool:
+        yield {program: pool.submit(play, cases) for program, cases in programs.items()}
+
+
+@pytest.fixture(scope="session")
+def shown() -> list[tuple[str, ...]]:
+    """The lines of the table: client, version, dialect, what was shown, calls, rows."""
+    return []
+
+
+@pytest.fixture
+def play(processes, world, shown):
+    """Run a case (with the others of its program), check its record, and add its line to the table."""
+
+    def played(case: Case) -> Played:
+        opened, said = processes[case.program].result()
+        engine, episode = opened[case.name]
+        result = said["results"][case.name]
+        asked = "\n---\n".join(world.text(each.input_ids)[-1500:] for each in engine.requests)
+        assert "error" not in result, f"{result['error']}\nThe model was asked {len(engine.requests)} times:\n{asked}"
+        rows = check_record(episode, world.engine, case.replies)
+        assert len(rows) == case.rows, f"{len(rows)} rows of {len(episode.calls)} calls:\n{asked}"
+        dialects = ", ".join(f"`{dialect}`" for dialect in dialects_of(episode))
+        told = case.shown + (f"; {case.why}" if case.why else "")
+        shown.append((case.client, said["versions"][case.client], dialects, told, str(len(episode.calls)), str(len(rows))))
+        return Played(result["value"], rows, episode.records, engine.requests)
+
+    return played
