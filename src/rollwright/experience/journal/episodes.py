@@ -117,15 +117,13 @@ class EpisodeWriter:
 
     def _delta(self, prompt: Tokens, conversation: int) -> tuple[int, int, bytes]:
         """Which call's prompt and output ``prompt`` has most in common with, how many tokens, and what follows."""
-        best, kept = -1, 0
-        for index in dict.fromkeys((self._last.get(conversation), len(self._calls) - 1, 0)):
-            if index is None or not 0 <= index < len(self._calls):
-                continue
-            shared = _shared(prompt, *self._calls[index])
-            if shared > kept:
-                best, kept = index, shared
-            if index == self._last.get(conversation) and shared >= len(self._calls[index][0]):
-                break
+        best, kept, last = -1, 0, self._last.get(conversation, -1)
+        if last >= 0 and prompt.continues(*self._calls[last]):
+            best, kept = last, len(self._calls[last][0]) + tokens_in(self._calls[last][1])
+        elif self._calls:
+            for index in {last, len(self._calls) - 1, 0} - {-1}:
+                if (shared := _shared(prompt, *self._calls[index])) > kept:
+                    best, kept = index, shared
         return best, kept, prompt.array[kept:].tobytes()
 
     def result(self, name: str, key: int, kind: str, started: float, **outcome: bytes | list[str] | None) -> None:
@@ -160,47 +158,59 @@ def _packable(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def rows_of(rows: Trajectory, calls: list[tuple[Tokens, bytes]]) -> list[Row]:
     """The rows of a complete trajectory as deltas of the calls that they end with."""
-    ids_BL, mask_BL = rows["input_ids"].numpy(), rows["loss_mask"].numpy().astype(bool)
-    lengths = rows["attention_mask"].sum(1).tolist()
     rewards, truncated = rows["rewards"].tolist(), rows["truncated"].tolist()
-    digests = row_digests(rows)
     entries = []
-    for row, length in enumerate(lengths):
-        ids, mask = ids_BL[row, :length].astype(TOKEN_TYPE), mask_BL[row, :length]
-        base, kept = -1, 0
-        for index in range(len(calls) - 1, -1, -1):
-            prompt, output = calls[index]
-            whole = len(prompt) + tokens_in(output)
-            if kept >= min(whole, length):
-                continue
-            shared = prompt.shared_with(ids)
-            if shared == len(prompt):
-                said = np.frombuffer(output, dtype=TOKEN_TYPE)[: length - shared]
-                differs = ids[shared : shared + len(said)] != said
-                shared += int(differs.argmax()) if differs.any() else len(said)
-            if shared > kept:
-                base, kept = index, shared
-            if kept == length or (kept == whole and tokens_in(output)):
-                break
-        edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
-        entry = Row(base, kept, ids[kept:].tobytes(), edges, rewards[row], bool(truncated[row]), digests[row])
-        entries.append(entry)
+    for row, (ids, mask, digest) in enumerate(_packed_rows(rows)):
+        base, kept = _last_call(ids, calls)
+        edges = (np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist()
+        edges = [*([0] if mask[0] else []), *edges, *([len(mask)] if mask[-1] else [])]
+        entries.append(Row(base, kept, ids[kept:].tobytes(), edges, rewards[row], bool(truncated[row]), digest))
     return entries
+
+
+def _last_call(ids: np.ndarray, calls: list[tuple[Tokens, bytes]]) -> tuple[int, int]:
+    """The call whose prompt and output a row has most in common with, from the first token on, and how many tokens."""
+    base, kept, packed = -1, 0, b""
+    for index in range(len(calls) - 1, -1, -1):
+        prompt, output = calls[index]
+        end = len(prompt) + tokens_in(output)
+        if kept >= min(end, len(ids)):
+            continue
+        packed = packed or ids.tobytes()
+        if packed.startswith(prompt.array.tobytes() + output):
+            base, kept = index, end
+            if output:
+                break
+        elif (shared := _shared_with_row(ids, prompt, output)) > kept:
+            base, kept = index, shared
+        if kept == len(ids):
+            break
+    return base, kept
+
+
+def _shared_with_row(ids: np.ndarray, prompt: Tokens, output: bytes) -> int:
+    shared = prompt.shared_with(ids)
+    if shared == len(prompt):
+        said = np.frombuffer(output, dtype=TOKEN_TYPE)[: len(ids) - shared]
+        differs = ids[shared : shared + len(said)] != said
+        shared += int(differs.argmax()) if differs.any() else len(said)
+    return shared
 
 
 def row_digests(rows: Trajectory) -> list[bytes]:
     """A digest of each row's ids, mask, log-probabilities and versions."""
-    columns = [
-        rows["input_ids"].numpy().astype(TOKEN_TYPE),
-        rows["loss_mask"].numpy().astype(bool),
-        rows["logprobs"].numpy(),
-        rows["versions"].numpy(),
-    ]
-    lengths = rows["attention_mask"].sum(1).tolist()
-    return [
-        xxhash.xxh3_128_digest(b"".join(column[row, :length].tobytes() for column in columns))
-        for row, length in enumerate(lengths)
-    ]
+    return [digest for _, _, digest in _packed_rows(rows)]
+
+
+def _packed_rows(rows: Trajectory) -> Iterator[tuple[np.ndarray, np.ndarray, bytes]]:
+    """Ids and mask of each row without its padding, and a digest of them with log-probabilities and versions."""
+    names = ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask")
+    ids_BL, mask_BL, logprobs_BL, versions_BL, present_BL = (rows[name].numpy() for name in names)
+    for row in range(len(ids_BL)):
+        length = int(np.count_nonzero(present_BL[row]))
+        ids, mask = ids_BL[row, :length].astype(TOKEN_TYPE), mask_BL[row, :length].astype(bool)
+        parts = (ids, mask, logprobs_BL[row, :length], versions_BL[row, :length])
+        yield ids, mask, xxhash.xxh3_128_digest(b"".join([part.tobytes() for part in parts]))
 
 
 # -- read back ---------------------------------------------------------------------------------------------------------

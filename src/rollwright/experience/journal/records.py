@@ -188,8 +188,8 @@ _VALUES = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 def pack_floats(values: np.ndarray) -> bytes:
     """float64 values as float32 where that loses nothing; the length tells which."""
-    single = values.astype("<f4")
-    return single.tobytes() if np.array_equal(single.astype(np.float64), values) else values.astype("<f8").tobytes()
+    whole, single = values.tobytes(), values.astype(np.float32)
+    return single.tobytes() if single.astype(np.float64).tobytes() == whole else whole
 
 
 def unpack_floats(packed: bytes, count: int) -> np.ndarray:
@@ -199,9 +199,10 @@ def unpack_floats(packed: bytes, count: int) -> np.ndarray:
 
 def pack_versions(versions: np.ndarray) -> int | bytes:
     """One number where all are the same, else packed."""
-    if len(versions) and (versions == versions[0]).all():
+    packed = versions.tobytes()
+    if packed and packed == packed[:4] * len(versions):
         return int(versions[0])
-    return versions.astype("<i4").tobytes()
+    return packed
 
 
 def unpack_versions(packed: int | bytes, count: int) -> np.ndarray:
