@@ -209,7 +209,8 @@ class LlamaFamily:
             new = torch.cat((qk[:count, H:], qkv[:count, H + G :]), 1)  # without padding rows
             cache.flat.index_copy_(0, places[index], new.view(-1, D))
             if isinstance(batch, DecodeBatch):
-                attended = _decode_attention(qk[:, :H], *read[index], bias)
+                keys, values = read[index]
+                attended = _decode_attention(qk[:, :H], keys, values, bias)
             else:
                 attended = _prefill_attention(batch, qk[:, :H], new, cache.keys[index], cache.values[index])
             x.addmm_(attended, layer.output_weight_t)

@@ -31,7 +31,8 @@ _SETTINGS = np.dtype(
         ("top_p", np.float32),
         ("min_p", np.float32),
         ("greedy", np.bool_),
-        ("top_logprobs", np.int64),
+        ("is_plain", np.bool_),  # any token may come, at temperature 1
+        ("has_extras", np.bool_),  # an adjustment, stop strings, a listener or alternatives
     ],
     align=True,
 )
@@ -66,16 +67,19 @@ class RowTable:
         """Put ``sequence`` in ``row``: its keys and values are in the cache up to its last token."""
         gconfig, stop_ids, length = sequence.request.gconfig, sequence.stop_ids, len(sequence.tokens)
         max_new_tokens, generated = sequence.length_limit - sequence.prompt_length, len(sequence.logprobs)
+        top_k = gconfig.top_k if 0 < gconfig.top_k < vocabulary else 0
+        extras = sequence.adjustment, sequence.stop_strings, sequence.on_token, sequence.request.top_logprobs
         self.settings[row] = (
             max_new_tokens,
             min(gconfig.min_new_tokens, max_new_tokens),
             sequence.seed & 0xFFFFFFFFFFFFFFFF,
-            gconfig.top_k if 0 < gconfig.top_k < vocabulary else 0,
+            top_k,
             gconfig.effective_temperature,
             gconfig.top_p,
             gconfig.min_p,
             gconfig.is_greedy,
-            min(sequence.request.top_logprobs or 0, vocabulary),
+            not gconfig.is_greedy and gconfig.temperature == 1.0 and not top_k and gconfig.top_p >= 1.0 and not gconfig.min_p,
+            extras != (None, None, None, None),
         )
         position = sequence.position_ids()[-1] + 1 if sequence.has_own_layout else length
         self._counts[:, row] = (sequence.tokens[-1], length, position, generated, generated)
@@ -145,23 +149,17 @@ class StepPlan:
         self._device, self._vocabulary = device, vocabulary
         settings, self._generated = table.settings[first:last], table.generated[first:last].copy()
         self._seeds = settings["seed"].copy()
-        temperatures = settings["temperature"]
-        self.temperature_B1 = None if (temperatures == 1.0).all() else to_tensor(temperatures, device)[:, None]
-        is_greedy = settings["greedy"]
-        is_truncated = ((settings["top_k"] > 0) | (settings["top_p"] < 1.0) | (settings["min_p"] > 0)) & ~is_greedy
-        kinds = {"whole": ~(is_greedy | is_truncated), "greedy": is_greedy, "truncated": is_truncated}
-        self.kinds = {
-            kind: None if chosen.all() else to_tensor(chosen.nonzero()[0], device)
-            for kind, chosen in kinds.items()
-            if chosen.any()
-        }
-        self.limits = [to_tensor(settings[name][is_truncated], device) for name in ("top_k", "top_p", "min_p")]
-        sequences = list(enumerate(running[first:]))
+        self.temperature_B1: Tensor | None = None
+        self.kinds: dict[str, Tensor | None] = {"whole": None}
+        self.limits: list[Tensor] = []
+        if not settings["is_plain"].all():
+            self._read_kinds(settings)
         self.begins = [running[first + index] for index in (self._generated == 0).nonzero()[0].tolist()]
+        sequences = [(index, running[first + index]) for index in settings["has_extras"].nonzero()[0].tolist()]
         self.adjusted = [(index, s.adjustment) for index, s in sequences if s.adjustment is not None]
         self.watched = [(index, s.stop_strings) for index, s in sequences if s.stop_strings is not None]
         self.heard = [(index, s) for index, s in sequences if s.on_token is not None]
-        self.detailed = [(index, s, int(settings["top_logprobs"][index])) for index, s in sequences if s.request.top_logprobs]
+        self.detailed = [(i, s, min(count, vocabulary)) for i, s in sequences if (count := s.request.top_logprobs)]
         self._stop_ids = table.stop_ids[first:last].copy()
         self._until_minimum = settings["min_new_tokens"] - self._generated
         self._until_limit = settings["max_new_tokens"] - self._generated
@@ -171,6 +169,19 @@ class StepPlan:
         self._forbidden_until = 0
         self._uniforms: list[Tensor] = []
         self._uniforms_end = 0  # the step that they do not reach
+
+    def _read_kinds(self, settings: np.ndarray) -> None:
+        temperatures, is_greedy = settings["temperature"], settings["greedy"]
+        if not (temperatures == 1.0).all():
+            self.temperature_B1 = to_tensor(temperatures, self._device)[:, None]
+        is_truncated = ((settings["top_k"] > 0) | (settings["top_p"] < 1.0) | (settings["min_p"] > 0)) & ~is_greedy
+        kinds = {"whole": ~(is_greedy | is_truncated), "greedy": is_greedy, "truncated": is_truncated}
+        self.kinds = {
+            kind: None if chosen.all() else to_tensor(chosen.nonzero()[0], self._device)
+            for kind, chosen in kinds.items()
+            if chosen.any()
+        }
+        self.limits = [to_tensor(settings[name][is_truncated], self._device) for name in ("top_k", "top_p", "min_p")]
 
     def uniforms(self) -> Tensor:
         """The random numbers of this step, ``[B]``; see ``counter_uniforms``."""
