@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollwright.errors import ConfigError
 
-#: Rows that are computed together: with whole blocks, a row's bits do not depend on how many run (float32 on CPU).
+#: Rows that are computed together: in float32 on CPU a linear layer gives a row the same bits in any number of whole blocks.
 ROW_BLOCK = 8
 LENGTH_STEP = 64
 _BLOCK = 16

@@ -2,7 +2,7 @@
 
 A step takes well under a millisecond with a small model, so what only changes when a sequence enters or leaves a row is made
 then (``StepPlan``, ``DecodeBatch``) and not at every step. Rows are computed in blocks of ``ROW_BLOCK`` and keys in blocks of
-``KEY_BLOCK``: in float32 on CPU a row's bits then do not depend on how many rows run beside it.
+``KEY_BLOCK``, so that there are few shapes: what a row computes depends less on what runs beside it.
 
 Axes: ``B`` rows that are sampled, ``V`` vocabulary, ``K`` cache columns.
 """
