@@ -25,8 +25,8 @@ from typing import Any
 
 from report import Report
 
-#: Hidden size, layers and vocabulary: 101 million parameters, and 1.3 million.
-FULL, QUICK = (768, 12, 16384), (128, 4, 1024)
+#: Hidden size, layers and vocabulary: 104 and 15 million parameters.
+FULL, QUICK = (768, 12, 16384), (384, 6, 8192)
 PHASES = ("load", "update", "state", "checkpoint", "in background", "resume", "publish", "export")
 
 
@@ -153,7 +153,7 @@ def run(path: str, ranks: int, directory: Path) -> dict[str, tuple[float, float]
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a model of 1.3 million parameters")
+    parser.add_argument("--quick", action="store_true", help="a model of 15 million parameters")
     parser.add_argument("--ranks", default="1,2,4", help="separated by commas")
     parser.add_argument("--json", type=Path, help="also write the results there")
     parser.add_argument("--as-rank", nargs=2, help=argparse.SUPPRESS)

@@ -28,13 +28,15 @@ from typing import Any
 
 import numpy
 import torch
-import torch.distributed.checkpoint as dcp
 import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 
 from rollwright.atomic import replaced_directory
@@ -85,9 +87,9 @@ def fill(pairs: Iterable[tuple[Tensor | SavedTensor, Tensor]]) -> None:
         else:
             target.copy_(placed_like(value, target))
     for directory, targets in saved.items():
-        reader = dcp.HuggingFaceStorageReader(str(directory / _PARTS))
+        reader = HuggingFaceStorageReader(str(directory / _PARTS))
         try:
-            call_checkpoint(dcp.load, targets, storage_reader=reader, process_group=parallel.checkpoint_group())
+            call_checkpoint(load, targets, storage_reader=reader, process_group=parallel.checkpoint_group())
         except (Exception, CheckpointException) as error:
             raise CheckpointError(f"{directory} cannot be read: {_reason(error)}") from error
 
@@ -154,11 +156,11 @@ def write_state(
             parallel.from_first_rank(finish)
         elif in_background:
             stager = DefaultStager(StagingOptions(False, False, False, False))
-            made: Any = call_checkpoint(dcp.async_save, parts, async_stager=stager, **options)
+            made: Any = call_checkpoint(async_save, parts, async_stager=stager, **options)
             made.add_done_callback(lambda future: (stager.close(), end(future.exception())))
             return written
         else:
-            call_checkpoint(dcp.save, parts, **options)
+            call_checkpoint(save, parts, **options)
     except (Exception, CheckpointException) as error:
         end(error)
         raise written.exception() from error  # type: ignore[misc]
@@ -166,7 +168,7 @@ def write_state(
     return written
 
 
-class _PartWriter(dcp.HuggingFaceStorageWriter):
+class _PartWriter(HuggingFaceStorageWriter):
     """Writes this rank's part with a checksum of each file; the first rank then makes the whole checkpoint visible."""
 
     def __init__(self, path: Path, files: dict[str, int], finish: Callable[[], None]) -> None:

@@ -114,7 +114,7 @@ def optimizer_state(
 ) -> dict[str, Any]:
     """Moments by parameter name as they are (each rank's part), schedule and learning rates.
 
-    Moments of fewer bits are kept as float32: the same codes come of them again, where a rank has the same part.
+    Moments of fewer bits are kept as float32, and rounded once more when they are read.
     """
     moments: dict[str, Any] = {}
     for name, parameter in model.named_parameters():

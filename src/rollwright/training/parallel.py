@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from rollwright import errors
 from rollwright.errors import LostRankError, TrainingError
@@ -52,7 +54,7 @@ def join_processes(device: torch.device, *, also_alone: bool = False) -> torch.d
     if environment_ranks() <= 1:
         if also_alone and not dist.is_initialized():
             importlib.import_module("torch.distributed.nn.functional")  # see below
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         return device
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -72,10 +74,10 @@ def join_processes(device: torch.device, *, also_alone: bool = False) -> torch.d
         # after ``destroy_process_group``, and one that frees a tensor while Python ends aborts the process.
         importlib.import_module("torch.distributed.nn.functional")
         global _store
-        store, number, size = next(dist.rendezvous("env://"))
-        dist.init_process_group(backend, store=dist.PrefixStore("training", store), rank=number, world_size=size)
+        store, number, size = next(rendezvous("env://"))
+        dist.init_process_group(backend, store=PrefixStore("training", store), rank=number, world_size=size)
         control_group()
-        _store = dist.PrefixStore("rollwright", store)
+        _store = PrefixStore("rollwright", store)
         _meet_neighbours(size)
     return device
 

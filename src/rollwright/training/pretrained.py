@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from rollwright.errors import ConfigError
 from rollwright.training import parallel
@@ -42,9 +43,9 @@ def load_weights(model: Any, path: str) -> None:
     filled = {by_name[name] for name in direct.values() if name in by_name}
     try:
         if targets:
-            reader = dcp.HuggingFaceStorageReader(str(files[0].parent))
+            reader = HuggingFaceStorageReader(str(files[0].parent))
             reader.fs = _Files(files)
-            call_checkpoint(dcp.load, targets, storage_reader=reader, process_group=parallel.checkpoint_group())
+            call_checkpoint(load, targets, storage_reader=reader, process_group=parallel.checkpoint_group())
     except (Exception, CheckpointException) as error:  # the cause stands in its text
         raise ConfigError(f"{path} could not be read into a model of type {model.config.model_type!r}: {error}") from error
     for name, tensor in _converted_tensors(model, converted, files):
