@@ -38,6 +38,9 @@ def serve_model(
     allowed_host: list[str] = typer.Option(  # noqa: B008
         [], help="Name besides its own that it may be asked by, such as that of a proxy before it (repeatable)."
     ),
+    image_host: list[str] = typer.Option(  # noqa: B008
+        [], help="Host that images of chats may be fetched from (repeatable); others come as data: URLs."
+    ),
     log_level: str = typer.Option("warning", help="Of the HTTP server."),
 ) -> None:
     """Serve a model to clients of SGLang's native protocol and of the OpenAI protocol."""
@@ -58,6 +61,7 @@ def serve_model(
         weights_roots=[str(path) for path in weights_root],
         max_body_bytes=max_body_bytes,
         allowed_hosts=allowed_host,
+        image_hosts=image_host,
         max_samples=max_samples,
         max_prompt_tokens=max_prompt_tokens,
         max_pending=max_waiting + max_running_requests,

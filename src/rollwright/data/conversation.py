@@ -35,6 +35,8 @@ class ConversationTokens:
         self.template_kwargs = template_kwargs
         self.continued = 0
         self.encoded = 0
+        self._first: tuple[Any, Any, str] = (None, None, "")  # messages and tools that were encoded as a whole, and their text
+        self._ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *tokenizer.all_special_ids}
         self._turns: dict[str, list[int]] = {}  # messages with a reply, in canonical form -> its prompt and reply, as sampled
 
     def encode(self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
@@ -49,7 +51,9 @@ class ConversationTokens:
                 self.continued += 1
                 return [*ids, *self._encode(added)]
         self.encoded += 1
-        return self._encode(self._render(messages, tools, True))
+        text = self._render(messages, tools, True)
+        self._first = messages, tools, text
+        return self._encode(text)
 
     def remember(
         self,
@@ -73,12 +77,14 @@ class ConversationTokens:
         self, messages: list[dict[str, Any]], count: int, ids: list[int], tools: list[dict[str, Any]] | None
     ) -> str | None:
         """What the template puts after the sampled tokens of reply ``count - 1``; None where it rewrites what came before."""
-        before = self._render(messages[: count - 1], tools, True).rstrip().removesuffix("<think>").rstrip()
+        is_first = (messages[: count - 1], tools) == self._first[:2]  # rendering takes longest of all that a call needs
+        before = self._first[2] if is_first else self._render(messages[: count - 1], tools, True)
+        before = before.rstrip().removesuffix("<think>").rstrip()
         marked = [*messages[: count - 1], {"role": "assistant", "content": _SENTINEL}, *messages[count:]]
         head, sentinel, added = self._render(marked, tools, True).rpartition(_SENTINEL)
         if not sentinel or not head.startswith(before):
             return None
-        if ids[-1] in {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id, *self.tokenizer.all_special_ids}:
+        if ids[-1] in self._ends:
             added = added.removeprefix(self.tokenizer.decode(ids[-1:], skip_special_tokens=False))
         return added
 

@@ -240,9 +240,9 @@ def as_images(images: Any, where: str = "the task") -> list[Any]:
                 image = Image.open(io.BytesIO(image))
             elif isinstance(image, (str, os.PathLike)):
                 image = Image.open(image)
-        except (OSError, ValueError) as error:
+            if not isinstance(image, Image.Image):
+                raise DataError(f"{where}: image {index} is {type(image).__name__}; give a PIL image, its bytes or its file.")
+            opened.append(image.convert("RGB"))  # which decodes it
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise DataError(f"{where}: image {index} cannot be read: {error}.") from error
-        if not isinstance(image, Image.Image):
-            raise DataError(f"{where}: image {index} is {type(image).__name__}; give a PIL image, its bytes or its file.")
-        opened.append(image.convert("RGB"))
     return opened

@@ -47,6 +47,7 @@ class RequestRecord:
     branch_ids: list[int] | None = None
     logprobs_shifted: bool = False  # taken after top-p, top-k or penalties
     metadata: dict[str, Any] = field(default_factory=dict)
+    multi_modal: dict[str, Any] | None = field(default=None, repr=False)  # what the model saw of images
     tokenizer: Any = field(default=None, repr=False)  # of the request, to make messages readable
 
     @property
@@ -163,6 +164,7 @@ class Recorder:
             branch_ids=None if request.branch_ids is None else list(request.branch_ids),
             logprobs_shifted=response.logprobs_shifted,
             metadata=dict(request.metadata),
+            multi_modal=request.multi_modal,
             tokenizer=request.tokenizer,
         )
         with self._lock:
@@ -189,6 +191,11 @@ def experiences_of(
             token, so that the calls before it in the sequence are credited with it, and those after it are not. None: the
             experiences have no ``token_rewards``.
     """
+    return [experience_of(calls, reward, call_rewards) for calls in sequences_of(records)]
+
+
+def sequences_of(records: Iterable[RequestRecord]) -> list[list[RequestRecord]]:
+    """The calls that extend one another, as lists; see ``experiences_of``."""
     sequences: list[list[RequestRecord]] = []
     for record in records:
         if not record.output_bytes:
@@ -196,17 +203,30 @@ def experiences_of(
         extended = [
             calls
             for calls in sequences
-            if calls[-1].temperature == record.temperature and record.prompt.continues(calls[-1].prompt, calls[-1].output_bytes)
+            if calls[-1].temperature == record.temperature
+            and record.prompt.continues(calls[-1].prompt, calls[-1].output_bytes)
+            and _shows_the_same(record.multi_modal, calls[-1].multi_modal)
         ]
         if extended:
             max(extended, key=lambda calls: len(calls[-1].prompt) + len(calls[-1].output)).append(record)
         else:
             sequences.append([record])
-    return [_experience(calls, reward, call_rewards) for calls in sequences]
+    return sequences
 
 
-def _experience(calls: list[RequestRecord], reward: float | None, call_rewards: Mapping[int, float] | None) -> Experience:
-    """The experience of calls each of which goes on from the one before."""
+def _shows_the_same(images: dict[str, Any] | None, before: dict[str, Any] | None) -> bool:
+    """Whether ``images`` are those of an earlier call, and perhaps more behind them; each tensor has them in its first axis."""
+    if images is before or not before:
+        return True
+    if images is None or images.keys() != before.keys():
+        return False
+    return all(torch.equal(images[name][: len(value)], value) for name, value in before.items())
+
+
+def experience_of(
+    calls: list[RequestRecord], reward: float | None = None, call_rewards: Mapping[int, float] | None = None
+) -> Experience:
+    """The experience of calls each of which goes on from the one before; arguments as for ``experiences_of``."""
     prompt_length, last = len(calls[0].prompt), calls[-1]
     tokens = torch.from_numpy(np.concatenate([last.prompt.array, last.output]).astype(np.int64))
     length = len(tokens) - prompt_length
@@ -236,4 +256,5 @@ def _experience(calls: list[RequestRecord], reward: float | None, call_rewards: 
         reward=reward,
         temperature=last.temperature,
         truncated=last.truncated,
+        multi_modal_inputs=last.multi_modal or None,
     )

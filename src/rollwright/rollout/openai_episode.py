@@ -28,8 +28,10 @@ from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.server.bodies import Body
 from rollwright.inference.server.chat import template_messages
 from rollwright.inference.server.exchange import CONTEXT_LENGTH_EXCEEDED, RequestError, as_request_error
+from rollwright.inference.server.images import ImageReader
 from rollwright.inference.server.openai import OpenAIProtocol
 from rollwright.inference.server.openai_answer import OpenAICall
+from rollwright.inference.server.prompts import Prompts
 from rollwright.rollout.sample import SampleEngine
 
 
@@ -63,6 +65,8 @@ class OpenAIEpisode(OpenAIProtocol):
         *,
         gconfig: GenerationHyperparameters | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        context_length: int | None = None,
+        images: ImageReader | None = None,
     ) -> None:
         """Args:
         engine: answers the calls; one that is bound to a sample records them itself.
@@ -71,8 +75,11 @@ class OpenAIEpisode(OpenAIProtocol):
         base_url, api_key: where the front is, and the key of this run.
         gconfig: generation arguments that requests may leave out.
         template_kwargs: passed to the chat template.
+        context_length: most tokens of a prompt and its answer; None: the engine's.
+        images: reads the images of chats, for all runs of a front; None: one of its own.
         """
-        super().__init__(engine, tokenizer, model_name, on_call=self._keep, defaults=gconfig)
+        super().__init__(engine, tokenizer, model_name, on_call=self._keep, defaults=gconfig, context_length=context_length)
+        self.images = images or self.images
         self.base_url = base_url
         self.api_key = api_key
         self._records_itself = engine.recorder is None
@@ -165,6 +172,10 @@ class OpenAIEpisode(OpenAIProtocol):
         else:
             self._run_reward = float(reward)
 
+    def reward_of(self, call: str) -> float | None:
+        """The reward of a call; None: it was given none."""
+        return self._call_rewards.get(call)
+
     async def take_reward(self, request: Request) -> dict[str, Any]:
         """``POST /v1/rewards``."""
         body = await Reward.read(request)
@@ -239,15 +250,15 @@ class OpenAIEpisode(OpenAIProtocol):
         if fields.get("model") != "default":
             super()._check_model(fields)
 
-    def _gconfig(self, fields: dict[str, Any], endpoint: str, prompt_length: int) -> GenerationHyperparameters:
+    def _gconfig(
+        self, fields: dict[str, Any], endpoint: str, prompt_length: int, begins_reasoning: bool = False
+    ) -> GenerationHyperparameters:
         if "max_tokens" not in fields and "max_completion_tokens" not in fields:
             room = (self._context_length or math.inf) - prompt_length
             fields = {**fields, "max_tokens": max(1, min(self._defaults.max_new_tokens, room))}
-        return super()._gconfig(fields, endpoint, prompt_length)
+        return super()._gconfig(fields, endpoint, prompt_length, begins_reasoning)
 
-    def _call(
-        self, endpoint: str, body: dict[str, Any], fields: dict[str, Any], prompts: list[list[int]], prefix: str
-    ) -> OpenAICall:
+    def _call(self, endpoint: str, body: dict[str, Any], fields: dict[str, Any], prompts: Prompts, prefix: str) -> OpenAICall:
         call = super()._call(endpoint, body, fields, prompts, prefix)
         if len(call.requests) == 1 and "rid" not in fields:
             call.requests[0].rid = self._conversation_of(call.requests[0].input_ids) or call.requests[0].rid
@@ -272,8 +283,8 @@ class OpenAIEpisode(OpenAIProtocol):
             if self._records_itself:
                 self.recorder.record(request, response)
             self._open_ends.append(([*request.input_ids, *response.output_tokens], request.rid))
-            if call.is_chat:
+            has_false_image = self.images.token_id in response.output_tokens  # nothing may go on from it
+            if call.is_chat and not has_false_image:
                 conversation = self._conversation(self._variables(given))
                 (reply,) = template_messages([choice["message"]])
-                messages = template_messages(given["messages"])
-                conversation.remember(messages, reply, request.input_ids, response.output_tokens, self._tools(given))
+                conversation.remember(call.messages, reply, request.input_ids, response.output_tokens, self._tools(given))

@@ -16,7 +16,7 @@ import inspect
 import secrets
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
@@ -34,6 +34,7 @@ try:
     from fastapi import FastAPI, Request
 
     from rollwright.inference.server.exchange import RequestError, Routes, given_key
+    from rollwright.inference.server.images import ImageReader
     from rollwright.inference.server.openai import ROUTES
     from rollwright.inference.server.service import ServerThread, make_service
     from rollwright.inference.server.settings import ServiceSettings
@@ -66,6 +67,8 @@ class OpenAIFront:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
+        processor: Any = None,
+        image_hosts: Iterable[str] = (),
         **limits: Any,
     ) -> None:
         """Args:
@@ -73,11 +76,14 @@ class OpenAIFront:
         model_name: the name under which the policy is asked for.
         host: interface to bind; another than this machine's own lets agents run elsewhere, guarded by their keys alone.
         port: port to listen on; 0: a free one.
+        processor: of the model's images, or its directory; None: that of the tokenizer's directory, where it has one.
+        image_hosts: names of hosts that images may be fetched from; others come as ``data:`` URLs.
         limits: ``allowed_hosts`` and ``max_body_bytes`` of the ``ServiceSettings``.
         """
         self.tokenizer = tokenizer
         self.model_name = model_name or "default"
         self._settings = ServiceSettings(host, port, **limits)
+        self._images = ImageReader(self.tokenizer, processor, image_hosts)
         self._episodes: dict[str, OpenAIEpisode] = {}
         self._lock = threading.Lock()
         self._server: ServerThread | None = None
@@ -91,6 +97,7 @@ class OpenAIFront:
         *,
         gconfig: GenerationHyperparameters | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        context_length: int | None = None,
     ) -> OpenAIEpisode:
         """Open a run: its calls are answered by ``engine``, under a key of its own. May be called from any thread.
 
@@ -98,6 +105,7 @@ class OpenAIFront:
             engine: usually the one that a workflow is given, which is bound to its sample.
             gconfig: generation arguments that requests may leave out.
             template_kwargs: passed to the chat template.
+            context_length: most tokens of a prompt and its answer; None: the engine's.
 
         Returns:
             The run; it unpacks into ``base_url, api_key``.
@@ -111,6 +119,8 @@ class OpenAIFront:
             f"rollwright-{secrets.token_urlsafe(24)}",
             gconfig=gconfig,
             template_kwargs=template_kwargs,
+            context_length=context_length,
+            images=self._images,
         )
         with self._lock:
             for key in [key for key, other in self._episodes.items() if not other.is_open]:
@@ -185,7 +195,7 @@ def _application(front: OpenAIFront, settings: ServiceSettings) -> FastAPI:
 
     of_episodes = (*ROUTES, ("POST", "/v1/rewards", OpenAIEpisode.take_reward, Reward))
     table = [(method, path, route(serve), body) for method, path, serve, body in of_episodes]
-    return make_service("rollwright OpenAI front", [Routes([("GET", "/health", health, None), *table])], settings)
+    return make_service("rollwright OpenAI front", [Routes([*table, ("GET", "/health", health, None)])], settings)
 
 
 # -- any agent as a workflow -------------------------------------------------------------------------------------------

@@ -19,12 +19,14 @@ from builtin_models import byte_tokenizer, reference_logprobs, tiny_model
 from server_parts import served, tiny_engine
 
 from rollwright.config.generation import GenerationHyperparameters
+from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import EngineError
 from rollwright.inference.backends.builtin import grammar
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.server.application import create_application
 from rollwright.inference.server.openai import OpenAIProtocol
+from rollwright.inference.server.response_format import reply_grammar
 from rollwright.inference.server.settings import ServerSettings
 
 SCHEMA = {
@@ -284,3 +286,65 @@ def test_beside_tools_a_reply_is_a_call_or_an_answer_in_the_format(engine):
     copy = matcher.deep_copy()
     assert copy.consume_tokens(engine.tokenizer.encode(example, add_special_tokens=False))
     assert copy.is_accepting()
+
+
+OPENED = (
+    "{%- for message in messages -%}{{- '<|user|>' + (message['content'] or '') + '<|end|>' -}}{%- endfor -%}"
+    "{%- if tools -%}{{- '<tool_call></tool_call>' -}}{%- endif -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|><think>' -}}{%- endif -%}"
+)
+
+
+@pytest.fixture(scope="module")
+def thinking_engine():
+    tokenizer = build_character_tokenizer(pieces=["</think>"], chat_template=OPENED)
+    model = tiny_model("qwen3", vocab_size=len(tokenizer), tie_word_embeddings=False)
+    with BuiltinEngine(model, tokenizer, kv_cache_bytes=8 << 20) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["alone", "beside tools"])
+def test_the_answer_follows_a_schema_behind_reasoning_that_the_prompt_opens(thinking_engine, tools):
+    """Reasoning is free and apart, what is said is JSON, and the tokens and log-probabilities are the engine's."""
+    tokenizer = thinking_engine.tokenizer
+    bias = {str(tokenizer.convert_tokens_to_ids("</think>")): 3.0, str(tokenizer.convert_tokens_to_ids("<")): -100.0}
+    schema = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
+    ask = {"model": "tiny", "messages": ASK, "max_tokens": 220, "temperature": 0.7, "response_format": schema}
+    more = {"logit_bias": bias, "return_token_ids": True}
+    thoughts = set()
+    with served(protocol(thinking_engine)) as address:
+        client = openai.OpenAI(base_url=f"http://{address}/v1", api_key="k", max_retries=0)
+        for seed in range(4):
+            given = {**ask, "seed": seed} | ({"tools": tools} if tools else {})
+            answer = client.chat.completions.create(**given, logprobs=True, extra_body=more)
+            choice = answer.choices[0]
+            jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+            thoughts.add(getattr(choice.message, "reasoning_content", ""))
+            assert choice.finish_reason == "stop"
+            assert tokenizer.decode(answer.prompt_token_ids).endswith("<think>")
+            expected = reference_logprobs(thinking_engine.model, answer.prompt_token_ids, choice.token_ids, 0.7)
+            given_logprobs = torch.tensor([entry.logprob for entry in choice.logprobs.content]).double()
+            torch.testing.assert_close(given_logprobs, expected, atol=1e-4, rtol=0)
+            chunks = list(client.chat.completions.create(**given, stream=True, extra_body=more))
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            assert text == choice.message.content
+        format = {"type": "json_schema", "name": "thing", "schema": SCHEMA}
+        response = client.responses.create(
+            model="tiny", input="hi", text={"format": format}, max_output_tokens=220, extra_body={"logit_bias": bias, "seed": 1}
+        )
+        jsonschema.validate(json.loads(response.output_text), SCHEMA)
+        assert response.output[0].type == "reasoning"
+    assert len(thoughts) > 1
+
+
+def test_a_mark_that_is_a_special_token_ends_the_reasoning():
+    tokenizer = build_character_tokenizer(chat_template=OPENED)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
+    model = tiny_model("qwen3", vocab_size=len(tokenizer), tie_word_embeddings=False)
+    closing = tokenizer.convert_tokens_to_ids("</think>")
+    asked = reply_grammar(json.dumps(SCHEMA), tokenizer, convention=None, begins_reasoning=True)
+    gconfig = GenerationHyperparameters(max_new_tokens=220, temperature=0.7, logit_bias={closing: 5.0}, **asked)
+    with BuiltinEngine(model, tokenizer, kv_cache_bytes=8 << 20) as engine:
+        for response in engine.generate([ModelRequest([5, 9, 11], gconfig, seed=seed) for seed in range(3)]):
+            said = response.output_tokens[response.output_tokens.index(closing) + 1 :]
+            jsonschema.validate(json.loads(tokenizer.decode(said, skip_special_tokens=True)), SCHEMA)

@@ -63,7 +63,9 @@ def create_application(engine: BuiltinEngine, settings: ServerSettings, *, model
     tokenizer = engine.tokenizer
     limits = {"max_prompt_tokens": settings.max_prompt_tokens, "max_samples": settings.max_samples}
     routers = [Control(engine, settings, metrics, model_path).router, NativeProtocol(engine, tokenizer, **limits).router]
-    openai = None if tokenizer is None else OpenAIProtocol(engine, tokenizer, settings.model_name, **limits)
+    openai = None
+    if tokenizer is not None:
+        openai = OpenAIProtocol(engine, tokenizer, settings.model_name, **limits, image_hosts=settings.image_hosts)
     if openai is not None:
         routers.append(openai.router)
     gate = partial(Gate, metrics=metrics)

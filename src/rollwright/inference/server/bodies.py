@@ -6,7 +6,6 @@ counterpart: only a value that asks for nothing is taken). Any other is refused 
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi import Request
@@ -26,6 +25,7 @@ from pydantic_core import ErrorDetails
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.inference.parameters import limits_top_k
 from rollwright.inference.server.exchange import RequestError, beside_the_loop, read_object
+from rollwright.inference.server.response_format import response_schema
 from rollwright.inference.weights.group import DEFAULT_GROUP
 
 
@@ -319,23 +319,6 @@ class OpenAIBody(SamplingBody):
         return value
 
 
-def _response_schema(given: dict[str, Any]) -> str | None:
-    """The JSON Schema that a ``response_format`` (or the Responses protocol's ``text.format``) asks for; None: free text."""
-    kind = given.get("type")
-    if kind == "text":
-        return None
-    schema: Any = {"type": "object"}
-    if kind == "json_schema":
-        schema = (given.get("json_schema") or given).get("schema")
-    if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
-        raise RequestError(
-            f"response_format={given!r:.200} cannot be honoured: it has to be {{'type': 'text'}}, {{'type': 'json_object'}} or "
-            "{'type': 'json_schema', 'json_schema': {'name': …, 'schema': {…}}}.",
-            param="response_format",
-        )
-    return json.dumps(schema)
-
-
 class Chat(OpenAIBody):
     """``/v1/chat/completions``."""
 
@@ -353,7 +336,7 @@ class Chat(OpenAIBody):
     tools: list[Any] = []
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
-    response_format: Annotated[dict[str, Any], AfterValidator(_response_schema)] | None = Field(
+    response_format: Annotated[dict[str, Any], AfterValidator(response_schema)] | None = Field(
         None, description="an object with the type text, json_object or json_schema"
     )
     chat_template_kwargs: dict[str, Any] = {}

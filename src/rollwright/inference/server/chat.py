@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from rollwright.inference.server.exchange import RequestError
@@ -10,11 +11,22 @@ from rollwright.inference.server.exchange import RequestError
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def template_messages(messages: list[Any]) -> list[dict[str, Any]]:
+#: The text that stands for an image, of its part and the part's place in the request.
+Place = Callable[[dict[str, Any], str], str]
+
+
+def no_image(part: dict[str, Any], where: str) -> str:
+    """The ``Place`` of models that read text only: it refuses."""
+    said = f"{where} is of type {part.get('type')!r}; this server's model reads text only."
+    raise RequestError(said, param=where.rpartition("[")[0])
+
+
+def template_messages(messages: list[Any], place: Place = no_image) -> list[dict[str, Any]]:
     """Messages whose content is text and whose tool calls carry their arguments as objects, as chat templates expect.
 
     Args:
-        messages: as they stand in a request; content may be a list of ``{"type": "text", "text": ...}`` blocks.
+        messages: as they stand in a request; content may be a list of ``{"type": "text", "text": ...}`` and ``image_url`` parts.
+        place: what stands for an image.
 
     Returns:
         New dicts; the request's are left as they are.
@@ -22,23 +34,30 @@ def template_messages(messages: list[Any]) -> list[dict[str, Any]]:
     Raises:
         RequestError: a message is malformed, or holds what the model cannot see.
     """
-    return [_template_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [_template_message(message, f"messages[{index}]", place) for index, message in enumerate(messages)]
 
 
-def _template_message(message: Any, where: str) -> dict[str, Any]:
+def has_images(messages: list[Any]) -> bool:
+    """Whether a part of a message is an image."""
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, dict) and part.get("type") == "image_url" for part in parts)
+
+
+def _template_message(message: Any, where: str, place: Place) -> dict[str, Any]:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         role = message.get("role") if isinstance(message, dict) else message
         raise RequestError(f"{where} has role {role!r}; roles are {', '.join(ROLES)}.", param=where)
     rendered = {key: value for key, value in message.items() if value is not None}
     if rendered["role"] == "developer":
         rendered["role"] = "system"
-    rendered["content"] = _text(message.get("content"), where, required=not message.get("tool_calls"))
+    rendered["content"] = _text(message.get("content"), where, place, required=not message.get("tool_calls"))
     if message.get("tool_calls"):
         rendered["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message["tool_calls"])]
     return rendered
 
 
-def _text(content: Any, where: str, required: bool) -> str:
+def _text(content: Any, where: str, place: Place, required: bool) -> str:
     if content is None:
         if required:
             raise RequestError(f"{where} has no content.", param=where)
@@ -53,10 +72,11 @@ def _text(content: Any, where: str, required: bool) -> str:
     for index, block in enumerate(content):
         kind = block.get("type") if isinstance(block, dict) else None
         text = block.get("text") if isinstance(block, dict) else block
-        if kind not in (None, "text", "input_text", "output_text") or not isinstance(text, str):
-            raise RequestError(
-                f"{where}.content[{index}] is of type {kind!r}; this server's model reads text only.", param=f"{where}.content"
-            )
+        if isinstance(block, dict) and kind == "image_url":
+            text = place(block, f"{where}.content[{index}]")
+        elif kind not in (None, "text", "input_text", "output_text") or not isinstance(text, str):
+            said = f"{where}.content[{index}] is of type {kind!r}; parts are text and image_url."
+            raise RequestError(said, param=f"{where}.content")
         parts.append(text)
     return "".join(parts)
 

@@ -16,6 +16,7 @@ from fastapi import Request, Response
 
 from rollwright.inference.server.exchange import RequestError, as_request_error, event_stream, read_object
 from rollwright.inference.server.openai_answer import OpenAICall
+from rollwright.inference.server.prompts import Prompts
 
 Event = dict[str, Any]
 
@@ -33,7 +34,7 @@ class ChatProtocol(Protocol):
 
     def chunks(self, call: OpenAICall) -> AsyncGenerator[dict[str, Any], None]: ...
 
-    def chat_prompt(self, fields: dict[str, Any]) -> list[int]: ...
+    async def read_prompts(self, request: Request, endpoint: str, fields: dict[str, Any], size: int) -> Prompts: ...
 
 
 class Dialect(ABC):
@@ -44,6 +45,7 @@ class Dialect(ABC):
 
     prefix: ClassVar[str]  #: what the ids of answers begin with
     chat: dict[str, Any]
+    size = 0  #: bytes of the request
 
     def __init__(self) -> None:
         self.kind, self.text = "", ""  # of the piece that grows
@@ -118,6 +120,7 @@ async def serve(
     """Answer a request of a dialect."""
     body, size = await read_object(request)
     dialect = make(protocol, body)
+    dialect.size = size
     call = await protocol.open_chat(request, dialect.chat, size, dialect.prefix)
     if body.get("stream"):
         return await event_stream(request, _events(protocol, dialect, call))

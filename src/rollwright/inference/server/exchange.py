@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import json
 import weakref
@@ -33,7 +34,7 @@ logger = getLogger("Service")
 Result = TypeVar("Result")
 
 #: From this size on a text takes longer to parse or to encode than a thread takes to start.
-_LARGE = 1 << 16
+LARGE = 1 << 16
 _BODY_SECONDS = 120
 _large_bodies: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
@@ -133,11 +134,22 @@ class Routes(APIRouter):
     def __init__(self, table: Iterable[tuple[str, str, Callable[..., Any], Any]]) -> None:
         super().__init__(route_class=AnsweringRoute)
         for method, path, handler, body in table:
-            endpoint = handler if body is None else _reading(body, handler)
+            endpoint = _answering(handler if body is None else _reading(body, handler))
             described = {"requestBody": {"content": {"application/json": {"schema": body.described()}}}} if body else None
             self.add_api_route(
                 path, endpoint, methods=[method], response_model=None, openapi_extra=described, responses=_ERRORS, name=path
             )
+
+
+def _answering(endpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """The endpoint with its answer as a response: FastAPI would walk through every value of it first, to make JSON's types."""
+
+    @functools.wraps(endpoint)
+    async def answer(*arguments: Any, **named: Any) -> Response:
+        result = await endpoint(*arguments, **named)
+        return result if isinstance(result, Response) else JSONResponse(result)
+
+    return answer
 
 
 def _reading(body: Any, handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,7 +173,7 @@ async def read_object(request: Request) -> tuple[dict[str, Any], int]:
         RequestError: it is not a JSON object, or does not arrive in time.
     """
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) < _LARGE:
+    if length.isdecimal() and int(length) < LARGE:
         value, size = await _read(request)
     else:
         async with _large_bodies.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(2)):
@@ -194,7 +206,7 @@ async def beside_the_loop(request: Request, size: int, work: Callable[..., Resul
     Raises:
         ClientGoneError: nobody waits for it any more.
     """
-    return work(*arguments) if size < _LARGE else await while_connected(request, asyncio.to_thread(work, *arguments))
+    return work(*arguments) if size < LARGE else await while_connected(request, asyncio.to_thread(work, *arguments))
 
 
 async def while_connected(request: Request, work: Awaitable[Result]) -> Result:

@@ -21,11 +21,10 @@ from rollwright.inference.server.exchange import (
     ClientGoneError,
     RequestError,
     as_request_error,
-    beside_the_loop,
     logger,
     read_object,
 )
-from rollwright.inference.server.openai_answer import OpenAICall, usage_of
+from rollwright.inference.server.openai_answer import CHAT, OpenAICall, usage_of
 
 #: Our finish reasons in the API's words; a stop string is told apart by its text.
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -305,8 +304,8 @@ async def count_tokens(protocol: ChatProtocol, request: Request) -> dict[str, in
     """``POST /v1/messages/count_tokens``: the tokens of the prompt, as the model would read it."""
     body, size = await read_object(request)
     fields = Chat.of(MessagesDialect(protocol, body).chat).given()
-    prompt = await beside_the_loop(request, size, protocol.chat_prompt, fields)
-    return {"input_tokens": len(prompt)}
+    prompts = await protocol.read_prompts(request, CHAT, fields, size)
+    return {"input_tokens": len(prompts.ids[0])}
 
 
 #: Anthropic's clients add /v1 to their base_url, OpenAI's do not: an agent that is given one base_url reaches both.

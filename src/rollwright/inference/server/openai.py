@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from types import MethodType
 from typing import Any
 
@@ -24,8 +23,9 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.server.bodies import Chat, Completion
-from rollwright.inference.server.chat import template_messages
+from rollwright.inference.server.chat import has_images, template_messages
 from rollwright.inference.server.exchange import (
+    LARGE,
     RequestError,
     Routes,
     as_request_error,
@@ -35,6 +35,7 @@ from rollwright.inference.server.exchange import (
     read_object,
     while_connected,
 )
+from rollwright.inference.server.images import Gallery, ImageReader
 from rollwright.inference.server.messages import MESSAGES_ROUTES
 from rollwright.inference.server.openai_answer import (
     CHAT,
@@ -45,7 +46,8 @@ from rollwright.inference.server.openai_answer import (
     partial_responses,
     usage_of,
 )
-from rollwright.inference.server.prompts import PromptReader
+from rollwright.inference.server.prompts import PromptReader, Prompts
+from rollwright.inference.server.response_format import reply_grammar
 from rollwright.inference.server.responses import RESPONSES_ROUTES, KeptResponses
 from rollwright.inference.server.text_stream import ReasoningSplit
 from rollwright.inference.server.tokens import TOKENS_ROUTES
@@ -73,6 +75,8 @@ class OpenAIProtocol:
         context_length: prompt and new tokens together; None: the engine's.
         max_prompt_tokens: a longer prompt is refused.
         max_samples: the largest ``n``.
+        processor: of the model's images, or its directory; None: that of the tokenizer's directory, where it has one.
+        image_hosts: names of hosts that images may be fetched from; others come as ``data:`` URLs.
     """
 
     def __init__(
@@ -86,6 +90,8 @@ class OpenAIProtocol:
         context_length: int | None = None,
         max_prompt_tokens: int | None = None,
         max_samples: int = 256,
+        processor: Any = None,
+        image_hosts: Iterable[str] = (),
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
@@ -94,6 +100,7 @@ class OpenAIProtocol:
         self._defaults = defaults or GenerationHyperparameters()
         self._context_length = context_length or engine.context_length
         self._reader = PromptReader(tokenizer, self._context_length, max_prompt_tokens, max_samples)
+        self.images = ImageReader(tokenizer, processor, image_hosts)
         self._template_kwargs: dict[str, Any] = {}
         self.responses = KeptResponses()
         self.malformed_tool_calls = 0  # in replies so far
@@ -150,8 +157,14 @@ class OpenAIProtocol:
     async def _open(self, request: Request, endpoint: str, body: dict[str, Any], size: int, prefix: str) -> OpenAICall:
         fields = (Chat if endpoint == CHAT else Completion).of(body).given()
         self._check_model(fields)
-        prompts = await beside_the_loop(request, size, self._prompts, endpoint, fields)
+        prompts = await self.read_prompts(request, endpoint, fields, size)
         return self._call(endpoint, body, fields, prompts, prefix)
+
+    async def read_prompts(self, request: Request, endpoint: str, fields: dict[str, Any], size: int) -> Prompts:
+        """The prompts in a request's ``fields``, whose body has ``size`` bytes."""
+        if endpoint == CHAT and has_images(fields["messages"]):
+            size = max(size, LARGE)
+        return await beside_the_loop(request, size, self._prompts, endpoint, fields)
 
     async def complete(self, request: Request, call: OpenAICall) -> None:
         """Have the engine answer a call; it is shown to ``on_call`` then."""
@@ -164,15 +177,13 @@ class OpenAIProtocol:
             said = f"There is no model {name!r}; this server serves {self.model_name!r}."
             raise RequestError(said, status=404, param="model")
 
-    def _prompts(self, endpoint: str, fields: dict[str, Any]) -> list[list[int]]:
+    def _prompts(self, endpoint: str, fields: dict[str, Any]) -> Prompts:
         if endpoint == CHAT:
-            return [self.chat_prompt(fields)]
+            return self.chat_prompts(fields)
         given: Any = fields["prompt"]
         items = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-        return [
-            self._reader.encode(item, "prompt") if isinstance(item, str) else self._reader.checked(item, "prompt")
-            for item in items
-        ]
+        encode, check = self._reader.encode, self._reader.checked
+        return Prompts([encode(item, "prompt") if isinstance(item, str) else check(item, "prompt") for item in items])
 
     def _variables(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Variables of the chat template; ``reasoning_effort`` where the template knows it."""
@@ -184,7 +195,11 @@ class OpenAIProtocol:
         return given
 
     def chat_prompt(self, fields: dict[str, Any]) -> list[int]:
-        """Token ids of a chat request's prompt, by the model's chat template.
+        """Token ids of a chat request's prompt; see ``chat_prompts``."""
+        return self.chat_prompts(fields).ids[0]
+
+    def chat_prompts(self, fields: dict[str, Any]) -> Prompts:
+        """A chat request's prompt by the model's chat template, with what stands for its images.
 
         Raises:
             RequestError: a message is malformed, or the template refuses the conversation.
@@ -192,8 +207,13 @@ class OpenAIProtocol:
         variables = self._variables(fields)
         if getattr(self.tokenizer, "chat_template", None) is None and "chat_template" not in variables:
             raise RequestError("The model has no chat template; use /v1/completions.", param="messages")
+        gallery = Gallery(self.images, self._reader.limit)
+        messages = template_messages(fields["messages"], gallery.place)
+        for message in messages if self.images.sees else ():
+            if message["role"] == "assistant":  # what it once sampled stands for no image
+                message["content"] = message["content"].replace(self.images.token, "")
         try:
-            ids = self._render(template_messages(fields["messages"]), self._tools(fields), fields, variables)
+            ids = self._render(messages, self._tools(fields), fields, variables)
         except RequestError:
             raise
         except Exception as error:  # jinja raises its own errors for conversations that a template does not allow
@@ -201,7 +221,8 @@ class OpenAIProtocol:
         begun = self._begun(fields)
         if begun:
             ids = [*ids, *self.tokenizer.encode(begun, add_special_tokens=False)]
-        return self._reader.checked(ids, "messages")
+        ids = self._reader.checked(ids, "messages")
+        return Prompts([ids], messages, gallery.inputs(ids))
 
     def _render(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, fields: dict[str, Any], variables: dict[str, Any]
@@ -250,19 +271,19 @@ class OpenAIProtocol:
             )
         return self.convention.beginning_of_call(name)
 
-    def _call(
-        self, endpoint: str, body: dict[str, Any], fields: dict[str, Any], prompts: list[list[int]], prefix: str
-    ) -> OpenAICall:
+    def _call(self, endpoint: str, body: dict[str, Any], fields: dict[str, Any], prompts: Prompts, prefix: str) -> OpenAICall:
         samples = fields.get("n", 1)
-        self._reader.check_number(samples * len(prompts), "n")
+        self._reader.check_number(samples * len(prompts.ids), "n")
         requests = []
         given = fields.get("logprobs", False)
         returns_logprobs = given is not False  # 0 asks for the sampled tokens' and no alternatives
         top = fields.get("top_logprobs", 0) if endpoint == CHAT else int(given) if given is not True else 0
         if top and not returns_logprobs:
             raise RequestError("top_logprobs needs logprobs=true.", param="top_logprobs")
-        for prompt in prompts:
-            gconfig = self._gconfig(fields, endpoint, len(prompt))
+        end = self.tokenizer.decode(prompts.ids[0][-8:]) if endpoint == CHAT else ""
+        begins_reasoning = end.rstrip().endswith(ReasoningSplit.OPENING)
+        for prompt in prompts.ids:
+            gconfig = self._gconfig(fields, endpoint, len(prompt), begins_reasoning)
             for index in range(samples):
                 seed = None if "seed" not in fields else fields["seed"] + index
                 rid = fields.get("rid") or uuid.uuid4().hex
@@ -274,12 +295,14 @@ class OpenAIProtocol:
                         tokenizer=self.tokenizer,
                         top_logprobs=top,
                         prompt_logprobs_from=0 if fields.get("echo") and returns_logprobs else None,
+                        **prompts.inputs,
                     )
                 )
         return OpenAICall(
             endpoint,
             body,
             requests,
+            messages=prompts.messages,
             prefix=prefix,
             samples=samples,
             tools=bool(endpoint == CHAT and self._tools(fields)),
@@ -290,7 +313,7 @@ class OpenAIProtocol:
             return_token_ids=bool(fields.get("return_token_ids")),
             keep_stop=bool(fields.get("include_stop_str_in_output")),
             separates_reasoning=endpoint == CHAT and self._separates_reasoning(fields),
-            begins_reasoning=self.tokenizer.decode(prompts[0][-8:]).rstrip().endswith(ReasoningSplit.OPENING),
+            begins_reasoning=begins_reasoning,
         )
 
     def _separates_reasoning(self, fields: dict[str, Any]) -> bool:
@@ -298,8 +321,13 @@ class OpenAIProtocol:
         knows = ReasoningSplit.OPENING in str(getattr(self.tokenizer, "chat_template", None))
         return knows and fields.get("separate_reasoning", True) and not self._begun(fields)
 
-    def _gconfig(self, fields: dict[str, Any], endpoint: str, prompt_length: int) -> GenerationHyperparameters:
+    def _gconfig(
+        self, fields: dict[str, Any], endpoint: str, prompt_length: int, begins_reasoning: bool = False
+    ) -> GenerationHyperparameters:
         defaults, stop = self._defaults, fields.get("stop", self._defaults.stop)
+        sampling = {name: fields[name] for name in _SAMPLING if name in fields}
+        if self.images.token_id is not None:  # a sampled image token stands for an image that does not exist
+            sampling["stop_token_ids"] = [*sampling.get("stop_token_ids", defaults.stop_token_ids), self.images.token_id]
         given = fields.get("max_completion_tokens", fields.get("max_tokens"))
         if given is None:
             room = (self._context_length or prompt_length + defaults.max_new_tokens) - prompt_length
@@ -310,9 +338,9 @@ class OpenAIProtocol:
             min_new_tokens=fields.get("min_tokens", defaults.min_new_tokens),
             greedy=defaults.greedy and "temperature" not in fields,
             stop=[*([stop] if isinstance(stop, str) else stop or []), *self._end_of_calls(fields)] or None,
-            **self._grammar(fields),
+            **self._grammar(fields, begins_reasoning),
             skip_special_tokens=fields.get("skip_special_tokens", True),
-            **{name: fields[name] for name in _SAMPLING if name in fields},
+            **sampling,
         )
 
     def _end_of_calls(self, fields: dict[str, Any]) -> list[str]:
@@ -326,23 +354,14 @@ class OpenAIProtocol:
             )
         return [self.convention.closing]
 
-    def _grammar(self, fields: dict[str, Any]) -> dict[str, str]:
-        """The generation argument that makes a reply follow ``response_format``; a tool call stays possible beside it."""
-        schema = fields.get("response_format")
-        if schema is None or not self._tools(fields):
-            return {} if schema is None else {"json_schema": schema}
+    def _grammar(self, fields: dict[str, Any], begins_reasoning: bool) -> dict[str, str]:
+        """The generation argument that makes a reply follow ``response_format``."""
+        if (schema := fields.get("response_format")) is None:
+            return {}
         if self._begun(fields):
             raise RequestError("response_format cannot be honoured where tool_choice forces a call.", param="response_format")
-        if "{" in self.convention.marks:
-            said = "response_format cannot be honoured beside tools: a call of this model's template begins like any JSON."
-            raise RequestError(said, param="response_format")
-        marks = " | ".join(map(self._in_grammar, self.convention.marks))
-        return {"grammar": f"start: answer | call\nanswer: %json {schema}\ncall: ({marks}) /(.|\\n)*/\n"}
-
-    def _in_grammar(self, mark: str) -> str:
-        """A text in a Lark grammar of llguidance, where special tokens have no text."""
-        ids = self.tokenizer.encode(mark, add_special_tokens=False)
-        return f"<[{ids[0]}]>" if len(ids) == 1 and ids[0] in self.tokenizer.all_special_ids else json.dumps(mark)
+        convention = self.convention if self._tools(fields) else None
+        return reply_grammar(schema, self.tokenizer, convention=convention, begins_reasoning=begins_reasoning)
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
@@ -410,13 +429,13 @@ class OpenAIProtocol:
         yield "data: [DONE]\n\n"
 
 
-#: Method, path, handler and body of each route.
+#: Method, path, handler and body of each route; a request is compared with one after the other.
 ROUTES = (
-    ("GET", "/v1/models", OpenAIProtocol.models, None),
-    ("GET", "/v1/models/{name:path}", OpenAIProtocol.model, None),
-    ("POST", "/v1/completions", OpenAIProtocol.completions, Completion),
     ("POST", "/v1/chat/completions", OpenAIProtocol.chat, Chat),
     *RESPONSES_ROUTES,
     *MESSAGES_ROUTES,
     *TOKENS_ROUTES,
+    ("POST", "/v1/completions", OpenAIProtocol.completions, Completion),
+    ("GET", "/v1/models", OpenAIProtocol.models, None),
+    ("GET", "/v1/models/{name:path}", OpenAIProtocol.model, None),
 )

@@ -7,6 +7,7 @@ import bisect
 import itertools
 import time
 import uuid
+import weakref
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ class OpenAICall:
     Attributes:
         endpoint: ``"chat"`` or ``"completion"``.
         body: the request, as a chat's or completion's.
+        messages: of a chat, as its template was given them.
         requests: one for each choice, in the order of the choices.
         responses: what the engine answered to each; complete when ``on_call`` sees the call.
         choices: the choices of the answer, in the protocol's form.
@@ -38,6 +40,8 @@ class OpenAICall:
     choices: list[dict[str, Any]] = field(default_factory=list)
     started: float = field(default_factory=time.time)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
 
     # How the answer is written.
     prefix: str = ""  # of its id
@@ -136,10 +140,16 @@ def logprobs_of(
     }
 
 
+_special_texts_of: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
+
+
 def _special_texts(tokenizer: Any) -> list[str]:
     """What special tokens are decoded to, longest first."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    return sorted({*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}, key=len, reverse=True)
+    if tokenizer not in _special_texts_of:
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        texts = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
+        _special_texts_of[tokenizer] = sorted(texts, key=len, reverse=True)
+    return _special_texts_of[tokenizer]
 
 
 def _without(text: str, marks: list[str]) -> str:

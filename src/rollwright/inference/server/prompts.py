@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollwright.inference.server.exchange import CONTEXT_LENGTH_EXCEEDED, RequestError
@@ -15,6 +16,21 @@ _USUAL_CHARACTERS = 8
 _NORMALIZED = 4
 
 _longest_tokens: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class Prompts:
+    """What a request asks the model to go on from.
+
+    Attributes:
+        ids: of each prompt.
+        messages: of a chat, as its template was given them.
+        inputs: further fields of the ``ModelRequest``: the images.
+    """
+
+    ids: list[list[int]]
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    inputs: dict[str, Any] = field(default_factory=dict)
 
 
 def longest_token(tokenizer: Any) -> int:

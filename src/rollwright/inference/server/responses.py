@@ -1,14 +1,15 @@
 """``/v1/responses``: OpenAI's Responses API as a dialect of chat.
 
 Items become messages and messages items. What is kept of an answer, so that ``previous_response_id`` and item references find
-it, is a chat's messages: the newest thousand answers of this server, or of the run at the front.
+it, is a chat's messages: the newest thousand answers of this server, or of the run at the front, up to 64 MiB.
 """
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from fastapi import Request, Response
 from pydantic import ConfigDict, Field
@@ -18,8 +19,8 @@ from rollwright.inference.server.dialects import ChatProtocol, Dialect, Event, s
 from rollwright.inference.server.exchange import RequestError
 from rollwright.inference.server.openai_answer import OpenAICall, usage_of
 
-#: Answers that are kept for ``previous_response_id``.
-KEPT_RESPONSES = 1000
+#: Answers that are kept for ``previous_response_id``, and the bytes that their conversations may have together.
+KEPT_RESPONSES, KEPT_BYTES = 1000, 64 << 20
 
 
 class ResponsesBody(Body):
@@ -62,28 +63,39 @@ class ResponsesBody(Body):
     stream: bool = False
 
 
+class KeptResponse(NamedTuple):
+    """An answer with the chat's messages up to it and its own; ``size`` is the bytes of the whole conversation as JSON."""
+
+    messages: list[dict[str, Any]]
+    answer: dict[str, Any]
+    size: int
+
+
 class KeptResponses:
-    """Answers by their ids, each with the chat's messages up to it and its own."""
+    """Answers by their ids."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = OrderedDict()
+        self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
+        self._size = 0
 
-    def keep(self, messages: list[dict[str, Any]], answer: dict[str, Any]) -> None:
-        """Keep an answer; the oldest above the limit goes."""
-        self._kept[answer["id"]] = messages, answer
-        while len(self._kept) > KEPT_RESPONSES:
-            self._kept.popitem(last=False)
+    def keep(self, messages: list[dict[str, Any]], answer: dict[str, Any], size: int = 0) -> None:
+        """Keep an answer behind ``size`` bytes of messages; the oldest above the limits go, and an answer that is above them."""
+        size += len(json.dumps(answer["output"]))
+        self._kept[answer["id"]] = KeptResponse(messages, answer, size)
+        self._size += size
+        while self._kept and (len(self._kept) > KEPT_RESPONSES or self._size > KEPT_BYTES):
+            self._size -= self._kept.popitem(last=False)[1].size
 
-    def find(self, identifier: str, param: str = "previous_response_id") -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """The messages and the answer of an id.
+    def find(self, identifier: str, param: str = "previous_response_id") -> KeptResponse:
+        """What is kept by an id.
 
         Raises:
-            RequestError: there is none (404).
+            RequestError: there is nothing (404).
         """
         if identifier not in self._kept:
             raise RequestError(
-                f"There is no response {identifier!r} here: the newest {KEPT_RESPONSES} that were made with store=true are kept. "
-                "Send the items of the conversation in input.",
+                f"There is no response {identifier!r} here: the newest {KEPT_RESPONSES} that were made with store=true are kept, up "
+                f"to {KEPT_BYTES >> 20} MiB. Send the items of the conversation in input.",
                 status=404,
                 param=param,
             )
@@ -95,7 +107,7 @@ class KeptResponses:
         Raises:
             RequestError: there is none (404).
         """
-        items = (item for _, answer in reversed(self._kept.values()) for item in answer["output"])
+        items = (item for kept in reversed(self._kept.values()) for item in kept.answer["output"])
         found = next((item for item in items if item["id"] == identifier), None)
         if found is None:
             raise RequestError(
@@ -109,7 +121,7 @@ class KeptResponses:
         Raises:
             RequestError: there is none (404).
         """
-        self.find(identifier, "response_id")
+        self._size -= self.find(identifier, "response_id").size
         del self._kept[identifier]
 
 
@@ -122,10 +134,11 @@ class ResponsesDialect(Dialect):
         super().__init__()
         self.protocol, self.body, self.fields = protocol, body, ResponsesBody.of(body)
         fields = self.fields
-        before = protocol.responses.find(fields.previous_response_id)[0] if fields.previous_response_id else []
+        before = protocol.responses.find(fields.previous_response_id) if fields.previous_response_id else None
         items = [{"role": "user", "content": fields.input}] if isinstance(fields.input, str) else fields.input
         #: The conversation without its instructions, which are not carried over.
-        self.messages = [*before, *messages_of(items, protocol.responses)]
+        self.messages = [*(before.messages if before else []), *messages_of(items, protocol.responses)]
+        self.size_before = before.size if before else 0
         instructions = [{"role": "system", "content": fields.instructions}] if fields.instructions is not None else []
         self.chat = {
             **(fields.model_extra or {}),
@@ -190,7 +203,7 @@ class ResponsesDialect(Dialect):
             self.output[-1]["status"] = status
         response = self._response(status)
         if self.fields.store:
-            self.protocol.responses.keep([*self.messages, call.choices[0]["message"]], response)
+            self.protocol.responses.keep([*self.messages, call.choices[0]["message"]], response, self.size_before + self.size)
         yield self._event(f"response.{status}", response=response)
         self._whole = response
 
@@ -359,7 +372,7 @@ async def create_response(protocol: ChatProtocol, request: Request) -> Response 
 
 async def get_response(protocol: ChatProtocol, request: Request) -> dict[str, Any]:
     """``GET /v1/responses/ID``."""
-    return protocol.responses.find(request.path_params["id"], "response_id")[1]
+    return protocol.responses.find(request.path_params["id"], "response_id").answer
 
 
 async def delete_response(protocol: ChatProtocol, request: Request) -> dict[str, Any]:

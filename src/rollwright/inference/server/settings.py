@@ -55,6 +55,10 @@ class ServerSettings(ServiceSettings):
         default=None, metadata={"help": "Longest prompt; None: what the context holds.", "ge": 1}
     )
     max_samples: int = field(default=256, metadata={"help": "Most completions of one request: its prompts times n.", "ge": 1})
+    image_hosts: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Hosts that images of chats may be fetched from; others come as data: URLs."},
+    )
     max_pending: int = field(
         default=16384, metadata={"help": "Requests that are answered or wait at once; more get 429.", "ge": 1}
     )

@@ -1,0 +1,244 @@
+"""Images in chats: each is read once, and stands in the prompt as the tokens that the model's own processor makes of it.
+
+They come as ``data:`` URLs; files of this machine are never read, and other addresses only from hosts that are allowed.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rollwright.data.vision import IMAGE, as_images, image_inputs, image_placeholder, load_processor
+from rollwright.errors import ConfigError, DataError
+from rollwright.inference.server.chat import no_image
+from rollwright.inference.server.exchange import CONTEXT_LENGTH_EXCEEDED, RequestError
+
+#: Memory of processed images that are kept, as a conversation sends its images with every call.
+_KEPT_BYTES = 64 << 20
+#: Side of an image that is sent with ``detail: low``.
+_LOW_DETAIL = 512
+_FETCH_SECONDS, _FETCHED_BYTES = 20.0, 20 << 20
+_FORMATS, _PIXELS = ("PNG", "JPEG", "GIF", "WEBP"), 1 << 25
+_DATA_URL = re.compile(r"data:image/(png|jpe?g|gif|webp);base64,", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class SeenImage:
+    """An image as the model takes it.
+
+    Attributes:
+        digest: of its URL and detail.
+        image: a PIL image, for engines that process it themselves.
+        outputs: of the processor: tensors.
+        tokens: that it is in a prompt.
+    """
+
+    digest: str
+    image: Any
+    outputs: dict[str, Any]
+    tokens: int
+
+    @property
+    def size(self) -> int:
+        """Bytes in memory."""
+        return sum(value.nbytes for value in self.outputs.values()) + 3 * self.image.width * self.image.height
+
+
+class ImageReader:
+    """Reads the images of a server's chats; safe to use from several threads.
+
+    Args:
+        tokenizer: the model's; where it came from a directory with an image processor, that is the processor.
+        processor: the model's, or its directory; None: the tokenizer's directory has it, or the model reads text only.
+        hosts: names of hosts that images may be fetched from, by http and https.
+    """
+
+    def __init__(self, tokenizer: Any, processor: Any = None, hosts: Iterable[str] = ()) -> None:
+        self._tokenizer, self._given = tokenizer, processor
+        self._hosts = frozenset(host.lower() for host in hosts)
+        self._kept: OrderedDict[str, SeenImage] = OrderedDict()
+        self._joined: OrderedDict[tuple[str, ...], dict[str, Any]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @cached_property
+    def sees(self) -> bool:
+        """Whether the model has a processor of images."""
+        directory = getattr(self._tokenizer, "name_or_path", "") or ""
+        return self._given is not None or (bool(directory) and (Path(directory) / "preprocessor_config.json").is_file())
+
+    @cached_property
+    def processor(self) -> Any:
+        """The model's processor, loaded with the first image."""
+        return load_processor(self._tokenizer.name_or_path if self._given is None else self._given, self._tokenizer)
+
+    @cached_property
+    def token(self) -> str:
+        """The text of the token that stands for a part of an image."""
+        return getattr(self._given, "image_token", None) or getattr(self._tokenizer, "image_token", None) or IMAGE
+
+    @cached_property
+    def token_id(self) -> int | None:
+        """The id of that token; None where the model sees no images."""
+        return self._tokenizer.convert_tokens_to_ids(self.token) if self.sees else None
+
+    @cached_property
+    def placeholder(self) -> str:
+        """What stands for one image in a prompt."""
+        return image_placeholder(self.processor)
+
+    def see(self, part: dict[str, Any], where: str) -> SeenImage:
+        """The image of an ``image_url`` part.
+
+        Raises:
+            RequestError: the model reads text only, or the image is broken, too large, or elsewhere.
+        """
+        given = part.get("image_url")
+        url, detail = (given.get("url"), given.get("detail")) if isinstance(given, dict) else (given, None)
+        if not self.sees:
+            no_image(part, where)
+        if not isinstance(url, str):
+            raise RequestError(f"{where} has no image_url with a url.", param=where)
+        digest = hashlib.sha256(f"{detail}|{url}".encode(errors="surrogatepass")).hexdigest()
+        with self._lock:
+            seen = self._kept.get(digest)
+        if seen is None:
+            seen = self._processed(digest, self._bytes(url, where), detail, where)
+            with self._lock:
+                self._kept[digest] = seen
+                self._forget(self._kept, sum(other.size for other in self._kept.values()))
+        return seen
+
+    def _forget(self, kept: OrderedDict[Any, Any], size: int) -> None:
+        while size > _KEPT_BYTES and len(kept) > 1:
+            size -= kept.popitem(last=False)[1].size
+
+    def _bytes(self, url: str, where: str) -> bytes:
+        """The file behind a URL."""
+        if url[:5].lower() != "data:":
+            return self._fetched(url, where)
+        if not (head := _DATA_URL.match(url)):
+            raise RequestError(
+                f"{where} is {url[:40]!r}…; it has to be data:image/png;base64,… (or jpeg, gif, webp).", param=where
+            )
+        try:
+            return base64.b64decode(url[head.end() :], validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise RequestError(f"{where} is no base64: {error}.", param=where) from None
+
+    def _fetched(self, url: str, where: str) -> bytes:
+        import httpx
+
+        try:
+            parts = urlsplit(url)
+            is_allowed = parts.scheme in ("http", "https") and (parts.hostname or "").lower() in self._hosts
+        except ValueError:
+            is_allowed = False
+        if not is_allowed:
+            raise RequestError(
+                f"{where} is at {url[:80]!r}, which this server does not fetch: send the image as data:image/png;base64,…, or "
+                f"allow its host (image_hosts; now {', '.join(sorted(self._hosts)) or 'none'}).",
+                param=where,
+            )
+        found = bytearray()
+        try:
+            with httpx.stream("GET", url, timeout=_FETCH_SECONDS, follow_redirects=False, trust_env=False) as response:
+                if response.status_code != 200:
+                    raise RequestError(f"{where}: {url[:80]!r} answered {response.status_code}.", param=where)
+                for piece in response.iter_bytes():
+                    found += piece
+                    if len(found) > _FETCHED_BYTES:
+                        raise RequestError(f"{where}: {url[:80]!r} has over {_FETCHED_BYTES} bytes.", param=where)
+        except httpx.HTTPError as error:
+            raise RequestError(f"{where}: {url[:80]!r} cannot be fetched: {error}.", param=where) from error
+        return bytes(found)
+
+    def _processed(self, digest: str, data: bytes, detail: str | None, where: str) -> SeenImage:
+        from PIL import Image
+
+        try:
+            opened = Image.open(io.BytesIO(data), formats=_FORMATS)
+            if opened.width * opened.height > _PIXELS:
+                said = f"{where} has {opened.width} x {opened.height} pixels; send at most {_PIXELS}."
+                raise RequestError(said, param=where)
+            (image,) = as_images(opened, where)
+        except (OSError, DataError, Image.DecompressionBombError) as error:
+            raise RequestError(f"{where} is no image that can be read: {error}", param=where) from None
+        if detail == "low":
+            image.thumbnail((_LOW_DETAIL, _LOW_DETAIL))
+        try:
+            outputs = image_inputs(self.processor, image)
+        except (ConfigError, ValueError) as error:  # no processor of this family; a side too long for it
+            raise RequestError(f"{where} cannot be shown to this server's model: {error}", param=where) from None
+        merged = self.processor.image_processor.merge_size**2
+        return SeenImage(digest, image, outputs, int(outputs["image_grid_thw"].prod(-1).sum()) // merged)
+
+    def joined(self, images: list[SeenImage]) -> dict[str, Any]:
+        """What the model takes of several images; the calls of a conversation share it."""
+        import torch
+
+        key = tuple(image.digest for image in images)
+        with self._lock:
+            if key not in self._joined:
+                self._joined[key] = {
+                    name: torch.cat([image.outputs[name] for image in images]) if len(images) > 1 else images[0].outputs[name]
+                    for name in images[0].outputs
+                }
+                while len(self._joined) > 4:  # the calls that a conversation goes on with
+                    self._joined.popitem(last=False)
+            return self._joined[key]
+
+
+class Gallery:
+    """The images of one request, in their order in the prompt.
+
+    Args:
+        reader: of the server.
+        most_tokens: that a prompt may have; None: not known.
+    """
+
+    def __init__(self, reader: ImageReader, most_tokens: int | None) -> None:
+        self._reader, self._most_tokens = reader, most_tokens
+        self._images: list[SeenImage] = []
+        self._tokens = 0
+
+    def place(self, part: dict[str, Any], where: str) -> str:
+        """The text that stands for an image in the prompt.
+
+        Raises:
+            RequestError: it cannot be shown, or the prompt cannot hold it.
+        """
+        seen = self._reader.see(part, where)
+        self._images.append(seen)
+        self._tokens += seen.tokens
+        if self._most_tokens is not None and self._tokens > self._most_tokens:
+            said = f"The images have over {self._most_tokens} tokens, the limit of a prompt."
+            raise RequestError(said, param="messages", code=CONTEXT_LENGTH_EXCEEDED)
+        return self._reader.placeholder.replace(self._reader.token, self._reader.token * seen.tokens)
+
+    def inputs(self, ids: list[int]) -> dict[str, Any]:
+        """The fields of a request with these images and the prompt's ``ids``.
+
+        Raises:
+            RequestError: the prompt has a token of an image that does not exist.
+        """
+        token_id = self._reader.token_id
+        if token_id is not None and (found := ids.count(token_id)) != self._tokens:
+            raise RequestError(
+                f"The messages hold {self._reader.token} {found - self._tokens} times, which stands for an image: leave it out, "
+                "and send images as parts of type image_url.",
+                param="messages",
+            )
+        if not self._images:
+            return {}
+        return {"multi_modal": self._reader.joined(self._images), "image_data": [seen.image for seen in self._images]}
