@@ -13,27 +13,30 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-#: Public name -> the module that it is imported from.
-_EXPORTS = {
-    name: module
-    for module, name in re.findall(
-        r"^from (\S+) import (\w+)", Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"), re.MULTILINE
-    )
-}
+_TABLE = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+#: Public name -> the module that it is imported from, and its name there.
+_EXPORTS = {name: (module, name) for module, name in re.findall(r"^from (\S+) import (\w+)", _TABLE, re.MULTILINE)}
+_EXPORTS |= {second: _EXPORTS[name] for second, name in re.findall(r"^(\w+) = (\w+)", _TABLE, re.MULTILINE)}
 
 __all__ = list(_EXPORTS)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
-        module = importlib.import_module(_EXPORTS[name])
-        value = getattr(module, name) if hasattr(module, name) else importlib.import_module(f"{_EXPORTS[name]}.{name}")
+        path, inside = _EXPORTS[name]
+        module = importlib.import_module(path)
+        value = getattr(module, inside) if hasattr(module, inside) else importlib.import_module(f"{path}.{inside}")
         return globals().setdefault(name, value)
     try:
         return importlib.import_module(f"rollwright.{name}")
     except ModuleNotFoundError as error:
         if error.name != f"rollwright.{name}":
             raise
+    if not name.startswith("_"):
+        from rollwright.compat.areal import REPLACEMENTS
+
+        if name in REPLACEMENTS:  # an AttributeError's message would not be shown by ``from rollwright import …``
+            raise ImportError(f"rollwright has no {name}, which AReaL has: {REPLACEMENTS[name]}.", name="rollwright")
     raise AttributeError(f"module 'rollwright' has no name {name!r}")
 
 

@@ -81,6 +81,8 @@ from rollwright.rewards.math import get_math_verify_worker as get_math_verify_wo
 from rollwright.rewards.registry import REWARD_FUNCTIONS as REWARD_FUNCTIONS
 from rollwright.rewards.wrapper import AsyncRewardWrapper as AsyncRewardWrapper
 from rollwright.rollout import workflow_context as workflow_context
+from rollwright.rollout.areal_client import ArealOpenAI as ArealOpenAI
+from rollwright.rollout.areal_client import InteractionWithTokenLogpReward as InteractionWithTokenLogpReward
 from rollwright.rollout.engines import LocalRolloutEngine as LocalRolloutEngine
 from rollwright.rollout.engines import RemoteEngine as RemoteEngine
 from rollwright.rollout.engines import RemoteSGLangEngine as RemoteSGLangEngine
@@ -139,5 +141,12 @@ from rollwright.workflows.tool_integrated import ToolIntegratedWorkflow as ToolI
 from rollwright.workflows.turns import Turns as Turns
 from rollwright.workflows.vision_rlvr import VisionRLVRWorkflow as VisionRLVRWorkflow
 from rollwright.workflows.webshop import WebShopWorkflow as WebShopWorkflow
+
+# AReaL's names of the same things
+InferenceEngineConfig = RolloutConfig
+RemotevLLMEngine = RemoteVLLMEngine
+TrainDatasetConfig = DatasetConfig
+ValidDatasetConfig = DatasetConfig
+vLLMConfig = VLLMConfig  # noqa: N816
 
 __version__: str

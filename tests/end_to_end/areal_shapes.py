@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rollwright import (
+    ArealOpenAI,
     AsyncRewardWrapper,
     GenerationHyperparameters,
     InferenceEngine,
@@ -391,3 +392,108 @@ class AgentsSDKAgent:
         result = await Runner.run(agent, input=content, session=SQLiteSession("sums"), run_config=run_config)
         reward_fn = AsyncRewardWrapper(equal_reward)
         return await reward_fn(completions=str(result.final_output), answer=data["answer"])
+
+
+class PersistentByClient:
+    """An agent that is given AReaL's client: it rewards each of its calls there."""
+
+    def __init__(self, gconfig: GenerationHyperparameters, max_turns: int):
+        self.gconfig, self.max_turns = gconfig, max_turns
+        self.async_reward_fn = AsyncRewardWrapper(result_reward)
+
+    async def run_agent(self, data, client: ArealOpenAI):
+        messages = data["messages"].copy()
+        for _ in range(self.max_turns):
+            response = await client.chat.completions.create(messages=messages, **self.gconfig.to_openai_args_dict())
+            message = response.choices[0].message
+            messages.append(message)  # the package's own object
+            reward = await self.async_reward_fn(result=message.content, answer=data["answer"])
+            client.set_reward(response.id, reward)
+            if reward == 1:
+                break
+            messages.append({"role": "user", "content": "wrong: again"})
+        return reward
+
+
+class SDKByClient:
+    """openai-agents over AReaL's client, with the SDK's own name of a model."""
+
+    def __init__(self, gconfig: GenerationHyperparameters):
+        self.gconfig = gconfig
+
+    async def run_agent(self, data, client: ArealOpenAI):
+        from agents import Agent, ModelSettings, OpenAIProvider, RunConfig, Runner
+
+        settings = ModelSettings(temperature=self.gconfig.temperature, max_tokens=self.gconfig.max_tokens)
+        run_config = RunConfig(
+            model_provider=OpenAIProvider(openai_client=client), tracing_disabled=True, model_settings=settings
+        )
+        agent = Agent(name="Calculator", instructions="Add.")
+        result = await Runner.run(agent, input=data["messages"][-1]["content"], run_config=run_config)
+        reward = await AsyncRewardWrapper(result_reward)(result=result.final_output, answer=data["answer"])
+        client.set_last_reward(reward + 1.0)
+        return reward
+
+
+def result_reward(result, answer):
+    return get_math_verify_worker().verify(str(result), str(answer))
+
+
+class ByClient(RolloutWorkflow):
+    """Makes a client over the engine, lets an agent use it, discounts and exports."""
+
+    def __init__(self, agent: Any, tokenizer: Any, export_style: str = "concat"):
+        self.tokenizer = load_hf_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        self.agent, self.export_style = agent, export_style
+
+    async def arun_episode(self, engine, data):
+        client = ArealOpenAI(
+            engine=engine,
+            tokenizer=self.tokenizer,
+            tool_call_parser="qwen25",
+            chat_template_type="concat" if self.export_style == "concat" else "hf",
+        )
+        reward = await self.agent.run_agent(data=data, client=client)
+        stats_tracker.get(workflow_context.stat_scope()).scalar(agents_reward=reward)
+        client.apply_reward_discount(turn_discount=0.9)
+        return client.export_interactions(style=self.export_style)
+
+
+class UntilRightByClient(RolloutWorkflow):
+    """Turns of its own over AReaL's client; the tokens of a call come from its interaction."""
+
+    def __init__(self, reward_fn, gconfig, tokenizer, max_turns: int, turn_discount: float):
+        self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer).new(n_samples=1)
+        self.tokenizer, self.max_turns, self.turn_discount = tokenizer, max_turns, turn_discount
+        self.async_reward_fn = AsyncRewardWrapper(reward_fn)
+
+    async def arun_episode(self, engine, data):
+        client = ArealOpenAI(engine=engine, tokenizer=self.tokenizer)
+        messages = list(data["messages"])
+        turns, reward, discount = 0, 0.0, 1.0
+        while reward == 0 and turns < self.max_turns:
+            answer = await client.chat.completions.create(
+                messages=messages,
+                frequency_penalty=self.gconfig.frequency_penalty,
+                max_completion_tokens=self.gconfig.max_new_tokens,
+                stop=self.gconfig.stop,
+                store=True,
+                temperature=self.gconfig.temperature,
+                top_p=self.gconfig.top_p,
+            )
+            tokens = client.get_interaction(answer.id).model_response
+            reward = await self.async_reward_fn(
+                self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True),
+                answer.choices[0].message.content,
+                tokens.input_tokens,
+                tokens.output_tokens,
+                **data,
+            )
+            turns += 1
+            if reward == 0 and turns < self.max_turns:
+                messages += [{"role": "assistant", "content": answer.choices[0].message.content}]
+                messages += [{"role": "user", "content": "wrong: again"}]
+                discount *= self.turn_discount
+        stats_tracker.get(workflow_context.stat_scope()).scalar(num_turns=turns)
+        client.set_reward(answer.id, float(reward * discount))
+        return client.export_interactions()

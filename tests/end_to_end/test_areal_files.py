@@ -177,3 +177,31 @@ def test_agents(sampled, tokenizer, agent, package, kwargs):
     assert calls == (2 if agent is shapes.PersistentAgent else 1)
     assert (rows["loss_mask"].sum(-1) > 0).all()
     assert len(set(rows["sample_ids"].tolist())) == 2
+
+
+@pytest.mark.parametrize("style", ["concat", "individual"])
+def test_agents_that_are_given_a_client(sampled, tokenizer, style):
+    gconfig = GCONFIG.new(n_samples=1, top_k=20)
+    workflow = shapes.ByClient(shapes.PersistentByClient(gconfig, max_turns=3), tokenizer, export_style=style)
+    rows, metrics = sampled(workflow, {**TASK, "answer": "never"})
+    assert metrics["rollout/agents_reward"] == 0.0
+    turns = 1 if style == "concat" else 3
+    assert len(rows["rewards"]) == 2 * turns
+    starts = (rows["loss_mask"][:, 1:] > rows["loss_mask"][:, :-1]).sum(-1)
+    assert starts.tolist() == [3 // turns] * len(starts)
+    assert (rows["versions"] >= 0).sum() == rows["loss_mask"].sum()
+    assert len(set(rows["sample_ids"].tolist())) == 2
+
+
+def test_the_agents_sdk_over_a_client(sampled, tokenizer):
+    pytest.importorskip("agents")
+    rows, metrics = sampled(shapes.ByClient(shapes.SDKByClient(GCONFIG), tokenizer, export_style="individual"))
+    assert rows["rewards"].tolist() == pytest.approx([1.0 + metrics["rollout/agents_reward"]] * 2, abs=1.0)
+    assert (rows["loss_mask"].sum(-1) > 0).all()
+
+
+def test_turns_over_a_client(sampled, tokenizer):
+    workflow = shapes.UntilRightByClient(shapes.digits_reward, GCONFIG, tokenizer, max_turns=3, turn_discount=0.5)
+    rows, metrics = sampled(workflow, {**TASK, "answer": "9"})
+    assert len(rows["rewards"]) == 2
+    assert 1 <= metrics["rollout/num_turns"] <= 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -26,6 +27,26 @@ def _second_name(name: str) -> Any:
         lambda instance, value: setattr(instance, name, value),
         doc=f"Another name for ``{name}``.",
     )
+
+
+#: What calls of OpenAI's APIs take by themselves, and what else a request to a front of ours may have.
+_ANY_ARGUMENTS = frozenset(["max_new_tokens", "temperature", "top_p"])
+_AGENT_ARGUMENTS = _ANY_ARGUMENTS | {"frequency_penalty", "presence_penalty"}
+_CHAT_ARGUMENTS = _AGENT_ARGUMENTS | {"n_samples", "stop", "seed", "logit_bias"}
+_REQUEST_ARGUMENTS = (
+    *(
+        "n_samples",
+        "stop",
+        "seed",
+        "logit_bias",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "top_k",
+        "min_p",
+    ),
+    *("min_new_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
+)
 
 
 @dataclass
@@ -110,6 +131,33 @@ class GenerationHyperparameters:
     def from_names(cls, **names: Any) -> GenerationHyperparameters:
         """Build from field names or their aliases (Trinity's ``rollout_args``)."""
         return cls().new(**names)
+
+    def to_openai_args_dict(self, exclude_args: Sequence[str] | None = None, api_format: str = "completions") -> dict[str, Any]:
+        """Arguments of an OpenAI client's ``create``; what its API does not have goes into ``extra_body``.
+
+        Args:
+            exclude_args: our names of what to leave out.
+            api_format: ``completions``, ``responses``, or ``openai-agents`` for a ``ModelSettings``.
+
+        Raises:
+            ConfigError: the format is another.
+        """
+        most = {"completions": "max_completion_tokens", "responses": "max_output_tokens", "openai-agents": "max_tokens"}
+        if api_format not in most:
+            raise ConfigError(f"to_openai_args_dict(api_format={api_format!r}): it is one of {', '.join(most)}.")
+        names = {"max_new_tokens": most[api_format], "n_samples": "n", "min_new_tokens": "min_tokens"}
+        own = {"completions": _CHAT_ARGUMENTS, "responses": _ANY_ARGUMENTS, "openai-agents": _AGENT_ARGUMENTS}[api_format]
+        given: dict[str, Any] = {"temperature": 0.0 if self.is_greedy else self.temperature, "top_p": self.top_p}
+        defaults = GenerationHyperparameters()
+        for name in ("max_new_tokens", *_REQUEST_ARGUMENTS):
+            if (value := getattr(self, name)) != getattr(defaults, name) or name == "max_new_tokens":
+                given[name] = value
+        for excluded in exclude_args or ():
+            given.pop(ALIASES.get(excluded, excluded), None)
+        arguments = {names.get(name, name): value for name, value in given.items() if name in own}
+        if further := {names.get(name, name): value for name, value in given.items() if name not in own}:
+            arguments["extra_body"] = further
+        return arguments
 
     def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> GenerationHyperparameters:
         """A copy whose ``stop_token_ids`` also hold the tokenizer's end and pad tokens, where it has them.

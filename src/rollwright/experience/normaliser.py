@@ -1,7 +1,8 @@
 """The normaliser: whatever a workflow returned becomes a trajectory of the data contract, filled from the record (``record_matching``).
 
 Accepted forms: ``None`` (rejected on purpose); a trajectory dict, of rows or of one row in one dimension; the short form
-``{"input_ids": [P], "output_ids": [N], "reward": float}``; an ``Experience`` or a list of them; a list of trajectory dicts.
+``{"input_ids": [P], "output_ids": [N], "reward": float}``; an ``Experience``, or a list of them, or a dict of them by name; a list
+of trajectory dicts.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def normalise(
     if result is None:
         return None
     place = Place(workflow, task)
+    if isinstance(result, Mapping) and result and all(isinstance(value, Experience) for value in result.values()):
+        result = list(result.values())
     items = list(result) if isinstance(result, list | tuple) else [result]
     if not items:
         raise place.error("result", "the workflow returned an empty list", "return None to reject the sample on purpose")

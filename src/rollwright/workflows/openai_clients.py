@@ -53,8 +53,8 @@ class RunClient(openai.OpenAI):
 
 
 class AsyncRunClient(openai.AsyncOpenAI):
-    """An asynchronous client."""
+    """An asynchronous client; ``arguments`` are further ones of ``AsyncOpenAI``."""
 
-    def __init__(self, base_url: str, api_key: str, model_path: str) -> None:
-        super().__init__(**_settings(openai.DefaultAsyncHttpxClient, base_url, api_key))
+    def __init__(self, base_url: str, api_key: str, model_path: str, **arguments: Any) -> None:
+        super().__init__(**(_settings(openai.DefaultAsyncHttpxClient, base_url, api_key) | arguments))
         self.model_path = model_path

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,7 @@ from rollwright import (
     stats_tracker,
     workflow_context,
 )
+from rollwright.compat.areal import REPLACEMENTS
 from rollwright.config.tasksets import DatasetConfig
 from rollwright.errors import ConfigError, DataError, EngineError, RewardError
 from rollwright.tracking.metrics import MetricError, start_timer
@@ -70,6 +72,13 @@ NAMES = [
     "VisionRLVRWorkflow",
     "RemoteSGLangEngine",
     "logging",
+    "ArealOpenAI",
+    "InteractionWithTokenLogpReward",
+    "InferenceEngineConfig",
+    "TrainDatasetConfig",
+    "ValidDatasetConfig",
+    "vLLMConfig",
+    "RemotevLLMEngine",
 ]
 
 
@@ -83,6 +92,15 @@ def nothing_reported():
 @pytest.mark.parametrize("name", NAMES)
 def test_names(name):
     assert getattr(rollwright, name) is not None
+
+
+@pytest.mark.parametrize("name", sorted(REPLACEMENTS))
+def test_a_name_that_is_missing_is_told_with_what_to_write(name):
+    with pytest.raises(ImportError, match=re.escape(REPLACEMENTS[name])):
+        exec(f"from rollwright import {name}")
+    assert name not in rollwright.__all__
+    for public in re.findall(r"\b[A-Z][a-z]+[A-Z]\w+(?=\(|\.from_str|$)", REPLACEMENTS[name]):
+        assert public in (*rollwright.__all__, "OpenAICompatibleModel"), public
 
 
 # -- reward functions of any signature ---------------------------------------------------------------------------------

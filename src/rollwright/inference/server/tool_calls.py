@@ -298,6 +298,17 @@ _SIGNS = (
     ('"parameters"', LLAMA),
 )
 
+#: The names that servers and AReaL have for them.
+PARSERS = {
+    **dict.fromkeys(("qwen", "qwen25", "hermes"), HERMES),
+    "qwen3_coder": QWEN_CODER,
+    **dict.fromkeys(("glm", "glm45", "glm47"), GLM),
+    **dict.fromkeys(("deepseekv3", "deepseekv31"), DEEPSEEK),
+    "kimi_k2": KIMI,
+    "mistral": MISTRAL,
+    "llama3": LLAMA,
+}
+
 
 def tool_convention(chat_template: Any) -> ToolConvention:
     """The convention that a chat template shows its model; Hermes, as a guess, where it shows none."""

@@ -1,0 +1,55 @@
+"""AReaL's names that this project has not, and what to write in their place. Those that it has are public names."""
+
+from __future__ import annotations
+
+_AGENT = "give the agent (a function, or a class with `async def run(self, data, **extra_kwargs)`) to OpenAIAgentWorkflow"
+_PLACES = (
+    "processes are placed by the config (cluster, allocation_mode) and started by `rollwright run`: leave the scheduler out"
+)
+_SERVICE = "`rollwright run` with mode: serve answers agents of other processes (docs/modes.md)"
+_REMOTE = "engines and workers exchange plain tensors: leave it out"
+_SANDBOX = "name a sandbox in rollout.sandbox (docs/sandbox.md); Daytona's is not one of them"
+
+#: Name -> what to do.
+REPLACEMENTS: dict[str, str] = {
+    "OpenAIProxyWorkflow": _AGENT,
+    "OpenAIProxyClient": f"{_AGENT}; it rewards by what it returns, or by POST to base_url + '/rewards'",
+    "AReaLOpenAICompatibleModel": (
+        "CAMEL's own OpenAICompatibleModel(model_type='default', url=client.base_url, api_key=client.api_key) asks the policy of "
+        "client = ArealOpenAI(…)"
+    ),
+    "InteractionCache": "the calls of an ArealOpenAI are in client.episode.recorder; export_interactions() gives them",
+    "MathAgent": f"it is 30 lines to copy into your project; {_AGENT}",
+    "MathToolAgent": f"it is 40 lines to copy into your project; {_AGENT}",
+    "process_tool_calls": "tool calls are parsed by the form that the chat template shows; `message.tool_calls` has them",
+    "ModelAllocation": "AllocationMode.from_str(text): gen_backend, gen_tp_size, gen_dp_size",
+    "LocalScheduler": _PLACES,
+    "RayScheduler": _PLACES,
+    "SlurmScheduler": _PLACES,
+    "RTensor": _REMOTE,
+    "serialize_value": _REMOTE,
+    "deserialize_value": _REMOTE,
+    "AsyncTaskRunner": "RolloutExecutor runs samples; asyncio.TaskGroup runs other coroutines",
+    "AgentController": _SERVICE,
+    "AgentConfig": _SERVICE,
+    "AgentRequest": _SERVICE,
+    "AgentResponse": _SERVICE,
+    "EventEmitter": _SERVICE,
+    "RolloutControllerV2": _SERVICE,
+    "DaytonaRunner": _SANDBOX,
+    "DaytonaClientManager": _SANDBOX,
+    "RWTrainer": "reward models are not trained here; DPOTrainer learns from the same pairs",
+    "RWConfig": "reward models are not trained here; DPOConfig takes the same pairs",
+    "seeding": "trainers seed their process from the config's `seed`; elsewhere call torch.manual_seed",
+    "set_random_seed": "trainers seed their process from the config's `seed`; elsewhere call torch.manual_seed",
+    "create_dataloader": "TaskLoader(dataset, batch_size=…), or the trainer's own",
+    "tabulate_stats": "the run's display shows the metrics; stats_tracker.export_all() returns them",
+    "StatsLogger": "metrics go to the sinks of the config's stats_logger",
+    "network": "from rollwright import find_free_ports",
+    "gethostip": "socket.gethostbyname(socket.gethostname())",
+    "name_resolve": "servers are found in the config, or in AREAL_LLM_SERVER_ADDRS",
+    "names": "servers are found in the config, or in AREAL_LLM_SERVER_ADDRS",
+    "NameResolveConfig": "servers are found in the config, or in AREAL_LLM_SERVER_ADDRS",
+    "kill_process_tree": "processes of a run end with it; elsewhere psutil does it",
+    "is_single_controller": "there is always one controller: leave the check out",
+}

@@ -1,0 +1,228 @@
+"""``ArealOpenAI``: AReaL's OpenAI client over a workflow's engine, here a client of a run at an OpenAI front.
+
+The run's recorder holds every call; the client keeps nothing of its own. Rewards are those of ``OpenAIEpisode.set_reward``.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from rollwright.data.tokenizer import load_tokenizer
+from rollwright.errors import ConfigError, WorkflowError
+from rollwright.experience.experience import Experience
+from rollwright.experience.recorder import experience_of, sequences_of
+from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.request import ModelResponse
+from rollwright.rollout.openai_front import OpenAIFront
+from rollwright.workflows.openai_clients import AsyncRunClient
+
+try:
+    from openai.resources.chat import AsyncChat
+    from openai.resources.chat.completions import AsyncCompletions
+    from openai.resources.responses import AsyncResponses
+
+    from rollwright.inference.server.tool_calls import PARSERS
+except ModuleNotFoundError as error:
+    raise ConfigError(f"ArealOpenAI needs the package {error.name}: pip install 'rollwright[openai]'.") from error
+
+#: Names of parsers of reasoning between ``<think>`` and ``</think>``, which is set apart wherever the template knows it.
+_REASONING_PARSERS = ("qwen3", "qwen3-thinking", "deepseek-r1", "deepseek-v3", "glm45", "kimi", "kimi_k2")
+
+
+@dataclass(frozen=True)
+class InteractionWithTokenLogpReward:
+    """One call: its tokens and log-probabilities, and its reward.
+
+    Attributes:
+        interaction_id: id of the completion or response.
+        model_response: what the engine sampled, and the prompt.
+        reward: of the call; None: it has none.
+    """
+
+    interaction_id: str
+    model_response: ModelResponse
+    reward: float | None
+
+
+class ArealOpenAI(AsyncRunClient):
+    """An ``openai.AsyncOpenAI`` whose calls ``engine`` answers, and that rewards and exports them.
+
+    ::
+
+        client = ArealOpenAI(engine=engine, tokenizer=tokenizer)
+        answer = await client.chat.completions.create(messages=messages)
+        client.set_reward(answer.id, 1.0)
+        return client.export_interactions(style="individual")
+
+    ``chat.completions`` and ``responses`` ask for the policy, whatever ``model`` they are given. ``base_url`` and ``api_key`` are
+    those of the run: any other client may use them, too.
+
+    Attributes:
+        engine: the one given.
+        episode: the run, with its recorder.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        tokenizer: Any,
+        tool_call_parser: str = "qwen",
+        reasoning_parser: str = "qwen3",
+        engine_max_tokens: int | None = None,
+        chat_template_type: Literal["hf", "concat"] = "hf",
+        **client_arguments: Any,
+    ) -> None:
+        """Args:
+        engine: usually the one that a workflow is given.
+        tokenizer: the policy's, or its path.
+        tool_call_parser: how the model writes tool calls, where its chat template shows no form.
+        reasoning_parser: only parsers of ``<think>`` are known.
+        engine_max_tokens: most tokens of a prompt and its answer; None: the engine's.
+        chat_template_type: either: a conversation always goes on from the tokens as they were sampled.
+        client_arguments: of ``AsyncOpenAI``; ``base_url`` and ``api_key`` are the run's.
+
+        Raises:
+            ConfigError: a parser or a type of template is not known.
+        """
+        for name, value, known in (
+            ("tool_call_parser", tool_call_parser, tuple(PARSERS)),
+            ("reasoning_parser", reasoning_parser, _REASONING_PARSERS),
+            ("chat_template_type", chat_template_type, ("hf", "concat")),
+        ):
+            if value not in known:
+                raise ConfigError(f"ArealOpenAI({name}={value!r}): known are {', '.join(known)}.")
+        self.engine = engine
+        self._front = _front_of(tokenizer)
+        self.episode = self._front.episode(engine, context_length=engine_max_tokens)
+        if not self.episode.convention.is_known:
+            self.episode.convention = PARSERS[tool_call_parser]
+        own = {name: value for name, value in client_arguments.items() if name not in ("base_url", "api_key")}
+        super().__init__(self.episode.base_url, self.episode.api_key, self.episode.model_name, **own)
+        weakref.finalize(self, self.episode.close)
+        self._is_discounted = False
+
+    @cached_property
+    def chat(self) -> AsyncChat:
+        """Chat completions of the policy."""
+        return _Chat(self)
+
+    @cached_property
+    def responses(self) -> AsyncResponses:
+        """Responses of the policy."""
+        return _Responses(self)
+
+    # -- rewards -------------------------------------------------------------------------------------------------------
+
+    def get_interaction(self, id: str) -> InteractionWithTokenLogpReward | None:
+        """A finished call by its id, with its tokens; None: there is no such call."""
+        record = next((record for record in self.episode.records if record.metadata["call"] == id), None)
+        if record is None:
+            return None
+        response = ModelResponse(
+            record.prompt_ids,
+            record.output_ids,
+            record.logprobs,
+            record.versions,
+            record.stop_reason,
+            record.stop_match,
+            record.latency,
+            record.ttft,
+            record.temperature,
+            record.rid,
+            record.seed,
+        )
+        return InteractionWithTokenLogpReward(id, response, self.episode.reward_of(id))
+
+    def set_reward(self, id: str, reward: float) -> None:
+        """Reward the call of an id.
+
+        Raises:
+            WorkflowError: there is no such call, or the reward is no finite number.
+        """
+        self.episode.set_reward(reward, call=id)
+
+    def set_last_reward(self, reward: float) -> None:
+        """Reward the newest call.
+
+        Raises:
+            WorkflowError: there was none.
+        """
+        if not self.episode.calls:
+            raise WorkflowError("the client made no call that could be rewarded: await chat.completions.create(…) first.")
+        self.set_reward(self.episode.calls[-1], reward)
+
+    def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
+        """From the newest call to the first: add the next call's reward, times ``turn_discount``, to each call's own (or to 0).
+
+        Raises:
+            WorkflowError: it was done already.
+        """
+        if self._is_discounted:
+            raise WorkflowError("the rewards of this client are discounted already: call apply_reward_discount once.")
+        self._is_discounted, later = True, 0.0
+        for call in reversed(self.episode.calls):
+            later = later * turn_discount + (self.episode.reward_of(call) or 0.0)
+            self.set_reward(call, later)
+
+    def export_interactions(self, style: Literal["concat", "individual"] = "concat") -> dict[str, Experience]:
+        """The calls as experiences, by id; return them from ``arun_episode``.
+
+        Args:
+            style: ``individual``: one for each call, with its reward, in which only its own answer is trained; ``concat``: calls
+                that extend one another are one, under the id and with the reward of the last.
+
+        Raises:
+            WorkflowError: no call was rewarded. Where some were, the others have 0.
+        """
+        if style not in ("concat", "individual"):
+            raise WorkflowError(f"export_interactions(style={style!r}): it is concat or individual.")
+        records = [record for record in self.episode.records if record.output_ids]
+        rewards = {call: self.episode.reward_of(call) for call in self.episode.calls}
+        if records and all(reward is None for reward in rewards.values()):
+            raise WorkflowError("no call of this client was rewarded: set_reward(completion.id, reward) before the export.")
+        sequences = sequences_of(records) if style == "concat" else [[record] for record in records]
+        exported: dict[str, Experience] = {}
+        for sequence in sequences:
+            call = sequence[-1].metadata["call"]
+            experience = experience_of(sequence, reward=rewards[call] or 0.0)
+            experience.truncated = experience.truncated or self.episode.recorder.outgrew_context
+            exported[_free(call, exported)] = experience
+        return exported
+
+    # -- AReaL's older names -------------------------------------------------------------------------------------------
+
+    get_completions = get_interaction
+    set_final_reward = set_last_reward
+    export_completions = export_interactions
+
+
+def _free(call: str, taken: dict[str, Any]) -> str:
+    """The call's id; with a number behind it where the call had several samples."""
+    others = sum(name.partition("#")[0] == call for name in taken)
+    return f"{call}#{others}" if others else call
+
+
+class _Chat(AsyncChat):
+    @cached_property
+    def completions(self) -> AsyncCompletions:
+        return _Completions(self._client)
+
+
+class _Completions(AsyncCompletions):
+    async def create(self, **arguments: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return await super().create(**{**arguments, "model": self._client.model_path})  # type: ignore[attr-defined]
+
+
+class _Responses(AsyncResponses):
+    async def create(self, **arguments: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return await super().create(**{**arguments, "model": self._client.model_path})  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(maxsize=4)
+def _front_of(tokenizer: Any) -> OpenAIFront:
+    """The front of a tokenizer; clients hold theirs, so that one that is forgotten here ends with its last client."""
+    return OpenAIFront(load_tokenizer(tokenizer))
