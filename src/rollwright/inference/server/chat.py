@@ -53,6 +53,8 @@ def _template_message(message: Any, where: str, place: Place) -> dict[str, Any]:
         rendered["role"] = "system"
     rendered["content"] = _text(message.get("content"), where, place, required=not message.get("tool_calls"))
     if message.get("tool_calls"):
+        if not isinstance(message["tool_calls"], list):
+            raise RequestError(f"{where}.tool_calls has to be a list of calls.", param=where)
         rendered["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message["tool_calls"])]
     return rendered
 

@@ -208,11 +208,11 @@ class OpenAIProtocol:
         if getattr(self.tokenizer, "chat_template", None) is None and "chat_template" not in variables:
             raise RequestError("The model has no chat template; use /v1/completions.", param="messages")
         gallery = Gallery(self.images, self._reader.limit)
-        messages = template_messages(fields["messages"], gallery.place)
-        for message in messages if self.images.sees else ():
-            if message["role"] == "assistant":  # what it once sampled stands for no image
-                message["content"] = message["content"].replace(self.images.token, "")
         try:
+            messages = template_messages(fields["messages"], gallery.place)
+            for message in messages if self.images.sees else ():
+                if message["role"] == "assistant":  # what it once sampled stands for no image
+                    message["content"] = message["content"].replace(self.images.token, "")
             ids = self._render(messages, self._tools(fields), fields, variables)
         except RequestError:
             raise
