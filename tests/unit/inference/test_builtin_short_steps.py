@@ -14,7 +14,7 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import PromptTooLongError, QueueFullError, RequestAborted
 from rollwright.inference.backends.builtin import step as steps
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
-from rollwright.inference.backends.builtin.rows import StepPlan, counter_uniforms
+from rollwright.inference.backends.builtin.rows import DecodeBatch, StepPlan, counter_uniforms
 from rollwright.inference.request import ModelRequest
 
 MODEL = tiny_model("qwen3")
@@ -145,3 +145,44 @@ def test_threads_are_measured_and_nobody_elses_change(monkeypatch):
             assert began == [2]
     finally:
         torch.set_num_threads(most)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_rows_bits_do_not_depend_on_what_decodes_beside_it(threads):
+    """Neither the number of rows nor the length of a neighbour shows in a row, from two blocks of rows on."""
+    model, before = tiny_model("qwen3", hidden_size=64, head_dim=16, intermediate_size=192), torch.get_num_threads()
+    choose = np.random.default_rng(0)
+    prompts = [tuple(choose.integers(3, VOCABULARY, length).tolist()) for length in choose.integers(1, 60, 40)]
+    seen: dict[tuple[int, int], torch.Tensor] = {}
+    compared = 0
+
+    def compare(engine, batch, logits):
+        nonlocal compared
+        if isinstance(batch, DecodeBatch):
+            for row, sequence in enumerate(engine._stepper.scheduler.running):
+                token = (sequence.seed, int(engine._stepper._table.generated[row]))
+                if token in seen and sequence.seed != 99:
+                    compared += 1
+                    assert torch.equal(logits[row], seen[token]), (token, batch.row_count, batch.kv_length)
+                seen[token] = logits[row].clone()
+        return logits
+
+    try:
+        torch.set_num_threads(threads)
+        for count, length in ((40, 0), (13, 120), (24, 0), (40, 60)):
+            engine = BuiltinEngine(model, max_running_requests=56, context_length=256, prefix_cache=False, threads=threads)
+            engine.pause()
+            forward = engine._runner.forward
+            engine._runner.forward = lambda batch, cache, e=engine, f=forward: compare(e, batch, f(batch, cache))
+            engine.submit([request(100 + row, 180, (7, row)) for row in range(9)])  # so that there always are two blocks
+            step(engine)
+            if length:
+                engine.submit([request(99, 80, (5,) * length)])
+                step(engine)
+            for seed in choose.permutation(40)[:count].tolist():  # one by one: prompts are computed alone
+                engine.submit([request(seed, 150, prompts[seed])])
+                step(engine)
+            engine.destroy()
+    finally:
+        torch.set_num_threads(before)
+    assert compared > 500

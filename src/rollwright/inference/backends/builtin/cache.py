@@ -19,7 +19,8 @@ from torch import Tensor
 
 from rollwright.errors import ConfigError
 
-#: Rows that are computed together: in float32 on CPU a linear layer gives a row the same bits in any number of whole blocks.
+#: Rows that are computed together. In float32 on CPU a linear layer gives a row the same bits in any number of whole blocks from
+#: two on; one block of 8 rows the library multiplies in another way.
 ROW_BLOCK = 8
 LENGTH_STEP = 64
 _BLOCK = 16
