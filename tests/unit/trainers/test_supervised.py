@@ -45,11 +45,11 @@ def test_what_was_opened_is_closed_where_the_rest_fails(tmp_path, tiny_model, mo
         monkeypatch.setattr(rollout, "destroy", lambda: (closed.append("rollout"), destroy()))
         return rollout
 
-    def fail(rollout):
+    def fail(*arguments):
         raise OSError("no weights")
 
     monkeypatch.setattr(supervised, "make_local_engine", make_watched)
-    monkeypatch.setattr(supervised, "SharedWeights", fail)
+    monkeypatch.setattr(supervised, "publisher_for", fail)
     config = tmp_path / "supervised.yaml"
     config.write_text(CONFIG.replace("FILEROOT", str(tmp_path)).replace("MODEL", str(tiny_model)).replace("ACCURACY", "1.0"))
     with pytest.raises(OSError, match="no weights"):
