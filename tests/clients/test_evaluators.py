@@ -1,4 +1,4 @@
-"""Evaluators: lm-eval, and the environments of verifiers."""
+"""Evaluators: lm-eval, Inspect, and the environments of verifiers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from client_cases import Case
 from directed_model import CALL, FREE, THOUGHT
 
 ANSWER = "17 + 25 is 42."
-LM_EVAL = ("lm_eval", "evaluators_lm_eval")
+LM_EVAL, INSPECT = ("lm_eval", "evaluators_lm_eval"), ("inspect-ai", "evaluators_inspect")
 VERIFIERS = ("verifiers", "evaluators_verifiers")
 LOOP = [THOUGHT + CALL, THOUGHT + ANSWER]
 APART = "every question is asked alone"
@@ -17,6 +17,16 @@ CASES = [
     Case(*LM_EVAL, "generate_until", "`generate_until`", [" 42\n", " 12\n"], 2, APART),
     Case(*LM_EVAL, "multiple_choice", "`multiple_choice`", [FREE] * 6, 6, "every choice is scored alone"),
     Case(*LM_EVAL, "chat", "`generate_until`", ["42", "12"], 2, APART),
+    Case(
+        *INSPECT,
+        "default",
+        "task with a tool",
+        ["hello, world", *LOOP],
+        2,
+        "it tries the server with a question of its own first",
+    ),
+    Case(*INSPECT, "chat", "task with a tool", LOOP),
+    Case(*INSPECT, "messages", "task with a tool", LOOP),
     Case(*VERIFIERS, "evaluation", "`vf-eval`, an agent with a tool", LOOP),
     Case(*VERIFIERS, "train", "`vf-eval` with its train client, an agent with a tool", LOOP),
 ]
@@ -25,7 +35,9 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_evaluators(case, play, world):
     played = play(case)
-    if case.client == "verifiers":
+    if case.client == "inspect-ai":
+        assert played.value == [1.0, ["user", "assistant", "tool", "assistant"], ANSWER]
+    elif case.client == "verifiers":
         assert "42" in str(played.value)
     elif case.name == "multiple_choice":
         check_choices(world, played)

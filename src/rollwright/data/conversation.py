@@ -123,6 +123,8 @@ def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
 def _reasoning_and_text(message: dict[str, Any]) -> tuple[str, Any]:
     """The reasoning of an assistant's message, wherever it is given, and what it says."""
     reasoning, content = message.get("reasoning_content") or "", message["content"]
+    if reasoning and isinstance(content, str):
+        content = content.lstrip()  # Inspect begins it with a line break
     if not reasoning and isinstance(content, str) and "</think>" in content:
         before, _, after = content.partition("</think>")
         before = before.strip()

@@ -43,6 +43,7 @@ def setting(request):
     [
         ({"content": "3", "reasoning_content": "1 and 2"}, 1),
         ({"content": "3", "reasoning_content": "\n1 and 2\n\n"}, 1),
+        ({"content": "\n3", "reasoning_content": "1 and 2"}, 1),
         ({"content": "<think>1 and 2</think>3"}, 1),
         ({"content": "<think>\n\n1 and 2\n</think>\n3"}, 1),
         ({"content": "3"}, 1),
