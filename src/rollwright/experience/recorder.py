@@ -32,7 +32,7 @@ class RequestRecord:
     turn: int  # requests of the same conversation before this one
     prompt: Tokens
     output_bytes: bytes = field(repr=False)  # packed, with the stop token or the tokens of the stop string
-    output_logprobs: np.ndarray  # natural, at sampling, temperature-scaled
+    output_logprobs: np.ndarray  # natural, at sampling, temperature-scaled; float32 where that loses nothing
     output_versions: np.ndarray  # weight version that sampled each token
     temperature: float  # that log-probabilities are at (1.0 where greedy)
     stop_reason: str  # "stop" | "length" | "abort"
@@ -149,8 +149,8 @@ class Recorder:
             turn=turn,
             prompt=response.prompt(request),
             output_bytes=np.array(response.output_tokens, dtype=TOKEN_TYPE).tobytes(),
-            output_logprobs=np.array(response.output_logprobs, dtype=np.float64),
-            output_versions=np.array(response.output_versions, dtype=np.int32),
+            output_logprobs=_packed_logprobs(response.output_logprobs),
+            output_versions=_packed_versions(list(response.output_versions)),
             temperature=float(response.temperature),
             stop_reason=response.stop_reason,
             stop_match=response.stop_match,
@@ -171,6 +171,20 @@ class Recorder:
             record.index = len(self._records)
             self._records.append(record)
         return record
+
+
+def _packed_logprobs(logprobs: list[float]) -> np.ndarray:
+    """float32 where that loses nothing, as for what an engine computed in it, else float64."""
+    whole = np.array(logprobs, dtype=np.float64)
+    single = whole.astype(np.float32)
+    return single if single.astype(np.float64).tobytes() == whole.tobytes() else whole
+
+
+def _packed_versions(versions: list[int]) -> np.ndarray:
+    """int32; one number in memory where they are all the same."""
+    if versions and versions.count(versions[0]) == len(versions):
+        return np.broadcast_to(np.array(versions[0], dtype=np.int32), (len(versions),))
+    return np.array(versions, dtype=np.int32)
 
 
 def experiences_of(
@@ -237,7 +251,7 @@ def experience_of(
         end = begin + len(record.output)
         mask[begin:end] = True
         logprobs[begin:end] = torch.from_numpy(record.output_logprobs)
-        versions[begin:end] = torch.from_numpy(record.output_versions)
+        versions[begin:end] = torch.from_numpy(record.output_versions.copy())
         token_rewards[end - 1] = (call_rewards or {}).get(record.index, 0.0)
     tokenizer = last.tokenizer
     return Experience(

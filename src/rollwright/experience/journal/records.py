@@ -187,9 +187,8 @@ _VALUES = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def pack_floats(values: np.ndarray) -> bytes:
-    """float64 values as float32 where that loses nothing; the length tells which."""
-    whole, single = values.tobytes(), values.astype(np.float32)
-    return single.tobytes() if single.astype(np.float64).tobytes() == whole else whole
+    """float32 or float64 as they are; the length tells which."""
+    return values.tobytes()
 
 
 def unpack_floats(packed: bytes, count: int) -> np.ndarray:
