@@ -25,6 +25,9 @@ SHARED = REPOSITORY.parent / "shared"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The long form of the tests that make requests up."""
+    parser.addoption(
+        "--seeds", type=int, default=1, help="Seeds with which several ranks are compared with one process, up to 3."
+    )
     parser.addoption("--fuzz", type=int, default=3, help="Cases that schemathesis makes of each operation of a service.")
 
 

@@ -9,7 +9,7 @@ import time
 import traceback
 from pathlib import Path
 
-from rollwright.errors import ConfigError, RollwrightError
+from rollwright.errors import ConfigError, LostRankError, RollwrightError
 
 _directory: Path | None = None
 
@@ -23,18 +23,33 @@ def keep_tracebacks_in(directory: Path) -> None:
 def report(error: Exception) -> None:
     """Print the cause of a failure to stderr, and write the traceback to a file.
 
-    A ``ConfigError`` needs no traceback: the user can fix it.
+    A ``ConfigError`` needs no traceback: the user can fix it. Of several processes that train together, one tells the cause.
     """
+    if not _tells(error):
+        return
+    rank = os.environ.get("RANK", "0")
+    whose = "" if rank == "0" else f"rank {rank}: "
     message = str(error).strip() or "no message"
     kind = type(error).__name__
     if isinstance(error, ConfigError):
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {whose}{message}", file=sys.stderr)
         return
     if not isinstance(error, RollwrightError):
         message = message.splitlines()[0]
     file = _write_traceback(error)
     where = f" [traceback: {file}]" if file else ""
-    print(f"error: {kind}: {message}{where}", file=sys.stderr)
+    print(f"error: {whose}{kind}: {message}{where}", file=sys.stderr)
+
+
+def _tells(error: Exception) -> bool:
+    """False in a process that fails because another one has, or as another one does."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return True
+    if isinstance(error, LostRankError):  # an agent tells which process it was
+        return os.environ.get("RANK") == "0" and "TORCHELASTIC_RUN_ID" not in os.environ
+    from rollwright.training.parallel import is_first_cause
+
+    return is_first_cause(f"{type(error).__name__}: {error}")
 
 
 def _write_traceback(error: Exception) -> Path | None:

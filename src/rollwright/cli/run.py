@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ import typer
 from rollwright.cli.failures import keep_tracebacks_in
 from rollwright.cli.plan import describe, resolved_yaml, run_directory_of
 from rollwright.config.loading import Stage, load_eval_stages, load_stages, split_arguments
+from rollwright.errors import ConfigError
+from rollwright.processes.tree import die_with_parent
 from rollwright.registry import PLUGINS
 
 ConfigOption = Annotated[str | None, typer.Option("--config", help="The YAML file, in place of the first argument.")]
@@ -57,7 +60,25 @@ def run(
         typer.echo(resolved_yaml(stages))
         typer.echo(describe(stages))
         return
+    processes = _processes_of(stages)
+    if processes > 1 and "RANK" not in os.environ:
+        look_up_names(stages)
+        from rollwright.cluster.ranks import start_ranks
+
+        plugins = [word for path in plugin_dir or () for word in ("--plugin-dir", str(path))]
+        config_option = ["--config", config] if config else []
+        raise typer.Exit(start_ranks(["run", *plugins, *config_option, *(arguments or [])], processes))
     _carry_out(stages, file)
+
+
+def _processes_of(stages: Sequence[Stage]) -> int:
+    """Processes that the stages of a run train in: as many in each of them."""
+    asked = {stage.config.cluster.processes for stage in stages if hasattr(stage.config, "cluster")}
+    if len(asked) > 1:
+        raise ConfigError(
+            f"the stages of a run have {' and '.join(map(str, sorted(asked)))} as cluster.processes: set it once, at the top level."
+        )
+    return max(asked, default=1)
 
 
 def evaluate(
@@ -115,6 +136,8 @@ def look_up_names(stages: Sequence[Stage]) -> None:
 
 
 def _carry_out(stages: list[Stage], file: str | None) -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()  # the agent
     keep_tracebacks_in(run_directory_of(stages) / "logs")
     from rollwright.trainers.stages import run_config
 

@@ -365,6 +365,17 @@ def _rollout(config: PPOConfig) -> list[Rule]:
     ]
 
 
+def _cluster(config: PPOConfig) -> list[Rule]:
+    several, mode = config.cluster.processes, config.mode
+    return [
+        (
+            several > 1 and mode not in ("both", "train"),
+            "cluster.processes",
+            f"is {several}, but mode {mode} is one process; take it out",
+        )
+    ]
+
+
 def _mode(config: PPOConfig) -> list[Rule]:
     missing = config.store is None and config.mode in ("explore", "train", "serve")
     needed = f"{config.mode} needs a store that its processes share; give a store section (store: {{}} is enough)"
@@ -481,6 +492,7 @@ _RULES: dict[type, tuple[Callable[[Any], list[Rule]], ...]] = {
         _generation_of_tasks,
         _training,
         _rollout,
+        _cluster,
         _mode,
         _store,
         _bench,

@@ -346,5 +346,11 @@ class StatsLoggerConfig:
 class ClusterConfig:
     """Where processes run and where runs are kept."""
 
+    kind: str = key("local", "Where processes run; local: this machine.", choices=["local"])
+    processes: int = key(
+        1,
+        "Processes that train one model together, each with a part of it; more than 1: `rollwright run` starts them (docs/cluster.md).",
+        ge=1,
+    )
     fileroot: str = key("runs", "Runs are kept in <fileroot>/<experiment_name>/<trial_name>.", public=True)
     threads: int | None = key(None, "Compute threads of this process; None: one for each core.", ge=1, le=1024)

@@ -116,9 +116,9 @@ def pack_rows(trajectory: Mapping[str, Any], rows: Sequence[int] | None = None) 
     row_total, width = trajectory["input_ids"].shape
     index_B = torch.arange(row_total) if rows is None else torch.as_tensor(rows, dtype=torch.int64)
     lengths_B = row_lengths(trajectory).cpu()[index_B]
-    present_BL = torch.arange(width) < lengths_B[:, None]
+    places = list(zip(index_B.tolist(), lengths_B.tolist(), strict=True))
     attention = trajectory.get("attention_mask")
-    if attention is not None and not torch.equal(attention.cpu()[index_B].bool(), present_BL):
+    if attention is not None and not all(bool(attention[row, :length].all()) for row, length in places):
         raise TrajectoryError("pack_rows: attention_mask has padding that is not on the right, so rows have no length.")
     tensors: dict[str, torch.Tensor] = {_LENGTHS: lengths_B}
     lists: dict[str, Any] = {}
@@ -126,9 +126,12 @@ def pack_rows(trajectory: Mapping[str, Any], rows: Sequence[int] | None = None) 
         if key == "attention_mask":
             continue  # said by the lengths
         if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == row_total:
-            chosen = value.detach().cpu()[index_B]
-            with_tokens = value.dim() > 1 and is_token_column(key, value, row_total, width)
-            tensors[f"{'token' if with_tokens else 'row'}.{key}"] = chosen[present_BL] if with_tokens else chosen
+            value = value.detach().cpu()
+            if value.dim() > 1 and is_token_column(key, value, row_total, width):
+                tokens = [value[row, :length] for row, length in places]  # each copied once, and padding not at all
+                tensors[f"token.{key}"] = torch.cat(tokens) if tokens else value[0:0].flatten(0, 1)
+            else:
+                tensors[f"row.{key}"] = value[index_B]
         elif isinstance(value, list | tuple) and len(value) == row_total:
             chosen_list = [value[row] for row in index_B.tolist()]
             if key == MULTI_MODAL:
@@ -152,23 +155,23 @@ def unpack_rows(data: bytes) -> Trajectory:
     if _LENGTHS not in tensors or "lists" not in rest:
         raise TrajectoryError("the bytes are no packed rows of a trajectory: they have no lengths.")
     lengths_B = tensors.pop(_LENGTHS)
-    rows = len(lengths_B)
-    width = max(1, int(lengths_B.max())) if rows else 1
-    present_BL = torch.arange(width) < lengths_B[:, None]
+    rows, lengths = len(lengths_B), lengths_B.tolist()
+    width = max([1, *lengths])
     out: Trajectory = {}
     images: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         kind, key = name.split(".", 1)
         if kind == "token":
             out[key] = tensor.new_full((rows, width, *tensor.shape[1:]), COLUMNS[key].pad if key in COLUMNS else 0)
-            out[key][present_BL] = tensor
+            for row, part in enumerate(tensor.split(lengths)):
+                out[key][row, : len(part)] = part
         elif kind == "row":
             out[key] = tensor
         else:
             row, part = key.split(".", 1)
             images.setdefault(int(row), {})[part] = tensor
     if rest["has_mask"]:
-        out["attention_mask"] = present_BL
+        out["attention_mask"] = torch.arange(width) < lengths_B[:, None]
     out |= rest["lists"]
     if MULTI_MODAL in out:
         out[MULTI_MODAL] = [images.get(row, {}) if seen else None for row, seen in enumerate(out[MULTI_MODAL])]

@@ -36,14 +36,18 @@ def die_with_parent(parent: int | None = None) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def descendants(pid: int) -> list[int]:
-    """Processes below a process, in whatever session; empty where the kernel does not list them (other than Linux)."""
+def children(pid: int) -> list[int]:
+    """Processes that a process started, in whatever session; empty where the kernel does not list them (other than Linux)."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
-            for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
-                found += [int(child), *descendants(int(child))]
+            found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
     return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below a process; see ``children``."""
+    return [below for child in children(pid) for below in (child, *descendants(child))]
 
 
 def kill_tree(leader: int, number: int = signal.SIGKILL, root: int | None = None) -> None:

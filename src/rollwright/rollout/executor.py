@@ -249,7 +249,7 @@ class RolloutExecutor:
             batch_size: groups in the batch; None: the dataloader's.
 
         Returns:
-            The rows of a batch of groups.
+            The rows of a batch of groups, in the order of their tasks.
 
         Raises:
             DatasetEnded: an iterator ended, and no group is left.
@@ -274,7 +274,7 @@ class RolloutExecutor:
                     return []
                 if groups is None:
                     runner.refuse_if_stuck(caller, f"{count} groups are asked for, but")
-                return groups
+                return groups and sorted(groups, key=lambda group: group.ordinal)  # so that minibatches do not go by arrival
 
             self._call(setattr, delivery.staleness, "batch", count)
             epochs, accepted = source.epochs, runner.groups["accepted"]

@@ -87,7 +87,9 @@ def _root() -> _standard.Logger:
             handler = _StderrHandler()
             handler.setFormatter(_standard.Formatter(_LINE_FORMAT, datefmt="%H:%M:%S"))
         handler.addFilter(_ShortName())
-        handler.setLevel(os.environ.get(LEVEL_VARIABLE, "INFO").upper())
+        follows = os.environ.get("RANK", "0") != "0" and os.environ.get("WORLD_SIZE", "1") != "1"
+        # Of processes that train together the first one says what is to be said.
+        handler.setLevel(os.environ.get(LEVEL_VARIABLE, "ERROR" if follows else "INFO").upper())
         handler._is_rollwright_output = True  # type: ignore[attr-defined]
         root.addHandler(handler)
         root.setLevel(_standard.DEBUG)

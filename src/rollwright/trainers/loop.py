@@ -15,19 +15,19 @@ from contextlib import ExitStack
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
 
-import torch
-
 from rollwright.config.experiment import BaseExperimentConfig, FinetuneSpec
 from rollwright.config.sections import IntervalConfig, TrainEngineConfig
 from rollwright.data.tokenizer import load_tokenizer
+from rollwright.errors import LostRankError
 from rollwright.inference.weights.files import keep_newest
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.model_card import write_model_card
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.learning_signs import warn_of_reasons
+from rollwright.trainers.ranks import check_processes, follow_config, open_ranks, section_of
 from rollwright.trainers.reporting import EvaluationResult, StageRun
-from rollwright.training.checkpoint import RecoverCheckpoints
-from rollwright.training.engine import TrainEngine
+from rollwright.training import parallel
+from rollwright.training.model import resolve_device
 
 logger = getLogger("trainer")
 
@@ -50,7 +50,9 @@ class Trainer(ABC):
     """
 
     spec: FinetuneSpec  #: length of the run; set by the subclass
+    trained_part = "actor"  #: name of the trained engine in a recover checkpoint
     curve = "reward"  #: the metric that ``make_step`` returns
+    shares_weights = False  #: an engine in this process may compute with the trained tensors
     evaluates = False  #: there are held-out tasks and an engine to run them with
 
     def __init__(self, config: BaseExperimentConfig, model: TrainEngineConfig, directory: RunDirectory) -> None:
@@ -63,13 +65,16 @@ class Trainer(ABC):
 
     # -- what a trainer says -------------------------------------------------------------------------------------------
 
+    def claim(self, opened: ExitStack) -> None:  # noqa: B027 - the caller may have done so
+        """Take what the run needs for itself, before anything is loaded."""
+
     @abstractmethod
-    def open(self, opened: ExitStack) -> TrainEngine:
-        """Load what is trained and what samples; whatever has to be closed goes on ``opened``. Returns the trained engine."""
+    def open(self, opened: ExitStack) -> None:
+        """Open what samples, beside ``self.ranks``, which train; whatever has to be closed goes on ``opened``."""
 
     @abstractmethod
     def parts(self) -> Mapping[str, Part]:
-        """What a recover checkpoint holds, by name."""
+        """What a recover checkpoint holds besides the trained engine, by name."""
 
     def begin(self, resumed: bool) -> None:  # noqa: B027 - a trainer may have nothing to do
         """Called when everything is open, after the newest checkpoint was loaded where there was one."""
@@ -96,15 +101,21 @@ class Trainer(ABC):
     # -- from start to end ---------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        torch.manual_seed(self.config.seed)
+        check_processes(self.config)
+        self._opened = ExitStack()
+        if self._follows():
+            return self
         with ExitStack() as opened:  # closes what is open where something fails here
-            self.trained = self.open(opened)
-            recover = self.config.recover
-            self.recover = RecoverCheckpoints(self.directory.recover, keep=recover.keep, in_background=recover.in_background)
+            self.claim(opened)
+            self.ranks = open_ranks(self.config, self.spec, self.directory, shares_weights=self.shares_weights)
+            self.trained = self.ranks.engine
+            opened.callback(self.trained.destroy)
+            self.open(opened)
+            self.recover = self.ranks.recover
             opened.callback(self.recover.wait)
             resumed = bool(self.directory.resumed and self.recover.steps())
             if resumed:
-                self.step, state = self.recover.load()
+                self.step, state = self.ranks.call("load_recover", part=self.trained_part)
                 self._saved_step = self.step
                 for name, part in self.parts().items():
                     part.load_state_dict(state[name])
@@ -114,14 +125,25 @@ class Trainer(ABC):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self._follows() and kind in (None, SystemExit):
+            self.ranks.finish()
         self._opened.__exit__(kind, error, trace)
+
+    def _follows(self) -> bool:
+        """True in a process that was started beside the first one, whose trainer calls and has the run to itself."""
+        parallel.join_processes(resolve_device(section_of(self.config).device))
+        return parallel.rank() > 0
 
     def train(self) -> dict[str, Any]:
         """Train to the last step, until ``is_done``, until nothing is left to train on, or until a signal asks to stop.
 
         Returns:
-            ``{"steps", "reward" (or "loss"), "eval": {step: reward}, "seconds": {...}, "checkpoint": path}``.
+            ``{"steps", "reward" (or "loss"), "eval": {step: reward}, "seconds": {...}, "checkpoint": path}``; in the processes
+            beside the first one, nothing.
         """
+        if self._follows():
+            follow_config(self.config)
+            return {}
         config = self.config
         total = self.total_steps = self.spec.total_steps
         saving, recovering, evaluating = (
@@ -174,7 +196,7 @@ class Trainer(ABC):
 
     def save(self, path: Any) -> Any:
         """Write weights, tokenizer and model card in Hugging Face form; returns the path."""
-        self.trained.save(path, self.tokenizer)
+        self.ranks.save(path, self.tokenizer)
         write_model_card(path, self.step)
         return path
 
@@ -185,8 +207,11 @@ class Trainer(ABC):
 
     def _save_recover(self) -> None:
         if self.config.recover.mode != "off":
-            state = {name: part.state_dict() for name, part in self.parts().items()}
-            self.recover.save(self.step, state, before_visible=self.before_recover_visible)
+            here = {
+                "rest": {name: part.state_dict() for name, part in self.parts().items()},
+                "before_visible": self.before_recover_visible,
+            }
+            self.ranks.call("save_recover", step=self.step, part=self.trained_part, here=here)
             self._saved_step = self.step
 
     def _evaluate(self, run: StageRun) -> float:
@@ -233,7 +258,7 @@ class Schedule:
 class StopSignal:
     """Notices SIGTERM and SIGINT while it is entered: the current step is finished and saved, then the run exits.
 
-    A second signal acts as it would have without this.
+    A second signal acts as it would have without this, and so does one that comes because another rank has ended.
     """
 
     def __init__(self) -> None:
@@ -255,6 +280,8 @@ class StopSignal:
         self._restore()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if (lost := parallel.lost_neighbour()) is not None:
+            raise LostRankError(f"rank {lost} has ended, so this step cannot be finished")
         self.received = number
         self._restore()
         logger.warning("%s: this step is finished and saved, then the run exits", signal.Signals(number).name)

@@ -16,7 +16,7 @@ from rollwright.data.drawing import TaskMixture
 from rollwright.data.loader import TaskLoader
 from rollwright.errors import ConfigError
 from rollwright.experience.operators import GroupOperators
-from rollwright.experience.trajectory import Trajectory, tensor_container_to
+from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.backends import BACKENDS
 from rollwright.inference.weights.publication import RemoteClient
 from rollwright.rollout.engines import LocalRolloutEngine, RolloutEngine
@@ -34,8 +34,13 @@ from rollwright.workflows.registry import resolve_workflow
 class PolicyTrainer(Trainer):
     """Trains a policy on batches of samples, and publishes it. A subclass says where batches come from and weights go."""
 
-    actor: FSDPPPOActor
     waiting = "generate"  #: phase in which a batch comes
+
+    @property
+    def actor(self) -> FSDPPPOActor:
+        """The policy; with several processes, this one's part of it, whose calls all of them have to make."""
+        assert isinstance(self.trained, FSDPPPOActor)
+        return self.trained
 
     @property
     def sampling_phases(self) -> tuple[str, ...]:
@@ -52,7 +57,7 @@ class PolicyTrainer(Trainer):
 
     def publish(self) -> None:
         """Give the present weights to whoever samples."""
-        self.actor.update_weights()
+        self.ranks.call("publish")
 
     def samples_with_own_weights(self) -> bool:
         """Tokens of the version just trained were sampled with this policy's weights, so that log-probabilities must agree."""
@@ -64,11 +69,9 @@ class PolicyTrainer(Trainer):
             batch = self.next_batch(stop)
         if batch is None:
             return None
-        batch = tensor_container_to(batch, self.actor.device)
+        batch = self.ranks.placed(batch)
         with run.timer.phase("train"):
-            self.actor.compute_advantages(batch)
-            stats = self.actor.ppo_update(batch)
-            self.actor.step_lr_scheduler()
+            stats = self.ranks.call("policy_step", batch)
         self.step += 1
         with run.timer.phase("publish"):
             every = self.config.rollout.weight_update_every_steps
@@ -76,7 +79,7 @@ class PolicyTrainer(Trainer):
             if self.is_published:
                 self.publish()
             else:
-                self.actor.skip_publication()
+                self.ranks.call("skip_publication")
         reward = report_step(run, self.step, batch, stats, self.actor.version, self.sampling_phases)
         self.learning.after_step(stats, reward)
         if self.samples_with_own_weights():
@@ -117,6 +120,7 @@ class PPOTrainer(PolicyTrainer):
             directory or RunDirectory(config.cluster.fileroot, config.experiment_name, config.trial_name),
         )
         self._owns_directory = directory is None
+        self.shares_weights = not issubclass(BACKENDS.get(config.rollout.backend), RemoteClient)
         self.valid_dataset = list(valid_dataset or [])[: config.evaluator.limit]
         self.evaluates = bool(self.valid_dataset)
         dataset = config.train_dataset
@@ -131,23 +135,18 @@ class PPOTrainer(PolicyTrainer):
 
     # -- from start to end ---------------------------------------------------------------------------------------------
 
-    def open(self, opened: ExitStack) -> FSDPPPOActor:
-        """Load the policy, start the engine and connect them; claim the directory unless the caller did."""
-        config = self.config
+    def claim(self, opened: ExitStack) -> None:
+        """Claim the directory unless the caller did."""
         if self._owns_directory:
-            self.directory.claim(config_to_dict(config), config.recover.mode)
+            self.directory.claim(config_to_dict(self.config), self.config.recover.mode)
             opened.push(self._leave_directory)
-        self.actor = FSDPPPOActor(config.actor)
-        self.actor.shares_weights = not issubclass(BACKENDS.get(config.rollout.backend), RemoteClient)
-        if config.ref is not None:  # otherwise the actor keeps a copy of its first weights where kl_ctl > 0
-            self.actor.load_reference(config.ref)
-        self.actor.initialize(None, self.spec)
-        opened.callback(self.actor.destroy)
-        self.rollout: RolloutEngine = make_rollout_engine(config, self.actor, self.tokenizer, self.directory)
+
+    def open(self, opened: ExitStack) -> None:
+        """Start the engine, and connect the policy to it."""
+        self.rollout: RolloutEngine = make_rollout_engine(self.config, self.ranks, self.tokenizer, self.directory)
         opened.callback(self.rollout.destroy)
         self.rollout.initialize()
         self.actor.connect_engine(self.rollout)
-        return self.actor
 
     def _leave_directory(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
@@ -155,13 +154,13 @@ class PPOTrainer(PolicyTrainer):
         self.directory.release()
 
     def parts(self) -> dict[str, Part]:
-        """The actor, the order of the tasks, and the samples that are finished or under way."""
-        return {"actor": self.actor, "loader": self.loader, "rollout": self.rollout}
+        """The order of the tasks, and the samples that are finished or under way."""
+        return {"loader": self.loader, "rollout": self.rollout}
 
     def begin(self, resumed: bool) -> None:
         """Publish the weights, except to a fresh engine that shares them."""
-        if resumed or self.config.rollout.backend != "builtin":
-            self.actor.republish()
+        if resumed or self.config.rollout.backend != "builtin" or self.ranks.model is None:
+            self.ranks.call("republish")
 
     def train(
         self,
@@ -211,7 +210,7 @@ class PPOTrainer(PolicyTrainer):
     def publish(self) -> None:
         """Publish while nothing is sampled, and release the slots of the batch."""
         self.rollout.pause()
-        self.actor.update_weights()
+        super().publish()
         self.rollout.resume()
         self.rollout.set_version(self.actor.version)
 

@@ -12,7 +12,7 @@ import torch
 from rollwright.cluster.local import LocalServers
 from rollwright.config.experiment import PPOConfig
 from rollwright.config.secrets import hidden_texts
-from rollwright.config.sections import RolloutConfig
+from rollwright.config.sections import RolloutConfig, TrainEngineConfig
 from rollwright.errors import ConfigError
 from rollwright.experience.journal.files import Journal
 from rollwright.inference.backends import BACKENDS
@@ -21,7 +21,8 @@ from rollwright.inference.weights.publication import RemoteClient
 from rollwright.rollout.engines import LocalRolloutEngine, RemoteEngine, RolloutEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.training.model import load_model
+from rollwright.training.logprobs import use_fast_norms
+from rollwright.training.model import load_model, resolve_device, resolve_dtype
 
 logger = getLogger("rollout")
 
@@ -42,6 +43,16 @@ def make_local_engine(config: Any, model: Any, tokenizer: Any) -> RolloutEngine:
     return RolloutEngine(config.rollout, client=engine(model, tokenizer), **settings)
 
 
+def copy_to_sample(section: TrainEngineConfig) -> Any:
+    """A whole model for an engine in this process, where the trained one is sharded over several; its weights are published to it."""
+    section = dataclasses.replace(section, gradient_checkpointing=False)
+    model = load_model(section, dtype=resolve_dtype(section.dtype, resolve_device(section.device))).requires_grad_(False)
+    parameter = next(model.parameters())
+    if parameter.device.type == "cpu" and parameter.dtype == torch.float32:
+        use_fast_norms(model)  # as in the trained one
+    return model
+
+
 def make_rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: RunDirectory) -> RolloutEngine:
     """The engine that ``config.rollout.backend`` names.
 
@@ -51,8 +62,8 @@ def make_rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory
 
     Args:
         config: of the run.
-        actor: trains the model that is sampled from; None: nothing is trained here, and weights come to the model of
-            ``actor.path`` as files.
+        actor: trains the model that is sampled from (an actor, or ``TrainRanks``, whose ``model`` is None where no process has
+            all of it); None: nothing is trained here, and weights come to the model of ``actor.path`` as files.
         tokenizer: the model's.
         directory: of the run.
 
@@ -69,7 +80,10 @@ def _rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: Ru
     rollout, source = config.rollout, config.actor
     backend = servers_of(rollout)
     if backend is None:
-        model = actor.model if actor is not None else load_model(source) if source.init_from_scratch else source.path
+        if actor is not None:
+            model = actor.model if actor.model is not None else copy_to_sample(source)
+        else:
+            model = load_model(source) if source.init_from_scratch else source.path
         return make_local_engine(config, model, tokenizer)
     addresses = find_server_addresses(rollout.addresses) if backend.finds_servers else []
     servers: LocalServers | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,9 @@ from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.tracking.summary import before_after_table, sample_completions, write_summary
+from rollwright.trainers import ranks
 from rollwright.trainers.unknown_names import refuse_unknown_names
+from rollwright.training import parallel
 from rollwright.workflows.registry import WORKFLOWS
 
 logger = getLogger("run")
@@ -42,6 +45,11 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
     """
     WORKFLOWS.load_plugins()  # rewards and operators of plugins are looked up elsewhere
     refuse_unknown_names(stages)
+    ranks.join(stages)
+    if parallel.rank() > 0:
+        ranks.follow_stages(stages, _set_threads)
+        parallel.leave_processes()
+        return 0
     directory = _claimed(stages)
     if source_path is not None:
         secrets = {secret for stage in stages for secret in secrets_of(stage.config)}
@@ -58,6 +66,8 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
             if len(stages) > 1:
                 console.rule(f"[bold]{stage.name}[/bold]", align="left", style="dim")
             _set_threads(stage.config)
+            if stage.kind in ranks.TRAINS:
+                ranks.tell_stage(stage.name)
             started = time.monotonic()
             results = _CARRY_OUT[stage.kind](stage, directory if len(stages) == 1 else directory.stage(stage.name))
             results["total_seconds"] = time.monotonic() - started
@@ -66,6 +76,8 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
         summary = _summarise(done, directory)
         write_summary(directory.summary_file, summary)
         directory.finish()
+    ranks.tell_stage(None)
+    parallel.leave_processes()
     _show(summary, directory)
     return 0
 
@@ -145,8 +157,11 @@ def _place(stages: Sequence[Stage]) -> tuple[str, str, str]:
 
 
 def _set_threads(config: Any) -> None:
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if (threads := getattr(getattr(config, "cluster", None), "threads", None)) is not None:
         torch.set_num_threads(threads)
+    elif here > 1 and "OMP_NUM_THREADS" not in os.environ:  # torch takes all cores, in every process
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
     if getattr(config, "deterministic", False):
         torch.use_deterministic_algorithms(True, warn_only=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,17 +14,16 @@ from rollwright.config.experiment import DPOConfig, FinetuneSpec, SFTConfig
 from rollwright.data.vision import as_images, image_placeholder, load_processor, multi_modal_outputs, place_images
 from rollwright.errors import ConfigError, DataError
 from rollwright.experience.contract import MULTI_MODAL
-from rollwright.experience.trajectory import Trajectory, concat_padded_tensors, tensor_container_to
+from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.evaluation import EvaluationResult, evaluate
 from rollwright.trainers.loop import Part, StopSignal, Trainer
 from rollwright.trainers.reporting import StageRun
-from rollwright.trainers.rollout_backend import make_local_engine
+from rollwright.trainers.rollout_backend import copy_to_sample, make_local_engine
+from rollwright.trainers.shared_run import give_weights
 from rollwright.trainers.tasks import task_loader, workflow_arguments
-from rollwright.training.engine import TrainEngine
-from rollwright.training.preferences import PreferenceEngine
-from rollwright.training.publish import publisher_for
+from rollwright.training.publish import Publisher, publisher_for
 from rollwright.workflows.turns import BranchedSequence
 
 
@@ -40,7 +40,7 @@ class SupervisedTrainer(Trainer):
     """
 
     curve = "loss"
-    model: TrainEngine
+    trained_part = "model"
 
     def __init__(
         self,
@@ -54,15 +54,11 @@ class SupervisedTrainer(Trainer):
             raise ConfigError("stop_accuracy needs valid_dataset, workflow and evaluator.every_steps to be set as well.")
         super().__init__(config, config.model, directory)
         self.valid_dataset = list(valid_dataset or [])[: config.evaluator.limit]
-        self.evaluates = bool(config.workflow and self.valid_dataset)
+        self.evaluates = self.shares_weights = bool(config.workflow and self.valid_dataset)
         self.loader = task_loader(config, train_dataset)
         self.spec = FinetuneSpec(
             config.total_train_epochs, len(train_dataset), config.train_dataset.batch_size, config.total_train_steps
         )
-
-    @abstractmethod
-    def make_engine(self) -> TrainEngine:
-        """The engine that is trained; not initialised yet."""
 
     @abstractmethod
     def make_batch(self, rows: Sequence[dict[str, Any]]) -> Trajectory:
@@ -70,34 +66,31 @@ class SupervisedTrainer(Trainer):
 
     @abstractmethod
     def update(self, batch: Trajectory) -> dict[str, float]:
-        """One optimizer step; returns metrics, ``loss`` among them."""
+        """One step of the run on all ranks; returns metrics, ``loss`` among them."""
 
-    def open(self, opened: ExitStack) -> TrainEngine:
-        """Load the model, and the engine that evaluates it where there are tasks for it."""
-        self.model = self.make_engine()
-        self.model.shares_weights = self.evaluates
-        self.model.initialize(None, self.spec)
-        opened.callback(self.model.destroy)
+    def open(self, opened: ExitStack) -> None:
+        """Start the engine that evaluates the model, where there are tasks for it."""
+        self.model = self.trained
         self.rollout: RolloutEngine | None = None
+        self.weights: Publisher | None = None
         if self.evaluates:
-            self.rollout = rollout = make_local_engine(self.config, self.model.model, self.tokenizer)
+            model = self.ranks.model if self.ranks.model is not None else copy_to_sample(self.config.model)
+            self.rollout = rollout = make_local_engine(self.config, model, self.tokenizer)
             opened.callback(rollout.destroy)
             rollout.initialize()
-            self.weights = publisher_for(self.model, rollout, None)
-        return self.model
+            self.weights = publisher_for(self.model, rollout, None) if self.ranks.model is not None else None
 
     def parts(self) -> dict[str, Part]:
-        """The model and the order of the rows."""
-        return {"model": self.model, "loader": self.loader}
+        """The order of the rows."""
+        return {"loader": self.loader}
 
     def make_step(self, run: StageRun, stop: StopSignal) -> float:
         """Train on the next rows."""
         with run.timer.phase("train"):
             batch = self.make_batch(self.loader.draw())
-            if self.rollout is not None:
+            if self.weights is not None:
                 self.weights.before_first_step()
-            stats = self.update(tensor_container_to(batch, self.model.device))
-            self.model.step_lr_scheduler()
+            stats = self.update(self.ranks.placed(batch))
         self.step += 1
         seconds = run.timer.export()
         speed = float(batch["attention_mask"].sum()) / seconds["train"]
@@ -112,9 +105,14 @@ class SupervisedTrainer(Trainer):
 
     def evaluate(self) -> EvaluationResult:
         """Publish the present weights to the engine and run the held-out tasks."""
-        assert self.rollout is not None
+        rollout = self.rollout
+        assert rollout is not None
         self.model.version += 1
-        self.weights.publish(self.model, self.model.version)
+        if self.weights is not None:
+            self.weights.publish(self.model, self.model.version)
+        else:
+            arguments = self.model.version, self.config.rollout.logprob_tolerance
+            self.ranks.call("use_weights", here={"use": lambda weights: give_weights(rollout, weights, *arguments)})
         config, gconfig = self.config, self.config.evaluator.gconfig
         kwargs = workflow_arguments(config, config.workflow, config.workflow_kwargs, self.tokenizer, gconfig)
         return evaluate(self.rollout, self.valid_dataset, config.workflow, kwargs, gconfig)
@@ -131,12 +129,11 @@ class SFTTrainer(SupervisedTrainer):
     Args: those of ``SupervisedTrainer``, with rows as :func:`supervised_batch` takes them.
     """
 
-    def make_engine(self) -> TrainEngine:
-        """The model, and the processor of its images where the rows have some."""
-        config = self.config
+    @cached_property
+    def processor(self) -> Any:
+        """Of the images, where the rows have some."""
         sees = bool(self.loader.rows[0].get("images"))
-        self.processor = load_processor(config.tokenizer_path or config.model.path, self.tokenizer) if sees else None
-        return TrainEngine(config.model)
+        return load_processor(self.config.tokenizer_path or self.config.model.path, self.tokenizer) if sees else None
 
     def make_batch(self, rows: Sequence[dict[str, Any]]) -> Trajectory:
         """See :func:`supervised_batch`."""
@@ -144,7 +141,7 @@ class SFTTrainer(SupervisedTrainer):
 
     def update(self, batch: Trajectory) -> dict[str, float]:
         """The mean negative log-likelihood of the completions' tokens."""
-        return self.model.sft_update(batch)
+        return self.ranks.call("supervised_step", batch)
 
 
 class DPOTrainer(SupervisedTrainer):
@@ -154,14 +151,6 @@ class DPOTrainer(SupervisedTrainer):
     """
 
     config: DPOConfig
-    model: PreferenceEngine
-
-    def make_engine(self) -> TrainEngine:
-        """The model and its reference."""
-        engine = PreferenceEngine(self.config.model)
-        if self.config.ref is not None:
-            engine.load_reference(self.config.ref)
-        return engine
 
     def make_batch(self, rows: Sequence[dict[str, Any]]) -> Trajectory:
         """See :func:`preference_batch`."""
@@ -169,7 +158,7 @@ class DPOTrainer(SupervisedTrainer):
 
     def update(self, batch: Trajectory) -> dict[str, float]:
         """One step of DPO."""
-        return self.model.dpo_update(batch, beta=self.config.beta, label_smoothing=self.config.label_smoothing)
+        return self.ranks.call("preference_step", batch, beta=self.config.beta, label_smoothing=self.config.label_smoothing)
 
 
 def supervised_batch(rows: Sequence[dict[str, Any]], tokenizer: Any, processor: Any = None) -> Trajectory:

@@ -24,7 +24,6 @@ from rollwright.trainers.loop import Part, StopSignal
 from rollwright.trainers.rl import PolicyTrainer
 from rollwright.trainers.shared_run import PublishedWeights, open_run_store, run_length
 from rollwright.trainers.tasks import count_tasks, training_tasks
-from rollwright.training.actor import FSDPPPOActor
 
 logger = getLogger("trainer")
 
@@ -57,23 +56,18 @@ class StoreTrainer(PolicyTrainer):
         size = 0 if config.total_train_steps is not None else count_tasks(training_tasks(config).source)
         self.spec = run_length(config, size)
 
-    def open(self, opened: ExitStack) -> FSDPPPOActor:
-        """Open the store and load the policy, whose weights go to explorers as files."""
+    def open(self, opened: ExitStack) -> None:
+        """Open the store, and the way of the weights, which go to explorers as files."""
         config = self.config
         self.store = open_run_store(config)
         opened.callback(self.store.close)
         announced = self.store if isinstance(self.store, ExperienceStore) else None
         self.sampling = Sampling.from_config(config.store, config.seed)
-        self.actor = FSDPPPOActor(config.actor)
-        self.actor.shares_weights = False
-        self.actor.initialize(None, self.spec)
-        opened.callback(self.actor.destroy)
         self.actor.connect_engine(PublishedWeights(self.directory.path / "weights", announced))
-        return self.actor
 
     def parts(self) -> dict[str, Part]:
-        """The actor; what was drawn is committed in the store."""
-        return {"actor": self.actor}
+        """Nothing: what was drawn is committed in the store."""
+        return {}
 
     def begin(self, resumed: bool) -> None:
         """Become the store's trainer, at the newest checkpoint or at the beginning, and publish what explorers begin with."""
@@ -85,7 +79,7 @@ class StoreTrainer(PolicyTrainer):
             logger.info("resumed after step %d; %s uses of experiences are made again", self.step, undone or "no")
         else:
             self.store.recover(None)
-        self.actor.republish()
+        self.ranks.call("republish")
 
     def next_batch(self, stop: StopSignal) -> Trajectory | None:
         """The next batch; None where no more will come, or a signal asks to stop."""

@@ -108,11 +108,13 @@ def lost_neighbour() -> int | None:
 
 def is_first_cause(message: str) -> bool:
     """Tell all ranks why this one ends; true where no other rank told a cause before."""
-    if _store is None:
-        return True
+    number, store = os.environ.get("RANK", "0"), _store
+    if store is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return number == "0"  # they have not met, and there is nowhere to meet
     try:
-        mine = f"rank {rank()}: {message}"
-        return _store.compare_set("cause", "", mine).decode() == mine
+        mine = f"rank {number}: {message}"
+        store = store or PrefixStore("rollwright", next(rendezvous("env://"))[0])
+        return store.compare_set("cause", "", mine).decode() == mine
     except RuntimeError:  # whoever kept the store has ended, and told
         return False
 

@@ -1,0 +1,273 @@
+"""The ranks of one training: the first one runs the loop and calls, and all of them compute.
+
+Invariants:
+
+* every call that is collective is made by all ranks in the same order: the first rank tells each call by name before it makes it, and the
+  others, in ``TrainRanks.follow``, make nothing else;
+* a batch is divided by whole groups (pairs, rows), and within each optimizer step by tokens; it travels packed, without padding;
+* a rank that fails ends its process, and with it the run: the others lose the connection, and whoever started them ends what is left.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollwright.errors import ConfigError
+from rollwright.experience.contract import MULTI_MODAL
+from rollwright.experience.packed import pack_rows, unpack_rows
+from rollwright.experience.trajectory import Trajectory, row_lengths, tensor_container_to
+from rollwright.training import parallel
+from rollwright.training.checkpoint import RecoverCheckpoints
+from rollwright.training.micro_batches import MINIBATCH_IDS, split_minibatches
+from rollwright.training.sharding import is_sharded, with_whole_weights
+
+_DONE = "done"
+
+
+# -- the calls ---------------------------------------------------------------------------------------------------------
+
+
+def policy_step(ranks: TrainRanks, batch: Trajectory) -> dict[str, float]:
+    """Advantages and the update of a batch of samples; returns the update's metrics."""
+    actor = ranks.engine
+    actor.compute_advantages(batch)
+    stats = actor.ppo_update(batch)
+    actor.step_lr_scheduler()
+    return stats
+
+
+def supervised_step(ranks: TrainRanks, batch: Trajectory) -> dict[str, float]:
+    """The update of a batch of worked completions."""
+    stats = ranks.engine.sft_update(batch)
+    ranks.engine.step_lr_scheduler()
+    return stats
+
+
+def preference_step(ranks: TrainRanks, batch: Trajectory, *, beta: float, label_smoothing: float) -> dict[str, float]:
+    """The update of a batch of pairs of replies."""
+    stats = ranks.engine.dpo_update(batch, beta=beta, label_smoothing=label_smoothing)
+    ranks.engine.step_lr_scheduler()
+    return stats
+
+
+def save_recover(
+    ranks: TrainRanks,
+    *,
+    step: int,
+    part: str,
+    rest: dict[str, Any] | None = None,
+    before_visible: Callable[[], object] | None = None,
+) -> None:
+    """Write the recover checkpoint of a step; the first rank gives what it holds besides the engine's part."""
+    ranks.recover.save(step, {part: ranks.engine.state_dict(), **(rest or {})}, before_visible=before_visible)
+
+
+def load_recover(ranks: TrainRanks, *, part: str) -> tuple[int, dict[str, Any]]:
+    """Load the newest recover checkpoint into the engine; returns its step and what it holds."""
+    step, state = ranks.recover.load()
+    ranks.engine.load_state_dict(state[part])
+    return step, state
+
+
+def _groups(batch: Trajectory) -> Tensor:
+    groups = batch.get("group_ids")
+    return _rows(batch) if groups is None else groups.cpu().unique(return_inverse=True)[1]
+
+
+def _rows(batch: Trajectory) -> Tensor:
+    return torch.arange(len(batch["input_ids"]))
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the ranks can be told to do."""
+
+    make: Callable[..., Any]
+    units: Callable[[Trajectory], Tensor] | None = None  # number of the unit that each row belongs to; None: no batch
+    minibatches: Callable[[Any], int] = lambda engine: 1
+
+
+CALLS = {
+    "policy_step": Call(policy_step, _groups, lambda actor: actor.config.ppo_n_minibatches),
+    "supervised_step": Call(supervised_step, _rows),
+    "preference_step": Call(preference_step, lambda batch: _rows(batch) // 2),
+    "publish": Call(lambda ranks: ranks.engine.update_weights()),
+    "republish": Call(lambda ranks: ranks.engine.republish()),
+    "skip_publication": Call(lambda ranks: ranks.engine.skip_publication()),
+    "use_weights": Call(lambda ranks, *, use=None: with_whole_weights(ranks.engine.weights(), use)),
+    "save": Call(lambda ranks, *, path, tokenizer=None: ranks.engine.save(path, tokenizer)),
+    "save_recover": Call(save_recover),
+    "load_recover": Call(load_recover),
+}
+
+
+class TrainRanks:
+    """The ranks that train one model: on the first one the way to all of them, on the others what ``follow``s it.
+
+    With one process, ``call`` is a call.
+
+    Args:
+        engine: this rank's, initialised.
+        recover: the recover checkpoints of the run.
+    """
+
+    def __init__(self, engine: Any, recover: RecoverCheckpoints) -> None:
+        self.engine = engine
+        self.recover = recover
+
+    @property
+    def model(self) -> Any:
+        """The model, which an engine in this process may share; None where it is sharded over ranks."""
+        return None if is_sharded(self.engine.model) else self.engine.model
+
+    def placed(self, batch: Trajectory) -> Trajectory:
+        """A batch where a call takes it: on the device, or in the memory of the host, from which it is divided."""
+        return tensor_container_to(batch, self.engine.device if parallel.world_size() == 1 else "cpu")
+
+    def save(self, path: Any, tokenizer: Any = None) -> None:
+        """Write the model in Hugging Face form."""
+        self.call("save", path=str(path), here={"tokenizer": tokenizer})
+
+    def call(self, name: str, batch: Trajectory | None = None, *, here: dict[str, Any] | None = None, **arguments: Any) -> Any:
+        """Make a call of ``CALLS`` on all ranks.
+
+        Args:
+            name: of the call.
+            batch: is divided over the ranks; columns that the call writes are written into it.
+            here: arguments of the first rank alone, in place of those of the same name.
+            arguments: for all ranks; what JSON can hold.
+
+        Returns:
+            What the call returned on this rank.
+        """
+        call, own = CALLS[name], {**arguments, **(here or {})}
+        if parallel.world_size() == 1:
+            return call.make(self, *([] if batch is None else [batch]), **own)
+        with parallel.watched():
+            parallel.broadcast(json.dumps({"call": name, "arguments": arguments}).encode())
+            if batch is None:
+                return call.make(self, **own)
+            assert call.units is not None
+            batch_rows = shares(batch, call.units(batch), parallel.world_size(), call.minibatches(self.engine))
+            sent = _sent_columns(batch, call.minibatches(self.engine))
+            share = unpack_rows(parallel.scattered([pack_rows(sent, rows) for rows in batch_rows]))
+            result, written = self._make_with(call, share, own)
+            _merge(batch, batch_rows, [unpack_rows(part) for part in parallel.gathered(written) or []])
+            return result
+
+    def finish(self) -> None:
+        """Let the other ranks go on after ``follow``."""
+        if parallel.world_size() > 1:
+            with parallel.watched():
+                parallel.broadcast(json.dumps({"call": _DONE}).encode())
+
+    def follow(self) -> None:
+        """On the other ranks: make the calls that the first one tells, until it has finished."""
+        with parallel.watched():
+            while (told := json.loads(parallel.broadcast(b"")))["call"] != _DONE:
+                call, arguments = CALLS[told["call"]], told["arguments"]
+                if call.units is None:
+                    call.make(self, **arguments)
+                else:
+                    _, written = self._make_with(call, unpack_rows(parallel.scattered(None)), arguments)
+                    parallel.gathered(written)
+
+    def _make_with(self, call: Call, share: Trajectory, arguments: dict[str, Any]) -> tuple[Any, bytes]:
+        """Make a call with this rank's share; returns its result, and the columns that it wrote, packed."""
+        given = set(share)
+        share = tensor_container_to(share, self.engine.device)
+        result = call.make(self, share, **arguments)
+        kept = given & {"input_ids", "attention_mask"}
+        return result, pack_rows({key: value for key, value in share.items() if key in kept or key not in given})
+
+
+def _sent_columns(batch: Trajectory, minibatches: int) -> Trajectory:
+    """What ranks compute with: tensors and images. With several minibatches, also which of them each row belongs to."""
+    sent = {key: value for key, value in batch.items() if isinstance(value, Tensor) or key == MULTI_MODAL}
+    if minibatches > 1:
+        ids_B = torch.zeros(len(batch["input_ids"]), dtype=torch.int64)
+        for number, rows in enumerate(split_minibatches(batch, minibatches)):
+            ids_B[rows.cpu()] = number
+        sent[MINIBATCH_IDS] = ids_B
+    return sent
+
+
+def _merge(batch: Trajectory, batch_rows: Sequence[Sequence[int]], parts: Sequence[Trajectory]) -> None:
+    """Write the columns that came back from the ranks into the batch."""
+    width = batch["input_ids"].shape[1]
+    for rows, part in zip(batch_rows, parts, strict=True):
+        size = tuple(part["input_ids"].shape)
+        for key, value in part.items():
+            if key in ("input_ids", "attention_mask") or not isinstance(value, Tensor):
+                continue
+            with_tokens = value.dim() >= 2 and tuple(value.shape[:2]) == size
+            if key not in batch:
+                shape = (len(batch["input_ids"]), *((width, *value.shape[2:]) if with_tokens else value.shape[1:]))
+                batch[key] = value.new_zeros(shape)
+            index = torch.as_tensor(rows, dtype=torch.int64)
+            if with_tokens:
+                batch[key][index, : size[1]] = value
+            else:
+                batch[key][index] = value
+
+
+def refuse_images(engine: Any) -> None:
+    """Refuse a model that sees, of which ranks without images would leave out a part that the others compute together.
+
+    Raises:
+        ConfigError: it sees, and there are several processes.
+    """
+    if parallel.world_size() > 1 and getattr(engine.model.config, "vision_config", None) is not None:
+        raise ConfigError(
+            f"{engine.config.path}: a model of images and text trains in one process; leave cluster.processes at 1 and torchrun out."
+        )
+
+
+def ignore_signals() -> None:
+    """On a rank that follows: leave it to the first one what a signal ends. Without it, the connection is lost and this one ends, too."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
+# -- who trains on what ------------------------------------------------------------------------------------------------
+
+
+def shares(batch: Trajectory, units_B: Tensor, ranks: int, minibatches: int = 1) -> list[list[int]]:
+    """The rows of each rank: whole units, as many tokens on each rank as can be, in every optimizer step.
+
+    Args:
+        batch: all rows.
+        units_B: number of the unit that each row belongs to; units are not divided.
+        ranks: among which they are divided; one may get no row where there are fewer units.
+        minibatches: optimizer steps, see ``split_minibatches``.
+    """
+    lengths, units = row_lengths(batch).tolist(), units_B.tolist()
+    of_rank: list[list[int]] = [[] for _ in range(ranks)]
+    for rows in split_minibatches(batch, minibatches):
+        of_unit: dict[int, list[int]] = {}
+        for row in rows.tolist():
+            of_unit.setdefault(units[row], []).append(row)
+        groups = list(of_unit.values())
+        for rank, chosen in enumerate(balanced([sum(lengths[row] for row in group) for group in groups], ranks)):
+            of_rank[rank] += [row for number in chosen for row in groups[number]]
+    return of_rank
+
+
+def balanced(tokens: Sequence[int], ranks: int) -> list[list[int]]:
+    """Groups dealt to ranks: the largest first, each to the rank that has the fewest tokens. The groups of a rank are in their order."""
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for number in sorted(range(len(tokens)), key=lambda number: (-tokens[number], number)):
+        rank = min(range(ranks), key=lambda rank: (loads[rank], rank))
+        dealt[rank].append(number)
+        loads[rank] += tokens[number]
+    return [sorted(numbers) for numbers in dealt]
