@@ -40,7 +40,7 @@ def test_two_ranks_are_one_process(grpo, tiny_model, pytestconfig, record_proper
         run(grpo, *common, f"trial_name=one-{seed}")
         said = run(grpo, *common, f"trial_name=two-{seed}", TWO)
         assert said.count("sampling with the builtin engine") == 1  # only the first rank speaks
-        run(grpo, *common, f"trial_name=resumed-{seed}", "total_train_steps=4")
+        run(grpo, *common, f"trial_name=resumed-{seed}", "total_train_steps=3")
         run(grpo, *common, f"trial_name=resumed-{seed}", "recover.mode=resume", TWO)
         for other in ("two", "resumed"):
             flips = compare(trial(grpo, f"one-{seed}"), trial(grpo, f"{other}-{seed}"), steps=10, seed=seed, model=tiny_model)
