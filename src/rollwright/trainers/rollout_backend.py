@@ -21,7 +21,7 @@ from rollwright.inference.weights.publication import RemoteClient
 from rollwright.rollout.engines import LocalRolloutEngine, RemoteEngine, RolloutEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.training.logprobs import use_fast_norms
+from rollwright.training.fast_layers import use_fast_layers
 from rollwright.training.model import load_model, resolve_device, resolve_dtype
 
 logger = getLogger("rollout")
@@ -49,7 +49,7 @@ def copy_to_sample(section: TrainEngineConfig) -> Any:
     model = load_model(section, dtype=resolve_dtype(section.dtype, resolve_device(section.device))).requires_grad_(False)
     parameter = next(model.parameters())
     if parameter.device.type == "cpu" and parameter.dtype == torch.float32:
-        use_fast_norms(model)  # as in the trained one
+        use_fast_layers(model)  # as in the trained one
     return model
 
 

@@ -191,8 +191,13 @@ def micro_batches(
 
 
 def _one_row(batch: Trajectory) -> Trajectory:
-    """A row of ones in the place of a batch without rows."""
-    return {key: value.new_ones((1, *value.shape[1:])) if isinstance(value, Tensor) else [None] for key, value in batch.items()}
+    """A token in the place of a batch without rows; nothing of it is wanted."""
+    return {
+        key: value.new_full((1, *value.shape[1:]), key in ("attention_mask", "temperature"))
+        if isinstance(value, Tensor)
+        else [None]
+        for key, value in batch.items()
+    }
 
 
 def split_minibatches(batch: Trajectory, count: int) -> list[torch.Tensor]:

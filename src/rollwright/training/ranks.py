@@ -23,10 +23,10 @@ from torch import Tensor
 from rollwright.errors import ConfigError
 from rollwright.experience.contract import MULTI_MODAL
 from rollwright.experience.packed import pack_rows, unpack_rows
-from rollwright.experience.trajectory import Trajectory, row_lengths, tensor_container_to
+from rollwright.experience.trajectory import Trajectory, select_rows, tensor_container_to
 from rollwright.training import parallel
 from rollwright.training.checkpoint import RecoverCheckpoints
-from rollwright.training.micro_batches import MINIBATCH_IDS, split_minibatches
+from rollwright.training.micro_batches import MINIBATCH_IDS, rows_of_ranks, split_minibatches
 from rollwright.training.sharding import is_sharded, with_whole_weights
 
 _DONE = "done"
@@ -242,7 +242,7 @@ def ignore_signals() -> None:
 
 
 def shares(batch: Trajectory, units_B: Tensor, ranks: int, minibatches: int = 1) -> list[list[int]]:
-    """The rows of each rank: whole units, as many tokens on each rank as can be, in every optimizer step.
+    """The rows of each rank: whole units, with about as many distinct tokens on each rank in every optimizer step.
 
     Args:
         batch: all rows.
@@ -250,24 +250,10 @@ def shares(batch: Trajectory, units_B: Tensor, ranks: int, minibatches: int = 1)
         ranks: among which they are divided; one may get no row where there are fewer units.
         minibatches: optimizer steps, see ``split_minibatches``.
     """
-    lengths, units = row_lengths(batch).tolist(), units_B.tolist()
+    columns = {key: value.cpu() for key, value in batch.items() if isinstance(value, Tensor)} | {"group_ids": units_B}
     of_rank: list[list[int]] = [[] for _ in range(ranks)]
     for rows in split_minibatches(batch, minibatches):
-        of_unit: dict[int, list[int]] = {}
-        for row in rows.tolist():
-            of_unit.setdefault(units[row], []).append(row)
-        groups = list(of_unit.values())
-        for rank, chosen in enumerate(balanced([sum(lengths[row] for row in group) for group in groups], ranks)):
-            of_rank[rank] += [row for number in chosen for row in groups[number]]
+        part = select_rows(columns, rows.cpu())
+        for own, chosen in zip(of_rank, rows_of_ranks(part, ranks, at_least=0), strict=True):
+            own += rows.cpu()[chosen].tolist()
     return of_rank
-
-
-def balanced(tokens: Sequence[int], ranks: int) -> list[list[int]]:
-    """Groups dealt to ranks: the largest first, each to the rank that has the fewest tokens. The groups of a rank are in their order."""
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for number in sorted(range(len(tokens)), key=lambda number: (-tokens[number], number)):
-        rank = min(range(ranks), key=lambda rank: (loads[rank], rank))
-        dealt[rank].append(number)
-        loads[rank] += tokens[number]
-    return [sorted(numbers) for numbers in dealt]
