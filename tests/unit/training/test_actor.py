@@ -495,3 +495,51 @@ def test_supervised_update_is_the_mean_negative_log_likelihood():
     assert actor.sft_update(batch)["loss"] < metrics["loss"]
     with pytest.raises(TrainingError, match="no token"):
         actor.sft_update({**batch, "loss_mask": torch.zeros(12, 14)})
+
+
+def test_every_minibatch_of_rloo_has_trls_gradient():
+    """TRL's RLOO over three optimizer steps: rewards less the others' mean, one clipped ratio a row, mean over rows.
+
+    The ratio is taken to the policy that sampled, so it is not 1 from the second step on, and the clip bites.
+    """
+    actor = tiny_actor(
+        lr=3e-3,
+        adv_norm=NormConfig(std_level="none", leave_one_out=True),
+        importance_level="sequence_product",
+        loss_aggregation="constant",
+        loss_constant=1.0,
+        ppo_n_minibatches=3,
+    )
+    batch = tiny_batch() | {"sample_ids": torch.arange(12), "truncated": torch.zeros(12, dtype=torch.bool)}
+    batch["logprobs"] = actor.compute_logp(batch).double() * batch["loss_mask"]
+    actor.compute_advantages(batch)
+    found, step = [], actor._step
+
+    def caught(loss):
+        weights = {name: parameter.detach().clone() for name, parameter in actor.model.named_parameters()}
+        found.append((weights, {name: parameter.grad.clone() for name, parameter in actor.model.named_parameters()}))
+        return step(loss)
+
+    actor._step = caught
+    actor.ppo_update(batch)
+    ratios = []
+    for group, (weights, gradient) in enumerate(found):
+        model = tiny_model()
+        model.load_state_dict(weights, strict=False)
+        rewards, loss = batch["rewards"][4 * group : 4 * group + 4].double(), torch.zeros((), dtype=torch.float64)
+        for place in range(4):
+            row = 4 * group + place
+            length = int(batch["attention_mask"][row].sum())
+            ids, mask = batch["input_ids"][row, :length], batch["loss_mask"][row, 1:length].bool()
+            logits = model(ids[None]).logits[0, :-1] / batch["temperature"][row].double()
+            logp = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+            ratio = (logp - batch["logprobs"][row, 1:length])[mask].sum().exp()
+            advantage = rewards[place] - (rewards.sum() - rewards[place]) / 3
+            loss = loss - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) / 4
+            ratios.append(ratio.item())
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            torch.testing.assert_close(gradient[name], wanted, atol=1e-7, rtol=1e-5)
+    assert ratios[:4] == pytest.approx([1.0] * 4, abs=1e-5)
+    assert max(abs(ratio - 1.0) for ratio in ratios[4:]) > 0.2
