@@ -24,11 +24,12 @@ SHARED = REPOSITORY.parent / "shared"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The long form of the tests that make requests up."""
+    """The long forms of tests, and the table that tests/clients makes."""
     parser.addoption(
         "--seeds", type=int, default=1, help="Seeds with which several ranks are compared with one process, up to 3."
     )
     parser.addoption("--fuzz", type=int, default=3, help="Cases that schemathesis makes of each operation of a service.")
+    parser.addoption("--write-agents-table", action="store_true", help="Write docs/agents.md's table of what was shown.")
 
 
 def shared_file(name: str) -> Path:

@@ -20,11 +20,6 @@ from client_cases import Case, Played, World, environment_of, run_program
 from directed_model import Directed, check_record, defaults, dialects_of, small_engine
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """The table of the documentation."""
-    parser.addoption("--write-agents-table", action="store_true", help="Write docs/agents.md's table of what was shown.")
-
-
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
     """One engine and one front for all clients; tests are skipped without the clients' environment."""
