@@ -27,7 +27,9 @@ def run_directory_of(stages: Sequence[Stage]) -> Path:
 
 def describe(stages: Sequence[Stage]) -> str:
     """A numbered line for each stage, and where the run writes."""
-    head = f"\nThis would run {len(stages)} stage{'s' if len(stages) > 1 else ''} in {run_directory_of(stages)}:"
+    processes = max((stage.config.cluster.processes for stage in stages if hasattr(stage.config, "cluster")), default=1)
+    several = f", each in {processes} processes of this machine where it trains," if processes > 1 else ""
+    head = f"\nThis would run {len(stages)} stage{'s' if len(stages) > 1 else ''}{several} in {run_directory_of(stages)}:"
     lines = [f"  {number}. {stage.name}: {_WORDS[stage.kind](stage.config)}" for number, stage in enumerate(stages, 1)]
     return "\n".join([head, *lines])
 

@@ -115,7 +115,7 @@ class SupervisedTrainer(Trainer):
             self.ranks.call("use_weights", here={"use": lambda weights: give_weights(rollout, weights, *arguments)})
         config, gconfig = self.config, self.config.evaluator.gconfig
         kwargs = workflow_arguments(config, config.workflow, config.workflow_kwargs, self.tokenizer, gconfig)
-        return evaluate(self.rollout, self.valid_dataset, config.workflow, kwargs, gconfig)
+        return evaluate(rollout, self.valid_dataset, config.workflow, kwargs, gconfig)
 
     def is_done(self, evaluation: float | None) -> bool:
         """True where ``stop_accuracy`` is reached."""

@@ -24,6 +24,7 @@ from rollwright.errors import ConfigError
 from rollwright.experience.contract import MULTI_MODAL
 from rollwright.experience.packed import pack_rows, unpack_rows
 from rollwright.experience.trajectory import Trajectory, select_rows, tensor_container_to
+from rollwright.inference.weights.stream import WeightStream
 from rollwright.training import parallel
 from rollwright.training.checkpoint import RecoverCheckpoints
 from rollwright.training.micro_batches import MINIBATCH_IDS, rows_of_ranks, split_minibatches
@@ -77,6 +78,11 @@ def load_recover(ranks: TrainRanks, *, part: str) -> tuple[int, dict[str, Any]]:
     return step, state
 
 
+def use_weights(ranks: TrainRanks, *, use: Callable[[WeightStream], None] = lambda weights: None) -> None:
+    """Read the weights on the first rank, which says for what, while the others help to put them together."""
+    with_whole_weights(ranks.engine.weights(), use)
+
+
 def _groups(batch: Trajectory) -> Tensor:
     groups = batch.get("group_ids")
     return _rows(batch) if groups is None else groups.cpu().unique(return_inverse=True)[1]
@@ -102,7 +108,7 @@ CALLS = {
     "publish": Call(lambda ranks: ranks.engine.update_weights()),
     "republish": Call(lambda ranks: ranks.engine.republish()),
     "skip_publication": Call(lambda ranks: ranks.engine.skip_publication()),
-    "use_weights": Call(lambda ranks, *, use=None: with_whole_weights(ranks.engine.weights(), use)),
+    "use_weights": Call(use_weights),
     "save": Call(lambda ranks, *, path, tokenizer=None: ranks.engine.save(path, tokenizer)),
     "save_recover": Call(save_recover),
     "load_recover": Call(load_recover),
