@@ -5,7 +5,8 @@
 Ranks are processes of this machine over Gloo, with the sharded model of ``actor.shard: always`` in float32. Memory is anonymous
 memory (``RssAnon``) above that of the rank after its imports, read every two milliseconds, so that it is the peak of each phase;
 the *state* is what stays between updates. Pages of files that are mapped (the checkpoint that is read, weights shared with a
-server) belong to the system and are not counted. The largest of all ranks is shown. Ratios are against one rank.
+server) belong to the system and are not counted. The C library is told to return what is freed at once, or what it keeps for later
+would be counted, too. The largest of all ranks is shown. Ratios are against one rank.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from report import Report
+
+#: Of glibc: what is freed is returned to the system.
+RETURNED_AT_ONCE = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
 
 #: Hidden size, layers and vocabulary: 104 and 15 million parameters.
 FULL, QUICK = (768, 12, 16384), (384, 6, 8192)
@@ -140,7 +144,7 @@ def run(path: str, ranks: int, directory: Path) -> dict[str, tuple[float, float]
     started = [
         subprocess.Popen(
             [sys.executable, __file__, "--as-rank", path, str(directory)],
-            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank), "MALLOC_ARENA_MAX": "2"},
+            env={**os.environ, **world, **RETURNED_AT_ONCE, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(ranks)
     ]

@@ -24,6 +24,7 @@ def test_memory_of_a_rank_falls_with_their_number(tmp_path):
     largest, noise = 4 * 384 * 8192 / 2**20, 16.0
     for ranks in (1, 2):
         assert held[ranks, "load"] < 4 * size / ranks + largest + noise
+        assert held[ranks, "state"] < 12 * size / ranks + noise  # weights and two moments, and nothing of an update
         assert held[ranks, "publish"] < held[ranks, "resume"] + 2 * 64 + largest + noise
     assert held[1, "load"] > 4 * size  # it is measured at all
     assert held[2, "load"] < held[1, "load"] - 1.5 * size
