@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -81,8 +81,12 @@ def _passed_on() -> Iterator[list[int]]:
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        for pid in children(os.getpid()):
-            os.kill(pid, number if len(received) == 1 else signal.SIGKILL)
+        started = children(os.getpid())
+        if not started:  # none has begun, or this kernel does not list them: the agent ends what there is
+            raise KeyboardInterrupt
+        for pid in started:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number if len(received) == 1 else signal.SIGKILL)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
