@@ -28,8 +28,8 @@ from typing import Any
 from rollwright import RLVRWorkflow
 from rollwright.config.loading import load_stages
 from rollwright.data.datasets import get_dataset
+from rollwright.tracking.metrics_file import read_metrics
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.tracking.sinks import read_metrics
 from rollwright.trainers.rl import PPOTrainer
 from rollwright.trainers.stages import run_config
 

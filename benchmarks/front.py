@@ -100,7 +100,7 @@ async def measure(dialect: str, together: int, conversations: int) -> dict[str, 
     from rollwright.inference.engine import InferenceEngine
     from rollwright.inference.request import ModelRequest, ModelResponse
     from rollwright.rollout.openai_front import OpenAIFront
-    from rollwright.rollout.sample import SampleEngine
+    from rollwright.rollout.sample_engine import SampleEngine
     from rollwright.rollout.seeds import SampleName
 
     tokenizer = make_tokenizer()

@@ -35,7 +35,7 @@ def run(turns: int, kind: str) -> dict[str, Any]:
     from rollwright.experience.normaliser import normalise
     from rollwright.inference.engine import InferenceEngine
     from rollwright.inference.request import ModelRequest, ModelResponse
-    from rollwright.rollout.sample import SampleEngine
+    from rollwright.rollout.sample_engine import SampleEngine
     from rollwright.rollout.seeds import SampleName
     from rollwright.workflows.turns import Turns
 

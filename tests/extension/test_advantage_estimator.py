@@ -5,7 +5,7 @@ import torch
 
 from rollwright import ADVANTAGE_ESTIMATORS, FSDPPPOActor, PPOActorConfig
 from rollwright.errors import ConfigError, TrainingError
-from rollwright.tracking.sinks import read_metrics
+from rollwright.tracking.metrics_file import read_metrics
 
 ESTIMATOR = '''
 import torch

@@ -6,7 +6,7 @@ import torch
 from rollwright import FSDPPPOActor, PPOActorConfig
 from rollwright.cli.main import main
 from rollwright.errors import ConfigError
-from rollwright.tracking.sinks import read_metrics
+from rollwright.tracking.metrics_file import read_metrics
 
 LOSS = '''
 from rollwright import POLICY_LOSSES

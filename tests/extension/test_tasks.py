@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollwright.tracking.sinks import read_metrics
+from rollwright.tracking.metrics_file import read_metrics
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollwright.tracking.sinks import read_metrics
+from rollwright.tracking.metrics_file import read_metrics
 
 
 def test_a_reward(run_with):

@@ -146,7 +146,7 @@ def test_two_ranks_hold_one_model_together(tmp_path, monkeypatch):
     from rollwright.config.sections import OptimizerConfig, PPOActorConfig
     from rollwright.training.actor import FSDPPPOActor
     from rollwright.training.checkpoint import RecoverCheckpoints
-    from rollwright.training.model import save_model
+    from rollwright.training.pretrained import save_model
 
     save_model(tiny_model(dtype=torch.float32), tmp_path / "start")
     config = PPOActorConfig(path=str(tmp_path / "start"), device="cpu", kl_ctl=0.1, optimizer=OptimizerConfig(lr=1e-2))

@@ -306,7 +306,7 @@ def test_the_trainer_samples_ahead_on_the_server(server, model_path, tmp_path):
     from rollwright.config.experiment import PPOConfig
     from rollwright.config.sections import ClusterConfig, NormConfig, OptimizerConfig, PPOActorConfig
     from rollwright.config.tasksets import DatasetConfig
-    from rollwright.tracking.sinks import read_metrics
+    from rollwright.tracking.metrics_file import read_metrics
 
     client, _ = server
     config = PPOConfig(

@@ -26,7 +26,7 @@ import torch
 from rollwright.errors import TrajectoryError
 from rollwright.experience.contract import Place, Trajectory
 from rollwright.experience.recorder import RequestRecord
-from rollwright.experience.tokens import TOKEN_TYPE, Tokens
+from rollwright.experience.token_buffers import TOKEN_TYPE, Tokens
 
 #: What a workflow returns may differ by this from the record (log-probabilities pass through float32).
 TOLERANCES = {"logprobs": 1e-4, "versions": 0, "temperature": 1e-5}

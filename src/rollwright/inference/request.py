@@ -9,7 +9,7 @@ from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import EngineError
-from rollwright.experience.tokens import LARGEST_TOKEN, Tokens, conversation_tokens
+from rollwright.experience.token_buffers import LARGEST_TOKEN, Tokens, conversation_tokens
 
 
 def token_ids(ids: Any, what: str = "input_ids") -> list[int]:

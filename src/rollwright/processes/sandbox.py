@@ -10,17 +10,33 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import functools
 import os
 import queue
+import shutil
+import subprocess
+import sys
+import tempfile
 import threading
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
-from rollwright.errors import SandboxError
-from rollwright.processes.jails import Jail, SandboxLimits, SandboxResult, make_sandbox
+from rollwright.errors import ConfigError, SandboxError
+from rollwright.processes.bubblewrap import Bubblewrap, call_filters
+from rollwright.processes.jails import (
+    ENVIRONMENT,
+    GRACE_SECONDS,
+    SHARED_BYTES,
+    Jail,
+    Sandbox,
+    SandboxLimits,
+    SandboxResult,
+    server_command,
+)
 
 __all__ = ["SandboxLimits", "SandboxResult", "check_sandbox", "run_python", "sandbox_name", "sandboxed"]
 
@@ -89,6 +105,72 @@ async def run_python(
                 for jail in used:
                     jail.kill()
                 raise
+
+
+class Container:
+    """A container of docker or podman, in an image that has Python and is there already.
+
+    Args:
+        program: ``docker`` or ``podman``.
+        image: its name.
+    """
+
+    def __init__(self, program: str, image: str) -> None:
+        self.program, self.image = program, image or "python:3.12-slim"
+
+    def start(self, limits: SandboxLimits) -> Jail:
+        """See :class:`Sandbox`."""
+        program = shutil.which(self.program)
+        if program is None:
+            raise SandboxError(f"{self.program} is not installed: install it, or set rollout.sandbox to bubblewrap.")
+        name = f"rollwright-{uuid.uuid4().hex[:12]}"
+        memory = f"{(limits.processes + 1) * limits.memory_bytes + limits.disk_bytes + 2**26}"
+        command = [
+            *(program, "run", "--rm", "--interactive", "--pull=never", f"--name={name}", "--read-only", "--user=65534:65534"),
+            *("--cap-drop=ALL", "--security-opt=no-new-privileges", "--ipc=private", "--pids-limit=256", "--workdir=/tmp"),
+            *(f"--network={'bridge' if limits.network else 'none'}", f"--memory={memory}", f"--memory-swap={memory}"),
+            *(f"--shm-size={SHARED_BYTES}", f"--tmpfs=/tmp:size={limits.disk_bytes},mode=1777"),
+            *(f"--env={key}={value}" for key, value in ENVIRONMENT.items() if key != "PATH"),
+            *(["--read-only-tmpfs=false"] if self.program == "podman" else []),  # it would add places to write to
+            *(self.image, *server_command("python3")),
+        ]
+        remove = functools.partial(subprocess.run, [program, "rm", "--force", name], capture_output=True)
+        return Jail(
+            command,
+            limits,
+            ["/tmp", "/dev/shm"],
+            filters=call_filters()[: 1 if limits.processes else 2],
+            patience=GRACE_SECONDS,  # a client that is killed while it starts a container leaves it running
+            environment=os.environ,  # where its daemon and its images are; scripts get what --env says
+            explain=lambda said: f"{self.program} says {said!r}; does '{self.program} run --rm {self.image} python3 -V' work?",
+            clean=remove,
+        )
+
+
+class PlainProcess:
+    """No sandbox: a process with limits on its own time, memory and files, and a temporary directory that it may leave."""
+
+    def start(self, limits: SandboxLimits) -> Jail:
+        """See :class:`Sandbox`."""
+        directory = tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True)
+        return Jail(server_command(sys.executable), limits, [directory.name], clean=directory.cleanup)
+
+
+def make_sandbox(name: str) -> Sandbox:
+    """The sandbox that ``rollout.sandbox`` names.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    kind, _, image = name.partition(":")
+    if kind in ("docker", "podman"):
+        return Container(kind, image)
+    if name in ("bubblewrap", "unsafe"):
+        return Bubblewrap() if name == "bubblewrap" else PlainProcess()
+    raise ConfigError(
+        f"there is no sandbox {name!r}; it is bubblewrap, docker or podman (docker:IMAGE for another image than python:3.12-slim), "
+        "or unsafe."
+    )
 
 
 def check_sandbox(name: str) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 from rollwright.errors import EngineError, RequestAborted
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.rollout.sample import CURRENT_SAMPLE, SampleEngine
+from rollwright.rollout.sample_engine import CURRENT_SAMPLE, SampleEngine
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("rollout")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from rollwright.errors import RolloutError
-from rollwright.rollout.sample import CURRENT_SAMPLE
+from rollwright.rollout.sample_engine import CURRENT_SAMPLE
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("rollout")

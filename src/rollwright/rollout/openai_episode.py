@@ -23,7 +23,8 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.conversation import ConversationTokens
 from rollwright.errors import EngineError, WorkflowError
 from rollwright.experience.experience import Experience
-from rollwright.experience.recorder import Recorder, RequestRecord, experiences_of
+from rollwright.experience.merged_turns import experiences_of
+from rollwright.experience.recorder import Recorder, RequestRecord
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.server.bodies import Body
 from rollwright.inference.server.chat import template_messages
@@ -32,7 +33,7 @@ from rollwright.inference.server.images import ImageReader
 from rollwright.inference.server.openai import OpenAIProtocol
 from rollwright.inference.server.openai_answer import OpenAICall
 from rollwright.inference.server.prompts import Prompts
-from rollwright.rollout.sample import SampleEngine
+from rollwright.rollout.sample_engine import SampleEngine
 
 
 class Reward(Body):

@@ -24,7 +24,7 @@ from rollwright.experience.normaliser import normalise
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.processes.sandbox import sandboxed
-from rollwright.rollout.sample import CURRENT_SAMPLE, SampleEngine
+from rollwright.rollout.sample_engine import CURRENT_SAMPLE, SampleEngine
 from rollwright.rollout.seeds import SampleName
 from rollwright.rollout.task_group import GroupFactory
 

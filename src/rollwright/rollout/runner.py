@@ -31,7 +31,7 @@ from rollwright.inference.engine import InferenceEngine
 from rollwright.processes.sandbox import sandboxed
 from rollwright.rollout.deterministic import WaveGate, place_of
 from rollwright.rollout.failure_budget import Failure, FailureLog
-from rollwright.rollout.sample import CURRENT_SAMPLE, SampleEngine
+from rollwright.rollout.sample_engine import CURRENT_SAMPLE, SampleEngine
 from rollwright.rollout.seeds import SampleName
 from rollwright.rollout.staleness import Delivery
 from rollwright.rollout.task_group import Group, GroupState, Waiter

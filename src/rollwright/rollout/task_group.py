@@ -28,7 +28,7 @@ from rollwright.experience.journal.files import Journal
 from rollwright.experience.journal.records import GroupEnd, pack_value
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.rollout.failure_budget import Failure
-from rollwright.rollout.sample import SampleEngine
+from rollwright.rollout.sample_engine import SampleEngine
 from rollwright.rollout.seeds import SampleName
 from rollwright.tracking.logging import getLogger
 from rollwright.workflows.registry import resolve_function, resolve_workflow, workflow_name

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rollwright.rollout.sample import CURRENT_SAMPLE
+from rollwright.rollout.sample_engine import CURRENT_SAMPLE
 
 #: Seconds that a request of a shared client may take, and no limit of its own; model calls may queue.
 REQUEST_SECONDS = 3600.0

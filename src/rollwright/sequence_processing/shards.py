@@ -30,8 +30,9 @@ from rollwright.errors import CheckpointError, ConfigError
 from rollwright.sequence_processing.batches import BatchedSequences, LogprobResults
 from rollwright.sequence_processing.generation import Prompt
 from rollwright.sequence_processing.models import unwrapped
+from rollwright.tracking.metrics_file import read_metrics
 from rollwright.tracking.progress import progress_bar
-from rollwright.tracking.sinks import MetricsLogger, read_metrics
+from rollwright.tracking.sinks import MetricsLogger
 from rollwright.training.parallel import from_first_rank, rank, wait_for_all, world_size
 from rollwright.training.sharding import full_tensor
 

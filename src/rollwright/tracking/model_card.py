@@ -12,7 +12,7 @@ import yaml
 
 from rollwright.atomic import write_text
 from rollwright.errors import CheckpointError
-from rollwright.tracking.sinks import read_metrics
+from rollwright.tracking.metrics_file import read_metrics
 
 _PACKAGES = ("rollwright", "torch", "transformers")
 

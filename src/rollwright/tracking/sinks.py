@@ -7,8 +7,6 @@ Weights & Biases, Trackio, MLflow and sinks that users register in ``SINKS`` tak
 from __future__ import annotations
 
 import importlib
-import json
-import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -16,12 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollwright.atomic import write_text
-from rollwright.errors import CheckpointError, ConfigError
+from rollwright.errors import ConfigError
 from rollwright.registry import Registry
-from rollwright.tracking.logging import getLogger
-
-logger = getLogger("metrics")
+from rollwright.tracking.metrics_file import JSONLSink
 
 
 class MetricsSink(Protocol):
@@ -34,82 +29,6 @@ class MetricsSink(Protocol):
     def close(self) -> None:
         """Flushes and lets go."""
         ...
-
-
-def _json_number(value: Any) -> float | int | None:
-    number = value if isinstance(value, int) else float(value)
-    return number if math.isfinite(number) else None
-
-
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl``; a last line that was cut off by a kill is left out, with a warning.
-
-    Raises:
-        CheckpointError: a line in the middle of the file is no JSON object.
-    """
-    lines = Path(path).read_bytes().split(b"\n")
-    records: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-                raise ValueError("no JSON object with a step")
-        except ValueError as error:
-            if number == len(lines):  # no newline after it
-                logger.warning("the last line of %s was cut off while it was written and is left out: %r", path, line[:80])
-                break
-            raise CheckpointError(
-                f"line {number} of {path} is damaged ({error}): fix or delete that line; the rest is not touched."
-            ) from None
-        records.append(record)
-    return records
-
-
-class JSONLSink:
-    """One JSON object a line: ``step``, ``time`` (seconds since the run began), ``unix_time``, then the metrics.
-
-    Each line is flushed as it is written. Numbers that are not finite become null, which every JSON reader takes.
-
-    Args:
-        path: the file.
-        resume_step: the last step that the resumed checkpoint contains. Lines of later steps are cut off, so that a
-            resumed run leaves one curve; None begins a new file.
-
-    Raises:
-        CheckpointError: a new file is asked for where one with content exists.
-    """
-
-    def __init__(self, path: str | Path, resume_step: int | None = None) -> None:
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        earlier = 0.0
-        if self.path.exists() and self.path.stat().st_size:
-            if resume_step is None:
-                raise CheckpointError(
-                    f"{self.path} already holds metrics of a run: resume that run (recover.mode=resume) or choose another trial_name."
-                )
-            earlier = self._cut_after(resume_step)
-        self._started = time.time() - earlier
-        self._file = self.path.open("a", encoding="utf-8")
-
-    def _cut_after(self, resume_step: int) -> float:
-        kept = [record for record in read_metrics(self.path) if record["step"] <= resume_step]
-        write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept), durable=True)
-        return max((record.get("time", 0.0) for record in kept), default=0.0)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends one line and flushes it."""
-        now = time.time()
-        record = {"step": step, "time": round(now - self._started, 3), "unix_time": round(now, 3)}
-        record.update({name: _json_number(value) for name, value in metrics.items()})
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
 
 
 @dataclass(frozen=True)

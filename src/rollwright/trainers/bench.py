@@ -23,9 +23,9 @@ from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.network import find_server_addresses
 from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
+from rollwright.tracking.metrics_file import read_metrics
 from rollwright.tracking.plots import plot_curves
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.tracking.sinks import read_metrics
 from rollwright.trainers.evaluation import evaluate, scores_of
 from rollwright.trainers.reporting import sample_means
 from rollwright.trainers.rollout_backend import make_rollout_engine, servers_of

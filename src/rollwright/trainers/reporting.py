@@ -22,11 +22,12 @@ from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import TOLERANCE_OF_16_BITS
 from rollwright.tracking import logging
 from rollwright.tracking.metrics import get_tracker, start_timer
+from rollwright.tracking.metrics_file import read_metrics
 from rollwright.tracking.plots import plot_reward_curve
 from rollwright.tracking.progress import ProgressDisplay
 from rollwright.tracking.rollout_dumps import RolloutDumper
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.tracking.sinks import MetricsLogger, read_metrics
+from rollwright.tracking.sinks import MetricsLogger
 from rollwright.training.actor import FSDPPPOActor
 
 

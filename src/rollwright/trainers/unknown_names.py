@@ -24,8 +24,7 @@ from rollwright.data.drawing import SELECTORS, make_selector
 from rollwright.data.formats import FORMATS
 from rollwright.errors import ConfigError, RollwrightError
 from rollwright.experience.operators import OPERATORS
-from rollwright.processes.jails import make_sandbox
-from rollwright.processes.sandbox import check_sandbox
+from rollwright.processes.sandbox import check_sandbox, make_sandbox
 from rollwright.rewards.registry import REWARD_FUNCTIONS
 from rollwright.tracking.sinks import SINKS
 from rollwright.trainers.tasks import with_defaults

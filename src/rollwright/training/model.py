@@ -1,28 +1,23 @@
-"""Models in Hugging Face form: load one, write one, make a small new one (text, or text and images)."""
+"""Models of transformers: load one, make a small new one (text, or text and images)."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rollwright.atomic import replaced_directory
 from rollwright.config.experiment import NewVisionConfig
 from rollwright.config.sections import TrainEngineConfig
 from rollwright.data.vision import IMAGE, VIDEO, VISION_END, VISION_PIECES, VISION_START, new_image_processor
 from rollwright.errors import ConfigError
-from rollwright.inference.weights.files import write_files
-from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.progress import without_progress_bars
-from rollwright.training.sharding import whole_weights
+from rollwright.training.pretrained import save_model
 
 #: Architectures that ``new_model`` makes: name -> configuration class of transformers.
 ARCHITECTURES = {"qwen3": "Qwen3Config", "qwen2": "Qwen2Config", "llama": "LlamaConfig"}
@@ -259,59 +254,6 @@ def _write_new(auto_class: Any, model_config: Any, directory: str | Path, seed: 
 def parameter_count(model: nn.Module) -> int:
     """Number of parameters, tied ones counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def save_model(
-    model: nn.Module,
-    directory: str | Path,
-    *,
-    tokenizer: Any = None,
-    image_processor: Any = None,
-    weights: WeightStream | None = None,
-) -> None:
-    """Write a model (and tokenizer) so that ``from_pretrained`` loads it; the directory appears whole or not at all.
-
-    Args:
-        model: a Hugging Face model.
-        directory: replaced where it exists.
-        tokenizer: its files and chat template are written too.
-        image_processor: of a model that sees; its file is written too.
-        weights: the tensors to write, which are read one at a time; None: the model's own.
-    """
-    weights = whole_weights(model) if weights is None else weights
-    with replaced_directory(directory) as draft, without_progress_bars():
-        model.save_pretrained(draft, state_dict={})  # type: ignore[operator] - its configuration
-        for path in draft.glob("*.safetensors"):
-            path.unlink()
-        write_files(draft, _named_as_published(model, weights))
-        if tokenizer is not None:
-            tokenizer.save_pretrained(draft)
-        if image_processor is not None:
-            image_processor.save_pretrained(draft)
-
-
-def _named_as_published(model: nn.Module, weights: WeightStream) -> WeightStream:
-    """Weights under the names, and in the pieces, in which the architecture's checkpoints are published.
-
-    A tensor may be written as several, such as a layer's experts, which transformers holds in one: layers are converted one at a time.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    def converted(pairs: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        return list(revert_weight_conversion(model, dict(pairs)).items())  # type: ignore[arg-type]
-
-    if {name for name, _ in converted(weights.described)} == {name for name, _ in weights.described}:
-        return weights
-
-    def layer_of(pair: tuple[str, Tensor]) -> str:
-        found = re.match(r".*?\.\d+(?=\.)", pair[0])
-        return found[0] if found else pair[0]
-
-    def by_layer(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for _, layer in itertools.groupby(pairs, key=layer_of):
-            yield from converted(list(layer))
-
-    return WeightStream(by_layer(weights.described), lambda: by_layer(weights))
 
 
 def new_vision_model(

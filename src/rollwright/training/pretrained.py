@@ -1,25 +1,31 @@
-"""Reading a Hugging Face checkpoint into a model that is sharded: each rank reads its own part, one tensor at a time."""
+"""Checkpoints in Hugging Face form: each rank reads its own part of the weights, and they are saved, one tensor at a time."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from rollwright.atomic import replaced_directory
 from rollwright.errors import ConfigError
+from rollwright.inference.weights.files import write_files
+from rollwright.inference.weights.stream import WeightStream
+from rollwright.tracking.progress import without_progress_bars
 from rollwright.training import parallel
-from rollwright.training.sharding import call_checkpoint, own_tensors, placed_like
+from rollwright.training.sharding import call_checkpoint, own_tensors, placed_like, whole_weights
 
 _INDEX = "model.safetensors.index.json"
 
@@ -150,3 +156,56 @@ def _converted_tensors(
                 converter.add_tensor(name, key, pattern, place[key].get_tensor(key))
             for target, tensor in converter.convert(name, model=model, config=model.config).items():
                 yield target, tensor[0] if isinstance(tensor, list) else tensor
+
+
+def save_model(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    tokenizer: Any = None,
+    image_processor: Any = None,
+    weights: WeightStream | None = None,
+) -> None:
+    """Write a model (and tokenizer) so that ``from_pretrained`` loads it; the directory appears whole or not at all.
+
+    Args:
+        model: a Hugging Face model.
+        directory: replaced where it exists.
+        tokenizer: its files and chat template are written too.
+        image_processor: of a model that sees; its file is written too.
+        weights: the tensors to write, which are read one at a time; None: the model's own.
+    """
+    weights = whole_weights(model) if weights is None else weights
+    with replaced_directory(directory) as draft, without_progress_bars():
+        model.save_pretrained(draft, state_dict={})  # type: ignore[operator] - its configuration
+        for path in draft.glob("*.safetensors"):
+            path.unlink()
+        write_files(draft, _named_as_published(model, weights))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(draft)
+        if image_processor is not None:
+            image_processor.save_pretrained(draft)
+
+
+def _named_as_published(model: nn.Module, weights: WeightStream) -> WeightStream:
+    """Weights under the names, and in the pieces, in which the architecture's checkpoints are published.
+
+    A tensor may be written as several, such as a layer's experts, which transformers holds in one: layers are converted one at a time.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    def converted(pairs: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        return list(revert_weight_conversion(model, dict(pairs)).items())  # type: ignore[arg-type]
+
+    if {name for name, _ in converted(weights.described)} == {name for name, _ in weights.described}:
+        return weights
+
+    def layer_of(pair: tuple[str, Tensor]) -> str:
+        found = re.match(r".*?\.\d+(?=\.)", pair[0])
+        return found[0] if found else pair[0]
+
+    def by_layer(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for _, layer in itertools.groupby(pairs, key=layer_of):
+            yield from converted(list(layer))
+
+    return WeightStream(by_layer(weights.described), lambda: by_layer(weights))

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.experience.recorder import Recorder, experiences_of
+from rollwright.experience.merged_turns import experiences_of
+from rollwright.experience.recorder import Recorder
 from rollwright.inference.request import ModelRequest, ModelResponse
 
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from rollwright.errors import ConfigError, SandboxError
-from rollwright.processes import jails, sandbox
+from rollwright.processes import bubblewrap, sandbox
 from rollwright.processes.sandbox import SandboxLimits, SandboxResult, check_sandbox, close_jails, sandboxed
 from tests.conftest import usable_sandbox
 
@@ -367,7 +367,7 @@ def test_without_bubblewrap_the_message_says_what_to_install(monkeypatch):
 
 
 def test_without_libseccomp_the_message_says_what_to_install(monkeypatch):
-    jails._filters.cache_clear()
+    bubblewrap.call_filters.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "pyseccomp", None)
     close_jails()
     with pytest.raises(SandboxError, match="apt-get install libseccomp2"):
@@ -396,8 +396,8 @@ def test_a_container_is_closed_off_and_bounded(monkeypatch):
     """What a container is started with; whether it holds is tried where docker or podman runs."""
     started = []
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(jails, "Jail", lambda command, *rest, **options: started.append(command))
-    jails.make_sandbox("podman:my/image:1").start(SandboxLimits(disk_bytes=12345))
+    monkeypatch.setattr(sandbox, "Jail", lambda command, *rest, **options: started.append(command))
+    sandbox.make_sandbox("podman:my/image:1").start(SandboxLimits(disk_bytes=12345))
     [command] = started
     for option in ("--network=none", "--cap-drop=ALL", "--read-only", "--pull=never", "--tmpfs=/tmp:size=12345,mode=1777"):
         assert option in command
@@ -407,9 +407,9 @@ def test_a_container_is_closed_off_and_bounded(monkeypatch):
 
 async def test_a_python_in_tmp_runs_scripts_elsewhere(monkeypatch):
     """What is bound below /tmp cannot be cleaned away after a script."""
-    paths = jails._python_paths()
+    paths = bubblewrap.python_paths()
     with tempfile.TemporaryDirectory(dir="/tmp") as environment:
-        monkeypatch.setattr(jails, "_python_paths", lambda: [*paths, environment])
+        monkeypatch.setattr(bubblewrap, "python_paths", lambda: [*paths, environment])
         close_jails()
         with sandboxed():
             for _ in range(2):

@@ -21,7 +21,7 @@ from rollwright.experience.normaliser import normalise
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.rollout.openai_front import OpenAIFront
-from rollwright.rollout.sample import SampleEngine
+from rollwright.rollout.sample_engine import SampleEngine
 from rollwright.rollout.seeds import SampleName
 from rollwright.workflows.task_runner import TaskRunner
 

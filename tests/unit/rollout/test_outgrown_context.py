@@ -18,7 +18,7 @@ from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import PromptTooLongError, RolloutError
 from rollwright.rollout.executor import RolloutExecutor
 from rollwright.rollout.openai_front import OpenAIAgentWorkflow, OpenAIFront
-from rollwright.rollout.sample import SampleEngine
+from rollwright.rollout.sample_engine import SampleEngine
 from rollwright.rollout.seeds import SampleName
 from rollwright.workflows.task_runner import TaskRunner
 

@@ -8,7 +8,7 @@ from processed_models import small_model, tokenizer
 
 from rollwright.errors import CheckpointError, ConfigError
 from rollwright.sequence_processing import GenerationConfig, SequenceProcessor, shards
-from rollwright.tracking.sinks import read_metrics
+from rollwright.tracking.metrics_file import read_metrics
 
 PROMPTS = ["a", "ab", "abc", "b", "bc"]
 

@@ -6,8 +6,9 @@ import json
 import pytest
 
 from rollwright.errors import CheckpointError, ConfigError
-from rollwright.tracking import sinks
-from rollwright.tracking.sinks import SINKS, JSONLSink, MetricsLogger, read_metrics
+from rollwright.tracking import metrics_file
+from rollwright.tracking.metrics_file import JSONLSink, read_metrics
+from rollwright.tracking.sinks import SINKS, MetricsLogger
 
 
 def test_a_line_is_readable_before_the_file_is_closed(tmp_path):
@@ -41,7 +42,7 @@ def test_a_resumed_run_leaves_one_curve(tmp_path, resume_step):
 
 def test_a_line_cut_off_by_a_kill_is_reported_left_out_and_overwritten(tmp_path, monkeypatch):
     warned = []
-    monkeypatch.setattr(sinks.logger, "warning", lambda message, *values: warned.append(message % values))
+    monkeypatch.setattr(metrics_file.logger, "warning", lambda message, *values: warned.append(message % values))
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "time": 1.0, "reward": 0.1}\n{"step": 2, "rew')
     assert [record["step"] for record in read_metrics(path)] == [1]

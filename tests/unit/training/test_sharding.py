@@ -18,8 +18,8 @@ from rollwright.training import sharding
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.checkpoint import RecoverCheckpoints
 from rollwright.training.engine import TrainEngine
-from rollwright.training.model import empty_model, load_model, new_model, save_model
-from rollwright.training.pretrained import load_weights
+from rollwright.training.model import empty_model, load_model, new_model
+from rollwright.training.pretrained import load_weights, save_model
 
 
 @pytest.fixture

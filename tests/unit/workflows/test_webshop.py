@@ -10,7 +10,7 @@ from rollwright.errors import PromptTooLongError, WorkflowError
 from rollwright.experience.normaliser import normalise
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelResponse
-from rollwright.rollout.sample import SampleEngine
+from rollwright.rollout.sample_engine import SampleEngine
 from rollwright.rollout.seeds import SampleName
 from rollwright.workflows.registry import WORKFLOWS
 from rollwright.workflows.task_runner import TaskRunner

@@ -7,7 +7,7 @@ import asyncio
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.rollout.sample import SampleEngine
+from rollwright.rollout.sample_engine import SampleEngine
 from rollwright.rollout.seeds import SampleName
 
 TEMPLATE = (

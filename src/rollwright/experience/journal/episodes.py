@@ -33,7 +33,7 @@ from rollwright.experience.journal.records import (
     unpack_versions,
 )
 from rollwright.experience.recorder import RequestRecord
-from rollwright.experience.tokens import TOKEN_TYPE, Tokens
+from rollwright.experience.token_buffers import TOKEN_TYPE, Tokens
 
 
 class EpisodeWriter:

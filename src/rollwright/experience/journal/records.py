@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollwright.experience.tokens import TOKEN_TYPE
+from rollwright.experience.token_buffers import TOKEN_TYPE
 
 
 class Record(msgspec.Struct, array_like=True, omit_defaults=False, gc=False):

@@ -1,0 +1,164 @@
+"""The bubblewrap sandbox: namespaces of its own, a file system with Python and nothing else, and a filter of system calls."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import socket
+import stat
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rollwright.errors import SandboxError
+from rollwright.processes.jails import ENVIRONMENT, INSTEAD, SHARED_BYTES, Jail, SandboxLimits, server_command
+
+#: What only attacks and administrators call; Python, its libraries and their threads do not.
+_REFUSED_CALLS = (
+    *("ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "kcmp", "pidfd_getfd"),
+    *("mount", "umount2", "pivot_root", "chroot", "open_tree", "move_mount", "fsopen", "fsconfig", "fsmount", "fspick"),
+    *("mount_setattr", "unshare", "setns", "name_to_handle_at", "open_by_handle_at", "quotactl", "quotactl_fd"),
+    *("bpf", "perf_event_open", "userfaultfd", "io_uring_setup", "io_uring_enter", "io_uring_register", "fanotify_init"),
+    *("add_key", "request_key", "keyctl", "personality", "modify_ldt", "iopl", "ioperm", "vhangup", "acct", "syslog"),
+    *("kexec_load", "kexec_file_load", "init_module", "finit_module", "delete_module", "reboot", "swapon", "swapoff"),
+    *("sethostname", "setdomainname", "settimeofday", "clock_settime", "clock_adjtime", "adjtimex", "lookup_dcookie"),
+    *("memfd_create", "memfd_secret", "shmget", "msgget", "semget", "mq_open"),  # memory that no limit counts
+)
+_NEW_NAMESPACES = 0x7E020080  # CLONE_NEWTIME, NS, CGROUP, UTS, IPC, USER, PID, NET
+_CLONE_THREAD = 0x10000
+
+
+class Bubblewrap:
+    """Namespaces of its own by ``bwrap``: what is not bound is not there."""
+
+    def start(self, limits: SandboxLimits) -> Jail:
+        """See :class:`Sandbox`."""
+        program = shutil.which("bwrap")
+        if program is None:
+            raise SandboxError(
+                "bubblewrap, which contains Python that a model writes, is not installed: install it (Debian and Ubuntu: apt-get "
+                f"install bubblewrap; Fedora: dnf install bubblewrap), {INSTEAD}."
+            )
+        whole, no_processes = call_filters()
+        reads, writes = os.pipe()
+        with open(reads, "rb") as theirs:
+            os.write(writes, whole)
+            os.close(writes)
+            command = [
+                program,
+                *_surroundings(limits),
+                "--seccomp",
+                str(theirs.fileno()),
+                "--",
+                *server_command(sys.executable),
+            ]
+            return Jail(
+                command,
+                limits,
+                [_scratch(), "/dev/shm"],
+                filters=[] if limits.processes else [no_processes],
+                pass_fds=[theirs.fileno()],
+                explain=_why_bubblewrap_fails,
+            )
+
+
+def _surroundings(limits: SandboxLimits) -> list[str]:
+    """The options of ``bwrap``: all that the jail can see, and what it must not do."""
+    options = ["--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL", "--clearenv", "--die-with-parent"]
+    options += ["--new-session", "--as-pid-1", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox"]
+    for name, value in ENVIRONMENT.items():
+        options += ["--setenv", name, value]
+    options += ["--ro-bind", "/usr", "/usr"]
+    for link in ("/bin", "/lib", "/lib32", "/lib64"):
+        if os.path.islink(link):
+            options += ["--symlink", os.readlink(link), link]
+        elif os.path.isdir(link):
+            options += ["--ro-bind", link, link]
+    wanted = [*python_paths(), "/etc/ld.so.cache", "/etc/alternatives"]
+    if limits.network:
+        options += ["--share-net"]
+        wanted += ["/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates"]
+    options += ["--proc", "/proc"]
+    for path in _unreadable_by_others():
+        options += ["--ro-bind", "/dev/null", path]
+    options += ["--dev", "/dev", "--size", str(SHARED_BYTES), "--tmpfs", "/dev/shm"]
+    options += ["--size", str(limits.disk_bytes), "--tmpfs", _scratch()]
+    for path in wanted:
+        options += ["--ro-bind-try", path, path]
+    for place in ("/proc", "/dev", "/"):  # what bwrap mounts has no limit of size
+        options += ["--remount-ro", place]
+    return [*options, "--chdir", _scratch()]
+
+
+def _scratch() -> str:
+    """Where scripts run and write: ``/tmp``, unless this Python is there, as what is bound there could not be cleaned away."""
+    return "/scratch" if any(path.startswith("/tmp/") for path in python_paths()) else "/tmp"
+
+
+def python_paths() -> list[str]:
+    """What this Python needs besides ``/usr``: its executable, its libraries and its packages."""
+    found = [sys.executable, os.path.realpath(sys.executable), f"{sys.prefix}/pyvenv.cfg", f"{sys.base_prefix}/lib"]
+    return found + [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+
+
+def _unreadable_by_others() -> list[str]:
+    """Files of the kernel's that only root can read: who runs this as root would lend them to scripts."""
+    paths = [path for path in Path("/proc").iterdir() if path.is_file() and not path.is_symlink()]
+    return [str(path) for path in paths if not path.stat().st_mode & stat.S_IROTH]
+
+
+@functools.cache
+def call_filters() -> tuple[bytes, bytes]:
+    """Two compiled filters of system calls: that of a jail, and that which takes processes away from a script.
+
+    Raises:
+        SandboxError: libseccomp is not there.
+    """
+    try:
+        import pyseccomp
+    except (ImportError, RuntimeError, OSError) as error:
+        raise SandboxError(
+            f"the sandbox needs libseccomp ({error}): install it (Debian and Ubuntu: apt-get install libseccomp2; Fedora: dnf install "
+            f"libseccomp) and its Python package (pip install pyseccomp), {INSTEAD}."
+        ) from error
+    refuse, unknown = pyseccomp.ERRNO(1), pyseccomp.ERRNO(38)  # EPERM; ENOSYS: the C library then takes the older call
+
+    def compiled(*rules: tuple[Any, ...]) -> bytes:
+        made = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+        for action, call, *arguments in rules:
+            with contextlib.suppress(OSError):  # a call that this kind of processor does not have
+                made.add_rule(action, call, *arguments)
+        with tempfile.TemporaryFile() as file:
+            made.export_bpf(file)
+            file.seek(0)
+            return file.read()
+
+    def flag(bit: int, value: int) -> Any:
+        return pyseccomp.Arg(0, pyseccomp.MASKED_EQ, bit, value)
+
+    jail = [(refuse, call) for call in _REFUSED_CALLS]
+    jail += [(unknown, "clone3"), (refuse, "ioctl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, 0xFFFFFFFF, 0x5412))]  # TIOCSTI
+    jail += [(refuse, "clone", flag(1 << bit, 1 << bit)) for bit in range(32) if _NEW_NAMESPACES >> bit & 1]
+    jail += [(refuse, "prlimit64", pyseccomp.Arg(0, pyseccomp.NE, 0))]  # limits of the server
+    families = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
+    jail += [(refuse, "socket", pyseccomp.Arg(0, pyseccomp.EQ, family)) for family in range(64) if family not in families]
+    jail += [(refuse, "socket", pyseccomp.Arg(0, pyseccomp.GE, 64))]
+    no_processes = [(refuse, call) for call in ("fork", "vfork", "execve", "execveat")]
+    no_processes += [(unknown, "clone3"), (refuse, "clone", flag(_CLONE_THREAD, 0))]
+    return compiled(*jail), compiled(*no_processes)
+
+
+def _why_bubblewrap_fails(said: str) -> str:
+    if "No permissions to create new namespace" in said or "setting up uid map" in said:
+        return (
+            f"this machine or container forbids user namespaces ({said!r}). Allow them (sysctl kernel.unprivileged_userns_clone=1; "
+            "on Ubuntu 24.04 kernel.apparmor_restrict_unprivileged_userns=0; docker run --security-opt seccomp=unconfined), "
+            f"{INSTEAD}."
+        )
+    if "Unknown option" in said:
+        return f"bubblewrap 0.8 or later is needed ({said!r}): install that, {INSTEAD}."
+    return f"bubblewrap says {said!r}; repair that, {INSTEAD}."
