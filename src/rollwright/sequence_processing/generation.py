@@ -171,7 +171,7 @@ def generate(
     requests: list[ModelRequest],
     batch_size: BatchSize,
     *,
-    may_halve: bool = True,
+    deterministic: bool = False,
     advance: Callable[[int], None] = lambda steps: None,
 ) -> list[ModelResponse]:
     """Sample every request, ``batch_size`` at once, on the model's own weights.
@@ -181,7 +181,8 @@ def generate(
         tokenizer: decodes for stop strings and names the end token.
         requests: what to sample.
         batch_size: sequences decoded at once; ``"auto"``: from free memory.
-        may_halve: out of memory, go on with half the batch size where it stopped; False: raise.
+        deterministic: compute with as many threads as torch has, and raise when memory runs out. Otherwise the engine measures how
+            many are fastest, and goes on with half the batch size where it stopped.
         advance: told how many more responses are there.
 
     Returns:
@@ -192,12 +193,13 @@ def generate(
     length = min(longest, context_of(model) or longest)
     if batch_size == "auto":
         batch_size = generation_batch_size(model, len(requests), length)
+    threads = torch.get_num_threads() if deterministic else None
     while missing := [index for index, response in enumerate(responses) if response is None]:
         rows = min(batch_size, len(missing))
         try:
-            _attempt(model, tokenizer, requests, missing, responses, rows, length, advance)
+            _attempt(model, tokenizer, requests, missing, responses, rows, length, threads, advance)
         except Exception as error:
-            batch_size = halved_after(error, rows, "gen_batch_size", may_halve)
+            batch_size = halved_after(error, rows, "gen_batch_size", not deterministic)
     return [response for response in responses if response is not None]
 
 
@@ -209,6 +211,7 @@ def _attempt(
     responses: list[ModelResponse | None],
     rows: int,
     length: int,
+    threads: int | None,
     advance: Callable[[int], None],
 ) -> None:
     """Fill in ``responses`` as far as it goes, then raise what stopped it."""
@@ -219,6 +222,7 @@ def _attempt(
         context_length=length,
         kv_cache_bytes=cache_bytes(model, rows, length),
         prefix_cache=False,
+        threads=threads,
     ) as engine:
         futures = engine.submit([requests[index] for index in missing])
         for future in futures:

@@ -309,7 +309,7 @@ class SequenceProcessor:
                     self.tokenizer,
                     requests,
                     config.gen_batch_size,
-                    may_halve=not config.deterministic,
+                    deterministic=config.deterministic,
                     advance=advance,
                 )
             tokens, reasons = [each.output_tokens for each in responses], [each.stop_reason for each in responses]

@@ -231,7 +231,8 @@ def refuse_images(engine: Any) -> None:
     Raises:
         ConfigError: it sees, and there are several processes.
     """
-    if parallel.world_size() > 1 and getattr(engine.model.config, "vision_config", None) is not None:
+    model_config = engine.model.config
+    if parallel.world_size() > 1 and getattr(model_config, "vision_config", None) is not None:
         raise ConfigError(
             f"{engine.config.path}: a model of images and text trains in one process; leave cluster.processes at 1 and torchrun out."
         )

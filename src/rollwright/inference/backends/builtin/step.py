@@ -24,6 +24,9 @@ from rollwright.inference.backends.builtin.model import ModelRunner
 from rollwright.inference.backends.builtin.rows import DecodeBatch, RowTable, StepPlan
 from rollwright.inference.backends.builtin.scheduler import Scheduler
 from rollwright.inference.request import ModelRequest, ModelResponse, TopTokens
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger(__name__)
 
 Finished = tuple[Sequence, ModelResponse | BaseException]
 
@@ -184,6 +187,8 @@ class Stepper:
 def fastest_threads(runner: ModelRunner, rows: int) -> int:
     """The fewest threads of those that compute a decode step about as fast as any number, measured on CPU.
 
+    A model that cannot be measured (memory runs out, its forward fails) gets torch's number; its first request tells why.
+
     Args:
         runner: of the model.
         rows: most sequences at once.
@@ -212,6 +217,9 @@ def fastest_threads(runner: ModelRunner, rows: int) -> int:
                 runner.forward(batch, runner.cache)
                 taken.append(time.perf_counter() - start)
             seconds[count] = min(taken)
+    except Exception as error:
+        logger.warning("the fastest number of threads could not be measured (%s); %d compute", error, most)
+        return most
     finally:
         torch.set_num_threads(most)
     fastest = min(seconds.values())
