@@ -13,16 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from rollwright.algorithms.advantages import find_estimator, groups_without_variance, returns_to_go
-from rollwright.algorithms.losses import (
-    PolicyLoss,
-    aggregation_weights,
-    behaviour_weight,
-    find_policy_loss,
-    interpolated_prox_logp,
-    k3,
-    kl_estimate,
-    kl_loss,
-)
+from rollwright.algorithms.kl import k3, kl_estimate, kl_loss
+from rollwright.algorithms.losses import PolicyLoss, aggregation_weights, find_policy_loss
+from rollwright.algorithms.ratios import behaviour_weight, interpolated_prox_logp
 from rollwright.config.recipes import apply_recipe
 from rollwright.config.sections import PPOActorConfig
 from rollwright.errors import TrainingError, WeightUpdateError

@@ -17,7 +17,7 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import WeightUpdateError
 from rollwright.inference.backends.builtin.engine import BuiltinEngine, OnWeightUpdate
 from rollwright.inference.request import ModelRequest
-from rollwright.inference.server import bodies
+from rollwright.inference.server import control_bodies as bodies
 from rollwright.inference.server.exchange import RequestError, Routes
 from rollwright.inference.server.settings import ServerSettings
 from rollwright.inference.weights.files import content_digest, read_weights
