@@ -141,6 +141,19 @@ def test_a_file_stays_while_an_episode_of_it_runs(tmp_path):
     journal.close()
 
 
+def test_generation_arguments_may_hold_text_of_the_environment(tmp_path):
+    from rollwright import GenerationHyperparameters
+    from rollwright.config.secrets import Secret
+    from rollwright.experience.journal.records import Arguments
+
+    journal = Journal(tmp_path, secrets={"s3cr3t-key"})
+    assert journal.arguments(GenerationHyperparameters(stop=[Secret("s3cr3t-key"), "end"]), Arguments) == 0
+    journal.close()
+    (file,) = tmp_path.glob("*.journal")
+    assert b"s3cr3t-key" not in file.read_bytes()
+    assert b"end" in file.read_bytes()
+
+
 def test_what_the_config_marks_secret_is_not_in_the_file(tmp_path):
     journal = Journal(tmp_path, secrets={"s3cr3t-key", "x"})
     value = pack_value({"said": ["the key is s3cr3t-key", 5]})

@@ -25,7 +25,7 @@ import xxhash
 
 from rollwright.config.sections import JournalConfig
 from rollwright.errors import JournalError
-from rollwright.experience.journal.records import AnyRecord, Begin, Checkpoint, End, decode, encode
+from rollwright.experience.journal.records import AnyRecord, Begin, Checkpoint, End, decode, encode, pack_value
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("journal")
@@ -103,7 +103,7 @@ class Journal:
             gconfig: a dataclass.
             make: the record's class.
         """
-        packed = msgspec.msgpack.encode(gconfig)
+        packed = pack_value(gconfig)
         with self._lock:
             if self._file is None and not self._is_closed:
                 self._open_next()

@@ -154,10 +154,20 @@ class Checkpoint(Record, tag="checkpoint"):
     time: float
 
 
+def _plain(value: Any) -> Any:
+    if isinstance(value, str):  # a subclass, such as a secret, which the journal redacts
+        return str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} is neither number, text, list nor dict")
+
+
 KINDS = (Arguments, Begin, Call, Result, End, GroupEnd, Trained, Published, Phase, Checkpoint)
 AnyRecord = Arguments | Begin | Call | Result | End | GroupEnd | Trained | Published | Phase | Checkpoint
 
-encode = msgspec.msgpack.Encoder().encode
+encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 decode = msgspec.msgpack.Decoder(AnyRecord).decode
 
 
@@ -173,14 +183,6 @@ def pack_value(value: Any) -> bytes:
 def unpack_value(packed: bytes) -> Any:
     """What ``pack_value`` was given, with lists in place of tuples and arrays."""
     return msgspec.msgpack.decode(packed, strict=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} is neither number, text, list nor dict")
 
 
 _VALUES = msgspec.msgpack.Encoder(enc_hook=_plain)
