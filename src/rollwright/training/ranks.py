@@ -188,11 +188,11 @@ class TrainRanks:
 
     def _make_with(self, call: Call, share: Trajectory, arguments: dict[str, Any]) -> tuple[Any, bytes]:
         """Make a call with this rank's share; returns its result, and the columns that it wrote, packed."""
-        given = set(share)
         share = tensor_container_to(share, self.engine.device)
+        given = dict(share)
         result = call.make(self, share, **arguments)
-        kept = given & {"input_ids", "attention_mask"}
-        return result, pack_rows({key: value for key, value in share.items() if key in kept or key not in given})
+        kept = ("input_ids", "attention_mask")
+        return result, pack_rows({key: value for key, value in share.items() if key in kept or value is not given.get(key)})
 
 
 def _sent_columns(batch: Trajectory, minibatches: int) -> Trajectory:
@@ -207,22 +207,23 @@ def _sent_columns(batch: Trajectory, minibatches: int) -> Trajectory:
 
 
 def _merge(batch: Trajectory, batch_rows: Sequence[Sequence[int]], parts: Sequence[Trajectory]) -> None:
-    """Write the columns that came back from the ranks into the batch."""
-    width = batch["input_ids"].shape[1]
+    """Write the columns that came back from the ranks into the batch; one that was there before is replaced."""
+    width, written = batch["input_ids"].shape[1], dict[str, Tensor]()
     for rows, part in zip(batch_rows, parts, strict=True):
         size = tuple(part["input_ids"].shape)
         for key, value in part.items():
             if key in ("input_ids", "attention_mask") or not isinstance(value, Tensor):
                 continue
             with_tokens = value.dim() >= 2 and tuple(value.shape[:2]) == size
-            if key not in batch:
+            if key not in written:
                 shape = (len(batch["input_ids"]), *((width, *value.shape[2:]) if with_tokens else value.shape[1:]))
-                batch[key] = value.new_zeros(shape)
+                written[key] = value.new_zeros(shape)
             index = torch.as_tensor(rows, dtype=torch.int64)
             if with_tokens:
-                batch[key][index, : size[1]] = value
+                written[key][index, : size[1]] = value
             else:
-                batch[key][index] = value
+                written[key][index] = value
+    batch.update(written)
 
 
 def refuse_images(engine: Any) -> None:

@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_policy import grouped_batch, tiny_actor
 
+from rollwright.experience.packed import pack_rows, unpack_rows
 from rollwright.experience.trajectory import select_rows
+from rollwright.training.checkpoint import RecoverCheckpoints
 from rollwright.training.micro_batches import MINIBATCH_IDS, split_minibatches
-from rollwright.training.ranks import _groups, _merge, _sent_columns, shares
+from rollwright.training.ranks import Call, TrainRanks, _groups, _merge, _sent_columns, shares
 
 
 @st.composite
@@ -54,6 +56,18 @@ def test_columns_of_the_ranks_come_back_to_their_rows():
     _merge(batch, [[1], [2, 0]], parts)
     assert batch["advantages"].tolist() == [[3.0] * 4, [1.0, 2.0, 0.0, 0.0], [3.0] * 4]
     assert batch["returns"].tolist() == [7.0, 5.0, 6.0]
+
+
+def test_a_column_that_the_call_replaced_comes_back_too():
+    """Advantages of a workflow, one for each row, become one for each token, as in one process."""
+    batch = {**grouped_batch(), "advantages": torch.arange(1.0, 1.0 + len(grouped_batch()["rewards"]))}
+    alone = tiny_actor().compute_advantages(dict(batch))
+    ranks = TrainRanks(tiny_actor(), RecoverCheckpoints("unused"))
+    call = Call(lambda ranks, batch: ranks.engine.compute_advantages(batch))
+    divided = shares(batch, _groups(batch), 2)
+    parts = [ranks._make_with(call, unpack_rows(pack_rows(batch, rows)), {})[1] for rows in divided]
+    _merge(batch, divided, [unpack_rows(part) for part in parts])
+    assert torch.equal(batch["advantages"], alone["advantages"])
 
 
 def test_a_rank_without_rows_takes_part():
