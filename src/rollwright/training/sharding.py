@@ -203,6 +203,8 @@ def with_whole_weights(weights: WeightStream, use: Callable[[WeightStream], Resu
                 for _ in rest:
                     pass
 
+        while opened:  # one that was left is read to its end first: the other ranks are still in it
+            opened.pop().close()
         opened.append(pairs())
         return opened[-1]
 

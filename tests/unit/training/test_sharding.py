@@ -236,3 +236,21 @@ def test_an_uneven_vocabulary_is_sharded(tmp_path, group):
     engine = TrainEngine(TrainEngineConfig(path=str(tmp_path / "m"), device="cpu", shard="always"))
     engine.initialize()
     assert {name: list(t.shape) for name, t in engine.full_weights().items()}["model.embed_tokens.weight"] == [37, 12]
+
+
+def test_a_stream_that_was_left_is_read_to_its_end_before_it_is_read_again(monkeypatch):
+    """The other ranks are in the first reading until its end: a sender that begins again still holds it."""
+    told: list[object] = []
+    weights = WeightStream.of([(name, torch.zeros(2)) for name in "abc"])
+    read = weights._read
+    weights._read = lambda: (told.append(pair[0]) or pair for pair in read())
+    for name, value in {"world_size": lambda: 2, "broadcast": told.append, "from_first_rank": lambda make: make()}.items():
+        monkeypatch.setattr(sharding.parallel, name, value)
+
+    def use(stream):
+        first = iter(stream)
+        next(first)
+        return [name for name, _ in stream]
+
+    assert sharding.with_whole_weights(weights, use) == ["a", "b", "c"]
+    assert told == [b"gather", "a", "b", "c", b"gather", "a", "b", "c", b"enough"]
