@@ -214,8 +214,25 @@ def function_name(function: Callable[..., Any]) -> str:
 
 def call_key(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> int:
     """A number for the arguments of a call; what has no plain value counts by its class."""
-    packed = _KEYS.encode([arguments, sorted(keywords.items())])
+    values = [arguments, sorted(keywords.items())]
+    try:
+        packed = _KEYS.encode(values)
+    except (OverflowError, UnicodeEncodeError):  # integers of more than 64 bits, halves of surrogate pairs: models write both
+        packed = _KEYS.encode(_packable(values))
     return xxhash.xxh3_64_intdigest(packed)
+
+
+def _packable(value: Any) -> Any:
+    """The same with text or bytes in place of what MessagePack has no form for."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogatepass")
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, dict):
+        return [[_packable(key), _packable(item)] for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [_packable(item) for item in value]
+    return value
 
 
 def _class_of(value: Any) -> Any:

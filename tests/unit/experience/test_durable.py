@@ -190,3 +190,29 @@ async def test_a_pure_tool_is_called_again(episodes):
         return (await ToolFunctions([tick]).call("tick", "{}")).text
 
     assert (await episodes.first(run), await episodes.again(run)) == ("0", "1")
+
+
+async def test_arguments_that_a_journal_cannot_hold_are_told_apart(episodes):
+    """A model may write any integer, and a half of a surrogate pair; a row may have both."""
+    calls = itertools.count()
+
+    @durable
+    async def look_up(value) -> int:
+        return next(calls)
+
+    async def run():
+        return [await look_up(value) for value in (1 << 64, {"n": [-(1 << 70)]}, "\ud83d", ("\ud83d", 1), 1 << 64)]
+
+    assert await episodes.first(run) == [0, 1, 2, 3, 4]
+    assert await episodes.again(run) == [0, 1, 2, 3, 4]
+    tools = ToolFunctions([shown_number])
+    assert (await episodes._as(EpisodeWriter(None), lambda: tools.call("shown_number", f'{{"number": {1 << 64}}}'))).ok
+
+
+def shown_number(number: int) -> str:
+    """Shows a number.
+
+    Args:
+        number: shown.
+    """
+    return str(number)
