@@ -128,6 +128,41 @@ def test_files_rotate_at_checkpoints_and_old_ones_go_only_where_that_is_asked_fo
         assert phases(directory) == steps
 
 
+def test_files_of_the_processes_before_go_too_where_old_ones_are_not_kept(tmp_path):
+    for _ in range(2):
+        journal = Journal(tmp_path, JournalConfig(keep=1))
+        journal.write(Phase(0, "train", 0.5))
+        journal.close()
+    journal = Journal(tmp_path, JournalConfig(rotate_mib=1e-6, keep=1))
+    for step in range(1, 4):
+        journal.write(Phase(step, "train", 0.5))
+        journal.checkpoint(step, frontier=step)
+    journal.close()
+    assert phases(tmp_path) == [2, 3]
+
+
+def test_a_file_whose_mark_could_not_be_written_takes_no_records(tmp_path, monkeypatch):
+    journal = Journal(tmp_path)
+    monkeypatch.setattr(os, "write", lambda file, data: _full())
+    with pytest.raises(JournalError, match="cannot be written"):
+        journal.write(Phase(0, "train", 0.5))
+    monkeypatch.undo()
+    journal.write(Phase(1, "train", 0.5))
+    journal.close()
+    assert phases(tmp_path) == [1]
+
+
+def test_messages_may_hold_any_text(tmp_path):
+    journal = Journal(tmp_path)
+    journal.write(End(0, "failed", "ValueError: \ud83d", [], 0.0))
+    journal.write(Result(0, "tool", 1, "recorded", None, ["builtins:ValueError", "\ud83d"], None, 0.0, 0.0))
+    journal.close()
+    end, result = (record for _, record in read_records(tmp_path))
+    assert (end.reason, result.error[1]) == ("ValueError: ?", "?")
+    with pytest.raises(TypeError, match="no Unicode"):
+        pack_value({"text": "\ud83d"})
+
+
 def test_a_file_stays_while_an_episode_of_it_runs(tmp_path):
     journal = Journal(tmp_path, JournalConfig(rotate_mib=1e-6, keep=1))
     journal.write(begun(journal.next_episode()))

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import xxhash
@@ -74,7 +75,10 @@ class Journal:
         Raises:
             JournalError: the disk is full or gone; what was written of the record is taken back.
         """
-        body = encode(record)
+        try:
+            body = encode(record)
+        except UnicodeEncodeError:  # the message of what a workflow raised may hold any text
+            body = encode(type(record)(*map(_as_unicode, msgspec.structs.astuple(record))))
         if may_hold_secrets and self._secrets:
             body = self._redacted(body)
         with self._lock:
@@ -151,7 +155,12 @@ class Journal:
                     raise
         self.size = 0
         self._arguments = {}
-        self._append(_MARK)
+        try:
+            self._append(_MARK)
+        except JournalError:  # records behind no mark could not be read
+            os.close(self._file)
+            self._file = None
+            raise
         if self._flusher is None:
             self._flusher = threading.Thread(target=self._flush_now_and_then, name="rollwright-journal", daemon=True)
             self._flusher.start()
@@ -174,7 +183,7 @@ class Journal:
             file = os.dup(self._file)
         try:
             os.fsync(file)
-        except OSError as error:  # said once more by the next record, which raises
+        except OSError as error:
             logger.error("the journal in %s could not be flushed: %s", self.directory, error)
         finally:
             os.close(file)
@@ -199,7 +208,7 @@ class Journal:
         needed = min([self._finished[0][1], *self._begun.values()])
         for path in sorted(self.directory.iterdir()):
             numbers = _numbers(path)
-            if numbers and numbers[0] == self.writer and numbers[1] < needed:
+            if numbers and numbers < (self.writer, needed):  # also those of processes that wrote before this one
                 path.unlink()
 
     def close(self) -> None:
@@ -228,6 +237,13 @@ def _without(value: object, secrets: list[bytes]) -> object:
     if isinstance(value, dict):
         return {_without(key, secrets): _without(item, secrets) for key, item in value.items()}
     return value
+
+
+def _as_unicode(value: Any) -> Any:
+    """Text, and the text of a list, with ``?`` in place of halves of surrogate pairs."""
+    if isinstance(value, list):
+        return [_as_unicode(item) for item in value]
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 def _numbers(path: Path) -> tuple[int, int] | None:

@@ -175,9 +175,13 @@ def pack_value(value: Any) -> bytes:
     """Plain values as bytes: None, numbers, text, bytes, lists, tuples, dicts, and numbers and arrays of NumPy and torch.
 
     Raises:
-        TypeError: it holds something else.
+        TypeError: it holds something else, or text that is no Unicode (a half of a surrogate pair).
+        OverflowError: it holds an integer of more than 64 bits.
     """
-    return _VALUES.encode(value)
+    try:
+        return _VALUES.encode(value)
+    except UnicodeEncodeError as error:
+        raise TypeError(f"text that is no Unicode ({error})") from None
 
 
 def unpack_value(packed: bytes) -> Any:
