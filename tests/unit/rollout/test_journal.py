@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import threading
+import time
 import uuid
 
 import numpy as np
@@ -12,11 +14,12 @@ import pytest
 import torch
 from echo import EchoEngine
 
-from rollwright import GenerationHyperparameters, ModelRequest, RolloutConfig, durable
+from rollwright import GenerationHyperparameters, ModelRequest, ModelResponse, RolloutConfig, durable
 from rollwright.errors import JournalError, PromptTooLongError, ReplayError
-from rollwright.experience.journal.episodes import read_episodes
+from rollwright.experience.journal.episodes import EpisodeWriter, read_episodes
 from rollwright.experience.journal.files import Journal, read_records
 from rollwright.experience.journal.records import Call, GroupEnd
+from rollwright.experience.recorder import Recorder
 from rollwright.rollout.executor import RolloutExecutor
 from rollwright.rollout.replay import Replayer
 
@@ -222,3 +225,33 @@ def test_images_and_other_objects_in_a_task_are_said(tmp_path):
     journal.close()
     (failed,) = replay(tmp_path, Chat(), 1)
     assert "its task is not in the journal (builtins.object is neither" in failed.why
+
+
+def test_calls_that_end_in_several_threads_are_numbered_as_they_are_written(tmp_path, monkeypatch):
+    """A streamed answer ends on the front's loop, another one on the executor's."""
+    journal = Journal(tmp_path)
+    arguments = journal.arguments
+    monkeypatch.setattr(journal, "arguments", lambda *given: time.sleep(0.0005) or arguments(*given))
+    episode, recorder, asked = EpisodeWriter(journal), Recorder(), {}
+    facts = {"attempt": 0, "is_eval": False, "version": 0, "workflow": "W", "samples_asked": 1}
+    episode.begin(ordinal=0, index=0, task=None, task_error="", **facts)
+
+    def converse(number):
+        ids = [number]
+        for turn in range(10):
+            request = ModelRequest(input_ids=ids, gconfig=GCONFIG, rid=f"{tmp_path}/{number}")
+            place = recorder.open_turn(request.rid)
+            asked[place] = list(ids)
+            response = ModelResponse(output_tokens=[turn], output_logprobs=[-1.0], output_versions=[0])
+            episode.call(recorder.record(request, response, place=place))
+            ids = [*ids, turn, 100 * number]
+
+    threads = [threading.Thread(target=converse, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    journal.close()
+    (read,) = read_episodes(tmp_path)
+    assert [each.call.index for each in read.calls] == list(range(40))
+    assert {(each.call.conversation, each.call.turn): each.prompt.tolist() for each in read.calls} == asked

@@ -5,6 +5,7 @@ An episode that runs again has a ``past``: its calls are answered from there.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +38,7 @@ from rollwright.experience.token_buffers import TOKEN_TYPE, Tokens
 
 
 class EpisodeWriter:
-    """What a running episode writes to the journal, and what it is answered from.
+    """What a running episode writes to the journal, and what it is answered from. Calls may end in several threads.
 
     Args:
         journal: where it is written; None: nowhere, as in a replay.
@@ -54,6 +55,7 @@ class EpisodeWriter:
         self._number = -1 if journal is None else journal.next_episode()
         self._calls: list[tuple[Tokens, bytes]] = []  # prompt and output
         self._last: dict[int, int] = {}  # conversation -> its last call
+        self._lock = threading.Lock()  # an index is given and its call written at once: readers count calls
 
     def restore(self) -> None:
         """The first call comes that the past does not have: environments get the states that they had then."""
@@ -70,6 +72,10 @@ class EpisodeWriter:
         """A model request was answered."""
         if self._journal is None:
             return
+        with self._lock:
+            self._write_call(self._journal, record)
+
+    def _write_call(self, journal: Journal, record: RequestRecord) -> None:
         base, kept, added = self._delta(record.prompt, record.conversation)
         layout = None if record.position_ids is None else [record.position_ids, record.branch_ids or []]
         call = Call(
@@ -87,7 +93,7 @@ class EpisodeWriter:
             record.stop_reason,
             record.stop_match,
             record.seed,
-            self._journal.arguments(record.gconfig, Arguments),
+            journal.arguments(record.gconfig, Arguments),
             record.started,
             record.finished,
             record.latency,
@@ -103,11 +109,12 @@ class EpisodeWriter:
         if self._journal is None:
             return
         prompt, now = request.tokens, time.time()
-        base, kept, added = self._delta(prompt, place[0])
         arguments = self._journal.arguments(request.gconfig, Arguments)
         nothing = (b"", b"", b"", 1.0, "refused", None, request.seed, arguments, now, now, 0.0, 0.0)
-        call = Call(self._number, len(self._calls), *place, base, kept, added, *nothing, refused=str(error))
-        self._written(call, prompt, b"")
+        with self._lock:
+            base, kept, added = self._delta(prompt, place[0])
+            call = Call(self._number, len(self._calls), *place, base, kept, added, *nothing, refused=str(error))
+            self._written(call, prompt, b"")
 
     def _written(self, call: Call, prompt: Tokens, output: bytes) -> None:
         assert self._journal is not None
@@ -264,7 +271,7 @@ class RecordedEpisode:
 
     @property
     def name(self) -> str:
-        """Ordinal, sample and attempt."""
+        """Ordinal and sample, as ``rollwright replay`` takes them."""
         begin = self.begin
         return f"{'eval:' if begin.is_eval else ''}{begin.ordinal}/{begin.index}"
 
