@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
@@ -95,8 +95,12 @@ class Trainer(ABC):
         """True where the evaluation of the last step ends the run."""
         return False
 
-    def before_recover_visible(self) -> None:  # noqa: B027
-        """Commit what has to be in step with a recover checkpoint, just before it can be found."""
+    def before_recover_visible(self) -> Callable[[], object] | None:
+        """What commits that which has to be in step with a recover checkpoint of the present step.
+
+        It is called just before the checkpoint can be found: in the background (``recover.in_background``), beside later steps.
+        """
+        return None
 
     # -- from start to end ---------------------------------------------------------------------------------------------
 
@@ -209,7 +213,7 @@ class Trainer(ABC):
         if self.config.recover.mode != "off":
             here = {
                 "rest": {name: part.state_dict() for name, part in self.parts().items()},
-                "before_visible": self.before_recover_visible,
+                "before_visible": self.before_recover_visible(),
             }
             self.ranks.call("save_recover", step=self.step, part=self.trained_part, here=here)
             self._saved_step = self.step

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from rollwright.config.experiment import FinetuneSpec, PPOConfig
@@ -197,10 +198,10 @@ class PPOTrainer(PolicyTrainer):
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def before_recover_visible(self) -> None:
+    def before_recover_visible(self) -> Callable[[], object] | None:
         """What the checkpoint builds on is in the journal, on the disk."""
-        if self.rollout.journal is not None:
-            self.rollout.journal.checkpoint(self.step, self.rollout.executor.frontier)
+        journal = self.rollout.journal
+        return None if journal is None else partial(journal.checkpoint, self.step, self.rollout.executor.frontier)
 
     def make_step(self, run: StageRun, stop: StopSignal) -> float | None:
         """As :meth:`PolicyTrainer.make_step`, with the journal of the rollout engine."""

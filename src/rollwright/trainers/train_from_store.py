@@ -7,7 +7,9 @@ killed goes on from its newest checkpoint and draws again what was drawn after i
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from rollwright.config.experiment import PPOConfig
@@ -123,9 +125,9 @@ class StoreTrainer(PolicyTrainer):
         """
         return isinstance(self.store, ExperienceStore) and self.actor.version - 1 not in self.withdrawn
 
-    def before_recover_visible(self) -> None:
+    def before_recover_visible(self) -> Callable[[], object]:
         """What was drawn is trained, as far as this checkpoint knows."""
-        self.store.commit(self.recover.path(self.step).name, version=self.actor.version)
+        return partial(self.store.commit, self.recover.path(self.step).name, version=self.actor.version)
 
     def _save_recover(self) -> None:
         super()._save_recover()

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 import uuid
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from rollwright.experience.journal.records import Call, GroupEnd
 from rollwright.experience.recorder import Recorder
 from rollwright.rollout.executor import RolloutExecutor
 from rollwright.rollout.replay import Replayer
+from rollwright.trainers.rl import PPOTrainer
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=4, temperature=0.7)
 
@@ -255,3 +257,15 @@ def test_calls_that_end_in_several_threads_are_numbered_as_they_are_written(tmp_
     (read,) = read_episodes(tmp_path)
     assert [each.call.index for each in read.calls] == list(range(40))
     assert {(each.call.conversation, each.call.turn): each.prompt.tolist() for each in read.calls} == asked
+
+
+def test_a_checkpoint_in_the_background_is_noted_as_that_of_its_step(tmp_path):
+    journal = Journal(tmp_path)
+    rollout = SimpleNamespace(journal=journal, executor=SimpleNamespace(frontier=12))
+    trainer = SimpleNamespace(step=3, rollout=rollout)
+    commit = PPOTrainer.before_recover_visible(trainer)
+    trainer.step, rollout.executor.frontier = 5, 20  # made while it was written
+    commit()
+    journal.close()
+    (record,) = (record for _, record in read_records(tmp_path))
+    assert (record.step, record.frontier) == (3, 12)
