@@ -45,7 +45,7 @@ def join(stages: Sequence[Stage]) -> None:
         ConfigError: the config asks for another number of processes, or for a mode that is one process.
     """
     for stage in stages:
-        if isinstance(stage.config, RunConfig):
+        if stage.kind in TRAINS and isinstance(stage.config, RunConfig):
             check_processes(stage.config)
     trained = [section_of(stage.config) for stage in stages if stage.kind in TRAINS]
     parallel.join_processes(resolve_device(trained[0].device if trained else "cpu"))

@@ -13,8 +13,9 @@ import pytest
 
 from rollwright.config.sections import JournalConfig
 from rollwright.errors import JournalError
+from rollwright.experience.journal import files
 from rollwright.experience.journal.files import Journal, journal_files, read_records
-from rollwright.experience.journal.records import Begin, End, Phase, Result, pack_value
+from rollwright.experience.journal.records import Arguments, Begin, End, Phase, Result, pack_value
 
 
 def phases(directory) -> list[int]:
@@ -150,6 +151,17 @@ def test_a_file_whose_mark_could_not_be_written_takes_no_records(tmp_path, monke
     journal.write(Phase(1, "train", 0.5))
     journal.close()
     assert phases(tmp_path) == [1]
+
+
+def test_arguments_are_written_once_and_those_in_memory_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_ARGUMENTS_KEPT", 3)
+    journal = Journal(tmp_path)
+    numbers = [journal.arguments({"seed": seed}, Arguments) for seed in (0, 0, 1, 2, 3, 4, 0)]
+    assert len(journal._arguments) <= 3
+    journal.close()
+    written = {record.number: record.gconfig["seed"] for _, record in read_records(tmp_path)}
+    assert [written[number] for number in numbers] == [0, 0, 1, 2, 3, 4, 0]
+    assert len(written) == 6
 
 
 def test_messages_may_hold_any_text(tmp_path):

@@ -34,6 +34,7 @@ logger = getLogger("journal")
 _MARK = b"RWJRNL1\n"
 _FRAME = struct.Struct("<IQ")  # length and checksum of a record
 _NAME = re.compile(r"(\d{6,})-(\d{4,})\.journal")
+_ARGUMENTS_KEPT = 4096  # generation arguments that are recognised, and not written again
 _SMALLEST_REDACTED = 4  # characters of a text that is looked for as a secret
 
 
@@ -60,7 +61,7 @@ class Journal:
         self._episodes = 0
         self._begun: dict[int, int] = {}  # episodes that have not ended -> the file that they begin in
         self._finished: list[tuple[int, int]] = []  # checkpoint's step and the file that ends with it
-        self._arguments: dict[bytes, int] = {}  # that the present file holds
+        self._arguments: dict[bytes, int] = {}  # that the present file holds, the latest of them
         self._next_arguments = 0
         self._flusher: threading.Thread | None = None
         self._unflushed = threading.Event()
@@ -113,6 +114,8 @@ class Journal:
                 self._open_next()
             number = self._arguments.get(packed)
             if number is None:
+                if len(self._arguments) >= _ARGUMENTS_KEPT:  # requests with a seed of their own have arguments of their own
+                    self._arguments.clear()
                 number = self._arguments[packed] = self._next_arguments
                 self._next_arguments += 1
                 self.write(make(number, msgspec.msgpack.decode(packed)))
