@@ -382,6 +382,14 @@ def _mode(config: PPOConfig) -> list[Rule]:
     return [(missing, "mode", needed)]
 
 
+def _journal(config: PPOConfig) -> list[Rule]:
+    writes_none = f"mode {config.mode}" if config.mode != "both" else "recover.mode off" if config.recover.mode == "off" else ""
+    message = (
+        f"is {config.journal.keep} recover checkpoints, but with {writes_none} none is written beside a journal; take it out"
+    )
+    return [(bool(writes_none) and config.journal.keep is not None, "journal.keep", message)]
+
+
 def _bench(config: PPOConfig) -> list[Rule]:
     """Something to evaluate, and samples of a task that can differ."""
     if config.mode != "bench":
@@ -494,6 +502,7 @@ _RULES: dict[type, tuple[Callable[[Any], list[Rule]], ...]] = {
         _rollout,
         _cluster,
         _mode,
+        _journal,
         _store,
         _bench,
         _deterministic,

@@ -7,7 +7,7 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.loading import build_stages
 from rollwright.config.modes import StoreConfig
 from rollwright.config.rules import faults_of
-from rollwright.config.sections import RolloutConfig
+from rollwright.config.sections import JournalConfig, RecoverConfig, RolloutConfig
 from rollwright.config.source import parse_yaml
 from rollwright.config.tasksets import DatasetConfig, FormatConfig, TasksetConfig
 from rollwright.errors import ConfigError
@@ -44,6 +44,14 @@ def test_steps_that_explorers_may_not_fill_are_refused():
     )
     assert "store.train_batch_size" not in faults("explore", StoreConfig(train_batch_size=8))
     assert "store.train_batch_size" not in faults("train", StoreConfig(train_batch_size=9))  # a service may feed it
+
+
+def test_a_journal_that_meets_no_checkpoints_cannot_count_them():
+    journal = JournalConfig(keep=2)
+    assert "mode explore" in faults("explore", StoreConfig(), journal=journal)["journal.keep"]
+    assert "recover.mode off" in faults("both", None, journal=journal, recover=RecoverConfig(mode="off"))["journal.keep"]
+    assert "journal.keep" not in faults("both", None, journal=journal)
+    assert "journal.keep" not in faults("explore", StoreConfig())
 
 
 def test_files_are_read_and_not_explored_into():
