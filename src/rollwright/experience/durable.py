@@ -56,7 +56,8 @@ class Episode(Protocol):
 
     def result(self, name: str, key: int, kind: str, started: float, **outcome: bytes | list[str] | None) -> None: ...
 
-    def restore(self) -> None: ...
+    def before_new_call(self, name: str) -> None:
+        """A durable call comes that the past does not have; raises where it must not be made."""
 
 
 #: The episode that the running asyncio task belongs to; inherited by the tasks and threads that it starts.
@@ -148,7 +149,7 @@ class Durable:
             return None
         kept = episode.past.next_result(self.name, key)
         if kept is None:
-            episode.restore()
+            episode.before_new_call(self.name)
         elif kept.state is not None and self.restore is not None:
             episode.to_restore[self.name] = functools.partial(self.restore, unpack_value(kept.state))
         return kept

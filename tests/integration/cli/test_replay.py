@@ -96,7 +96,7 @@ def test_what_changed_is_said(run):
     )
     status, found = replayed(run, "0/0")
     assert (status, found["failed"]) == (1, 1)
-    assert "it asks for turn 2 of conversation 0, and the journal has 2 calls" in found["changed"][0]["why"]
+    assert "the journal has no further call of feedback" in found["changed"][0]["why"]
 
 
 def test_the_trainer_adds_what_only_it_knows_and_nothing_is_public(run):

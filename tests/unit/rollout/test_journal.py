@@ -269,3 +269,15 @@ def test_a_checkpoint_in_the_background_is_noted_as_that_of_its_step(tmp_path):
     journal.close()
     (record,) = (record for _, record in read_records(tmp_path))
     assert (record.step, record.frontier) == (3, 12)
+
+
+def test_a_replay_makes_no_call_that_was_not_recorded(tmp_path):
+    """Neither the tool of changed code, nor one with other arguments: it would act on the world."""
+    run(tmp_path, Chat())
+    made = []
+    other = durable("tool")(lambda turn: made.append(turn) or 7)
+    replayed = replay(tmp_path, Chat(lambda turn: other(turn + 10)))
+    failed = [each for each in replayed if each.verdict == "failed"]
+    assert len(failed) == 8  # those of one turn call nothing
+    assert all("the journal has no further call of tool" in each.why for each in failed)
+    assert not made

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from rollwright.errors import ReplayError
 from rollwright.experience.contract import Trajectory
 from rollwright.experience.journal.files import Journal, read_records
 from rollwright.experience.journal.records import (
@@ -56,6 +57,22 @@ class EpisodeWriter:
         self._calls: list[tuple[Tokens, bytes]] = []  # prompt and output
         self._last: dict[int, int] = {}  # conversation -> its last call
         self._lock = threading.Lock()  # an index is given and its call written at once: readers count calls
+
+    def before_new_call(self, name: str) -> None:
+        """A durable call comes that the past does not have.
+
+        Raises:
+            ReplayError: this is a replay, which must not act on the world.
+        """
+        if self.is_replay and self.past is not None and not name.startswith(self.past.ignored):
+            error = ReplayError(
+                f"{self.past.name} does not run as it was recorded: the journal has no further call of {name} with these "
+                "arguments. Something that it depends on has changed, or is neither seeded nor durable. Give a call that may be made "
+                "again kind='pure'."
+            )
+            self.diverged = self.diverged or error
+            raise error
+        self.restore()
 
     def restore(self) -> None:
         """The first call comes that the past does not have: environments get the states that they had then."""
