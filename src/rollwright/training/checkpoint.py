@@ -157,7 +157,8 @@ def write_state(
         elif in_background:
             stager = DefaultStager(StagingOptions(False, False, False, False))
             made: Any = call_checkpoint(async_save, parts, async_stager=stager, **options)
-            made.add_done_callback(lambda future: (stager.close(), end(future.exception())))
+            made.add_done_callback(lambda future: end(future.exception()))
+            made.add_done_callback(lambda _: stager.close())
             return written
         else:
             call_checkpoint(save, parts, **options)

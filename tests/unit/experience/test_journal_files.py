@@ -164,6 +164,15 @@ def test_arguments_are_written_once_and_those_in_memory_are_bounded(tmp_path, mo
     assert len(written) == 6
 
 
+def test_a_checkpoint_is_not_made_where_the_journal_does_not_reach_the_disk(tmp_path, monkeypatch):
+    journal = Journal(tmp_path)
+    journal.write(Phase(0, "train", 0.5))
+    monkeypatch.setattr(os, "fsync", lambda file: _full())
+    with pytest.raises(JournalError, match="did not reach the disk"):
+        journal.checkpoint(1, frontier=1)
+    journal.close()
+
+
 def test_messages_may_hold_any_text(tmp_path):
     journal = Journal(tmp_path)
     journal.write(End(0, "failed", "ValueError: \ud83d", [], 0.0))

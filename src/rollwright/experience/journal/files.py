@@ -175,10 +175,20 @@ class Journal:
         while not self._is_closed:
             self._unflushed.wait()
             time.sleep(self.config.fsync_seconds)
+            self._flush_or_say()
+
+    def _flush_or_say(self) -> None:
+        try:
             self.flush()
+        except JournalError as error:  # the next checkpoint cannot be made if the disk still fails then
+            logger.error("%s", error)
 
     def flush(self) -> None:
-        """Have what was written reach the disk."""
+        """Have what was written reach the disk.
+
+        Raises:
+            JournalError: it did not.
+        """
         self._unflushed.clear()
         with self._lock:
             if self._file is None:
@@ -187,12 +197,19 @@ class Journal:
         try:
             os.fsync(file)
         except OSError as error:
-            logger.error("the journal in %s could not be flushed: %s", self.directory, error)
+            raise JournalError(
+                f"The journal in {self.directory} did not reach the disk ({error}), so a power failure would lose what episodes were "
+                "answered: look after that disk, then start the run again, which goes on from its last checkpoint."
+            ) from error
         finally:
             os.close(file)
 
     def checkpoint(self, step: int, frontier: int) -> None:
-        """A recover checkpoint is about to be seen: what it builds on is on the disk. Large files end here, and old ones go."""
+        """A recover checkpoint is about to be seen: what it builds on is on the disk. Large files end here, and old ones go.
+
+        Raises:
+            JournalError: it did not reach the disk.
+        """
         self.write(Checkpoint(step, frontier, time.time()))
         self.flush()
         with self._lock:
@@ -216,7 +233,7 @@ class Journal:
 
     def close(self) -> None:
         """Flush and close; what comes later is not written. Idempotent."""
-        self.flush()
+        self._flush_or_say()
         with self._lock:
             self._is_closed = True
             if self._file is not None:

@@ -124,6 +124,7 @@ def write_files(directory: Path, weights: WeightStream) -> str:
                     raise WeightUpdateError(
                         f"Weight {given} came where {name} of {described.dtype} {list(described.shape)} was announced."
                     )
+                tensor = tensor.detach().to("cpu")  # once: it is read for the digest, and written
                 digests[name] = _tensor_digest(name, tensor)
                 out.write(_content(tensor))
                 index["weight_map"][name] = file
