@@ -312,7 +312,7 @@ class JournalConfig:
         "Most seconds between two flushes to the disk: what a power failure may lose. A killed process loses nothing.",
         gt=0.0,
     )
-    rotate_mib: float = key(256.0, "A file larger than this ends with the next recover checkpoint.", gt=0.0)
+    rotate_mib: float = key(256.0, "A file larger than this ends with the next episode or recover checkpoint.", gt=0.0)
     keep: int | None = key(
         None, "Recover checkpoints whose finished episodes are kept; None: those of the whole run stay.", ge=1
     )

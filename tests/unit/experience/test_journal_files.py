@@ -129,6 +129,22 @@ def test_files_rotate_at_checkpoints_and_old_ones_go_only_where_that_is_asked_fo
         assert phases(directory) == steps
 
 
+def test_files_rotate_at_the_ends_of_episodes_where_no_checkpoint_is_written(tmp_path, monkeypatch):
+    flushed, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file).st_ino) or fsync(file))
+    journal = Journal(tmp_path, JournalConfig(rotate_mib=1e-6, fsync_seconds=60))
+    for episode in range(3):
+        journal.write(begun(episode))
+        journal.write(Phase(episode, "train", 0.5))
+        journal.write(End(episode, "accepted", "", [], 0.0))
+    journal.flush()
+    found = journal_files(tmp_path)
+    assert [path.name for path in found] == [f"000000-000{number}.journal" for number in range(4)]
+    assert {path.stat().st_ino for path in found} <= set(flushed)  # those that ended, too
+    journal.close()
+    assert phases(tmp_path) == [0, 1, 2]
+
+
 def test_files_of_the_processes_before_go_too_where_old_ones_are_not_kept(tmp_path):
     for _ in range(2):
         journal = Journal(tmp_path, JournalConfig(keep=1))

@@ -4,8 +4,8 @@ A file is a mark and records, each with its length and checksum. A record is one
 none; the disk is flushed every ``fsync_seconds``, so that a machine that loses its power loses no more than that. What a killed process or a
 full disk left of its last record is not read, and said.
 
-``000003-0000.journal`` is the first file of the fourth process that wrote this directory's journal; it begins its next file at a
-checkpoint, where the one before is large. Old files are removed only where ``keep`` says so.
+``000003-0000.journal`` is the first file of the fourth process that wrote this directory's journal; it begins its next file at the
+end of an episode or a checkpoint, where the one before is large. Old files are removed only where ``keep`` says so.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Journal:
         self._secrets = [secret.encode() for secret in secrets if len(secret) >= _SMALLEST_REDACTED]
         self._segment = -1
         self._file: int | None = None
+        self._ended: list[int] = []  # files that are written and may not have reached the disk
         self._lock = threading.RLock()
+        self._flushing = threading.Lock()
         self._episodes = 0
         self._begun: dict[int, int] = {}  # episodes that have not ended -> the file that they begin in
         self._finished: list[tuple[int, int]] = []  # checkpoint's step and the file that ends with it
@@ -92,6 +94,8 @@ class Journal:
             elif isinstance(record, End):
                 self._begun.pop(record.episode, None)
             self._append(_FRAME.pack(len(body), xxhash.xxh3_64_intdigest(body)) + body)
+            if isinstance(record, End):
+                self._end_large_file()
         if not self._unflushed.is_set():
             self._unflushed.set()
 
@@ -190,19 +194,25 @@ class Journal:
             JournalError: it did not.
         """
         self._unflushed.clear()
-        with self._lock:
-            if self._file is None:
-                return
-            file = os.dup(self._file)
-        try:
-            os.fsync(file)
-        except OSError as error:
-            raise JournalError(
-                f"The journal in {self.directory} did not reach the disk ({error}), so a power failure would lose what episodes were "
-                "answered: look after that disk, then start the run again, which goes on from its last checkpoint."
-            ) from error
-        finally:
-            os.close(file)
+        with self._flushing:
+            with self._lock:
+                ended, file = list(self._ended), None if self._file is None else os.dup(self._file)
+            try:
+                for each in ended:
+                    os.fsync(each)
+                    with self._lock:
+                        self._ended.remove(each)
+                    os.close(each)
+                if file is not None:
+                    os.fsync(file)
+            except OSError as error:
+                raise JournalError(
+                    f"The journal in {self.directory} did not reach the disk ({error}), so a power failure would lose what episodes "
+                    "were answered: look after that disk, then start the run again, which goes on from its last checkpoint."
+                ) from error
+            finally:
+                if file is not None:
+                    os.close(file)
 
     def checkpoint(self, step: int, frontier: int) -> None:
         """A recover checkpoint is about to be seen: what it builds on is on the disk. Large files end here, and old ones go.
@@ -210,16 +220,21 @@ class Journal:
         Raises:
             JournalError: it did not reach the disk.
         """
-        self.write(Checkpoint(step, frontier, time.time()))
+        with self._lock:
+            self.write(Checkpoint(step, frontier, time.time()))
+            segment = self._segment
         self.flush()
         with self._lock:
-            self._finished = [*self._finished[-(self.config.keep or 1) :], (step, self._segment)]
-            if self._file is not None and self.size >= self.config.rotate_mib * 2**20:
-                os.close(self._file)
-                self._file = None
-                self._open_next()
+            self._finished = [*self._finished[-(self.config.keep or 1) :], (step, segment)]
+            self._end_large_file()
             if self.config.keep is not None:
                 self._remove_old(self.config.keep)
+
+    def _end_large_file(self) -> None:
+        if self._file is not None and self.size >= self.config.rotate_mib * 2**20:
+            self._ended.append(self._file)  # closed when it has reached the disk
+            self._file = None
+            self._open_next()
 
     def _remove_old(self, keep: int) -> None:
         """Remove files that ended before the last ``keep`` checkpoints but one, where their episodes have all ended."""
@@ -239,6 +254,9 @@ class Journal:
             if self._file is not None:
                 os.close(self._file)
                 self._file = None
+        with self._flushing:
+            while self._ended:  # the disk failed
+                os.close(self._ended.pop())
         self._unflushed.set()
 
 
