@@ -17,9 +17,10 @@ from echo import EchoEngine
 
 from rollwright import GenerationHyperparameters, ModelRequest, ModelResponse, RolloutConfig, durable
 from rollwright.errors import JournalError, PromptTooLongError, ReplayError
+from rollwright.experience.journal import episodes
 from rollwright.experience.journal.episodes import EpisodeWriter, read_episodes
 from rollwright.experience.journal.files import Journal, read_records
-from rollwright.experience.journal.records import Call, GroupEnd
+from rollwright.experience.journal.records import Arguments, Call, GroupEnd
 from rollwright.experience.recorder import Recorder
 from rollwright.rollout.executor import RolloutExecutor
 from rollwright.rollout.replay import Replayer
@@ -90,6 +91,14 @@ def test_rows_and_calls_are_read_back_as_they_were(tmp_path):
         length = int(present.sum())
         np.testing.assert_array_equal(ids, row[:length].numpy())
         np.testing.assert_array_equal(mask, masked[:length].numpy().astype(bool))
+
+
+def test_a_call_whose_arguments_are_gone_is_an_error_with_its_place(tmp_path, monkeypatch):
+    run(tmp_path, Chat(), tasks=1, group_size=1)
+    whole = list(read_records(tmp_path))
+    monkeypatch.setattr(episodes, "read_records", lambda directory: (e for e in whole if not isinstance(e[1], Arguments)))
+    with pytest.raises(JournalError, match=r"000000-0000\.journal, before byte \d+: call 0 of 0/0 has generation arguments 0"):
+        list(read_episodes(tmp_path))
 
 
 def test_a_call_is_a_delta_of_its_conversation(tmp_path):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from rollwright.errors import ReplayError
+from rollwright.errors import JournalError, ReplayError
 from rollwright.experience.contract import Trajectory
 from rollwright.experience.journal.files import Journal, read_records
 from rollwright.experience.journal.records import (
@@ -337,6 +337,9 @@ def read_episodes(directory: str | Path, wanted: Callable[[Begin], bool] = lambd
     Args:
         directory: of the journal.
         wanted: says which are read; the others cost nothing but the reading of the file.
+
+    Raises:
+        JournalError: a file is no journal, or the generation arguments of a call are in none.
     """
     open_episodes: dict[tuple[int, int], RecordedEpisode] = {}
     arguments: dict[tuple[int, int], dict[str, Any]] = {}
@@ -351,7 +354,14 @@ def read_episodes(directory: str | Path, wanted: Callable[[Begin], bool] = lambd
             if episode is None:
                 continue  # not wanted, or its beginning was removed
             if isinstance(record, Call):
-                episode.add(record, arguments.get((place.writer, record.arguments), {}))
+                gconfig = arguments.get((place.writer, record.arguments))
+                if gconfig is None:
+                    raise JournalError(
+                        f"{place.path}, before byte {place.end}: call {record.index} of {episode.name} has generation arguments "
+                        f"{record.arguments}, which no earlier record of this process is: a file before this one was removed or "
+                        "damaged. Put it back, or move this one away."
+                    )
+                episode.add(record, gconfig)
             elif isinstance(record, Result):
                 episode.results.append(record)
             else:
