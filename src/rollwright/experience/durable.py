@@ -187,6 +187,11 @@ def durable(
 def durable(call: Any = None, /, **settings: Any) -> Any:
     """Keep the results of calls in the journal, so that their episode can run again; see the module.
 
+    ``rollwright replay`` answers all kinds but ``pure`` from the journal, and makes no call that was not recorded. No run goes on
+    with an unfinished episode yet: a resumed run begins it anew. So ``restart`` is answered as ``recorded`` is, and ``restore`` of
+    ``restorable`` is called only where a replay makes a reward anew (``--reward-fn``); the journal holds what both need when
+    episodes go on.
+
     Args:
         call: a function, which is returned wrapped; or a name, or nothing, for a decorator or a context.
         settings: ``kind`` (``pure``, ``recorded``, ``restart`` or ``restorable``), and ``export`` and ``restore`` of the last.
@@ -214,11 +219,12 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 def call_key(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> int:
-    """A number for the arguments of a call; what has no plain value counts by its class."""
+    """A number for the arguments of a call, whatever the order of sets and dicts; what has no plain value counts by its class."""
     values = [arguments, sorted(keywords.items())]
     try:
         packed = _KEYS.encode(values)
-    except (OverflowError, UnicodeEncodeError):  # integers of more than 64 bits, halves of surrogate pairs: models write both
+    except (OverflowError, UnicodeEncodeError, TypeError):
+        # Integers of more than 64 bits and halves of surrogate pairs (models write both); sets and keys that have no order.
         packed = _KEYS.encode(_packable(values))
     return xxhash.xxh3_64_intdigest(packed)
 
@@ -230,7 +236,9 @@ def _packable(value: Any) -> Any:
     if isinstance(value, int):
         return str(value)
     if isinstance(value, dict):
-        return [[_packable(key), _packable(item)] for key, item in value.items()]
+        return sorted(([_packable(key), _packable(item)] for key, item in value.items()), key=_KEYS.encode)
+    if isinstance(value, set | frozenset):
+        return sorted(map(_packable, value), key=_KEYS.encode)
     if isinstance(value, list | tuple):
         return [_packable(item) for item in value]
     return value
@@ -242,7 +250,7 @@ def _class_of(value: Any) -> Any:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-_KEYS = msgspec.msgpack.Encoder(enc_hook=_class_of)
+_KEYS = msgspec.msgpack.Encoder(enc_hook=_class_of, order="deterministic")
 
 
 def _value_of(kept: Result) -> Any:

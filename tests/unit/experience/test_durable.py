@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import random
+import subprocess
+import sys
 import time
 
 import pytest
@@ -207,6 +210,19 @@ async def test_arguments_that_a_journal_cannot_hold_are_told_apart(episodes):
     assert await episodes.again(run) == [0, 1, 2, 3, 4]
     tools = ToolFunctions([shown_number])
     assert (await episodes._as(EpisodeWriter(None), lambda: tools.call("shown_number", f'{{"number": {1 << 64}}}'))).ok
+
+
+@pytest.mark.parametrize(
+    "value", ['{"a", "b", "c", "d"}', '{"a", 1, None, ("b", "c")}', '[{2: frozenset({"x", "y", "z"})}, 1 << 70]']
+)
+def test_the_key_of_a_set_does_not_depend_on_the_order_of_hashes(value):
+    script = f"from rollwright.experience.durable import call_key; print(call_key(({value},), {{}}))"
+    outputs = {
+        subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True).stdout
+        for seed in "123"
+    }
+    assert len(outputs) == 1
+    assert outputs != {b""}
 
 
 def shown_number(number: int) -> str:
