@@ -178,9 +178,9 @@ class ToolFunctions:
         except (ConfigError, SandboxError):  # no model can do anything about it
             raise
         except Exception as error:
-            return f"{type(error).__name__}: {error}", False
+            return _unicode(f"{type(error).__name__}: {error}"), False
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-        return shortened(text, MAX_CHARACTERS), True
+        return _unicode(shortened(text, MAX_CHARACTERS)), True
 
     def guarded(self) -> list[Callable[..., Any]]:
         """The tools as async functions with the same names, signatures and docstrings, whose failures are text."""
@@ -193,6 +193,11 @@ class ToolFunctions:
             return call
 
         return [guard(name, function) for name, function in self.functions.items()]
+
+
+def _unicode(text: str) -> str:
+    """The text with ``?`` in place of halves of surrogate pairs, which neither a journal nor a tokenizer takes."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _schema(function: Callable[..., Any]) -> dict[str, Any]:

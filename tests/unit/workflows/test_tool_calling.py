@@ -27,6 +27,15 @@ def fails(x: str) -> str:
     raise ValueError(f"no {x}")
 
 
+def repeat(x: str) -> str:
+    """Repeat.
+
+    Args:
+        x: Anything.
+    """
+    return x
+
+
 def reward(prompt, completion, prompt_ids, completion_ids, *, answer, tool_calls, **_):
     return float(completion == answer) + 0.1 * sum(call["ok"] for call in tool_calls)
 
@@ -46,6 +55,13 @@ async def run(script, row, **arguments):
     sample = sampled(Script(tokenizer, *script))
     experiences = await TaskRunner([taskset(**arguments)], tokenizer).arun_episode(sample, row)
     return experiences, sample.recorder, tokenizer
+
+
+async def test_a_half_of_a_surrogate_pair_in_a_tool_s_text_is_replaced():
+    tools = ToolFunctions([fails, repeat])
+    arguments = '{"x": "a\\ud83d"}'
+    assert (await tools.call("repeat", arguments)).text == "a?"
+    assert (await tools.call("fails", arguments)).text == "ValueError: no a?"
 
 
 async def test_tools_are_called_until_the_model_answers():
