@@ -110,10 +110,12 @@ class FSDPPPOActor(TrainEngine):
         limit = torch.inf if config.reward_clip is None else config.reward_clip
         outcome_B = scaled_B.clamp(-limit, limit)
         batch["reward_clipped"] = scaled_B.abs() > limit
-        if clipped := int(batch["reward_clipped"].sum()):
+        count = torch.tensor(len(scaled_B), device=scaled_B.device)
+        clipped, of_all = parallel.summed(torch.stack([batch["reward_clipped"].sum(), count])).tolist()
+        if clipped:
             self._warn_once(
                 "clip",
-                f"actor.reward_clip={limit:g} cuts the rewards of {clipped} of {len(rewards_B)} rows (the largest is "
+                f"actor.reward_clip={limit:g} cuts the rewards of {clipped} of {of_all} rows (the largest on rank 0 is "
                 f"{float(scaled_B.abs().max()):g}), which makes them equal: what they tell apart is not learned. Raise it, set it to "
                 "null, or lower actor.reward_scaling.",
             )

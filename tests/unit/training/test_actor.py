@@ -9,6 +9,7 @@ from tiny_policy import gradients, tiny_actor, tiny_batch, tiny_model
 from rollwright.config.sections import MicroBatchSpec, NormConfig, OptimizerConfig, PPOActorConfig
 from rollwright.errors import ConfigError, TrainingError, WeightUpdateError
 from rollwright.inference.engine import InferenceEngine
+from rollwright.training import parallel
 from rollwright.training.actor import FSDPPPOActor
 
 
@@ -102,6 +103,17 @@ def test_clipped_rewards_are_counted_told_once_and_leave_groups_without_variance
     (warning,) = warnings_of(caplog, "reward_clip")
     assert "9 of 12 rows" in warning
     assert "100" in warning
+
+
+def test_rewards_that_another_rank_clips_are_told(caplog, monkeypatch):
+    actor, batch = tiny_actor(reward_clip=20.0), tiny_batch()
+    batch["rewards"] = torch.ones(12)
+    others = torch.tensor([3, 12])
+    monkeypatch.setattr(parallel, "summed", lambda value: value + others if value.shape == others.shape else value)
+    with caplog.at_level("WARNING"):
+        actor.compute_advantages(batch)
+    (warning,) = warnings_of(caplog, "reward_clip")
+    assert "3 of 24 rows" in warning
 
 
 def test_groups_of_one_are_told_once_under_a_group_baseline_only(caplog):
