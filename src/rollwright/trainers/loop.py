@@ -116,7 +116,7 @@ class Trainer(ABC):
             opened.callback(self.trained.destroy)
             self.open(opened)
             self.recover = self.ranks.recover
-            opened.callback(self.recover.wait)
+            opened.push(self._wait_for_recover)
             resumed = bool(self.directory.resumed and self.recover.steps())
             if resumed:
                 self.step, state = self.ranks.call("load_recover", part=self.trained_part)
@@ -132,6 +132,16 @@ class Trainer(ABC):
         if not self._follows() and kind in (None, SystemExit):
             self.ranks.finish()
         self._opened.__exit__(kind, error, trace)
+
+    def _wait_for_recover(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.recover.wait()
+        except Exception as failed:  # a CheckpointError, or what its callback raised
+            if kind in (None, SystemExit):
+                raise
+            logger.error("the newest recover checkpoint was not written: %s", failed)  # what ended the run has its own error
 
     def _follows(self) -> bool:
         """True in a process that was started beside the first one, whose trainer calls and has the run to itself."""
