@@ -3,7 +3,8 @@
 Invariants:
 
 * a bucket is described to every server before its tensors are sent, and all of a bucket's tensors have one type;
-* no more than two buckets exist at a time, so weights may come from an iterator that gathers them one by one;
+* at a time there are the bucket that is sent and its flat copy, the next one, and one that fills for each further type of tensors;
+  so weights may come from an iterator that gathers them one by one;
 * a group is formed again whenever a server was taken out or came back: its ranks are numbered for the servers it was formed with.
 """
 
