@@ -16,7 +16,8 @@ SHOWN = 20  # episodes that differ, one line each
 def replay(
     run: Annotated[Path, typer.Argument(help="The directory of the run, or of a stage of it.")],
     sample: Annotated[
-        str, typer.Argument(help="ORDINAL/SAMPLE, ORDINAL for all samples of a task, eval:ORDINAL, or all.")
+        str,
+        typer.Argument(help="ORDINAL/SAMPLE, ORDINAL for all samples of a task, eval:ORDINAL, or all; see docs/durable.md."),
     ] = "all",
     workflow: Annotated[str | None, typer.Option(help="Run this workflow in place of the run's.")] = None,
     reward_fn: Annotated[

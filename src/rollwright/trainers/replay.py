@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +17,8 @@ from rollwright.config.recipes import apply_recipe
 from rollwright.config.secrets import HIDDEN
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError, JournalError
-from rollwright.experience.journal.episodes import RecordedEpisode, read_episodes
+from rollwright.experience.journal.episodes import RecordedEpisode, Wanted, last_of_each_name, read_episodes
 from rollwright.experience.journal.files import journal_files
-from rollwright.experience.journal.records import Begin
 from rollwright.rewards.wrapper import REWARD_CALLS
 from rollwright.rollout.replay import Replayed, Replayer
 from rollwright.trainers import tasks
@@ -27,7 +26,7 @@ from rollwright.trainers.rollout_backend import make_local_engine
 from rollwright.trainers.task_services import TaskServices
 from rollwright.workflows.registry import WORKFLOWS
 
-_SAMPLE = re.compile(r"(eval:)?(\d+)(?:/(\d+))?")
+_SAMPLE = re.compile(r"(eval:)?(\d+)(?:/(\d+))?(?:@v(\d+))?(?:@(\d+))?")
 
 
 def journaled_directory(run: str | Path) -> Path:
@@ -46,19 +45,26 @@ def journaled_directory(run: str | Path) -> Path:
     raise JournalError(f"{run} has the journals of several stages: give one of {', '.join(map(str, found))}.")
 
 
-def selected(samples: str) -> Callable[[Begin], bool]:
+def selected(samples: str) -> Wanted:
     """Which episodes a text names: ``12/3`` (sample 3 of task 12), ``12`` (all of its samples), ``eval:12``, ``all``.
+
+    ``@v5`` behind it names those that began with version 5 of the weights, ``@0`` those of the first process that wrote the journal.
 
     Raises:
         ConfigError: it names none of these.
     """
     if samples == "all":
-        return lambda begin: True
+        return lambda writer, begin: True
     match = _SAMPLE.fullmatch(samples)
     if match is None:
-        raise ConfigError(f"{samples!r} names no sample: write ORDINAL/SAMPLE, ORDINAL, eval:ORDINAL, or all.")
-    is_eval, ordinal, index = bool(match[1]), int(match[2]), match[3]
-    return lambda begin: (begin.is_eval, begin.ordinal) == (is_eval, ordinal) and (index is None or begin.index == int(index))
+        raise ConfigError(
+            f"{samples!r} names no sample: write ORDINAL/SAMPLE, ORDINAL, eval:ORDINAL, or all; @vVERSION and @PROCESS may follow."
+        )
+    asked = (bool(match[1]), *(None if number is None else int(number) for number in match.groups()[1:]))
+    return lambda writer, begin: all(
+        number is None or number == its
+        for number, its in zip(asked, (begin.is_eval, begin.ordinal, begin.index, begin.version, writer), strict=True)
+    )
 
 
 def load_run_config(directory: Path) -> PPOConfig:
@@ -140,9 +146,12 @@ class RunReplay:
         self._opened.close()
 
     def episodes(self, samples: str) -> Iterator[RecordedEpisode]:
-        """The episodes that ``samples`` names and that came to rows or were rejected."""
-        for episode in read_episodes(self.directory / "journal", selected(samples)):
-            if episode.end is not None and episode.end.outcome in ("accepted", "rejected"):
+        """The episodes that ``samples`` names and that came to rows or were rejected; of several with one name the last."""
+        journal = self.directory / "journal"
+        chosen = last_of_each_name(journal, selected(samples), ("accepted", "rejected"))
+        for episode in read_episodes(journal, lambda writer, begin: (writer, begin.episode) in chosen):
+            if episode.end is not None:  # always so, unless a file was removed meanwhile
+                episode.names_writer = chosen[episode.writer, episode.begin.episode]
                 yield episode
 
     def replay(self, samples: str) -> Iterator[Replayed]:

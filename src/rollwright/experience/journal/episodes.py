@@ -272,6 +272,8 @@ class RecordedEpisode:
     calls: list[RecordedCall] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
     end: End | None = None  # None: it was not at an end when its process was, or it runs
+    writer: int = 0  # number of the process that wrote it
+    names_writer: bool = False  # a later process has an episode of the same name
     ignored: tuple[str, ...] = ()  # durable calls whose name begins so are made anew
 
     def __post_init__(self) -> None:
@@ -288,9 +290,11 @@ class RecordedEpisode:
 
     @property
     def name(self) -> str:
-        """Ordinal and sample, as ``rollwright replay`` takes them."""
-        begin = self.begin
-        return f"{'eval:' if begin.is_eval else ''}{begin.ordinal}/{begin.index}"
+        """Ordinal and sample, of an evaluation also the version, as ``rollwright replay`` takes them."""
+        begin, writer = self.begin, f"@{self.writer}" if self.names_writer else ""
+        if begin.is_eval:
+            return f"eval:{begin.ordinal}/{begin.index}@v{begin.version}{writer}"
+        return f"{begin.ordinal}/{begin.index}{writer}"
 
     def task(self) -> dict[str, Any] | None:
         """The row; None where it holds what a journal cannot."""
@@ -331,7 +335,39 @@ class RecordedEpisode:
         self.calls.append(RecordedCall(call, added, gconfig))
 
 
-def read_episodes(directory: str | Path, wanted: Callable[[Begin], bool] = lambda begin: True) -> Iterator[RecordedEpisode]:
+#: Says of an episode by the number of its writer and its beginning whether it is read.
+Wanted = Callable[[int, Begin], bool]
+
+
+def last_of_each_name(directory: str | Path, wanted: Wanted, outcomes: tuple[str, ...]) -> dict[tuple[int, int], bool]:
+    """The episodes (writer and number) that ended last of those with one name: a sample runs again where its run was resumed.
+
+    Args:
+        directory: of the journal.
+        wanted: says which are looked at.
+        outcomes: of the episodes that count.
+
+    Returns:
+        For each, whether a later process has an episode of its name, too, which was not wanted.
+    """
+    begun: dict[tuple[int, int], Begin] = {}
+    chosen: dict[tuple[Any, ...], tuple[int, int]] = {}
+    writers: dict[tuple[Any, ...], int] = {}  # the last of each name
+    for place, record in read_records(directory):
+        if isinstance(record, Begin):
+            begun[place.writer, record.episode] = record
+        elif isinstance(record, End):
+            begin = begun.pop((place.writer, record.episode), None)
+            if begin is None or record.outcome not in outcomes:
+                continue
+            name = (begin.is_eval, begin.ordinal, begin.index, begin.version if begin.is_eval else None)
+            writers[name] = place.writer
+            if wanted(place.writer, begin):
+                chosen[name] = (place.writer, record.episode)
+    return {episode: episode[0] < writers[name] for name, episode in chosen.items()}
+
+
+def read_episodes(directory: str | Path, wanted: Wanted = lambda writer, begin: True) -> Iterator[RecordedEpisode]:
     """The episodes of a journal, each when its end is read; those without an end come last.
 
     Args:
@@ -347,8 +383,8 @@ def read_episodes(directory: str | Path, wanted: Callable[[Begin], bool] = lambd
         if isinstance(record, Arguments):
             arguments[place.writer, record.number] = record.gconfig
         elif isinstance(record, Begin):
-            if wanted(record):
-                open_episodes[place.writer, record.episode] = RecordedEpisode(record)
+            if wanted(place.writer, record):
+                open_episodes[place.writer, record.episode] = RecordedEpisode(record, writer=place.writer)
         elif isinstance(record, Call | Result | End):
             episode = open_episodes.get((place.writer, record.episode))
             if episode is None:
