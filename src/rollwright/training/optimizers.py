@@ -14,7 +14,7 @@ from rollwright.config.recipes import OPTIMIZERS
 from rollwright.config.sections import OptimizerConfig
 from rollwright.errors import ConfigError
 from rollwright.training.checkpoint import ModelTensors, fill
-from rollwright.training.sharding import is_sharded
+from rollwright.training.sharding import is_sharded, local_tensor
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -154,7 +154,7 @@ def load_optimizer_state(
             pairs.append((value, target))
     fill(pairs)
     for own, target in quantised:
-        _local(own).copy_(_local(target))
+        local_tensor(own).copy_(local_tensor(target))
     scheduler.load_state_dict({**scheduler.state_dict(), **state["scheduler"]})
     for group, rate in zip(optimizer.param_groups, state["learning_rates"], strict=True):
         set_learning_rate(group, rate)
@@ -176,18 +176,14 @@ def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
         set_learning_rate(group, rate)
 
 
-def _local(value: Tensor) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
 def _is_quantised(value: Tensor) -> bool:
-    return type(_local(value)) not in (Tensor, nn.Parameter)
+    return type(local_tensor(value)) not in (Tensor, nn.Parameter)
 
 
 def _plain(value: Tensor) -> Tensor:
     if not _is_quantised(value):
         return value.detach()
-    plain = _local(value).dequantize().float()
+    plain = local_tensor(value).dequantize().float()
     if not isinstance(value, DTensor):
         return plain
     return DTensor.from_local(

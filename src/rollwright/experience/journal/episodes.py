@@ -168,11 +168,13 @@ def _shared(prompt: Tokens, before: Tokens, output: bytes) -> int:
     """How many tokens a prompt has in common with an earlier call's prompt and output, from the first on."""
     end = len(before)
     shared = min(len(prompt), end) if prompt.buffer is before.buffer else prompt.shared_with(before.array)
-    if shared < end:
-        return shared
-    said = np.frombuffer(output, dtype=TOKEN_TYPE)[: len(prompt) - end]
-    differs = prompt.array[end : end + len(said)] != said
-    return end + (int(differs.argmax()) if differs.any() else len(said))
+    return shared if shared < end else end + _shared_with_output(prompt.array[end:], output)
+
+
+def _shared_with_output(ids: np.ndarray, output: bytes) -> int:
+    said = np.frombuffer(output, dtype=TOKEN_TYPE)[: len(ids)]
+    differs = ids[: len(said)] != said
+    return int(differs.argmax()) if differs.any() else len(said)
 
 
 def _packable(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,11 +216,7 @@ def _last_call(ids: np.ndarray, calls: list[tuple[Tokens, bytes]]) -> tuple[int,
 
 def _shared_with_row(ids: np.ndarray, prompt: Tokens, output: bytes) -> int:
     shared = prompt.shared_with(ids)
-    if shared == len(prompt):
-        said = np.frombuffer(output, dtype=TOKEN_TYPE)[: len(ids) - shared]
-        differs = ids[shared : shared + len(said)] != said
-        shared += int(differs.argmax()) if differs.any() else len(said)
-    return shared
+    return shared if shared < len(prompt) else shared + _shared_with_output(ids[shared:], output)
 
 
 def row_digests(rows: Trajectory) -> list[bytes]:
