@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ VERSION = 1
 
 
 #: Names of the types in the format (https://github.com/huggingface/safetensors#format).
-_DTYPES = {
+TYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -48,18 +48,35 @@ def pack_bytes(tensors: dict[str, torch.Tensor], rest: dict[str, Any]) -> bytes:
         TrajectoryError: ``rest`` holds what JSON cannot; the message names the path to it.
     """
     document = json.dumps(plain_json(rest, ""), separators=(",", ":"), allow_nan=True)
-    header: dict[str, Any] = {"__metadata__": {"format": FORMAT, "version": str(VERSION), "rest": document}}
-    blocks, end = [], 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):  # keeps every block aligned
-        if tensor.dtype not in _DTYPES:
-            raise TrajectoryError(f"{name}: tensors of type {tensor.dtype} cannot be stored; convert it.")
-        block = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end, end + len(block)]}
-        blocks.append(block)
-        end += len(block)
+    named = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # keeps every block aligned
+    try:
+        head = safetensors_head(named, {"format": FORMAT, "version": str(VERSION), "rest": document})
+    except TypeError as error:
+        raise TrajectoryError(f"{error} that can be stored; convert it.") from None
+    blocks = (tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for _, tensor in named)
+    return b"".join((head, *blocks))
+
+
+def safetensors_head(named: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str]) -> bytes:
+    """The head of safetensors bytes: its length, then where each tensor is, as JSON (padded to eight bytes).
+
+    Args:
+        named: the tensors in the order in which their bytes follow; they may be on the meta device.
+        metadata: texts of the file.
+
+    Raises:
+        TypeError: the format has no type of a tensor; the message begins with its name.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, tensor in named:
+        if tensor.dtype not in TYPE_NAMES:
+            raise TypeError(f"{name}: {tensor.dtype} is no type of tensors")
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": TYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
-    return b"".join((struct.pack("<Q", len(head)), head, *blocks))
+    return struct.pack("<Q", len(head)) + head
 
 
 def unpack_bytes(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

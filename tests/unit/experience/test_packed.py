@@ -71,6 +71,11 @@ def test_what_has_no_rows_is_refused(changed, message):
         pack_rows(batch | changed)
 
 
+def test_a_type_that_the_format_has_not_is_named():
+    with pytest.raises(TrajectoryError, match=r"spectrum: torch\.complex64 is no type of tensors that can be stored"):
+        pack_bytes({"spectrum": torch.ones(2, dtype=torch.complex64)}, {})
+
+
 def test_other_bytes_are_refused():
     with pytest.raises(TrajectoryError, match="no packed rows"):
         unpack_rows(pack_bytes({"tokens": torch.ones(2)}, {}))

@@ -272,3 +272,10 @@ def test_answers_that_prove_nothing_are_errors(answered, change, said):
     broken: ModelResponse = dataclasses.replace(response, **change)
     with pytest.raises(WeightUpdateError, match=said):
         auditing.audit({"engine": broken}, score, version=2, tolerance=1e-3)
+
+
+def test_a_type_that_files_have_not_is_named(tmp_path):
+    with pytest.raises(
+        WeightUpdateError, match=r"Weight phase: torch\.complex64 is no type of tensors that files of weights hold"
+    ):
+        write_weights(tmp_path / "v1", {"phase": torch.ones(2, dtype=torch.complex64)}, 1)

@@ -15,26 +15,13 @@ from torch import Tensor
 
 from rollwright.atomic import replaced_directory
 from rollwright.errors import WeightUpdateError
+from rollwright.experience.packed import safetensors_head
 from rollwright.inference.weights.group import buckets
 from rollwright.inference.weights.stream import WeightStream
 
 #: Says what a directory of weights holds: ``{"version", "digest"}``.
 MANIFEST = "rollwright_weights.json"
 _FILE_BYTES = 4 << 30
-
-#: Types of tensors in the words of safetensors.
-TYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 def content_digest(named: Iterable[tuple[str, Tensor]]) -> str:
@@ -111,13 +98,17 @@ def write_files(directory: Path, weights: WeightStream) -> str:
     if twice := {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else None:
         raise WeightUpdateError(f"Weight {min(twice)} is given twice.")
     parts = list(buckets(weights.described, _FILE_BYTES))
+    try:
+        heads = [safetensors_head(part, {"format": "pt"}) for part in parts]
+    except TypeError as error:
+        raise WeightUpdateError(f"Weight {error} that files of weights hold.") from None
     digests: dict[str, bytes] = {}
     index: dict[str, Any] = {"metadata": {"total_size": weights.nbytes}, "weight_map": {}}
     tensors = iter(weights)
-    for number, part in enumerate(parts, 1):
+    for number, (part, head) in enumerate(zip(parts, heads, strict=True), 1):
         file = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         with (directory / file).open("wb") as out:
-            out.write(_header(part))
+            out.write(head)
             for name, described in part:
                 given, tensor = next(tensors)
                 if (given, tensor.dtype, tensor.shape) != (name, described.dtype, described.shape):
@@ -132,26 +123,6 @@ def write_files(directory: Path, weights: WeightStream) -> str:
     if len(parts) > 1:
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return _total_digest(digests)
-
-
-def _header(described: list[tuple[str, Tensor]]) -> bytes:
-    """The head of a safetensors file: its length, then where each tensor is, as JSON (padded to eight bytes)."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in described:
-        if tensor.dtype not in TYPE_NAMES:
-            raise WeightUpdateError(
-                f"Weight {name} has the type {tensor.dtype}, which safetensors files of weights do not hold."
-            )
-        entries[name] = {
-            "dtype": TYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + tensor.nbytes],
-        }
-        offset += tensor.nbytes
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def read_weights(directory: str | Path) -> Iterator[tuple[str, Tensor]]:

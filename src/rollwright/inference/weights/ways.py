@@ -19,7 +19,8 @@ from torch import Tensor
 
 from rollwright.config.allocation import AllocationMode
 from rollwright.errors import WeightUpdateError
-from rollwright.inference.weights.files import TYPE_NAMES, write_weights
+from rollwright.experience.packed import TYPE_NAMES
+from rollwright.inference.weights.files import write_weights
 from rollwright.inference.weights.group import BUCKET_BYTES, DEFAULT_GROUP
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.logging import getLogger
