@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from rollwright.errors import JournalError
+
 SHOWN = 20  # episodes that differ, one line each
 
 
@@ -57,15 +59,17 @@ def replay(
             elif sample != "all":
                 console().print(f"{each.name}: reward {each.rewards}, recorded {each.recorded_rewards}", markup=False)
     total, seconds = sum(counts.values()), time.monotonic() - started
+    if not total:
+        raise JournalError(
+            f"the journal of {run} has no finished episode {sample}: name another ORDINAL/SAMPLE, an ordinal, eval:ORDINAL, or all."
+        )
     means = {"recorded": before / rows, "now": after / rows} if rows else {}
     told = ", ".join(f"mean reward {name} {value:.4f}" for name, value in means.items())
     console().print(f"{total} episodes in {seconds:.1f} s: {', '.join(f'{n} {name}' for name, n in counts.items())}; {told}")
     if json_file is not None:
         content = {"episodes": total, **counts, "seconds": seconds, "mean_reward": means, "changed": changed}
         json_file.write_text(json.dumps(content, indent=2) + "\n")
-    if not total:
-        console().print(f"the journal of {run} has no finished episode {sample}")
-    if counts["equal"] < max(1, total):
+    if counts["equal"] < total:
         raise typer.Exit(1)
 
 

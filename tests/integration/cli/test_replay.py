@@ -77,9 +77,10 @@ def test_every_sample_is_equal_without_a_model(run):
     assert (status, found["equal"], found["differs"], found["failed"]) == (0, 20, 0, 0)  # 2 steps of 8, and 2 evaluations of 2
 
 
-def test_one_sample_and_one_task(run):
+def test_one_sample_and_one_task(run, capsys):
     assert [replayed(run, name)[1]["episodes"] for name in ("0/1", "0", "eval:1")] == [1, 2, 2]
-    assert replayed(run, "99")[0] == 1
+    assert main(["replay", str(run), "99"]) == 1
+    assert "has no finished episode 99" in capsys.readouterr().err
     assert main(["replay", str(run), "first"]) == 1
 
 
