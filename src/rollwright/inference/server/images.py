@@ -111,7 +111,8 @@ class ImageReader:
             raise RequestError(f"{where} has no image_url with a url.", param=where)
         digest = hashlib.sha256(f"{detail}|{url}".encode(errors="surrogatepass")).hexdigest()
         with self._lock:
-            seen = self._kept.get(digest)
+            if seen := self._kept.get(digest):
+                self._kept.move_to_end(digest)
         if seen is None:
             seen = self._processed(digest, self._bytes(url, where), detail, where)
             with self._lock:
