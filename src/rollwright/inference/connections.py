@@ -1,7 +1,7 @@
 """HTTP to inference servers: pools for each event loop, and errors that tell whether a response had begun.
 
 Generation goes through aiohttp, which costs a fifth of a millisecond of this process for each request (httpx costs several
-where hundreds run at once); the rare control calls are synchronous and go through httpx.
+where hundreds run at once); the rare control calls are synchronous and go through httpx, each on a connection of its own.
 """
 
 from __future__ import annotations
@@ -99,8 +99,15 @@ class Connections:
         self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=connect_timeout)
         self._sessions: dict[asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, AsyncGenerator]] = {}
         self._lock = threading.Lock()
-        limits = httpx.Timeout(timeout, connect=connect_timeout)
-        self._sync = httpx.Client(headers=self._headers, timeout=limits, trust_env=False, verify=_ssl_context())
+        self._sync = httpx.Client(
+            headers=self._headers,
+            timeout=httpx.Timeout(timeout, connect=connect_timeout),
+            # No connection is used twice: uvicorn closes one after an exception (a 500) without saying so, and after 5 s without
+            # a request. A control call that meets the end of its connection cannot be sent again: it may have been carried out.
+            limits=httpx.Limits(max_keepalive_connections=0),
+            trust_env=False,
+            verify=_ssl_context(),
+        )
         self._closed = False
         self._most_connections = allow_many_connections()
 
