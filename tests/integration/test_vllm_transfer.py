@@ -122,8 +122,8 @@ def test_weights_come_by_the_transfer_engine_and_are_audited(tmp_path, monkeypat
         version = trainer.step()
         assert trainer.publish(client, meta).agreements[0].mean < 1e-4
         assert trainer.check_versions(generate(client, ask(4, tokens=12))) == {version}
-        # Without NCCL's place taken it is refused before the server waits.
+        # Without NCCL's place taken a new group is refused before the server waits.
         monkeypatch.undo()
         with pytest.raises(WeightUpdateError, match="needs a GPU in the trainer"):
-            trainer.publish(client, meta)
+            trainer.publish(client, dataclasses.replace(meta, group="another"))
         assert trainer.check_versions(generate(client, ask(2, tokens=4))) == {version}
