@@ -17,6 +17,7 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, DatasetEnded, RolloutError
 from rollwright.experience.journal.files import Journal
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
+from rollwright.inference.compute_threads import release_workers
 from rollwright.inference.engine import InferenceEngine
 from rollwright.rollout.event_loop import LoopThread
 from rollwright.rollout.failure_budget import Failure, with_cause
@@ -419,6 +420,7 @@ class RolloutExecutor:
         """Queue ``groups``, wait until ``waiter`` is answered, and join the rows; no keys where the answer is no group."""
         self._start()
         self._call(self._runner.add_waiter, waiter, groups)
+        release_workers()  # this thread trains; while it waits the engine in this process has the cores
         left = math.inf if timeout is None else timeout
         try:
             while not waiter.future.done() and left > 0:

@@ -35,6 +35,7 @@ from rollwright.inference.backends.builtin.handover import Batches, Outbox, reso
 from rollwright.inference.backends.builtin.model import ModelRunner, cache_bytes_by_default, load_model_for_inference
 from rollwright.inference.backends.builtin.scheduler import RequestIntake
 from rollwright.inference.backends.builtin.step import Finished, Stepper, fastest_threads
+from rollwright.inference.compute_threads import release_workers
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.weights.stream import WeightStream
@@ -42,6 +43,8 @@ from rollwright.inference.weights.ways import WeightUpdateMeta
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger(__name__)
+
+_IDLE_SECONDS = 0.002  # without a step, after which other threads of the process have the cores
 
 OnWeightUpdate = Literal["recompute", "keep", "wait"]
 
@@ -119,6 +122,7 @@ class BuiltinEngine(InferenceEngine):
         self._is_paused = False
         self._is_closed = False
         threads = threads or fastest_threads(self._runner, max_running_requests)
+        release_workers()  # of this thread, which measured
         is_set, own_threads = threading.Event(), torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, args=(threads, is_set), name="rollwright-engine", daemon=True)
         self._thread.start()
@@ -159,6 +163,7 @@ class BuiltinEngine(InferenceEngine):
         Returns:
             For each, why it was not queued.
         """
+        release_workers()  # a thread that computed and now asks is going to wait
         errors = list[EngineError | None]()
         with self._state:
             for sequences in batches:
@@ -239,15 +244,9 @@ class BuiltinEngine(InferenceEngine):
         is_set.set()
         while True:
             with self._state:
-                self._state.wait_for(
-                    lambda: (
-                        self._is_closed
-                        or (
-                            not (self._is_paused or self._controllers)
-                            and bool(self._inbox or self._cancelled or self._stepper.has_work)
-                        )
-                    )
-                )
+                if not self._state.wait_for(self._has_to_go_on, timeout=_IDLE_SECONDS):
+                    release_workers()
+                    self._state.wait_for(self._has_to_go_on)
                 if self._is_closed:
                     return
                 self._is_stepping = True
@@ -264,6 +263,11 @@ class BuiltinEngine(InferenceEngine):
                 self._is_stepping = False
                 self._state.notify_all()
             resolve(finished)
+
+    def _has_to_go_on(self) -> bool:
+        """The thread has a step to make, or to end (under ``_state``)."""
+        can_step = not (self._is_paused or self._controllers)
+        return self._is_closed or (can_step and bool(self._inbox or self._cancelled or self._stepper.has_work))
 
     def _take_inbox(self) -> None:
         """Hand new requests to the scheduler and take cancelled ones from it (under ``_state``)."""
