@@ -121,6 +121,7 @@ from rollwright.training.actor import FSDPPPOActor as FSDPPPOActor
 from rollwright.training.engine import TrainEngine as TrainEngine
 from rollwright.training.model import load_model as load_model
 from rollwright.training.model import new_model as new_model
+from rollwright.viewer.run import Run as Run
 from rollwright.workflows.agentscope_react import AgentScopeReactMathWorkflow as AgentScopeReactMathWorkflow
 from rollwright.workflows.base import RolloutWorkflow as RolloutWorkflow
 from rollwright.workflows.episode import EpisodeWorkflow as EpisodeWorkflow

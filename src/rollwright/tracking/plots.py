@@ -55,14 +55,14 @@ def _save(figure, path: str | Path) -> Path:
     return path
 
 
-def _smooth(values: Sequence[float], weight: float) -> list[float]:
+def smoothed(values: Sequence[float], weight: float) -> list[float]:
     """Exponential moving average without the start's bias (Kingma and Ba, 2015, section 3)."""
-    average, normaliser, smoothed = 0.0, 0.0, []
+    average, normaliser, averages = 0.0, 0.0, []
     for value in values:
         average = weight * average + (1 - weight) * value
         normaliser = weight * normaliser + (1 - weight)
-        smoothed.append(average / normaliser)
-    return smoothed
+        averages.append(average / normaliser)
+    return averages
 
 
 def plot_curves(
@@ -127,7 +127,7 @@ def plot_reward_curve(
     steps, values = [step for step, _ in rewards], [value for _, value in rewards]
     axes.plot(steps, values, color=COLOURS[0], alpha=0.30, linewidth=1.2)
     axes.plot(
-        steps, _smooth(values, smoothing), color=COLOURS[0], linewidth=2.2, label="training reward (smoothed; faint: raw)"
+        steps, smoothed(values, smoothing), color=COLOURS[0], linewidth=2.2, label="training reward (smoothed; faint: raw)"
     )
     if evaluations:
         horizontal, vertical = [step for step, _ in evaluations], [value for _, value in evaluations]

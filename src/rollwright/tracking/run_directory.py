@@ -34,6 +34,8 @@ from rollwright.tracking.logging import getLogger
 logger = getLogger("run")
 
 MARKER = "run.json"
+LOCK = "run.lock"
+_SILENT_SECONDS = 300.0  # after which a process on another host is taken to have ended
 #: Config keys that may differ between a run and its resumption: they do not change what is learned from the same data.
 NOT_IDENTITY = (
     "recover",
@@ -51,13 +53,14 @@ NOT_IDENTITY = (
 _NAME = re.compile(r"[\w][\w.+@=-]*")
 
 
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as one dict: ``{"actor.optimizer.lr": 1e-5, …}``."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
-            flat.update(_flatten(value, f"{prefix}{key}."))
+            flat.update(flattened(value, f"{prefix}{key}."))
         elif key == "stages" and isinstance(value, list):
-            flat.update(_flatten({str(index): stage for index, stage in enumerate(value)}, f"{prefix}{key}."))
+            flat.update(flattened({str(index): stage for index, stage in enumerate(value)}, f"{prefix}{key}."))
         else:
             flat[f"{prefix}{key}"] = value
     return flat
@@ -70,8 +73,25 @@ def _is_identity(key: str) -> bool:
 
 def identity_of(config: Mapping[str, Any]) -> str:
     """A hash of the config without the keys that a resumed run may change."""
-    relevant = {key: value for key, value in _flatten(config).items() if _is_identity(key)}
+    relevant = {key: value for key, value in flattened(config).items() if _is_identity(key)}
     return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def is_claimed(path: Path) -> bool:
+    """Whether a process owns a run directory, without touching its lock; one on another host counts as long as it writes."""
+    lock = path / LOCK
+    try:
+        owner, inode = lock.read_text(encoding="utf-8", errors="replace"), lock.stat().st_ino
+    except OSError:
+        return False
+    match = re.fullmatch(r"process (\d+) on (\S+)\s*", owner)
+    if match is None:
+        return False
+    if match[2] == socket.gethostname() and Path("/proc/locks").exists():
+        held = Path("/proc/locks").read_text(encoding="ascii", errors="replace")
+        return re.search(rf"FLOCK .* {match[1]} [0-9a-f:]+:{inode} ", held) is not None
+    written = [file.stat().st_mtime for file in (*path.glob("**/metrics.jsonl"), *path.glob("**/*.journal"))]
+    return bool(written) and time.time() - max(written) < _SILENT_SECONDS
 
 
 class RunDirectory:
@@ -176,7 +196,7 @@ class RunDirectory:
         if recover_mode not in ("auto", "resume", "off"):
             raise ConfigError(f"recover.mode is {recover_mode!r}: choose from auto, resume, off.")
         config = dict(config or {})
-        if self.path.exists() and not (self.path / MARKER).exists() and any(c.name != "run.lock" for c in self.path.iterdir()):
+        if self.path.exists() and not (self.path / MARKER).exists() and any(c.name != LOCK for c in self.path.iterdir()):
             raise CheckpointError(
                 f"{self.path} exists and was not made by a run ({MARKER} is missing): choose another trial_name or cluster.fileroot."
             )
@@ -264,12 +284,12 @@ class RunDirectory:
         aside = attempts / str(1 + sum(1 for _ in attempts.iterdir()))
         aside.mkdir()
         for child in list(self.path.iterdir()):
-            if child.name not in ("attempts", "run.lock", MARKER):
+            if child.name not in ("attempts", LOCK, MARKER):
                 child.rename(aside / child.name)
         return aside
 
     def _lock(self) -> None:
-        handle = os.open(self.path / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -300,7 +320,7 @@ class RunDirectory:
 
 
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any], limit: int = 4) -> str:
-    before, after = _flatten(old), _flatten(json.loads(json.dumps(dict(new), default=str)))
+    before, after = flattened(old), flattened(json.loads(json.dumps(dict(new), default=str)))
     missing = object()
     keys = [key for key in sorted({*before, *after}) if before.get(key, missing) != after.get(key, missing)]
     keys = [key for key in keys if _is_identity(key)]

@@ -26,10 +26,10 @@ from rollwright.experience.trajectory import Trajectory
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.rollout.staleness import Staleness
 from rollwright.store import Announcement, TaskClaim
+from rollwright.tracking.learning_signs import warn_of_reasons
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.evaluation import evaluate
-from rollwright.trainers.learning_signs import warn_of_reasons
 from rollwright.trainers.loop import StopSignal
 from rollwright.trainers.reporting import StageRun, sample_means
 from rollwright.trainers.rollout_backend import make_rollout_engine

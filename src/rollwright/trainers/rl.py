@@ -21,9 +21,9 @@ from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.backends import BACKENDS
 from rollwright.inference.weights.publication import RemoteClient
 from rollwright.rollout.engines import LocalRolloutEngine, RolloutEngine
+from rollwright.tracking.learning_signs import LearningWatch
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.evaluation import evaluate
-from rollwright.trainers.learning_signs import LearningWatch
 from rollwright.trainers.loop import Part, StopSignal, Trainer
 from rollwright.trainers.reporting import EvaluationResult, StageRun, check_agreement, report_step
 from rollwright.trainers.rollout_backend import make_rollout_engine

@@ -11,13 +11,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
 from rollwright.errors import JournalError, ReplayError
-from rollwright.experience.contract import Trajectory
 from rollwright.experience.journal.files import Journal, read_records
 from rollwright.experience.journal.records import (
     Arguments,
@@ -36,6 +35,9 @@ from rollwright.experience.journal.records import (
 )
 from rollwright.experience.recorder import RequestRecord
 from rollwright.experience.token_buffers import TOKEN_TYPE, Tokens
+
+if TYPE_CHECKING:  # a reader of journals needs no torch
+    from rollwright.experience.contract import Trajectory
 
 
 class EpisodeWriter:

@@ -36,6 +36,8 @@ _FRAME = struct.Struct("<IQ")  # length and checksum of a record
 _NAME = re.compile(r"(\d{6,})-(\d{4,})\.journal")
 _ARGUMENTS_KEPT = 4096  # generation arguments that are recognised, and not written again
 _SMALLEST_REDACTED = 4  # characters of a text that is looked for as a secret
+_CHUNK = 4 << 20  # bytes read at a time
+_FEW = 16 << 10  # bytes in which most records end
 
 
 class Journal:
@@ -326,33 +328,82 @@ def read_file(path: Path) -> Iterator[tuple[Place, AnyRecord]]:
     """The records of one file; see ``read_records``."""
     numbers = _numbers(path)
     writer = numbers[0] if numbers else 0
-    with path.open("rb") as file:
-        mark = file.read(len(_MARK))
-        if mark != _MARK:
-            if len(mark) < len(_MARK) and _MARK.startswith(mark):
-                return  # made, and nothing written yet
-            raise JournalError(f"{path} is no journal of this version: it begins with {mark!r}. Move it away.")
-        end = len(_MARK)
-        while head := file.read(_FRAME.size):
-            body = b""
-            if len(head) == _FRAME.size:
-                length, checksum = _FRAME.unpack(head)
-                body = file.read(length)
-                if len(body) == length and xxhash.xxh3_64_intdigest(body) == checksum:
-                    end += _FRAME.size + length
-                    try:
-                        yield Place(writer, path, end), decode(body)
-                    except msgspec.DecodeError as error:
-                        raise JournalError(
-                            f"{path}, byte {end}: a record of another version ({error}); use the version that wrote it."
-                        ) from None
-                    continue
-            left = path.stat().st_size - end
-            logger.warning(
-                "%s: the last %d bytes, from byte %d on, are no whole record and are left out: its writer was stopped in the middle "
-                "of a write, is at work, or the file is damaged.",
-                path,
-                left,
-                end,
-            )
-            return
+    end, begin = 0, -1
+    while end != begin:  # what was written meanwhile is read, too
+        begin = end
+        for _, end, body in frames(path, begin):
+            yield Place(writer, path, end), _decoded(body, path, end)
+    end = max(end, len(_MARK))
+    left = path.stat().st_size - end
+    if left > 0:  # below 0: made, and nothing written yet
+        logger.warning(
+            "%s: the last %d bytes, from byte %d on, are no whole record and are left out: its writer was stopped in the middle "
+            "of a write, is at work, or the file is damaged.",
+            path,
+            left,
+            end,
+        )
+
+
+def frames(path: Path, begin: int = 0) -> Iterator[tuple[int, int, memoryview]]:
+    """Where the whole records of a file begin and end, and what is in them, packed; up to the first that is not whole.
+
+    Args:
+        path: of the file, which may grow meanwhile.
+        begin: where a record begins; 0: the first.
+
+    Raises:
+        JournalError: the file is no journal, or of a later version.
+    """
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if begin == 0:
+            mark = file.read(len(_MARK))
+            if mark != _MARK:
+                if len(mark) < len(_MARK) and _MARK.startswith(mark):
+                    return
+                raise JournalError(f"{path} is no journal of this version: it begins with {mark!r}. Move it away.")
+            begin = len(_MARK)
+        file.seek(begin)
+        rest = b""  # of what was read, behind the last whole record
+        while chunk := file.read(_CHUNK):
+            data, at = memoryview(rest + chunk), 0
+            while len(data) - at >= _FRAME.size:
+                length, checksum = _FRAME.unpack_from(data, at)
+                start, end = at + _FRAME.size, at + _FRAME.size + length
+                if begin + end > size:
+                    return
+                if end > len(data):
+                    break
+                body = data[start:end]
+                if xxhash.xxh3_64_intdigest(body) != checksum:
+                    return
+                yield begin + at, begin + end, body
+                at = end
+            rest, begin = bytes(data[at:]), begin + at
+
+
+def record_at(file: int, begin: int, path: Path) -> AnyRecord:
+    """The record that begins at a byte of an open file.
+
+    Raises:
+        JournalError: there is no whole record.
+    """
+    data = os.pread(file, _FEW, begin)
+    if len(data) >= _FRAME.size:
+        length, checksum = _FRAME.unpack_from(data)
+        end = _FRAME.size + length
+        if end > len(data):
+            data += os.pread(file, end - len(data), begin + len(data))
+        if xxhash.xxh3_64_intdigest(data[_FRAME.size : end]) == checksum:
+            return _decoded(data[_FRAME.size : end], path, begin)
+    raise JournalError(f"{path}, byte {begin}: no whole record begins there; the file was changed after it was read.")
+
+
+def _decoded(body: bytes | memoryview, path: Path, place: int) -> AnyRecord:
+    try:
+        return decode(body)
+    except msgspec.DecodeError as error:
+        raise JournalError(
+            f"{path}, byte {place}: a record of another version ({error}); use the version that wrote it."
+        ) from None

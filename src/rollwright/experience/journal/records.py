@@ -68,6 +68,7 @@ class Call(Record, tag="call"):
     logprobs_shifted: bool = False
     metadata: bytes | None = None
     refused: str | None = None  # the message of a PromptTooLongError
+    server: str = ""  # that answered; empty: the engine of this process
 
 
 class Result(Record, tag="result"):
@@ -104,6 +105,7 @@ class End(Record, tag="end"):
     reason: str
     rows: list[Row]
     time: float
+    traceback: str = ""  # of what it raised
 
 
 class GroupEnd(Record, tag="group"):
@@ -127,6 +129,8 @@ class Trained(Record, tag="trained"):
     reward: float
     advantage: float | bytes  # of every trained token, or one each (float32)
     tokens: int
+    logprobs: bytes = b""  # of the trained tokens under the trainer's weights (float32)
+    entropies: bytes = b""  # of the policy at these tokens (float16)
 
 
 class Published(Record, tag="published"):
@@ -136,6 +140,10 @@ class Published(Record, tag="published"):
     version: int
     audit: dict[str, float]
     time: float
+    way: str = ""  # how the weights went to the engines; empty: they were not published
+    seconds: float = 0.0
+    bytes: int = 0  # that were copied or sent
+    engines: list[str] = []  # that hold them
 
 
 class Phase(Record, tag="phase"):
@@ -144,6 +152,7 @@ class Phase(Record, tag="phase"):
     step: int
     name: str
     seconds: float
+    began: float = 0.0  # for the first time in this step
 
 
 class Checkpoint(Record, tag="checkpoint"):

@@ -6,7 +6,7 @@ from rollwright.config.experiment import GRPOConfig, SFTConfig
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import OptimizerConfig
 from rollwright.config.tasksets import TasksetConfig
-from rollwright.trainers.learning_signs import STEPS_WITHOUT_LEARNING, LearningWatch, reasons_not_to_learn
+from rollwright.tracking.learning_signs import STEPS_WITHOUT_LEARNING, LearningWatch, reasons_not_to_learn
 
 
 def changed(**keys):

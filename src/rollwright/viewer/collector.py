@@ -1,0 +1,382 @@
+"""Records of a journal, in their order, made into the rows of its index."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from array import array
+from itertools import islice
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rollwright.experience.journal.records import (
+    AnyRecord,
+    Arguments,
+    Begin,
+    Call,
+    Checkpoint,
+    End,
+    GroupEnd,
+    Phase,
+    Published,
+    Result,
+    Trained,
+)
+
+#: What the names of durable calls begin with that score a completion (``rewards.wrapper``, which loads torch).
+REWARD_CALLS = "reward "
+
+_COLUMNS = [
+    "writer",
+    "ordinal",
+    "idx",
+    "attempt",
+    "is_eval",
+    "version",
+    "workflow",
+    "status",
+    "reason",
+    "reward",
+    "rewards",
+    "prompt_tokens",
+    "tokens",
+    "length",
+    "rows",
+    "calls",
+    "tools",
+    "tool_names",
+    "first_version",
+    "last_version",
+    "model_seconds",
+    "tool_seconds",
+    "began",
+    "ended",
+    "truncated",
+    "places",
+]
+_INSERT = f"INSERT INTO samples ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+_TRAINED = """
+UPDATE samples SET step = ?, step_writer = ?, trained = ?, advantage = ?, advantages = ?, trained_places = ? WHERE id = ?
+"""
+_STEP = """
+INSERT OR REPLACE INTO steps
+SELECT :step, :writer, :version, :time, :way, :seconds, :bytes, :engines, :audit,
+    (SELECT count(*) FROM samples WHERE step = :step AND step_writer = :writer),
+    (SELECT count(*) FROM groups WHERE step = :step AND writer = :writer AND state = 'trained'),
+    (SELECT avg(reward) FROM samples WHERE step = :step AND step_writer = :writer),
+    (SELECT min(reward) FROM samples WHERE step = :step AND step_writer = :writer),
+    (SELECT max(reward) FROM samples WHERE step = :step AND step_writer = :writer),
+    (SELECT sum(tokens) FROM samples WHERE step = :step AND step_writer = :writer),
+    (SELECT count(*) FROM groups WHERE step = :step AND writer = :writer AND state <> 'trained' AND NOT is_eval),
+    (SELECT count(*) FROM groups WHERE step = :step AND writer = :writer AND state = 'trained' AND NOT has_variance)
+"""
+
+
+class OpenSample:
+    """An episode that has not ended: what its records said so far."""
+
+    __slots__ = (
+        "begin",
+        "calls",
+        "first",
+        "last",
+        "model_seconds",
+        "names",
+        "places",
+        "prompt",
+        "tokens",
+        "tool_seconds",
+        "tools",
+    )
+
+    def __init__(self, begin: tuple[Any, ...], place: int) -> None:
+        self.begin = begin  # ordinal, index, attempt, is_eval, version, workflow, time
+        self.places = array("q", (place,))
+        self.calls = self.prompt = self.tokens = self.tools = 0
+        self.first, self.last = 1 << 62, -1
+        self.model_seconds = self.tool_seconds = 0.0
+        self.names: set[str] = set()
+
+    def state(self) -> bytes:
+        """All of it, packed."""
+        numbers = (
+            self.calls,
+            self.prompt,
+            self.tokens,
+            self.tools,
+            self.first,
+            self.last,
+            self.model_seconds,
+            self.tool_seconds,
+        )
+        return msgspec.msgpack.encode((self.begin, self.places.tobytes(), numbers, sorted(self.names)))
+
+    @classmethod
+    def of(cls, state: bytes) -> OpenSample:
+        """What ``state`` gave."""
+        begin, places, numbers, names = msgspec.msgpack.decode(state)
+        sample = cls(tuple(begin), 0)
+        sample.places = array("q", places)
+        sample.calls, sample.prompt, sample.tokens, sample.tools, sample.first, sample.last = numbers[:6]
+        sample.model_seconds, sample.tool_seconds = numbers[6:]
+        sample.names = set(names)
+        return sample
+
+    def row(self, writer: int, status: str, ended: float | None) -> list[Any]:
+        """Its row, without what its end says."""
+        ordinal, index, attempt, is_eval, version, workflow, began = self.begin
+        names = json.dumps(sorted(self.names)) if self.names else None
+        first, last = (self.first, self.last) if self.last >= 0 else (None, None)
+        head = [
+            writer,
+            ordinal,
+            index,
+            attempt,
+            is_eval,
+            version,
+            workflow,
+            status,
+            "",
+            None,
+            None,
+            self.prompt,
+            self.tokens,
+            0,
+            0,
+        ]
+        times = [self.model_seconds, self.tool_seconds, began, ended, False, self.places.tobytes()]
+        return [*head, self.calls, self.tools, names, first, last, *times]
+
+    def columns(self, writer: int, status: str) -> dict[str, Any]:
+        """Its row by the names of the columns, as of a sample that has ended."""
+        rest = ("step", "step_writer", "trained", "advantage", "advantages", "preview")
+        return {**dict(zip(_COLUMNS, self.row(writer, status, None), strict=True)), **dict.fromkeys(rest)}
+
+
+_REASON, _REWARD, _REWARDS, _PROMPT, _LENGTH, _ROWS, _TRUNCATED = (
+    _COLUMNS.index(name) for name in ("reason", "reward", "rewards", "prompt_tokens", "length", "rows", "truncated")
+)
+
+
+class Collector:
+    """Takes the records of a journal, and writes rows in the transaction that is open.
+
+    Args:
+        connection: to an index; what an earlier collector left there is gone on with.
+    """
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._open: dict[tuple[int, int], OpenSample] = {}
+        self._ended: list[list[Any]] = []  # rows of samples that are not written yet
+        self._trained: list[tuple[int, int, Trained]] = []  # writer, place and record: the rows of one group
+        for row in connection.execute("SELECT * FROM running"):
+            self._open[row["writer"], row["episode"]] = OpenSample.of(row["state"])
+        self._first_steps = dict(connection.execute("SELECT writer, min(step) FROM steps GROUP BY writer").fetchall())
+        self._steps = dict(connection.execute("SELECT writer, max(step) FROM steps GROUP BY writer").fetchall())
+        self._checkpoint = connection.execute("SELECT max(step) FROM checkpoints").fetchone()[0] or 0
+        self._take = {
+            Begin: self._begin,
+            Call: self._call,
+            Result: self._result,
+            End: self._end,
+            Arguments: self._arguments,
+            GroupEnd: self._group_end,
+            Phase: self._phase,
+            Published: self._published,
+            Checkpoint: self._checkpointed,
+        }
+
+    def take(self, writer: int, place: int, record: AnyRecord) -> None:
+        """The next record, written by a process and found at a place."""
+        kind = type(record)
+        if kind is Trained:
+            self._trained_row(writer, place, record)
+            return
+        if self._trained:
+            self._assign()
+        self._take[kind](writer, place, record)
+
+    def place_to_go_on(self, end: int) -> int:
+        """Where to read on after ``end``: before the rows of a group that may not be complete."""
+        if self._trained:
+            end, self._trained = self._trained[0][1], []
+        return end
+
+    def save(self) -> None:
+        """Write what is not in the index yet."""
+        self._flush()
+        self._connection.execute("DELETE FROM running")
+        rows = [(*key, sample.state()) for key, sample in self._open.items()]
+        self._connection.executemany("INSERT INTO running VALUES (?, ?, ?)", rows)
+
+    def _flush(self) -> None:
+        if self._ended:
+            self._connection.executemany(_INSERT, self._ended)
+            self._ended = []
+
+    # -- samples -------------------------------------------------------------------------------------------------------------
+
+    def _begin(self, writer: int, place: int, record: Begin) -> None:
+        begin = (record.ordinal, record.index, record.attempt, record.is_eval, record.version, record.workflow, record.time)
+        self._open[writer, record.episode] = OpenSample(begin, place)
+
+    def _call(self, writer: int, place: int, record: Call) -> None:
+        sample = self._open.get((writer, record.episode))
+        if sample is None:
+            return  # the file with its beginning was removed
+        sample.places.append(place)
+        if not sample.calls:
+            sample.prompt = record.kept + len(record.added) // 4
+        sample.calls += 1
+        sample.tokens += len(record.output) // 4
+        sample.model_seconds += record.finished - record.started
+        if record.output:
+            versions = record.versions
+            if isinstance(versions, bytes):
+                each = np.frombuffer(versions, dtype="<i4")
+                first, last = int(each.min()), int(each.max())
+            else:
+                first = last = versions
+            sample.first, sample.last = min(sample.first, first), max(sample.last, last)
+
+    def _result(self, writer: int, place: int, record: Result) -> None:
+        sample = self._open.get((writer, record.episode))
+        if sample is None:
+            return
+        sample.places.append(place)
+        if not record.name.startswith(REWARD_CALLS):
+            sample.tools += 1
+            sample.tool_seconds += record.seconds
+            sample.names.add(record.name)
+
+    def _end(self, writer: int, place: int, record: End) -> None:
+        sample = self._open.pop((writer, record.episode), None)
+        if sample is None:
+            return
+        sample.places.append(place)
+        row = sample.row(writer, record.outcome, record.time)
+        row[_REASON] = record.reason
+        if rows := record.rows:
+            rewards = [each.reward for each in rows]
+            row[_REWARD] = sum(rewards) / len(rewards)
+            row[_ROWS] = len(rows)
+            row[_LENGTH] = max(each.kept + len(each.added) // 4 for each in rows)
+            row[_TRUNCATED] = any(each.truncated for each in rows)
+            if len(rows) > 1:
+                row[_REWARDS] = json.dumps(rewards)
+            if rows[0].mask:
+                row[_PROMPT] = rows[0].mask[0]
+        self._ended.append(row)
+
+    def _arguments(self, writer: int, place: int, record: Arguments) -> None:
+        self._connection.execute("INSERT OR REPLACE INTO arguments VALUES (?, ?, ?)", (writer, record.number, place))
+
+    # -- groups and steps ------------------------------------------------------------------------------------------------------
+
+    def _group_end(self, writer: int, place: int, record: GroupEnd) -> None:
+        state, _, policy = record.state.partition("/")
+        version = None
+        if record.is_eval:  # its samples say of which version
+            self._flush()
+            newest = "SELECT version FROM samples WHERE ordinal = ? AND is_eval = 1 AND writer = ? ORDER BY id DESC LIMIT 1"
+            found = self._connection.execute(newest, (record.ordinal, writer)).fetchone()
+            version = found[0] if found else None
+        step = None if state == "delivered" else self._step(writer) + 1
+        self._connection.execute(
+            "INSERT INTO groups (writer, ordinal, is_eval, version, number, state, policy, reason, samples, time, step, has_variance) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1)",
+            (
+                writer,
+                record.ordinal,
+                record.is_eval,
+                version,
+                record.group,
+                "dropped" if state == "rejected" else state,
+                policy or state,
+                record.reason,
+                record.samples,
+                record.time,
+                step,
+            ),
+        )
+
+    def _step(self, writer: int) -> int:
+        """The last step that a process made; one that resumed begins behind the last checkpoint."""
+        return self._steps.get(writer, self._checkpoint)
+
+    def _trained_row(self, writer: int, place: int, record: Trained) -> None:
+        if self._trained:
+            last = self._trained[-1][2]
+            if (last.step, last.group) != (record.step, record.group):
+                self._assign()
+        self._trained.append((writer, place, record))
+
+    def _assign(self) -> None:
+        """Find the samples whose rows were trained: a batch has the rows of a group in the order of its samples."""
+        trained, self._trained = self._trained, []
+        writer, _, first = trained[0]
+        self._flush()
+        find = "SELECT id, ordinal FROM groups WHERE number = ? AND writer = ? AND NOT is_eval ORDER BY id DESC LIMIT 1"
+        group = self._connection.execute(find, (first.group, writer)).fetchone()
+        if group is None:
+            return  # of a store, or of a file that was removed
+        self._first_steps.setdefault(writer, first.step)
+        own = self._connection.execute(
+            "SELECT id, idx, rows, step, step_writer, trained FROM samples WHERE ordinal = ? AND is_eval = 0 AND status = 'accepted' "
+            "ORDER BY idx, id DESC",
+            (group["ordinal"],),
+        ).fetchall()
+        waiting, seen, updates, rewards = iter(trained), set[int](), [], set[float]()
+        for sample in own:
+            if sample["idx"] in seen:
+                continue  # ran again after a resume
+            seen.add(sample["idx"])
+            rows = list(islice(waiting, sample["rows"]))
+            if not rows:
+                break
+            advantages = [_mean_advantage(record) for _, _, record in rows]
+            rewards.update(record.reward for _, _, record in rows)
+            places = array("q", [place for _, place, _ in rows]).tobytes()
+            times = (sample["trained"] or 0) + (0 if self._is_undone(sample, writer) else 1)
+            several = json.dumps(advantages) if len(rows) > 1 else None
+            mean = sum(advantages) / len(advantages)
+            updates.append((first.step, writer, times, mean, several, places, sample["id"]))
+        self._connection.executemany(_TRAINED, updates)
+        change = "UPDATE groups SET state = 'trained', step = ?, has_variance = ? WHERE id = ?"
+        self._connection.execute(change, (first.step, len(rewards) > 1, group["id"]))
+
+    def _is_undone(self, sample: sqlite3.Row, writer: int) -> bool:
+        """A step of an earlier process trained it, which this one makes again."""
+        before = sample["step_writer"]
+        return before is not None and before < writer and self._first_steps[writer] <= sample["step"]
+
+    def _phase(self, writer: int, place: int, record: Phase) -> None:
+        values = (record.step, writer, record.name, record.seconds, record.began or None, place)
+        self._connection.execute("INSERT OR REPLACE INTO phases VALUES (?, ?, ?, ?, ?, ?)", values)
+
+    def _published(self, writer: int, place: int, record: Published) -> None:
+        self._flush()
+        self._steps[writer] = record.step
+        self._first_steps.setdefault(writer, record.step)
+        values: dict[str, Any] = {
+            name: getattr(record, name) for name in ("step", "version", "time", "way", "seconds", "bytes")
+        }
+        values |= {"writer": writer, "engines": json.dumps(record.engines), "audit": json.dumps(record.audit)}
+        self._connection.execute(_STEP, values)
+
+    def _checkpointed(self, writer: int, place: int, record: Checkpoint) -> None:
+        self._checkpoint = record.step
+        beyond = "SELECT count(*) FROM groups WHERE ordinal >= ? AND NOT is_eval AND state = 'delivered'"
+        (finished,) = self._connection.execute(beyond, (record.frontier,)).fetchone()
+        unfinished = sum(not sample.begin[3] for sample in self._open.values())
+        values = (record.step, writer, record.frontier, record.time, finished, unfinished)
+        self._connection.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?)", values)
+
+
+def _mean_advantage(record: Trained) -> float:
+    if isinstance(record.advantage, bytes):
+        return float(np.frombuffer(record.advantage, dtype="<f4").mean())
+    return record.advantage

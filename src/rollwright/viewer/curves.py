@@ -1,0 +1,151 @@
+"""The curves of a run: ``metrics.jsonl``, read while it grows."""
+
+from __future__ import annotations
+
+import math
+import threading
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from rollwright.tracking.plots import smoothed
+
+#: Titles of groups of metrics, and what the names of theirs begin with; the first that fits counts.
+GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Held out", ("eval/",)),
+    ("Reward", ("reward", "workflow/reward", "rollout/reward", "actor/reward")),
+    ("Length", ("response_tokens", "sequence_tokens", "truncated", "actor/tokens_per_row", "actor/masked_share")),
+    (
+        "Loss",
+        (
+            "loss",
+            "actor/loss",
+            "actor/policy_loss",
+            "actor/grad_norm",
+            "model/",
+            "actor/lr",
+            "actor/optimizer",
+            "actor/skipped",
+        ),
+    ),
+    ("Entropy and KL", ("actor/entropy", "actor/kl")),
+    ("Engine against trainer", ("actor/logprob_difference", "actor/mismatch", "actor/context_mismatch")),
+    ("Policy ratio", ("actor/ratio", "actor/clip_share", "actor/effective", "actor/behaviour")),
+    ("Advantage", ("actor/advantage", "actor/groups_without")),
+    ("Staleness", ("actor/staleness", "version")),
+    ("Throughput", ("tokens_per_second", "samples", "groups")),
+    ("Seconds", ("seconds/",)),
+    ("Memory", ("memory/",)),
+)
+_NO_METRICS = ("step", "time", "unix_time")
+
+
+class Curves:
+    """The numbers of a ``metrics.jsonl``, kept as columns. Safe to use from several threads.
+
+    Args:
+        path: of the file, which need not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._read, self._inode = 0, -1
+        self._columns: dict[str, tuple[array[float], array[float]]] = {}  # steps and values
+        self.times: list[tuple[int, float]] = []  # step and seconds since the epoch
+
+    def update(self) -> None:
+        """Read what was written since; a file that a resume cut is read anew. Lines that are damaged are left out."""
+        with self._lock:
+            if not self.path.exists():
+                return
+            found = self.path.stat()
+            if found.st_ino != self._inode or found.st_size < self._read:
+                self._forget()
+                self._inode = found.st_ino
+            if found.st_size == self._read:
+                return
+            with self.path.open("rb") as file:
+                file.seek(self._read)
+                data = file.read()
+            whole = data.rfind(b"\n") + 1
+            self._read += whole
+            for line in data[:whole].splitlines():
+                self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            record = msgspec.json.decode(line)
+            step = record["step"]
+        except (msgspec.DecodeError, KeyError, TypeError):
+            return
+        self.times.append((step, record.get("unix_time") or 0.0))
+        for name, value in record.items():
+            if name in _NO_METRICS or not isinstance(value, int | float):
+                continue
+            steps, values = self._columns.setdefault(name, (array("d"), array("d")))
+            steps.append(step)
+            values.append(value)
+
+    def names(self) -> list[str]:
+        """Of all metrics, sorted."""
+        self.update()
+        return sorted(self._columns)
+
+    def points(self, name: str) -> list[tuple[int, float]]:
+        """All points of a metric; none where there is no such metric."""
+        self.update()
+        with self._lock:
+            steps, values = self._columns.get(name, ((), ()))
+            return [(int(step), value) for step, value in zip(steps, values, strict=True)]
+
+    def last(self, name: str) -> float | None:
+        """Its last value."""
+        points = self.points(name)
+        return points[-1][1] if points else None
+
+    def series(self, names: Iterable[str] | None, points: int, smoothing: float) -> dict[str, list[list[float]]]:
+        """Curves of at most about so many points, smoothed by an exponential moving average.
+
+        Where there are more, each bin of steps keeps its lowest and highest point, so that no peak is lost.
+
+        Args:
+            names: of metrics; None: all.
+            points: of each curve.
+            smoothing: weight of the past, from 0 to below 1.
+        """
+        chosen = self.names() if names is None else list(names)
+        return {name: _thinned(_smoothed(self.points(name), smoothing), points) for name in chosen}
+
+
+def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names of metrics by the titles of ``GROUPS``; the rest by what their name begins with."""
+    groups: dict[str, list[str]] = {title: [] for title, _ in GROUPS}
+    for name in sorted(names):
+        title = next((title for title, beginnings in GROUPS if name.startswith(beginnings)), None)
+        groups.setdefault(title or name.partition("/")[0].capitalize(), []).append(name)
+    return {title: own for title, own in groups.items() if own}
+
+
+def _smoothed(points: list[tuple[int, float]], weight: float) -> list[tuple[int, float]]:
+    if weight <= 0:
+        return points
+    finite = [point for point in points if math.isfinite(point[1])]
+    return list(zip([step for step, _ in finite], smoothed([value for _, value in finite], weight), strict=True))
+
+
+def _thinned(points: list[tuple[int, float]], limit: int) -> list[list[float]]:
+    if len(points) <= limit:
+        return [list(point) for point in points]
+    size = max(2, -(-2 * len(points) // limit))
+    kept: list[list[float]] = []
+    for begin in range(0, len(points), size):
+        some = points[begin : begin + size]
+        low, high = min(some, key=lambda point: point[1]), max(some, key=lambda point: point[1])
+        kept += [list(point) for point in sorted({low, high})]
+    return kept

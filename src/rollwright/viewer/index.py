@@ -1,0 +1,334 @@
+"""The index of a journal: a database beside it, derived from it and built while it grows; it can be deleted at any time.
+
+It holds what lists and filters need of each sample, and where the sample's records are in the journal; tokens are read from there. Several
+processes may build and read it: whoever holds the write transaction goes on where the last one stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import queue
+import sqlite3
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from rollwright.experience.journal.files import frames, journal_files, record_at
+from rollwright.experience.journal.records import AnyRecord, decode
+from rollwright.tracking.logging import getLogger
+from rollwright.viewer.collector import Collector
+from rollwright.viewer.texts import TEXTS, TextIndex
+from rollwright.viewer.tokens import Vocabulary
+
+logger = getLogger("viewer")
+
+VERSION = 1  # of the tables; an index of another one is built anew
+PLACE_BITS = 44  # of a place: the number of the file, shifted by these, and the byte where the record begins
+_READERS = 4  # connections for reading; each keeps some MiB
+_HEAD = 4096  # bytes by which a file is recognised
+_AT_ONCE = 20_000  # records between two looks at the clock
+
+_SCHEMA = (
+    """
+CREATE TABLE state (name TEXT PRIMARY KEY, value);
+CREATE TABLE files (id INTEGER PRIMARY KEY, name TEXT UNIQUE, writer INT, position INT, head INT, head_digest TEXT);
+CREATE TABLE arguments (writer INT, number INT, place INT, PRIMARY KEY (writer, number)) WITHOUT ROWID;
+CREATE TABLE running (writer INT, episode INT, state BLOB, PRIMARY KEY (writer, episode)) WITHOUT ROWID;
+CREATE TABLE samples (
+    id INTEGER PRIMARY KEY, writer INT, ordinal INT, idx INT, attempt INT, is_eval INT, version INT, workflow TEXT, status TEXT,
+    reason TEXT, reward REAL, rewards TEXT, prompt_tokens INT, tokens INT, length INT, rows INT, calls INT, tools INT, tool_names TEXT,
+    first_version INT, last_version INT, model_seconds REAL, tool_seconds REAL, began REAL, ended REAL, truncated INT, places BLOB,
+    step INT, step_writer INT, trained INT, advantage REAL, advantages TEXT, trained_places BLOB
+);
+CREATE INDEX samples_of_group ON samples (ordinal, is_eval);
+CREATE INDEX samples_of_step ON samples (step) WHERE step IS NOT NULL;
+CREATE INDEX samples_began ON samples (began);
+CREATE TABLE groups (
+    id INTEGER PRIMARY KEY, writer INT, ordinal INT, is_eval INT, version INT, number INT, state TEXT, policy TEXT, reason TEXT,
+    samples INT, time REAL, step INT, has_variance INT
+);
+CREATE INDEX groups_of_step ON groups (step);
+CREATE INDEX groups_of_ordinal ON groups (ordinal, is_eval);
+CREATE INDEX groups_of_number ON groups (number, writer);
+CREATE TABLE steps (
+    step INT, writer INT, version INT, time REAL, way TEXT, seconds REAL, bytes INT, engines TEXT, audit TEXT,
+    samples INT, groups INT, reward REAL, reward_min REAL, reward_max REAL, tokens INT, dropped INT, without_variance INT,
+    PRIMARY KEY (step, writer)
+) WITHOUT ROWID;
+CREATE TABLE phases (step INT, writer INT, name TEXT, seconds REAL, began REAL, place INT, PRIMARY KEY (step, writer, name)) WITHOUT ROWID;
+CREATE TABLE checkpoints (step INT, writer INT, frontier INT, time REAL, beyond INT, unfinished INT, PRIMARY KEY (step, writer)) WITHOUT ROWID;
+"""
+    + TEXTS
+)
+
+
+class Index:
+    """The index of one journal.
+
+    Args:
+        journal: its directory.
+        vocabulary: decodes tokens for the search of text; None: there is none.
+    """
+
+    def __init__(self, journal: Path, vocabulary: Vocabulary | None = None) -> None:
+        self.journal = journal
+        self.path = index_path(journal)
+        self._texts = TextIndex(vocabulary, self.records)
+        self._owner = uuid.uuid4().hex
+        self._writing = threading.Lock()
+        self._writer: sqlite3.Connection | None = None
+        self._collector: Collector | None = None
+        self._readers: queue.LifoQueue[sqlite3.Connection] = queue.LifoQueue()
+        self._made = threading.Semaphore(_READERS)
+        self._opened: dict[int, tuple[int, Path]] = {}  # number of a file -> open file
+        self._lock = threading.RLock()
+        self._inode = 0
+        self._is_complete = False
+
+    # -- reading -----------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """A connection for queries; each is used by one thread at a time."""
+        self._open()
+        with self._made:
+            try:
+                connection = self._readers.get_nowait()
+            except queue.Empty:
+                connection = self._connect()
+                connection.execute("PRAGMA query_only = 1")
+            inode = self._inode
+            try:
+                yield connection
+            finally:
+                if inode == self._inode:
+                    self._readers.put(connection)
+                else:
+                    connection.close()
+
+    def rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        """The rows of a query."""
+        with self.reading() as connection:
+            return connection.execute(query, values).fetchall()
+
+    def records(self, places: bytes | None) -> list[AnyRecord]:
+        """The records at packed places.
+
+        Raises:
+            JournalError: a file is gone (``journal.keep``), or was changed.
+        """
+        return [self.record(place) for place in unpack_places(places)]
+
+    def record(self, place: int) -> AnyRecord:
+        """The record at a place; see ``records``."""
+        file, path = self._file(place >> PLACE_BITS)
+        return record_at(file, place & ((1 << PLACE_BITS) - 1), path)
+
+    def _file(self, number: int) -> tuple[int, Path]:
+        found = self._opened.get(number)
+        if found is None:
+            (row,) = self.rows("SELECT name FROM files WHERE id = ?", number)
+            path = self.journal / row["name"]
+            with self._lock:
+                if number not in self._opened:
+                    self._opened[number] = os.open(path, os.O_RDONLY | os.O_CLOEXEC), path
+                found = self._opened[number]
+        return found
+
+    # -- building ------------------------------------------------------------------------------------------------------------
+
+    def advance(self, seconds: float | None = None) -> bool:
+        """Read what the journal has and the index has not, records first, then texts; at most about ``seconds``.
+
+        Returns:
+            Whether all was read.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        with self._writing:
+            try:
+                self._open()
+                return self._advance_records(deadline) and self._advance_texts(deadline)
+            except sqlite3.DatabaseError as error:
+                if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+                    return False  # another process builds it
+                logger.warning("the index %s cannot be used (%s) and is built anew", self.path, error)
+                self._begin_anew()
+                return False
+
+    def _advance_records(self, deadline: float | None) -> bool:
+        assert self._writer is not None
+        while True:
+            self._writer.execute("BEGIN IMMEDIATE")  # from here on no other process moves the positions
+            try:
+                grown = self._grown_files(self._writer)
+                if grown:
+                    collector = self._own_collector(self._writer)
+                    read = [self._read_file(collector, deadline, *each) for each in grown]
+                    collector.save()
+                self._writer.execute("COMMIT")
+            except BaseException:
+                self._collector = None
+                if self._writer.in_transaction:
+                    self._writer.execute("ROLLBACK")
+                raise
+            if not grown or not any(read):  # what is left is no whole record
+                self._is_complete = True
+                return True
+            if deadline is not None and time.monotonic() > deadline:
+                self._is_complete = False
+                return False
+
+    def _grown_files(self, connection: sqlite3.Connection) -> list[tuple[int, Path, int, int]]:
+        """Number, path, writer and position of the files that have more than was read.
+
+        Raises:
+            DatabaseError: the journal is not the one that was indexed.
+        """
+        known = {row["name"]: row for row in connection.execute("SELECT * FROM files")}
+        grown = []
+        for path in journal_files(self.journal):
+            row, size = known.get(path.name), path.stat().st_size
+            if row is None:
+                head, digest = _head(path, _HEAD)
+                writer = int(path.name.partition("-")[0])
+                insert = "INSERT INTO files (name, writer, position, head, head_digest) VALUES (?, ?, 0, ?, ?)"
+                number = connection.execute(insert, (path.name, writer, head, digest)).lastrowid
+                grown.append((int(number or 0), path, writer, 0))
+            elif size < row["position"] or _head(path, row["head"])[1] != row["head_digest"]:
+                raise sqlite3.DatabaseError(f"{path.name} is not the file that was indexed")
+            elif size > row["position"]:
+                grown.append((row["id"], path, row["writer"], row["position"]))
+        return grown
+
+    def _read_file(self, collector: Collector, deadline: float | None, number: int, path: Path, writer: int, begin: int) -> int:
+        """Take the records of a file; returns how many bytes were read."""
+        assert self._writer is not None
+        if deadline is not None and time.monotonic() > deadline:
+            return 1  # there is more, for the next time
+        high, read_to, take = number << PLACE_BITS, begin, collector.take
+        for count, (at, end, body) in enumerate(frames(path, begin), 1):
+            take(writer, high | at, decode(body))
+            read_to = end
+            if deadline is not None and count % _AT_ONCE == 0 and time.monotonic() > deadline:
+                break
+        safe = collector.place_to_go_on(high | read_to) & ((1 << PLACE_BITS) - 1)
+        self._writer.execute("UPDATE files SET position = ? WHERE id = ?", (safe, number))
+        return safe - begin
+
+    def _own_collector(self, connection: sqlite3.Connection) -> Collector:
+        """What the records are given to; read from the index where another process was the last to write it."""
+        last = connection.execute("SELECT value FROM state WHERE name = 'owner'").fetchone()
+        if self._collector is None or last is None or last[0] != self._owner:
+            self._collector = Collector(connection)
+            connection.execute("INSERT OR REPLACE INTO state VALUES ('owner', ?)", (self._owner,))
+        return self._collector
+
+    def _advance_texts(self, deadline: float | None) -> bool:
+        assert self._writer is not None
+        return self._texts.advance(self._writer, deadline)
+
+    def progress(self) -> dict[str, Any]:
+        """How far the index is: samples, bytes and the share of texts."""
+        sizes = {path.name: path.stat().st_size for path in journal_files(self.journal)}
+        read = {row["name"]: row["position"] for row in self.rows("SELECT name, position FROM files")}
+        (counted,) = self.rows("SELECT (SELECT max(id) FROM samples), (SELECT max(id) FROM texts)")
+        samples, texts = counted[0] or 0, counted[1] or 0
+        done, of = sum(min(read.get(name, 0), size) for name, size in sizes.items()), sum(sizes.values())
+        text = 1.0 if not samples or not self._texts.is_possible else texts / samples
+        return {
+            "samples": samples,
+            "bytes": done,
+            "of_bytes": of,
+            "text": text,
+            "is_complete": self._is_complete and text == 1.0,
+        }
+
+    # -- the database --------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        with self._lock:
+            inode = self.path.stat().st_ino if self.path.exists() else 0
+            if self._writer is not None and inode == self._inode:
+                return
+            self._close()  # it was deleted, or moved away with its run
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            self._writer = self._connect()
+            self._inode = self.path.stat().st_ino
+            self._make_tables(self._writer)
+
+    def _make_tables(self, connection: sqlite3.Connection) -> None:
+        try:
+            found = connection.execute("PRAGMA user_version").fetchone()[0]
+        except sqlite3.DatabaseError:
+            found = -1
+        if found == VERSION:
+            return
+        if found:
+            connection.close()
+            for path in _parts(self.path):
+                path.unlink(missing_ok=True)
+            self._writer = connection = self._connect()
+            self._inode = self.path.stat().st_ino
+        connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self.path, timeout=5.0, isolation_level=None, check_same_thread=False)
+        connection.row_factory = sqlite3.Row
+        for setting in ("journal_mode = WAL", "synchronous = OFF", "cache_size = -8000", "temp_store = MEMORY"):
+            connection.execute(f"PRAGMA {setting}")
+        return connection
+
+    def _begin_anew(self) -> None:
+        with self._lock:
+            self._close()
+            for path in _parts(self.path):
+                path.unlink(missing_ok=True)
+        self._open()
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = self._collector = None
+        self._inode = 0
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._readers.get_nowait().close()
+        for file, _ in self._opened.values():
+            os.close(file)
+        self._opened.clear()
+
+    def close(self) -> None:
+        """Close the database and the journal's files."""
+        with self._writing, self._lock:
+            self._close()
+
+
+def index_path(journal: Path) -> Path:
+    """Where the index of a journal is: beside its files, or in the user's cache where that directory cannot be written."""
+    if os.access(journal, os.W_OK):
+        return journal / "index.sqlite"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "rollwright" / "indexes" / f"{hashlib.sha256(str(journal.resolve()).encode()).hexdigest()[:24]}.sqlite"
+
+
+def unpack_places(packed: bytes | None) -> list[int]:
+    """Places of records as they are kept in the index."""
+    return memoryview(packed).cast("q").tolist() if packed else []
+
+
+def _parts(path: Path) -> list[Path]:
+    return [path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")]
+
+
+def _head(path: Path, length: int) -> tuple[int, str]:
+    with path.open("rb") as file:
+        head = file.read(length)
+    return len(head), xxhash.xxh3_64_hexdigest(head)

@@ -1,0 +1,259 @@
+"""One sample as the journal has it: its calls, and for each token of its rows what engine and trainer said of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rollwright.errors import JournalError
+from rollwright.experience.journal.episodes import RecordedCall, RecordedEpisode
+from rollwright.experience.journal.records import AnyRecord, Arguments, Begin, Call, End, Result, Row, Trained, unpack_value
+from rollwright.viewer.collector import REWARD_CALLS
+from rollwright.viewer.index import PLACE_BITS, Index, unpack_places
+
+
+@dataclass
+class RowTokens:
+    """A row; arrays are ``[L]``, nan and -1 where there is nothing.
+
+    Attributes:
+        logprobs: at sampling, also of sampled tokens that are not trained.
+        versions: of the weights that sampled each token.
+        advantages, trainer_logprobs, entropies: None where the row was not trained, or the run did not record them.
+        branches, positions: of isolated branches; None without.
+    """
+
+    ids: np.ndarray
+    mask: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    reward: float
+    truncated: bool
+    advantages: np.ndarray | None = None
+    trainer_logprobs: np.ndarray | None = None
+    entropies: np.ndarray | None = None
+    branches: np.ndarray | None = None
+    positions: np.ndarray | None = None
+    step: int | None = None
+
+    def take(self, trained: Trained) -> None:
+        """Add what the trainer recorded of it."""
+        count = int(self.mask.sum())
+        self.step = trained.step
+        if trained.tokens != count:
+            return  # another row: an operator changed what was trained
+        given = trained.advantage
+        self.advantages = self._spread(np.frombuffer(given, "<f4") if isinstance(given, bytes) else np.full(count, given))
+        if len(trained.logprobs) == 4 * count:
+            self.trainer_logprobs = self._spread(np.frombuffer(trained.logprobs, "<f4"))
+        if len(trained.entropies) == 2 * count:
+            self.entropies = self._spread(np.frombuffer(trained.entropies, "<f2"))
+
+    def _spread(self, values: np.ndarray) -> np.ndarray:
+        whole = np.full(len(self.ids), np.nan)
+        whole[self.mask] = values
+        return whole
+
+    def plain(self) -> dict[str, Any]:
+        """Lists and numbers, with None in place of nan."""
+        arrays = {
+            "logprobs": self.logprobs,
+            "advantages": self.advantages,
+            "trainer_logprobs": self.trainer_logprobs,
+            "entropies": self.entropies,
+        }
+        numbers = {
+            "ids": self.ids,
+            "mask": self.mask,
+            "versions": self.versions,
+            "branches": self.branches,
+            "positions": self.positions,
+        }
+        return {
+            **{name: None if each is None else each.tolist() for name, each in numbers.items()},
+            **{name: None if each is None else plain_floats(each) for name, each in arrays.items()},
+            "reward": self.reward,
+            "truncated": self.truncated,
+            "step": self.step,
+        }
+
+
+def plain_floats(values: np.ndarray) -> list[float | None]:
+    """Numbers rounded to seven significant digits, as float32 has them; None where one is not finite."""
+    return [float(f"{value:.7g}") if math.isfinite(value) else None for value in values.tolist()]
+
+
+def read_episode(index: Index, places: bytes, writer: int) -> RecordedEpisode:
+    """The episode whose records are at these places.
+
+    Raises:
+        JournalError: a file of the journal is gone or was changed.
+    """
+    records = index.records(places)
+    if not records or not isinstance(records[0], Begin):
+        raise JournalError(f"{index.journal}: the beginning of this sample is not in the journal any more.")
+    episode = RecordedEpisode(records[0], writer=writer)
+    for record in records[1:]:
+        if isinstance(record, Call):
+            episode.add(record, _arguments(index, writer, record.arguments))
+        elif isinstance(record, Result):
+            episode.results.append(record)
+        elif isinstance(record, End):
+            episode.end = record
+    return episode
+
+
+def _arguments(index: Index, writer: int, number: int) -> dict[str, Any]:
+    found = index.rows("SELECT place FROM arguments WHERE writer = ? AND number = ?", writer, number)
+    record: AnyRecord | None = index.record(found[0]["place"]) if found else None
+    return record.gconfig if isinstance(record, Arguments) else {}
+
+
+def first_file(places: bytes) -> int:
+    """The number of the file in which an episode begins."""
+    return unpack_places(places)[0] >> PLACE_BITS
+
+
+def read_trained(index: Index, places: bytes | None) -> list[Trained]:
+    """What the trainer recorded of a sample's rows, in their order."""
+    return [record for record in map(index.record, unpack_places(places)) if isinstance(record, Trained)]
+
+
+def rows_of(episode: RecordedEpisode, trained: Sequence[Trained] = ()) -> list[RowTokens]:
+    """The rows of an episode; of one that brought none, each of its conversations as it was last asked and answered."""
+    known = _known_tokens(episode)
+    if episode.end is not None and episode.end.rows:
+        rows = [_row(episode, row, known) for row in episode.end.rows]
+        for row, record in zip(rows, trained, strict=False):
+            row.take(record)
+        return rows
+    last = {each.call.conversation: place for place, each in enumerate(episode.calls)}
+    return [_conversation(episode.calls[place], *known[place]) for place in last.values()]
+
+
+def _known_tokens(episode: RecordedEpisode) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For each call the log-probabilities and versions of its prompt and output, as far as calls sampled them."""
+    known: list[tuple[np.ndarray, np.ndarray]] = []
+    for each in episode.calls:
+        base, kept = each.call.base, each.call.kept
+        before = known[base] if base >= 0 else (np.empty(0), np.empty(0, np.int32))
+        fresh = len(each.prompt) - (kept if base >= 0 else 0)
+        logprobs = np.concatenate([before[0][:kept], np.full(fresh, np.nan), each.logprobs])
+        versions = np.concatenate([before[1][:kept], np.full(fresh, -1, np.int32), each.versions])
+        known.append((logprobs, versions))
+    return known
+
+
+def _row(episode: RecordedEpisode, row: Row, known: list[tuple[np.ndarray, np.ndarray]]) -> RowTokens:
+    ids, mask = episode.row_ids(row), episode.row_mask(row)
+    logprobs, versions = np.full(len(ids), np.nan), np.full(len(ids), -1, np.int32)
+    branches = positions = None
+    if row.base >= 0:
+        logprobs[: row.kept], versions[: row.kept] = (part[: row.kept] for part in known[row.base])
+        branches, positions = _layout(episode.calls[row.base], len(ids), row.kept)
+    _fill_by_content(episode, ids, mask, logprobs, versions)
+    return RowTokens(ids, mask, logprobs, versions, row.reward, row.truncated, branches=branches, positions=positions)
+
+
+def _conversation(call: RecordedCall, logprobs: np.ndarray, versions: np.ndarray) -> RowTokens:
+    ids = np.concatenate([call.prompt, call.output])
+    branches, positions = _layout(call, len(ids), len(ids))
+    no_mask = np.zeros(len(ids), dtype=bool)
+    truncated = call.call.stop_reason == "length"
+    return RowTokens(ids, no_mask, logprobs, versions, math.nan, truncated, branches=branches, positions=positions)
+
+
+def _layout(call: RecordedCall, length: int, kept: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Branches and positions of a row that ends with a call; behind its prompt the trunk goes on."""
+    if call.call.layout is None:
+        return None, None
+    said_positions, said_branches = (np.array(part, dtype=np.int64) for part in call.call.layout)
+    count = min(len(said_positions), kept, length)
+    branches, positions = np.zeros(length, np.int64), np.zeros(length, np.int64)
+    branches[: min(count, len(said_branches))] = said_branches[:count]
+    positions[:count] = said_positions[:count]
+    begin = int(positions[:count].max(initial=-1)) + 1
+    positions[count:] = np.arange(begin, begin + length - count)
+    return branches, positions
+
+
+def _fill_by_content(
+    episode: RecordedEpisode, ids: np.ndarray, mask: np.ndarray, logprobs: np.ndarray, versions: np.ndarray
+) -> None:
+    """Trained tokens that no prefix of the row's call has: of a call whose output they are, such as one of a branch."""
+    unknown = mask & np.isnan(logprobs)
+    if not unknown.any():
+        return
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], unknown.view(np.int8), [0]])))
+    unused = list(episode.calls)
+    for start, stop in edges.reshape(-1, 2).tolist():
+        for call in list(unused):
+            count = min(len(call.output), stop - start)
+            if count and np.array_equal(call.output[:count], ids[start : start + count]):
+                logprobs[start : start + count] = call.logprobs[:count]
+                versions[start : start + count] = call.versions[:count]
+                unused.remove(call)
+                start += count
+                if start == stop:
+                    break
+
+
+def plain_call(each: RecordedCall) -> dict[str, Any]:
+    """A model request and its answer as plain values."""
+    call = each.call
+    same = (
+        "index",
+        "conversation",
+        "turn",
+        "base",
+        "kept",
+        "started",
+        "latency",
+        "ttft",
+        "stop_reason",
+        "stop_match",
+        "refused",
+    )
+    return {
+        **{name: getattr(call, name) for name in same},
+        "seed": call.seed,
+        "temperature": call.temperature,
+        "server": call.server,
+        "seconds": call.finished - call.started,
+        "gconfig": each.gconfig,
+        "prompt_tokens": len(each.prompt),
+        "prompt": each.prompt.tolist(),
+        "output": each.output.tolist(),
+        "logprobs": plain_floats(each.logprobs),
+        "versions": each.versions.tolist(),
+    }
+
+
+def plain_result(result: Result) -> dict[str, Any]:
+    """A durable call as plain values."""
+    error = None if result.error is None else {"class": result.error[0].replace(":", "."), "message": result.error[1]}
+    return {
+        "name": result.name.removeprefix(REWARD_CALLS),
+        "is_reward": result.name.startswith(REWARD_CALLS),
+        "kind": result.kind,
+        "value": None if result.value is None else plain_value(unpack_value(result.value)),
+        "error": error,
+        "time": result.time,
+        "seconds": result.seconds,
+        "key": f"{result.key & (2**64 - 1):016x}",
+    }
+
+
+def plain_value(value: Any) -> Any:
+    """The same with what JSON has no form for as text."""
+    if isinstance(value, dict):
+        return {str(name): plain_value(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, str | int | float | None) else repr(value)

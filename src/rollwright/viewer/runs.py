@@ -1,0 +1,94 @@
+"""The runs below a directory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rollwright.errors import DataError
+from rollwright.viewer.run import Run, is_part
+
+_DEEPEST = 5  # directories below the root in which runs are looked for
+#: Directories of a run in which no stage is.
+_NOT_STAGES = frozenset(("attempts", "checkpoints", "journal", "logs", "recover", "rollouts", "weights"))
+
+
+class Runs:
+    """The runs below directories, opened once each. Safe to use from several threads.
+
+    Args:
+        roots: directories; one that is a run is a run.
+    """
+
+    def __init__(self, roots: str | Path | Iterable[str | Path] = "runs") -> None:
+        given = [roots] if isinstance(roots, str | Path) else list(roots)
+        self.roots = [Path(root).resolve() for root in given]
+        for root in self.roots:
+            if not root.is_dir():
+                raise DataError(f"{root} is no directory: give that of a run, or one that runs are below.")
+        self._runs: dict[str, Run] = {}
+        self._lock = threading.Lock()
+
+    def list(self) -> list[dict[str, Any]]:
+        """What each run says of itself (``Run.info``), with its ``id``; those that wrote last come first."""
+        found = [{"id": name, **self.get(name).info()} for name in self._names()]
+        return sorted(found, key=lambda info: -(info["updated"] or 0.0))
+
+    def get(self, name: str) -> Run:
+        """The run with an id.
+
+        Raises:
+            DataError: there is none below the roots.
+        """
+        with self._lock:
+            if name not in self._runs:
+                path = self._names().get(name)
+                if path is None:
+                    raise DataError(f"there is no run {name} below {', '.join(map(str, self.roots))}.")
+                self._runs[name] = Run(path)
+            return self._runs[name]
+
+    def _names(self) -> dict[str, Path]:
+        """The directories of runs by their ids: the path below the root."""
+        names: dict[str, Path] = {}
+        for root in self.roots:
+            for path in parts_below(root):
+                inside = path.relative_to(root).as_posix()
+                name = inside if inside != "." else path.name
+                names.setdefault(name if name not in names else f"{root.name}/{name}", path)
+        return names
+
+    def close(self) -> None:
+        """Close all that were opened."""
+        with self._lock:
+            for run in self._runs.values():
+                run.close()
+            self._runs.clear()
+
+
+def parts_below(root: Path, depth: int = 0) -> Iterator[Path]:
+    """Directories with metrics or a journal; links are not followed."""
+    if is_part(root):
+        yield root
+    if depth < _DEEPEST:
+        for child in sorted(root.iterdir()):
+            if child.is_dir() and not child.is_symlink() and child.name not in _NOT_STAGES and not child.name.startswith("."):
+                yield from parts_below(child, depth + 1)
+
+
+def list_runs(roots: str | Path | Iterable[str | Path] = "runs") -> list[dict[str, Any]]:
+    """What the runs below directories say of themselves; see ``Runs.list``."""
+    runs = Runs(roots)
+    try:
+        return runs.list()
+    finally:
+        runs.close()
+
+
+def config_difference(first: Run, second: Run) -> list[tuple[str, Any, Any]]:
+    """The keys in which two configs differ, each with its two values (None: not there)."""
+    before, after = first.config, second.config
+    keys = sorted({*before, *after})
+    return [(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]

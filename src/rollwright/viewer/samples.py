@@ -1,0 +1,279 @@
+"""Samples, groups and steps of a run, as its index has them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rollwright.errors import DataError
+from rollwright.viewer.collector import OpenSample
+from rollwright.viewer.index import Index
+
+_KEY = re.compile(r"(eval:)?(\d+)(?:/(\d+))?(?:@v(\d+))?(?:@(\d+))?(?:#(\d+))?")
+_LISTED = """
+samples.id, writer, ordinal, idx, attempt, is_eval, version, workflow, status, reason, reward, rewards, prompt_tokens, tokens, length, rows,
+calls, tools, tool_names, first_version, last_version, model_seconds, tool_seconds, began, ended, truncated, step, step_writer, trained,
+advantage, advantages, substr(texts.said, 1, 120) AS preview
+"""
+#: The query of listed samples, to be continued with its conditions.
+SELECT = f"SELECT {_LISTED} FROM samples LEFT JOIN texts ON texts.id = samples.id"
+#: Of several attempts with one name, the first of these is meant.
+_BEST_FIRST = "status IN ('accepted', 'rejected') DESC, samples.id DESC"
+
+
+class Key(NamedTuple):
+    """What a key names: a group or a sample of it."""
+
+    is_eval: bool
+    ordinal: int
+    index: int | None
+    version: int | None
+    writer: int | None
+    attempt: int | None
+
+
+def parse_key(key: str) -> Key:
+    """The parts of ``12/3``, ``12``, ``eval:12/3@v4``, ``12/3@0`` (of the first process) or ``12/3#1`` (the second attempt).
+
+    Raises:
+        DataError: it is none of these.
+    """
+    match = _KEY.fullmatch(key)
+    if match is None:
+        raise DataError(f"{key!r} names no sample: write ORDINAL/SAMPLE or eval:ORDINAL/SAMPLE@vVERSION, such as 12/3.")
+    return Key(bool(match[1]), *(None if part is None else int(part) for part in match.groups()[1:]))  # type: ignore[arg-type]
+
+
+class Samples:
+    """The samples of an index.
+
+    Args:
+        index: of the journal.
+        is_running: whether its last process goes on.
+    """
+
+    def __init__(self, index: Index, is_running: bool) -> None:
+        self._index = index
+        self._status = "running" if is_running else "interrupted"
+        writers = index.rows("SELECT count(DISTINCT writer), max(writer) FROM files")[0]
+        self._has_several, self._last_writer = writers[0] > 1, writers[1]
+        self._first_steps = dict(index.rows("SELECT writer, min(step) FROM steps GROUP BY writer"))  # type: ignore[arg-type]
+
+    # -- samples -----------------------------------------------------------------------------------------------------------------
+
+    def listed(self, where: str, *values: Any) -> list[dict[str, Any]]:
+        """Samples that have ended, by the rest of the query ``SELECT``."""
+        return [self.plain(row) for row in self._index.rows(f"{SELECT} {where}", *values)]
+
+    def running(self, ordinal: int | None = None, is_eval: bool = False) -> list[dict[str, Any]]:
+        """Samples without an end; of one task, or all."""
+        found = []
+        for row in self._index.rows("SELECT writer, state FROM running"):
+            sample = OpenSample.of(row["state"])
+            if ordinal is None or (sample.begin[0] == ordinal and bool(sample.begin[3]) == is_eval):
+                status = self._status if row["writer"] == self._last_writer else "interrupted"
+                found.append(self.plain(sample.columns(row["writer"], status)))
+        return found
+
+    def find(self, key: str) -> tuple[dict[str, Any], bytes, bytes | None]:
+        """The sample that a key names, and the places of its records and of what was trained on.
+
+        Raises:
+            DataError: there is none, or it is not in the index yet.
+        """
+        parts = parse_key(key)
+        conditions, values = ["ordinal = ?", "is_eval = ?"], [parts.ordinal, parts.is_eval]
+        for name, value in (
+            ("idx", parts.index or 0),
+            ("version", parts.version),
+            ("writer", parts.writer),
+            ("attempt", parts.attempt),
+        ):
+            if value is not None:
+                conditions.append(f"{name} = ?")
+                values.append(value)
+        where = f"WHERE {' AND '.join(conditions)} ORDER BY {_BEST_FIRST} LIMIT 1"
+        for row in self._index.rows(f"{SELECT} {where}", *values):
+            (packed,) = self._index.rows("SELECT places, trained_places FROM samples WHERE id = ?", row["id"])
+            return self.plain(row), packed["places"], packed["trained_places"]
+        for row in self._index.rows("SELECT writer, state FROM running"):
+            sample = OpenSample.of(row["state"])
+            plain = self.plain(sample.columns(row["writer"], self._status))
+            if _is_named(plain, row["writer"], parts):
+                return plain, sample.places.tobytes(), None
+        raise DataError(f"there is no sample {key} in what is indexed of this run: see its steps for those that there are.")
+
+    def plain(self, row: sqlite3.Row | Mapping[str, Any]) -> dict[str, Any]:
+        """A sample as plain values."""
+        undone = row["step"] is not None and self._is_undone(row["step_writer"], row["step"])
+        first, last = row["first_version"], row["last_version"]
+        same = (
+            "ordinal attempt workflow status reason reward step advantage prompt_tokens tokens length rows calls tools model_seconds "
+            "tool_seconds began ended preview"
+        )
+        return {
+            "key": self._key(row),
+            "index": row["idx"],
+            "is_eval": bool(row["is_eval"]),
+            "version": None if first is None else [first, last],
+            "truncated": bool(row["truncated"]),
+            "trained": row["trained"] or 0,
+            "is_undone": undone,
+            "rewards": json.loads(row["rewards"]) if row["rewards"] else [] if row["reward"] is None else [row["reward"]],
+            "advantages": json.loads(row["advantages"])
+            if row["advantages"]
+            else []
+            if row["advantage"] is None
+            else [row["advantage"]],
+            "tool_names": json.loads(row["tool_names"]) if row["tool_names"] else [],
+            "group": group_key(row),
+            **{name: row[name] for name in same.split()},
+        }
+
+    def _key(self, row: sqlite3.Row | Mapping[str, Any]) -> str:
+        version = f"@v{row['version']}" if row["is_eval"] else ""
+        writer = f"@{row['writer']}" if self._has_several else ""
+        attempt = f"#{row['attempt']}" if row["attempt"] or row["status"] in ("failed", "cut") else ""
+        return f"{'eval:' if row['is_eval'] else ''}{row['ordinal']}/{row['idx']}{version}{writer}{attempt}"
+
+    def _is_undone(self, writer: int, step: int) -> bool:
+        return any(other > writer and first <= step for other, first in self._first_steps.items())
+
+    # -- groups ------------------------------------------------------------------------------------------------------------------
+
+    def group(self, key: str) -> dict[str, Any]:
+        """A group with its samples, those of all attempts.
+
+        Raises:
+            DataError: there is none.
+        """
+        parts = parse_key(key)
+        conditions, values = ["ordinal = ?", "is_eval = ?"], [parts.ordinal, parts.is_eval]
+        if parts.version is not None:
+            conditions.append("version = ?")
+            values.append(parts.version)
+        where = " AND ".join(conditions)
+        samples = self.listed(f"WHERE {where} ORDER BY idx, attempt, samples.id", *values)
+        samples += self.running(parts.ordinal, parts.is_eval)
+        if parts.is_eval and parts.version is None and samples:  # the last evaluation
+            newest = samples[-1]["group"]
+            samples = [sample for sample in samples if sample["group"] == newest]
+        ended = self._index.rows(f"SELECT * FROM groups WHERE {where} ORDER BY id DESC LIMIT 1", *values)
+        if not samples and not ended:
+            raise DataError(f"there is no task {key} in what is indexed of this run.")
+        return self._group(ended[0] if ended else None, samples)
+
+    def _group(self, row: sqlite3.Row | None, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        if row is None:
+            first = samples[0]
+            facts = {"key": first["group"], "ordinal": first["ordinal"], "is_eval": first["is_eval"], "state": self._status}
+            nothing = {"reason": "", "policy": "", "step": None, "time": None, "has_variance": True, "is_undone": False}
+            return {**facts, "version": None, **nothing, "samples": list(samples)}
+        is_dropped = row["state"] not in ("delivered", "trained")
+        return {
+            "key": group_key(row),
+            "ordinal": row["ordinal"],
+            "is_eval": bool(row["is_eval"]),
+            "version": row["version"],
+            "state": row["state"],
+            "policy": row["policy"] if is_dropped else "",
+            "reason": row["reason"],
+            "step": row["step"],
+            "time": row["time"],
+            "has_variance": bool(row["has_variance"]),
+            "is_undone": row["step"] is not None and self._is_undone(row["writer"], row["step"]),
+            "samples": list(samples),
+        }
+
+    def _groups(self, condition: str, *values: Any, of_eval: bool = False) -> list[dict[str, Any]]:
+        """Groups that have ended, each with its samples; those of evaluations are all of one version."""
+        groups = self._index.rows(f"SELECT * FROM groups WHERE {condition} ORDER BY ordinal, id", *values)
+        of_group: dict[str, list[dict[str, Any]]] = {}
+        tasks = f"SELECT ordinal FROM groups WHERE {condition}"
+        own = "is_eval AND version = (SELECT max(version) FROM groups WHERE " + condition + ")" if of_eval else "NOT is_eval"
+        twice = values * 2 if of_eval else values
+        for sample in self.listed(f"WHERE ordinal IN ({tasks}) AND {own} ORDER BY idx, attempt", *twice):
+            of_group.setdefault(sample["group"], []).append(sample)
+        return [self._group(row, of_group.get(group_key(row), [])) for row in groups]
+
+    # -- steps -------------------------------------------------------------------------------------------------------------------
+
+    def steps(self) -> list[dict[str, Any]]:
+        """What the index has of each step, as it was made last."""
+        rows = self._index.rows("SELECT *, max(writer) FROM steps GROUP BY step ORDER BY step")
+        same = "step samples groups reward reward_min reward_max tokens dropped without_variance time version"
+        return [{name: row[name] for name in same.split()} for row in rows]
+
+    def step(self, step: int, bins: int) -> dict[str, Any]:
+        """A step: its groups, and those that were dropped while it was sampled.
+
+        Raises:
+            DataError: there is none.
+        """
+        writers = self._index.rows("SELECT max(writer) FROM groups WHERE step = ? AND NOT is_eval", step)
+        row = self._index.rows("SELECT * FROM steps WHERE step = ? ORDER BY writer DESC LIMIT 1", step)
+        if writers[0][0] is None and not row:
+            raise DataError(f"there is no step {step} in what is indexed of this run.")
+        groups = self._groups("step = ? AND writer = ? AND NOT is_eval", step, writers[0][0])
+        dropped = Counter(group["policy"] for group in groups if group["state"] != "trained")
+        trained = sum(group["state"] == "trained" for group in groups)
+        phases = "SELECT name, seconds, max(writer) FROM phases WHERE step = ? GROUP BY name"
+        return {
+            "step": step,
+            "bins": reward_bins([sample for group in groups for sample in group["samples"]], bins),
+            "groups": groups,
+            "counts": {
+                "drawn": len(groups),
+                "trained": trained,
+                "dropped": dict(dropped.most_common()),
+                "without_variance": sum(group["state"] == "trained" and not group["has_variance"] for group in groups),
+            },
+            "publication": plain_publication(row[0]) if row else None,
+            "phases": {name: seconds for name, seconds, _ in self._index.rows(phases, step)},
+            "evaluations": self._groups("is_eval AND version = ?", row[0]["version"], of_eval=True) if row else [],
+        }
+
+
+def group_key(row: sqlite3.Row | Mapping[str, Any]) -> str:
+    """The key of a group, or of the group of a sample."""
+    return f"eval:{row['ordinal']}@v{row['version']}" if row["is_eval"] else str(row["ordinal"])
+
+
+def _is_named(sample: Mapping[str, Any], writer: int, parts: Key) -> bool:
+    asked = (parts.ordinal, parts.is_eval, parts.index, parts.attempt, parts.writer)
+    own = (sample["ordinal"], sample["is_eval"], sample["index"], sample["attempt"], writer)
+    return all(wanted is None or wanted == its for wanted, its in zip(asked, own, strict=True))
+
+
+def plain_publication(row: sqlite3.Row) -> dict[str, Any]:
+    """What was published after a step."""
+    same = ("step", "version", "way", "seconds", "bytes", "time")
+    return {
+        **{name: row[name] for name in same},
+        "engines": json.loads(row["engines"] or "[]"),
+        "audit": json.loads(row["audit"] or "{}"),
+    }
+
+
+def reward_bins(samples: Iterable[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
+    """A histogram of rewards: a bin for each value where there are few, else bins of one width."""
+    rewards = [(reward, sample["trained"] > 0) for sample in samples for reward in sample["rewards"]]
+    if not rewards:
+        return []
+    values = sorted({reward for reward, _ in rewards})
+    if len(values) <= count:
+        edges = [(value, value) for value in values]
+        place = {value: number for number, value in enumerate(values)}
+    else:
+        width = (values[-1] - values[0]) / count
+        edges = [(values[0] + number * width, values[0] + (number + 1) * width) for number in range(count)]
+        place = {value: min(count - 1, int((value - values[0]) / width)) for value in values}
+    bins = [{"low": low, "high": high, "count": 0, "trained": 0} for low, high in edges]
+    for reward, is_trained in rewards:
+        bins[place[reward]]["count"] += 1
+        bins[place[reward]]["trained"] += is_trained
+    return bins

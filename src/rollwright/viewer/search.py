@@ -1,0 +1,212 @@
+"""Finding samples: by what they say, and by what the index has of each."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rollwright.errors import DataError
+from rollwright.viewer.index import Index
+from rollwright.viewer.samples import SELECT, Samples
+from rollwright.viewer.texts import SNIPPET, marked_snippet, match_query, snippet_around
+
+#: Orders of what is found; ``-`` before one turns it around.
+ORDERS = {
+    "step": "step, samples.id",
+    "reward": "reward, samples.id",
+    "tokens": "tokens, samples.id",
+    "length": "length, samples.id",
+    "began": "began, samples.id",
+    "seconds": "ended - began, samples.id",
+    "advantage": "advantage, samples.id",
+}
+WHERES = ("any", "given", "said")
+_RANGES = {"step": "step", "reward": "reward", "tokens": "tokens", "length": "length", "advantage": "advantage"}
+_LONGEST_PATTERN = 1_000
+_PATTERN_SECONDS = 0.8  # in which texts are looked through for a pattern
+_AT_ONCE = 500
+
+Bounds = int | float | tuple[float | None, float | None] | None
+
+
+@dataclass
+class Query:
+    """What is looked for; a filter that is None lets all samples pass.
+
+    Attributes:
+        text: words that all have to be there, and phrases in quotes.
+        regex: a pattern of Python's ``re``.
+        where: text is looked for in what the sample was ``given``, what it ``said``, or ``any`` of both.
+        step, reward, tokens, length, advantage, version: a value, or the lowest and highest one (None: no limit).
+        status: accepted, rejected, failed or cut.
+        tag: the name of a workflow.
+        tool: the name of a durable call that was made, or a part of it.
+        is_eval: of evaluations, or of training.
+        truncated: cut by a length limit.
+        order: one of ``ORDERS``.
+    """
+
+    text: str | None = None
+    regex: str | None = None
+    where: str = "any"
+    step: Bounds = None
+    reward: Bounds = None
+    tokens: Bounds = None
+    length: Bounds = None
+    advantage: Bounds = None
+    version: Bounds = None
+    status: str | None = None
+    tag: str | None = None
+    tool: str | None = None
+    is_eval: bool | None = None
+    truncated: bool | None = None
+    order: str = "began"
+    offset: int = 0
+    limit: int = 50
+
+
+def search(index: Index, samples: Samples, query: Query) -> dict[str, Any]:
+    """The samples that a query finds.
+
+    Returns:
+        ``total`` (None where texts were not looked through to the end), ``samples`` with a ``snippet`` each, and ``scanned`` (how many
+        samples' texts a pattern was looked for in).
+
+    Raises:
+        DataError: a filter, an order or a pattern is wrong; the message says which.
+    """
+    conditions, values = _conditions(query)
+    order = _order(query.order)
+    if query.where not in WHERES:
+        raise DataError(f"where is {query.where!r}: choose from {', '.join(WHERES)}.")
+    match = match_query(query.text, query.where) if query.text else None
+    pattern = _pattern(query, match)
+    if pattern is not None:
+        return _scan(index, samples, query, conditions, values, match, pattern, order)
+    tables = ""
+    if match is not None:
+        tables = " JOIN found ON found.rowid = samples.id"
+        conditions, values = ["found MATCH ?", *conditions], [match, *values]
+    where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
+    (counted,) = index.rows(f"SELECT count(*) FROM samples{tables}{where}", *values)
+    select = SELECT.replace(" FROM", f", {SNIPPET} AS snippet FROM") if match is not None else SELECT
+    rows = index.rows(f"{select}{tables}{where} ORDER BY {order} LIMIT ? OFFSET ?", *values, query.limit, query.offset)
+    found = []
+    for row in rows:
+        snippet = marked_snippet(row["snippet"]) if match is not None else [[row["preview"], False]] if row["preview"] else []
+        found.append({**samples.plain(row), "snippet": snippet})
+    return {"total": counted[0], "samples": found, "scanned": 0}
+
+
+def _conditions(query: Query) -> tuple[list[str], list[Any]]:
+    conditions: list[str] = []
+    values: list[Any] = []
+
+    def add(condition: str, *given: Any) -> None:
+        conditions.append(condition)
+        values.extend(given)
+
+    for name, column in _RANGES.items():
+        low, high = _bounds(name, getattr(query, name))
+        if low is not None:
+            add(f"{column} >= ?", low)
+        if high is not None:
+            add(f"{column} <= ?", high)
+    low, high = _bounds("version", query.version)
+    if low is not None:
+        add("last_version >= ?", low)
+    if high is not None:
+        add("first_version <= ?", high)
+    if query.status is not None:
+        add("status = ?", query.status)
+    if query.tag is not None:
+        add("workflow = ?", query.tag)
+    if query.tool is not None:
+        add("instr(tool_names, ?) > 0", query.tool)
+    if query.is_eval is not None:
+        add("is_eval = ?", query.is_eval)
+    if query.truncated is not None:
+        add("truncated = ?", query.truncated)
+    return conditions, values
+
+
+def _bounds(name: str, given: Bounds) -> tuple[float | None, float | None]:
+    if given is None:
+        return None, None
+    if isinstance(given, int | float):
+        return given, given
+    try:
+        low, high = given
+    except (TypeError, ValueError):
+        raise DataError(f"{name} is {given!r}: give a number, or the lowest and the highest one.") from None
+    return low, high
+
+
+def _order(given: str) -> str:
+    order = ORDERS.get(given.removeprefix("-"))
+    if order is None:
+        raise DataError(f"order is {given!r}: choose from {', '.join(ORDERS)}, with - before it for the other way round.")
+    turned = " DESC" if given.startswith("-") else ""
+    return ", ".join(f"{part}{turned} NULLS LAST" for part in order.split(", "))
+
+
+def _pattern(query: Query, match: str | None) -> re.Pattern[str] | None:
+    """What texts are looked through for: the pattern, or words that the full-text search has no token for."""
+    if query.regex:
+        if len(query.regex) > _LONGEST_PATTERN:
+            raise DataError(f"the pattern has {len(query.regex)} characters; at most {_LONGEST_PATTERN} are taken.")
+        try:
+            return re.compile(query.regex)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise DataError(f"{query.regex!r} is no regular expression: {error}.") from None
+    return re.compile(re.escape(query.text)) if query.text and match is None else None
+
+
+def _scan(
+    index: Index,
+    samples: Samples,
+    query: Query,
+    conditions: list[str],
+    values: list[Any],
+    match: str | None,
+    pattern: re.Pattern[str],
+    order: str,
+) -> dict[str, Any]:
+    """Look through the texts in the order that is asked for, until there are enough or the time is over."""
+    tables = " JOIN texts ON texts.id = samples.id"
+    if match is not None:
+        tables += " JOIN found ON found.rowid = samples.id"
+        conditions, values = ["found MATCH ?", *conditions], [match, *values]
+    where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
+    select = f"SELECT samples.id, texts.given, texts.said FROM samples{tables}{where} ORDER BY {order}"
+    hits: list[tuple[int, list[list[Any]]]] = []
+    scanned, is_whole, deadline = 0, True, time.monotonic() + _PATTERN_SECONDS
+    with index.reading() as connection:
+        cursor = connection.execute(select, values)
+        while rows := cursor.fetchmany(_AT_ONCE):
+            for number, given, said in rows:
+                scanned += 1
+                hits += [(number, snippet) for snippet in _hit(pattern, given, said, query.where)]
+            if len(hits) > query.offset + query.limit or time.monotonic() > deadline:
+                is_whole = False
+                break
+        cursor.close()
+    shown = hits[query.offset : query.offset + query.limit]
+    rows_of = {row["id"]: row for row in _by_number(index, [number for number, _ in shown])}
+    found = [{**samples.plain(rows_of[number]), "snippet": snippet} for number, snippet in shown]
+    return {"total": len(hits) if is_whole else None, "samples": found, "scanned": scanned}
+
+
+def _hit(pattern: re.Pattern[str], given: str, said: str, where: str) -> Iterator[list[list[Any]]]:
+    """The first place where a sample has the pattern."""
+    for name, text in (("said", said), ("given", given)):
+        if where in ("any", name) and (found := pattern.search(text)):
+            yield snippet_around(text, found.start(), found.end())
+            return
+
+
+def _by_number(index: Index, numbers: list[int]) -> list[Any]:
+    return index.rows(f"{SELECT} WHERE samples.id IN ({', '.join('?' * len(numbers))})", *numbers) if numbers else []

@@ -1,0 +1,135 @@
+"""The search of text: what each sample was given and what it said, decoded and indexed in the background."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rollwright.errors import JournalError
+from rollwright.experience.journal.records import AnyRecord, Call
+from rollwright.viewer.tokens import Vocabulary
+
+#: Tables of the index. A text is kept once, in ``texts``, which the search reads.
+TEXTS = """
+CREATE TABLE texts (id INTEGER PRIMARY KEY, given TEXT, said TEXT);
+CREATE VIRTUAL TABLE found USING fts5 (given, said, content = 'texts', content_rowid = 'id', detail = full);
+"""
+
+_AT_ONCE = 500  # samples of a transaction
+_PROMPTS_KEPT = 256  # decoded ones: the samples of a group share theirs
+_GAP = "\n"  # between the parts of a text
+_MARKS = ("\x02", "\x03")  # around what was found, for SQLite's snippets
+_AROUND = 60  # characters shown before and behind a hit
+
+
+class TextIndex:
+    """Decodes the samples of an index that have ended, in their order.
+
+    Args:
+        vocabulary: None: nothing is decoded.
+        records: reads records at packed places.
+    """
+
+    def __init__(self, vocabulary: Vocabulary | None, records: Callable[[bytes | None], list[AnyRecord]]) -> None:
+        self._vocabulary = vocabulary
+        self._records = records
+        self._prompts: dict[bytes, str] = {}
+
+    @property
+    def is_possible(self) -> bool:
+        """There is a tokenizer."""
+        return self._vocabulary is not None
+
+    def advance(self, connection: sqlite3.Connection, deadline: float | None) -> bool:
+        """Add texts until all samples have theirs, or the time is over; returns whether all have."""
+        if self._vocabulary is None:
+            return True
+        while True:
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                count = self._add_some(connection)
+                connection.execute("COMMIT")
+            except BaseException:
+                connection.execute("ROLLBACK")
+                raise
+            if count < _AT_ONCE:
+                return True
+            if deadline is not None and time.monotonic() > deadline:
+                return False
+
+    def _add_some(self, connection: sqlite3.Connection) -> int:
+        waiting = connection.execute(
+            "SELECT id, places FROM samples WHERE id > (SELECT coalesce(max(id), 0) FROM texts) ORDER BY id LIMIT ?",
+            (_AT_ONCE,),
+        ).fetchall()
+        rows = [(sample, *self._texts(places)) for sample, places in waiting]
+        connection.executemany("INSERT INTO texts VALUES (?, ?, ?)", rows)
+        connection.executemany("INSERT INTO found (rowid, given, said) VALUES (?, ?, ?)", rows)
+        return len(rows)
+
+    def _texts(self, places: bytes) -> tuple[str, str]:
+        """What a sample was given, and what it said; each token once."""
+        try:
+            calls = [record for record in self._records(places) if isinstance(record, Call)]
+        except (JournalError, OSError):
+            return "", ""  # its file was removed
+        given, said = [], []
+        for call in calls:
+            if call.added:
+                given.append(self._prompt(call.added))
+            if call.output:
+                said.append(self._decoded(call.output))
+        return _GAP.join(given), _GAP.join(said)
+
+    def _prompt(self, packed: bytes) -> str:
+        text = self._prompts.get(packed)
+        if text is None:
+            if len(self._prompts) >= _PROMPTS_KEPT:
+                self._prompts.clear()
+            text = self._prompts[packed] = self._decoded(packed)
+        return text
+
+    def _decoded(self, packed: bytes) -> str:
+        assert self._vocabulary is not None
+        return self._vocabulary.text(np.frombuffer(packed, dtype="<i4").tolist())
+
+
+def match_query(text: str, where: str) -> str | None:
+    """A query of the full-text search for words, and phrases in quotes; None where it has no word to look for.
+
+    Args:
+        text: as a person types it.
+        where: any, given or said.
+    """
+    terms = re.findall(r'"([^"]*)"|(\S+)', text)
+    words = [phrase or word for phrase, word in terms]
+    kept = ['"{}"'.format(word.replace('"', " ")) for word in words if re.search(r"\w", word)]
+    if not kept:
+        return None
+    joined = " AND ".join(kept)
+    return joined if where == "any" else f"{{{where}}} : ({joined})"
+
+
+def marked_snippet(text: str) -> list[list[Any]]:
+    """A snippet of the search as parts, each with whether it was found."""
+    parts: list[list[Any]] = []
+    for number, piece in enumerate(re.split(f"[{''.join(_MARKS)}]", text)):
+        if piece:
+            parts.append([piece, number % 2 == 1])
+    return parts
+
+
+SNIPPET = f"snippet(found, -1, '{_MARKS[0]}', '{_MARKS[1]}', '…', 24)"
+
+
+def snippet_around(text: str, start: int, stop: int) -> list[list[Any]]:
+    """The characters around a hit, in parts as of ``marked_snippet``."""
+    before, behind = text[max(0, start - _AROUND) : start], text[stop : stop + _AROUND]
+    before = f"…{before}" if start > _AROUND else before
+    behind = f"{behind}…" if stop + _AROUND < len(text) else behind
+    return [part for part in ([before, False], [text[start:stop], True], [behind, False]) if part[0]]

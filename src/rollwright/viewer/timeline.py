@@ -1,0 +1,124 @@
+"""Who did what when: lanes of samples, of engines and of the trainer."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+from rollwright.errors import JournalError
+from rollwright.experience.journal.records import Call, Result
+from rollwright.viewer.collector import REWARD_CALLS
+from rollwright.viewer.index import Index
+from rollwright.viewer.samples import SELECT, Samples
+
+MOST_SAMPLES = 3_000  # drawn in one picture; of more, evenly chosen ones
+MOST_READ = 300  # samples of which each call and tool is drawn
+_SAMPLING = "this process"
+
+
+def timeline(index: Index, samples: Samples, start: float | None, end: float | None, lanes: int) -> dict[str, Any]:
+    """The spans between two times.
+
+    Args:
+        start, end: seconds since the epoch; None: of the run.
+        lanes: in which samples are drawn; of those that overlap more often, the rest is left out.
+
+    Returns:
+        ``start``, ``end``, ``lanes`` (``name``, ``kind``, ``spans`` of ``start``, ``end``, ``kind``, ``label`` and ``key``), ``busy`` (share
+        of the time in which a lane had a span), and ``shown`` (share of the samples that is drawn).
+    """
+    (extent,) = index.rows("SELECT min(began), max(ended), (SELECT max(time) FROM steps) FROM samples")
+    start = extent[0] or 0.0 if start is None else start
+    end = max(extent[1] or start, extent[2] or start) if end is None else end
+    (counted,) = index.rows("SELECT count(*) FROM samples WHERE began < ? AND ended > ?", end, start)
+    every = max(1, -(-counted[0] // MOST_SAMPLES))
+    rows = index.rows(f"{SELECT} WHERE began < ? AND ended > ? AND samples.id % ? = 0 ORDER BY began", end, start, every)
+    plain = [samples.plain(row) for row in rows]
+    drawn = _lanes_of(plain, lanes)
+    engines = _engines(index, [row["id"] for row in rows], plain) if len(rows) <= MOST_READ else []
+    trainer = {"name": "trainer", "kind": "trainer", "spans": _phases(index, start, end)}
+    shown = [lane for lane in [*([trainer] if trainer["spans"] else []), *engines, *drawn] if lane["spans"]]
+    return {
+        "start": start,
+        "end": end,
+        "lanes": shown,
+        "busy": {lane["name"]: _busy(lane["spans"], start, end) for lane in shown},
+        "shown": sum(len(lane["spans"]) for lane in drawn) / counted[0] if counted[0] else 1.0,
+    }
+
+
+def _lanes_of(samples: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Samples in lanes in which none overlap; one that finds no lane is left out."""
+    lanes = [{"name": f"sampling {number + 1}", "kind": "sampling", "spans": []} for number in range(count)]
+    free = list(range(count))
+    taken: list[tuple[float, int]] = []
+    for sample in samples:
+        while taken and taken[0][0] <= sample["began"]:
+            heapq.heappush(free, heapq.heappop(taken)[1])
+        if not free:
+            continue
+        lane = heapq.heappop(free)
+        heapq.heappush(taken, (sample["ended"], lane))
+        span = {
+            "start": sample["began"],
+            "end": sample["ended"],
+            "kind": "sample",
+            "label": sample["key"],
+            "key": sample["key"],
+        }
+        lanes[lane]["spans"].append({**span, "status": sample["status"], "reward": sample["reward"]})
+    return lanes
+
+
+def _engines(index: Index, numbers: Sequence[int], samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each model request by the server that answered it, and each tool and reward."""
+    lanes: dict[str, dict[str, Any]] = {}
+    for number, sample in zip(numbers, samples, strict=True):
+        (row,) = index.rows("SELECT places FROM samples WHERE id = ?", number)
+        try:
+            records = index.records(row["places"])
+        except (JournalError, OSError):
+            continue  # its file was removed
+        for record in records:
+            if isinstance(record, Call):
+                name, kind, label = record.server or f"engine in {_SAMPLING}", "call", f"call {record.index}"
+                span = {"start": record.started, "end": record.finished, "kind": "call"}
+            elif isinstance(record, Result):
+                is_reward = record.name.startswith(REWARD_CALLS)
+                name, kind, label = ("rewards", "reward", record.name) if is_reward else ("tools", "tool", record.name)
+                span = {"start": record.time - record.seconds, "end": record.time, "kind": kind}
+            else:
+                continue
+            lane = lanes.setdefault(name, {"name": name, "kind": "engine" if kind == "call" else kind, "spans": []})
+            lane["spans"].append({**span, "label": label, "key": sample["key"]})
+    return list(lanes.values())
+
+
+def _phases(index: Index, start: float, end: float) -> list[dict[str, Any]]:
+    """What the trainer did; phases that a run did not record the beginning of end with their step, one after the other."""
+    timed = "SELECT phases.*, steps.time AS ended FROM phases JOIN steps USING (step, writer) WHERE steps.time > ? ORDER BY step, place"
+    rows = index.rows(timed, start)
+    spans: list[dict[str, Any]] = []
+    step, free = None, 0.0
+    for row in reversed(rows):
+        if row["step"] != step:
+            step, free = row["step"], row["ended"]
+        began = row["began"]
+        if began is None:
+            free -= row["seconds"]
+            began = free
+        if began < end and began + row["seconds"] > start:
+            label = f"{row['name']}, step {step}"
+            spans.append({"start": began, "end": began + row["seconds"], "kind": row["name"], "label": label, "key": None})
+    return spans[::-1]
+
+
+def _busy(spans: Sequence[dict[str, Any]], start: float, end: float) -> float:
+    """The share of a time that spans cover, each moment once."""
+    covered, until = 0.0, start
+    for span in sorted(spans, key=lambda span: span["start"]):
+        begin, stop = max(until, span["start"]), min(end, span["end"])
+        covered += max(0.0, stop - begin)
+        until = max(until, stop)
+    return covered / (end - start) if end > start else 0.0

@@ -1,0 +1,108 @@
+"""The prefix tree of a group: what its rows share, once, and where they part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollwright.viewer.reading import RowTokens
+
+_SHOWN = 80  # characters of a node's text
+
+#: A row of the tree: the key of its sample, its number in it, and its tokens.
+TreeRow = tuple[str, int, RowTokens]
+
+
+def prefix_tree(rows: Sequence[TreeRow], text: Callable[[list[int]], str]) -> dict[str, Any]:
+    """The tree of a group's rows as plain values.
+
+    A node is a run of tokens that the same rows have, that is trained or not as a whole, and in one isolated branch; a branch hangs
+    from the trunk that it sees, not from the branch before it.
+
+    Args:
+        rows: of the group.
+        text: of tokens.
+
+    Returns:
+        ``{"nodes": [...], "width": tokens of the longest row}``; a node has ``id``, ``parent`` (None: a root), ``start`` (column of
+        its first token), ``tokens``, ``text``, ``samples``, ``rows``, ``branch``, ``trained``, and the means of its rows'
+        ``advantage`` and ``reward``.
+    """
+    nodes: list[dict[str, Any]] = []
+    edges = [_edges(tokens) for _, _, tokens in rows]
+
+    def grow(members: list[int], start: int, parent: int | None, trunk: int | None) -> None:
+        """Add the nodes of rows that share their first ``start`` tokens; ``trunk`` is the last node of the trunk."""
+        while members:
+            first = rows[members[0]][2]
+            stop = min(int(edges[row][start]) if start < len(edges[row]) else start for row in members)
+            for row in members[1:]:
+                other, span = rows[row][2].ids[start:stop], first.ids[start:stop]
+                differs = np.flatnonzero(other != span)
+                stop = start + int(differs[0]) if len(differs) else stop
+            if stop == start:
+                break
+            branch = 0 if first.branches is None else int(first.branches[start])
+            above = trunk if branch and (parent is None or nodes[parent]["branch"] not in (0, branch)) else parent
+            parent = _add(nodes, [rows[row] for row in members], start, stop, above, branch, text)
+            trunk = trunk if branch else parent
+            start = stop
+        parting: dict[tuple[int, bool], list[int]] = {}
+        for row in members:
+            tokens = rows[row][2]
+            if start < len(tokens.ids):
+                parting.setdefault((int(tokens.ids[start]), bool(tokens.mask[start])), []).append(row)
+        for some in parting.values():
+            grow(some, start, parent, trunk)
+
+    beginnings: dict[tuple[int, bool], list[int]] = {}
+    for number, (_, _, tokens) in enumerate(rows):
+        if len(tokens.ids):
+            beginnings.setdefault((int(tokens.ids[0]), bool(tokens.mask[0])), []).append(number)
+    for some in beginnings.values():
+        grow(some, 0, None, None)
+    return {"nodes": nodes, "width": max((len(tokens.ids) for _, _, tokens in rows), default=0)}
+
+
+def _edges(tokens: RowTokens) -> np.ndarray:
+    """For each token where the run that it is in ends: of equal masks and branches."""
+    length = len(tokens.ids)
+    changes = np.zeros(length, dtype=bool)
+    changes[1:] = tokens.mask[1:] != tokens.mask[:-1]
+    if tokens.branches is not None:
+        changes[1:] |= tokens.branches[1:] != tokens.branches[:-1]
+    ends = np.append(np.flatnonzero(changes), length)
+    return ends[np.searchsorted(ends, np.arange(length), side="right")]
+
+
+def _add(
+    nodes: list[dict[str, Any]],
+    rows: list[TreeRow],
+    start: int,
+    stop: int,
+    parent: int | None,
+    branch: int,
+    text: Callable[[list[int]], str],
+) -> int:
+    tokens = rows[0][2]
+    advantages = [float(row.advantages[start]) for _, _, row in rows if row.advantages is not None and row.mask[start]]
+    rewards = [row.reward for _, _, row in rows if row.reward == row.reward]
+    shown = text(tokens.ids[start : min(stop, start + _SHOWN)].tolist())
+    nodes.append(
+        {
+            "id": len(nodes),
+            "parent": parent,
+            "start": start,
+            "tokens": stop - start,
+            "text": shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 1]}…",
+            "samples": list(dict.fromkeys(key for key, _, _ in rows)),
+            "rows": [[key, number] for key, number, _ in rows],
+            "branch": branch,
+            "trained": bool(tokens.mask[start]),
+            "advantage": sum(advantages) / len(advantages) if advantages else None,
+            "reward": sum(rewards) / len(rewards) if rewards else None,
+        }
+    )
+    return len(nodes) - 1
