@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -19,8 +21,10 @@ import openai
 from rollwright import GRPOConfig
 from rollwright.config.modes import StoreConfig
 from rollwright.config.sections import PPOActorConfig
+from rollwright.errors import ConfigError
 from rollwright.inference.weights.files import write_weights
 from rollwright.store import ExperienceStore
+from rollwright.trainers.replay import load_run_config
 from rollwright.trainers.serve import serve
 from rollwright.trainers.shared_run import claim_part, open_run_store, trial_path
 
@@ -34,22 +38,32 @@ def service(tiny_model, tmp_path):
     config.store = StoreConfig()
     config.gconfig = config.gconfig.new(n_samples=2, max_new_tokens=4, temperature=0.7)
     config.cluster.fileroot = str(tmp_path)
+    with serving(config) as client:
+        yield client, config
+
+
+@contextlib.contextmanager
+def serving(config: GRPOConfig) -> Iterator[httpx.Client]:
+    """A client of a service that runs in a thread for the time of the block."""
     directory = claim_part(config)
+    file = directory.path / "service.json"
+    written = file.stat().st_mtime_ns if file.exists() else 0  # by the service before
     ended = threading.Event()
     thread = threading.Thread(target=lambda: serve(config, directory, is_over=ended.is_set))
     thread.start()
-    file = directory.path / "service.json"
     deadline = time.monotonic() + 300
-    while not (file.exists() and file.read_text()):
+    while not (file.exists() and file.stat().st_mtime_ns != written):
         assert thread.is_alive() and time.monotonic() < deadline  # noqa: PT018
         time.sleep(0.05)
     assert file.stat().st_mode & 0o077 == 0
     said = json.loads(file.read_text())
-    with httpx.Client(base_url=said["url"], headers={"Authorization": f"Bearer {said['api_key']}"}, timeout=300) as client:
-        yield client, config
-    ended.set()
-    thread.join(300)
-    directory.release()
+    try:
+        with httpx.Client(base_url=said["url"], headers={"Authorization": f"Bearer {said['api_key']}"}, timeout=300) as client:
+            yield client
+    finally:
+        ended.set()
+        thread.join(300)
+        directory.release()
 
 
 def agent(run: dict) -> list[str]:
@@ -76,8 +90,11 @@ def test_feedback_becomes_experiences_and_weights_are_followed(service, tiny_mod
         assert client.post("/feedback", json={"run": run["run"], "reward": 0.25, "turn": 0, "final": False}).json() == {
             "stored": 0
         }
-        assert client.post("/feedback", json={"run": run["run"], "reward": reward}).json()["stored"] >= 1
-        assert client.post("/feedback", json={"run": run["run"], "reward": reward}).status_code == 404
+        stored = client.post("/feedback", json={"run": run["run"], "reward": reward}).json()["stored"]
+        assert stored >= 1
+        again = client.post("/feedback", json={"run": run["run"], "reward": reward})
+        assert (again.status_code, again.json()) == (200, {"stored": stored})
+        assert client.post("/feedback", json={"run": run["run"], "reward": reward + 1}).status_code == 404
         refused = httpx.post(
             f"{run['base_url']}/chat/completions", headers={"Authorization": f"Bearer {run['api_key']}"}, json={}, timeout=300
         )
@@ -105,6 +122,31 @@ def test_feedback_becomes_experiences_and_weights_are_followed(service, tiny_mod
         store.publish_version(str(path), 1)
         until_version(client, 1)
         agent(client.post("/runs", json={}).json())  # the next calls are answered with them
+
+
+def test_open_runs_their_addresses_and_keys_survive_a_restart(service):
+    _, config = service
+    config.trial_name = "again"  # beside the one that runs
+    with serving(config) as client:
+        address, key = str(client.base_url), client.headers["Authorization"]
+        run = client.post("/runs", json={"task": "sums"}).raise_for_status().json()
+        calls = agent(run)
+    with serving(config) as client:
+        assert (str(client.base_url), client.headers["Authorization"]) == (address, key)
+        assert client.get("/status").json()["open"] == 1
+        calls += agent(run)  # at the address and with the key that it has
+        for call in calls:
+            given = {"run": run["run"], "reward": 0.5, "call": call, "final": False}
+            assert client.post("/feedback", json=given).status_code == 200
+        assert client.post("/feedback", json={"run": run["run"], "reward": 1.0}).json()["stored"] >= 1
+    with open_run_store(config) as store:
+        assert isinstance(store, ExperienceStore)
+        (group,) = store.groups()
+        assert {each.reward for each in group.experiences} == {1.0}
+        assert sum(float(each.token_rewards.sum()) for each in group.experiences) == pytest.approx(0.5 * len(calls))
+    (directory,) = trial_path(config).glob("service-*")  # the same one
+    with pytest.raises(ConfigError, match="that of a service"):
+        load_run_config(directory)
 
 
 def until_version(client: httpx.Client, version: int) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -21,19 +22,24 @@ from pydantic import Field
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.conversation import ConversationTokens
-from rollwright.errors import EngineError, WorkflowError
+from rollwright.errors import EngineError, ReplayError, WorkflowError
 from rollwright.experience.experience import Experience
+from rollwright.experience.journal.episodes import EpisodeWriter, RecordedCall, RecordedEpisode
+from rollwright.experience.journal.records import pack_value, unpack_value
 from rollwright.experience.merged_turns import experiences_of
 from rollwright.experience.recorder import Recorder, RequestRecord
 from rollwright.inference.engine import InferenceEngine
-from rollwright.inference.server.bodies import Body
+from rollwright.inference.server.bodies import Body, Chat, Completion
 from rollwright.inference.server.chat import template_messages
 from rollwright.inference.server.exchange import CONTEXT_LENGTH_EXCEEDED, RequestError, as_request_error
 from rollwright.inference.server.images import ImageReader
 from rollwright.inference.server.openai import OpenAIProtocol
-from rollwright.inference.server.openai_answer import OpenAICall
+from rollwright.inference.server.openai_answer import CHAT, OpenAICall
 from rollwright.inference.server.prompts import Prompts
-from rollwright.rollout.sample_engine import SampleEngine
+from rollwright.rollout.sample_engine import SampleEngine, answer_of
+
+#: Names of what the journal keeps of a run beside its tokens.
+_CALL, _REWARD = "front.call", "front.reward"
 
 
 class Reward(Body):
@@ -68,6 +74,7 @@ class OpenAIEpisode(OpenAIProtocol):
         template_kwargs: dict[str, Any] | None = None,
         context_length: int | None = None,
         images: ImageReader | None = None,
+        journal: EpisodeWriter | None = None,
     ) -> None:
         """Args:
         engine: answers the calls; one that is bound to a sample records them itself.
@@ -78,6 +85,7 @@ class OpenAIEpisode(OpenAIProtocol):
         template_kwargs: passed to the chat template.
         context_length: most tokens of a prompt and its answer; None: the engine's.
         images: reads the images of chats, for all runs of a front; None: one of its own.
+        journal: keeps calls and rewards, where the engine keeps none; None: nothing does.
         """
         super().__init__(engine, tokenizer, model_name, on_call=self._keep, defaults=gconfig, context_length=context_length)
         self.images = images or self.images
@@ -94,6 +102,8 @@ class OpenAIEpisode(OpenAIProtocol):
         self._call_rewards: dict[str, float] = {}
         self._sample = engine if isinstance(engine, SampleEngine) else None
         self._was_closed = False
+        self._journal = journal
+        self._last_messages: list[Any] = []  # of the body in the journal, of which the next one is a delta
 
     @property
     def is_open(self) -> bool:
@@ -172,6 +182,9 @@ class OpenAIEpisode(OpenAIProtocol):
             self._turn_rewards[place] = float(reward)
         else:
             self._run_reward = float(reward)
+        if self._journal is not None:
+            given = {"reward": float(reward), "call": call, "turn": turn}
+            self._journal.result(_REWARD, 0, "recorded", time.time(), value=pack_value(given))
 
     def reward_of(self, call: str) -> float | None:
         """The reward of a call; None: it was given none."""
@@ -278,14 +291,78 @@ class OpenAIEpisode(OpenAIProtocol):
         return end[1]
 
     def _keep(self, call: OpenAICall) -> None:
-        self._turn_of_call[call.answer_id] = call.requests[0].metadata["user_turn"]
         given = {name: value for name, value in call.body.items() if value is not None}
+        records = zip(call.requests, call.responses, strict=True)
+        if self._records_itself:
+            made = [self.recorder.record(request, response) for request, response in records]
+            self._note(call, made)
+        self._turn_of_call[call.answer_id] = call.requests[0].metadata["user_turn"]  # from here on the call counts
         for request, response, choice in zip(call.requests, call.responses, call.choices, strict=True):
-            if self._records_itself:
-                self.recorder.record(request, response)
             self._open_ends.append(([*request.input_ids, *response.output_tokens], request.rid))
             has_false_image = self.images.token_id in response.output_tokens  # nothing may go on from it
             if call.is_chat and not has_false_image:
                 conversation = self._conversation(self._variables(given))
                 (reply,) = template_messages([choice["message"]])
                 conversation.remember(call.messages, reply, request.input_ids, response.output_tokens, self._tools(given))
+
+    # -- runs that outlive their process -------------------------------------------------------------------------------
+
+    def _note(self, call: OpenAICall, records: list[RequestRecord]) -> None:
+        """Write a finished call to the journal: its tokens, and what was asked and answered in words."""
+        if self._journal is None:
+            return
+        for record in records:
+            self._journal.call(record)
+        body, messages = dict(call.body), list(call.body.get("messages") or [])
+        pairs = zip(messages, self._last_messages, strict=False)
+        kept = next((at for at, (mine, its) in enumerate(pairs) if mine != its), min(len(messages), len(self._last_messages)))
+        body.pop("messages", None)
+        said = [choice["message"] for choice in call.choices] if call.is_chat else []
+        facts = {"id": call.id, "prefix": call.prefix, "endpoint": call.endpoint, "body": body, "kept": kept}
+        value = pack_value({**facts, "messages": messages[kept:], "said": said})
+        self._journal.result(_CALL, 0, "recorded", call.started, value=value)
+        self._last_messages = messages
+
+    def restore(self, past: Sequence[RecordedEpisode]) -> None:
+        """Go on where the run stood: its calls are read again, and its rewards.
+
+        Args:
+            past: what each process that had the run wrote of it, in order.
+
+        Raises:
+            ReplayError: the tokens of its messages are others now (another tokenizer or chat template).
+        """
+        journal, self._journal = self._journal, None
+        for episode in past:
+            messages: list[Any] = []
+            for result in episode.results:
+                facts = {} if result.value is None else unpack_value(result.value)
+                if result.name == _REWARD:
+                    self.set_reward(**facts)
+                elif result.name == _CALL:
+                    messages = [*messages[: facts["kept"]], *facts["messages"]]
+                    self._restore_call(facts, messages, episode)
+        self._journal = journal
+
+    def _restore_call(self, facts: dict[str, Any], messages: list[Any], episode: RecordedEpisode) -> None:
+        endpoint, body = facts["endpoint"], dict(facts["body"])
+        if endpoint == CHAT:
+            body["messages"] = messages
+        fields = (Chat if endpoint == CHAT else Completion).of(body).given()
+        call = self._call(endpoint, body, fields, self._prompts(endpoint, fields), facts["prefix"])
+        call.id = facts["id"]
+        answers = [each for each in episode.calls if _metadata(each).get("call") == call.answer_id]
+        for request, answer in zip(call.requests, answers, strict=True):
+            if request.input_ids != answer.prompt.tolist():
+                raise ReplayError(
+                    f"the messages of call {call.answer_id} have other tokens than when it was made: the tokenizer or its chat template "
+                    "has changed. Serve with the model that the run began with."
+                )
+            request.metadata["call"] = call.answer_id
+            call.responses.append(answer_of(request, answer))
+        call.choices = [{"message": message} for message in facts["said"]] or [{}] * len(answers)
+        self._keep(call)
+
+
+def _metadata(kept: RecordedCall) -> dict[str, Any]:
+    return unpack_value(kept.call.metadata) if kept.call.metadata else {}

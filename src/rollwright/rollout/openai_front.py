@@ -11,18 +11,20 @@ The routes: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``, ``/v1
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import inspect
 import secrets
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError, PromptTooLongError, WorkflowError
 from rollwright.experience.experience import Experience
+from rollwright.experience.journal.episodes import EpisodeWriter
 from rollwright.inference.engine import InferenceEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.metrics import get_tracker
@@ -86,6 +88,7 @@ class OpenAIFront:
         self._images = ImageReader(self.tokenizer, processor, image_hosts)
         self._episodes: dict[str, OpenAIEpisode] = {}
         self._lock = threading.Lock()
+        self._holds_calls = False
         self._server: ServerThread | None = None
         self._stop_server: Callable[[], Any] = lambda: None
 
@@ -98,6 +101,8 @@ class OpenAIFront:
         gconfig: GenerationHyperparameters | None = None,
         template_kwargs: dict[str, Any] | None = None,
         context_length: int | None = None,
+        journal: EpisodeWriter | None = None,
+        api_key: str | None = None,
     ) -> OpenAIEpisode:
         """Open a run: its calls are answered by ``engine``, under a key of its own. May be called from any thread.
 
@@ -106,6 +111,8 @@ class OpenAIFront:
             gconfig: generation arguments that requests may leave out.
             template_kwargs: passed to the chat template.
             context_length: most tokens of a prompt and its answer; None: the engine's.
+            journal: keeps the run's calls, where the engine does not, so that ``OpenAIEpisode.restore`` can go on with it.
+            api_key: of a run that goes on; None: a new one.
 
         Returns:
             The run; it unpacks into ``base_url, api_key``.
@@ -116,17 +123,27 @@ class OpenAIFront:
             self.tokenizer,
             self.model_name,
             base_url,
-            f"rollwright-{secrets.token_urlsafe(24)}",
+            api_key or f"rollwright-{secrets.token_urlsafe(24)}",
             gconfig=gconfig,
             template_kwargs=template_kwargs,
             context_length=context_length,
             images=self._images,
+            journal=journal,
         )
         with self._lock:
             for key in [key for key, other in self._episodes.items() if not other.is_open]:
                 del self._episodes[key]
             self._episodes[episode.api_key] = episode
         return episode
+
+    @contextlib.contextmanager
+    def holding_calls(self) -> Iterator[None]:
+        """While runs are restored, calls are told to come again (503) and not that their key is unknown."""
+        self._holds_calls = True
+        try:
+            yield
+        finally:
+            self._holds_calls = False
 
     # -- the server ----------------------------------------------------------------------------------------------------
 
@@ -162,8 +179,10 @@ class OpenAIFront:
         """The run of a key.
 
         Raises:
-            RequestError: nobody was given the key, or its run has ended (401).
+            RequestError: nobody was given the key, or its run has ended (401); runs are being restored (503).
         """
+        if self._holds_calls:
+            raise RequestError("The runs of this front are being restored: ask again.", status=503)
         episode = self._episodes.get(api_key or "")
         if episode is None or not episode.is_open:
             said = (

@@ -161,7 +161,7 @@ class SampleEngine(SampleBoundEngine):
             raise self._diverged(_first_difference(prompt, kept, sent.tokenizer))
         if kept.call.refused is not None:
             raise PromptTooLongError(kept.call.refused)
-        response = _answer(sent, kept)
+        response = answer_of(sent, kept)
         times = {"started": kept.call.started, "finished": kept.call.finished}
         self.recorder.record(sent, response, place=place, **times)
         return response
@@ -202,7 +202,7 @@ class SampleEngine(SampleBoundEngine):
             self.engine.abort(own)
 
 
-def _answer(request: ModelRequest, kept: RecordedCall) -> ModelResponse:
+def answer_of(request: ModelRequest, kept: RecordedCall) -> ModelResponse:
     """The recorded answer."""
     call = kept.call
     return ModelResponse(

@@ -195,6 +195,12 @@ class GroupStorage(Database):
                 self._complete(connection, group_id)
         return group_id is not None
 
+    def open_groups(self, prefix: str = "") -> set[str]:
+        """Names of the groups that miss samples and whose name begins with ``prefix``."""
+        still_open = select(groups.c.name).where(groups.c.state == OPEN, groups.c.name.startswith(prefix, autoescape=True))
+        with self.reading() as connection:
+            return set(connection.scalars(still_open))
+
     def count_drops(self, counts: Mapping[str, int]) -> None:
         """Counts rows that were dropped, under the name of what dropped them."""
         with self.writing() as connection:

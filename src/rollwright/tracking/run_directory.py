@@ -205,28 +205,40 @@ class RunDirectory:
         self._lock()
         try:
             self.resumed = self._decide(config, recover_mode)
-            for directory in list(self.path.glob("**/")):  # the lock says that no other process writes here
-                for left in sweep(directory, older_than=0.0):
-                    logger.info("removed %s, which a killed process left unfinished", left)
-            for directory in (self.rollouts, self.checkpoints, self.recover, self.logs):
-                directory.mkdir(exist_ok=True)
-            previous = self.marker() if self.resumed else None
-            write_json(
-                self.path / MARKER,
-                {
-                    "experiment": self.experiment,
-                    "trial": self.trial,
-                    "identity": identity_of(config),
-                    "began": previous["began"] if previous else time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                    "resumes": previous.get("resumes", 0) + 1 if previous else 0,
-                    "finished": False,
-                    "config": json.loads(json.dumps(config, default=str)),
-                },
-            )
+            self._begin(config, self.marker() if self.resumed else None)
         except BaseException:
             self.release()
             raise
         return self
+
+    def take_up(self, config: Mapping[str, Any]) -> bool:
+        """Takes a directory that a process left, however it ended, and all that is in it; false where another one is at work there."""
+        try:
+            self._lock()
+        except CheckpointError:
+            return False
+        self.stages_file.unlink(missing_ok=True)
+        self._begin(dict(config), self.marker())
+        return True
+
+    def _begin(self, config: dict[str, Any], previous: dict[str, Any] | None) -> None:
+        for directory in list(self.path.glob("**/")):  # the lock says that no other process writes here
+            for left in sweep(directory, older_than=0.0):
+                logger.info("removed %s, which a killed process left unfinished", left)
+        for directory in (self.rollouts, self.checkpoints, self.recover, self.logs):
+            directory.mkdir(exist_ok=True)
+        write_json(
+            self.path / MARKER,
+            {
+                "experiment": self.experiment,
+                "trial": self.trial,
+                "identity": identity_of(config),
+                "began": previous["began"] if previous else time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "resumes": previous.get("resumes", 0) + 1 if previous else 0,
+                "finished": False,
+                "config": json.loads(json.dumps(config, default=str)),
+            },
+        )
 
     def _decide(self, config: Mapping[str, Any], mode: str) -> bool:
         marker = self.marker()
@@ -301,6 +313,17 @@ class RunDirectory:
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._lock_file = handle  # the kernel lets go of it when this process ends, however it ends
+
+    def was_left(self) -> bool:
+        """True where a process of this machine wrote here and has ended, however it ended."""
+        try:
+            with (self.path / "run.lock").open("rb") as file:
+                if not file.read(200).decode(errors="replace").endswith(f" on {socket.gethostname()}\n"):
+                    return False  # of another machine, whose lock may not be seen here
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
 
     def finish(self) -> None:
         """Marks the run as finished: from now on it is resumed only by ``recover.mode=resume``."""

@@ -23,6 +23,7 @@ from rollwright.rewards.wrapper import REWARD_CALLS
 from rollwright.rollout.replay import Replayed, Replayer
 from rollwright.trainers import tasks
 from rollwright.trainers.rollout_backend import make_local_engine
+from rollwright.trainers.shared_run import SERVICE_FILE
 from rollwright.trainers.task_services import TaskServices
 from rollwright.workflows.registry import WORKFLOWS
 
@@ -73,6 +74,8 @@ def load_run_config(directory: Path) -> PPOConfig:
     Raises:
         ConfigError: there is none.
     """
+    if (directory / SERVICE_FILE).exists():
+        raise ConfigError(f"{directory} is that of a service: its runs have no workflow that could run again.")
     file = directory / "config.yaml"
     if not file.exists():
         raise ConfigError(f"{file} is missing: the run wrote it when it began; give the run directory as it was left.")

@@ -47,7 +47,10 @@ if TYPE_CHECKING:  # a benchmark needs no store
 
 logger = getLogger("weights")
 
-#: Modes whose process is one of several of its run; a finished ``train`` may be continued, the others begin anew.
+#: In the directory of a service: where it is, and its key.
+SERVICE_FILE = "service.json"
+
+#: Modes whose process is one of several of its run; ``train`` and ``serve`` go on where they ended, the others begin anew.
 PARTS = {"explore": "explorer", "train": "trainer", "bench": "bench", "serve": "service"}
 
 
@@ -61,6 +64,8 @@ def claim_part(config: PPOConfig) -> RunDirectory:
     trial = trial_path(config)
     trial.mkdir(parents=True, exist_ok=True)
     trial.chmod(0o700)
+    if config.mode == "serve" and (left := _left_service(config, trial)) is not None:
+        return left
     if config.mode != "train":
         name = f"{PARTS[config.mode]}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         return RunDirectory(trial.parent, trial.name, name).claim(config_to_dict(config), "off")
@@ -70,6 +75,15 @@ def claim_part(config: PPOConfig) -> RunDirectory:
             "its checkpoints. Leave recover.mode at auto."
         )
     return RunDirectory(trial.parent, trial.name, PARTS["train"]).claim(config_to_dict(config), config.recover.mode)
+
+
+def _left_service(config: PPOConfig, trial: Path) -> RunDirectory | None:
+    """The directory of the service that ended last, whose open runs go on; None where there is none, or it is at work."""
+    for path in sorted(trial.glob(f"{PARTS['serve']}-*"), reverse=True):
+        directory = RunDirectory(trial.parent, trial.name, path.name)
+        if (path / SERVICE_FILE).exists() and directory.take_up(config_to_dict(config)):
+            return directory
+    return None
 
 
 def open_run_store(config: PPOConfig) -> ExperienceStore | FileStore:

@@ -226,3 +226,24 @@ def test_keys_of_stages_that_may_change_and_those_that_may_not(tmp_path):
     other = {"stages": [STAGES["stages"][0], {**STAGES["stages"][1], "lr": 1.0}]}
     with pytest.raises(CheckpointError, match=r"stages\.1\.lr: 0\.0001 then, 1\.0 now"):
         claim(tmp_path, other)
+
+
+def test_what_a_process_left_is_taken_up_with_all_that_is_in_it(tmp_path):
+    first = claim(tmp_path)
+    (first.path / "service.json").write_text("{}")
+    first.stages_file.write_text("{}")
+    first.finish()
+    assert not first.was_left()
+    again = RunDirectory(tmp_path, "quickstart", "first")
+    assert not again.take_up(CONFIG)  # it is at work
+    first.release()
+    assert first.was_left()
+    assert again.take_up(CONFIG)
+    assert not again.was_left()
+    assert (again.path / "service.json").exists()
+    assert not again.stages_file.exists()  # nothing of it is done
+    assert again.marker()["finished"] is False
+    again.release()
+    lock = again.path / "run.lock"
+    lock.write_text("process 1 on another-machine\n")
+    assert not again.was_left()  # whose lock may not be seen here

@@ -1,0 +1,118 @@
+"""As many runs of a topology as it takes for a number of kills, each proved by itself, and a report of all."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from postgresql_server import postgresql_programs, postgresql_server
+
+from .parts import Warm
+from .plan import KILLS, plan
+from .proof import Proof, curve
+from .topologies import TOPOLOGIES, BothSync
+
+#: Kills of one run.
+A_RUN = 6
+
+
+def write_model(path: Path) -> Path:
+    """A Qwen3 of two layers, 0.03 M parameters, with random weights and a character tokenizer."""
+    from rollwright.data.tokenizer import build_character_tokenizer
+    from rollwright.training.model import new_model
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    new_model(path, tokenizer=build_character_tokenizer(), max_position_embeddings=2048, **sizes)
+    return path
+
+
+def campaign(
+    topology: str,
+    kills: int,
+    seed: int,
+    root: Path,
+    *,
+    model: Path | None = None,
+    warm: Warm | None = None,
+    store: str = "postgresql",
+    said: Callable[[str], object] = print,
+) -> dict[str, Any]:
+    """Runs of a topology until ``kills`` processes were killed; the report.
+
+    Args:
+        topology: a name of ``TOPOLOGIES``.
+        kills: SIGKILLs in all.
+        seed: of what is drawn.
+        root: an empty directory; what a run that did not hold leaves stays there.
+        model: directory of a tiny model; None: one is made.
+        warm: starts the parts; None: one of its own.
+        store: of explore-train, postgresql (where it is installed) or sqlite.
+        said: is given a line for each run.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    generator, started = random.Random(f"{topology}/{seed}"), time.monotonic()
+    model = model or write_model(root / "model")
+    counts: Counter[str] = Counter()
+    total, runs = Proof(), 0
+    with contextlib.ExitStack() as opened:
+        if warm is None:
+            warm = Warm()
+            opened.callback(warm.close)
+        options: dict[str, Any] = {}
+        if topology == "explore-train" and store == "postgresql" and postgresql_programs() is not None:
+            options["postgresql"] = opened.enter_context(postgresql_server())
+        if topology == "both-sync":
+            options["reference"] = undisturbed(warm, root, model)
+        while (left := kills - sum(counts[kind] for kind in KILLS)) > 0:
+            runs += 1
+            run = TOPOLOGIES[topology](warm, root / f"run-{runs}", model, generator.randrange(1 << 30), **options)
+            faults = plan(generator, min(left, A_RUN), run.kinds)
+            began = time.monotonic()
+            proof = run.carry_out(faults)
+            counts += run.counts
+            total += proof
+            happened = ", ".join(f"{count} {kind}" for kind, count in sorted(run.counts.items()))
+            said(f"run {runs}: {happened}; {time.monotonic() - began:.1f} s; {'holds' if proof.holds else proof}")
+            if proof.holds:
+                shutil.rmtree(run.root)
+    return {
+        "topology": topology,
+        "seed": seed,
+        "runs": runs,
+        "kills": sum(counts[kind] for kind in KILLS),
+        "faults": dict(sorted(counts.items())),
+        "lost": total.lost,
+        "duplicated": total.duplicated,
+        "lost_tokens": total.lost_tokens,
+        "in_flight_tokens": total.in_flight_tokens,
+        "left_behind": total.left_behind,
+        "wrong": total.wrong,
+        "seconds": round(time.monotonic() - started, 1),
+        **({"store": "postgresql" if options.get("postgresql") else "sqlite"} if topology == "explore-train" else {}),
+    }
+
+
+def undisturbed(warm: Warm, root: Path, model: Path) -> list[tuple[Any, ...]]:
+    """The curve of a run to which nothing happens."""
+    run = BothSync(warm, root / "undisturbed", model, 0)
+    proof = run.carry_out([])
+    assert proof.holds, proof
+    return curve(run.trial)
+
+
+def holds(report: dict[str, Any]) -> bool:
+    """True where nothing was lost, repeated or left behind, and no more tokens sampled again than were in flight."""
+    nothing = not (report["lost"] or report["duplicated"] or report["left_behind"] or report["wrong"])
+    return nothing and report["lost_tokens"] <= report["in_flight_tokens"]
+
+
+def own_directory() -> Path:
+    """A directory for one campaign."""
+    return Path(tempfile.mkdtemp(prefix="rollwright-faults-"))

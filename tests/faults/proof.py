@@ -1,0 +1,197 @@
+"""What a run's journals, store and metrics say of it: what was trained, how often, and what was sampled in vain."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollwright.experience.journal.files import Place, journal_files, read_file
+from rollwright.experience.journal.records import Begin, Call, Checkpoint, End, GroupEnd, Trained, tokens_in
+from rollwright.rollout.task_group import SAMPLE_BITS
+
+Sample = tuple[int, int]  # ordinal and index
+Writer = tuple[int, int]  # number of its directory, and its own there
+
+MARK_BYTES = 8  # that a journal file begins with
+
+
+@dataclass
+class Proof:
+    """What a run is judged by; those of several runs add up."""
+
+    lost: int = 0  # samples that had to be trained and were not
+    duplicated: int = 0  # trained once more
+    lost_tokens: int = 0  # that had been answered, and were sampled again
+    in_flight_tokens: int = 0  # of calls that were in flight at a kill, and of records that the suite damaged
+    left_behind: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)  # what else did not hold
+
+    def __add__(self, other: Proof) -> Proof:
+        return Proof(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+    @property
+    def holds(self) -> bool:
+        """True where nothing was lost, repeated or left behind."""
+        is_exact = not (self.lost or self.duplicated or self.left_behind or self.wrong)
+        return is_exact and self.lost_tokens <= self.in_flight_tokens
+
+
+class History:
+    """All that the processes of a run wrote to their journals, in the order in which they began.
+
+    Args:
+        directories: of the journals, the older ones first.
+    """
+
+    def __init__(self, directories: Iterable[Path]) -> None:
+        self.calls: dict[Sample, dict[tuple[int, int], list[tuple[Writer, float, int]]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        self.opened: dict[Writer, set[Sample]] = defaultdict(set)  # episodes that a process began
+        self.ended: dict[Writer, set[Sample]] = defaultdict(set)
+        self.delivered: dict[Writer, dict[int, int]] = defaultdict(dict)  # group -> ordinal
+        self.last_seen: dict[Writer, float] = defaultdict(float)  # seconds since the epoch
+        self.given_up: Counter[str] = Counter()  # groups by what ended them
+        self.trained: dict[Writer, dict[int, list[Trained]]] = defaultdict(lambda: defaultdict(list))
+        for number, directory in enumerate(directories):
+            for path in journal_files(directory):
+                self._read(number, path)
+
+    def _read(self, directory: int, path: Path) -> None:
+        names: dict[int, Begin] = {}
+        for place, record in read_file(path):
+            writer = (directory, place.writer)
+            if isinstance(record, Begin | Call | End | GroupEnd):
+                seen = record.finished if isinstance(record, Call) else record.time
+                self.last_seen[writer] = max(self.last_seen[writer], seen)
+            if isinstance(record, Begin):
+                names[record.episode] = record
+                if not record.is_eval:
+                    self.opened[writer].add((record.ordinal, record.index))
+            elif isinstance(record, Call | End) and record.episode in names:
+                begin = names[record.episode]
+                sample = (begin.ordinal, begin.index)
+                if begin.is_eval:
+                    continue
+                if isinstance(record, Call):
+                    at = (record.conversation, record.turn)
+                    self.calls[sample][at].append((writer, record.started, tokens_in(record.output)))
+                elif record.outcome not in ("cut", "diverged"):
+                    self.ended[writer].add(sample)
+            elif isinstance(record, GroupEnd) and not record.is_eval:
+                if record.state == "delivered":
+                    self.delivered[writer][record.group] = record.ordinal
+                else:
+                    self.given_up[f"{record.state}: {record.reason}"] += 1
+            elif isinstance(record, Trained):
+                self.trained[writer][record.step].append(record)
+
+    def surviving(self) -> dict[int, list[Sample]]:
+        """What each step trained on, as the last process that made it says."""
+        steps: dict[int, list[Sample]] = {}
+        for writer in sorted(self.trained):
+            for step, records in self.trained[writer].items():
+                names = self.delivered[writer]
+                steps[step] = [(names.get(each.group, -1), each.sample & ((1 << SAMPLE_BITS) - 1)) for each in records]
+        return dict(sorted(steps.items()))
+
+    def sampled_again(self) -> int:
+        """Tokens that were answered in one process and sampled again in another."""
+        tokens = 0
+        for places in self.calls.values():
+            for answers in places.values():
+                made: dict[float, tuple[Writer, int]] = {}
+                for writer, started, count in answers:
+                    made.setdefault(started, (writer, count))  # a later one is its copy
+                last, _ = made[max(made)]
+                tokens += sum(count for writer, count in made.values() if writer != last)
+        return tokens
+
+    def in_flight(self) -> int:
+        """Tokens of calls that may have been in flight when their process ended: the first new one of each open episode."""
+        tokens = 0
+        for writer, opened in self.opened.items():
+            for sample in opened - self.ended[writer]:
+                firsts = [min((started, count) for _, started, count in answers) for answers in self.calls[sample].values()]
+                new = [(started, count) for started, count in firsts if started > self.last_seen[writer]]
+                tokens += min(new)[1] if new else 0
+        return tokens
+
+
+def compare(history: History, *, steps: int, batch: int, samples: int, slack: int) -> Proof:
+    """The proof of a run of mode ``both``.
+
+    Args:
+        history: of its journal.
+        steps, batch, samples: of the run.
+        slack: steps that a group may be behind when the run ends: groups of the last of them need not be trained.
+    """
+    proof = Proof(lost_tokens=history.sampled_again(), in_flight_tokens=history.in_flight())
+    surviving = history.surviving()
+    if sorted(surviving) != list(range(1, steps + 1)):
+        proof.wrong.append(f"steps {sorted(surviving)} were trained, not 1 to {steps}")
+    trained = Counter(sample for step in surviving.values() for sample in step)
+    wanted = {(ordinal, index) for ordinal in range(batch * (steps - slack)) for index in range(samples)}
+    proof.lost = len(wanted - trained.keys())
+    proof.duplicated = sum(count - 1 for count in trained.values())
+    if sum(trained.values()) != steps * batch * samples:
+        proof.wrong.append(f"{sum(trained.values())} rows were trained, not {steps * batch * samples}")
+    if history.given_up:
+        proof.wrong.append(f"groups were given up: {dict(history.given_up)}")
+    return proof
+
+
+def curve(run: Path) -> list[tuple[Any, ...]]:
+    """What a deterministic run has to repeat: step, reward, lengths, loss and gradient of each step."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    names = ("step", "reward", "response_tokens", "actor/loss", "actor/grad_norm")
+    return [tuple(record[name] for name in names) for record in records if "reward" in record]
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def damage_tail(directory: Path, generator: random.Random) -> int:
+    """Tear a journal's last records, as a disk does that did not get all of them; nothing from before a checkpoint.
+
+    Returns:
+        How many tokens were in them.
+    """
+    paths = journal_files(directory)
+    if not paths or paths[-1].stat().st_size <= MARK_BYTES:
+        return 0
+    records: list[tuple[Place, Any]] = list(read_file(paths[-1]))
+    flushed = max((number for number, (_, record) in enumerate(records) if isinstance(record, Checkpoint)), default=-1) + 1
+    torn = min(generator.randint(1, 3), len(records) - flushed)
+    start = records[-torn - 1][0].end if torn < len(records) else MARK_BYTES
+    size = paths[-1].stat().st_size
+    with paths[-1].open("r+b") as file:
+        if torn < 1:
+            start = size
+        if torn < 1 or generator.random() < 0.5:  # what a block that was never written leaves
+            file.seek(start + generator.randrange(max(1, size - start)))
+            file.write(bytes(generator.randrange(1, 40)))
+        else:
+            file.truncate(start + generator.randrange(size - start))
+    left = len(list(read_file(paths[-1])))
+    return sum(tokens_in(record.output) for _, record in records[left:] if isinstance(record, Call))
+
+
+def damage_checkpoint(directory: Path, generator: random.Random) -> bool:
+    """Cut or change the newest recover checkpoint's largest file, where there is one before it to go back to."""
+    checkpoints = sorted(path for path in directory.glob("step_*") if path.is_dir())
+    if len(checkpoints) < 2:
+        return False
+    file = max((path for path in checkpoints[-1].rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    if generator.random() < 0.5:
+        content[generator.randrange(len(content) // 2, len(content))] ^= 1
+    else:
+        del content[-generator.randrange(1, len(content) // 2) :]
+    file.write_bytes(content)
+    return True

@@ -1,0 +1,27 @@
+"""The quick form of the fault injection: a few kills of each topology; ``python -m tests.faults`` is the long one."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("sqlalchemy")
+pytest.importorskip("openai")
+
+from .campaign import campaign, holds
+from .parts import Warm
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def warm():
+    process = Warm()
+    yield process
+    process.close()
+
+
+@pytest.mark.parametrize("topology", ["both-sync", "both-async", "explore-train", "serve"])
+def test_a_few_kills_lose_and_repeat_nothing(topology, tmp_path, tiny_model, warm):
+    report = campaign(topology, 4, 1, tmp_path / "runs", model=tiny_model, warm=warm, store="sqlite")
+    assert report["kills"] == 4
+    assert holds(report), report
