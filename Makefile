@@ -30,7 +30,7 @@ quickstart: $(VENV)/.core  ## Train a small model with GRPO on this machine and 
 
 test: $(VENV)/.test  ## All tests: quick ones first, then servers and runs that learn
 	$(BIN)/python -m pytest tests/unit
-	$(BIN)/python -m pytest tests/extension tests/clients tests/integration tests/cluster tests/end_to_end
+	$(BIN)/python -m pytest tests/extension tests/clients tests/integration tests/cluster tests/faults tests/end_to_end
 
 test-fast: $(VENV)/.test  ## Only the quick tests
 	$(BIN)/python -m pytest tests/unit

@@ -30,7 +30,6 @@ gconfig: {{n_samples: 2, max_new_tokens: 12, temperature: 0.7}}
 train_dataset: {{path: arithmetic, split: train, batch_size: 4, kwargs: {{digits: 1}}}}
 workflow: parts_of_faults.AskedTwice
 workflow_kwargs: {{port: {tool}}}
-reward_fn: parts_of_faults.share_of_digits
 total_train_steps: {steps}
 recover: {{every_steps: 2, keep: 3}}
 stats_logger: {{display: none, dump_rollouts: -1}}
@@ -65,8 +64,8 @@ async def look_up(port, text):
 
 
 class AskedTwice(RolloutWorkflow):
-    def __init__(self, gconfig, tokenizer, reward_fn, port):
-        self.gconfig, self.tokenizer, self.reward_fn, self.port = gconfig, tokenizer, reward_fn, port
+    def __init__(self, gconfig, tokenizer, port):
+        self.gconfig, self.tokenizer, self.port = gconfig, tokenizer, port
 
     async def arun_episode(self, engine, data):
         ids = list(self.tokenizer.apply_chat_template(data["messages"], tokenize=True, add_generation_prompt=True))
@@ -82,12 +81,9 @@ class AskedTwice(RolloutWorkflow):
             if turn < turns:
                 said = self.tokenizer.encode(await look_up(self.port, str(sampled)), add_special_tokens=False)
                 ids, mask = ids + said, mask + [0] * len(said)
-        reward = self.reward_fn("", self.tokenizer.decode(sampled), [], sampled)
+        text = self.tokenizer.decode(sampled)
+        reward = sum(character.isdigit() for character in text) / max(1, len(text))
         return {"input_ids": ids, "loss_mask": mask, "rewards": reward}
-
-
-def share_of_digits(prompt, completion, prompt_ids, completion_ids, **data):
-    return sum(character.isdigit() for character in completion) / max(1, len(completion))
 '''
 
 

@@ -20,7 +20,7 @@ def warm():
     process.close()
 
 
-@pytest.mark.parametrize("topology", ["both-sync", "both-async", "explore-train", "serve"])
+@pytest.mark.parametrize("topology", ["serve"])
 def test_a_few_kills_lose_and_repeat_nothing(topology, tmp_path, tiny_model, warm):
     report = campaign(topology, 4, 1, tmp_path / "runs", model=tiny_model, warm=warm, store="sqlite")
     assert report["kills"] == 4
