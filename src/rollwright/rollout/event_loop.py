@@ -210,7 +210,7 @@ class BlockedLoopMonitor:
         users = users or installed
         if users is None:
             return None
-        file, line = users.f_code.co_filename, users.f_lineno
+        file, line = users.f_code.co_filename, users.f_lineno or users.f_code.co_firstlineno  # some instructions are of no line
         source = linecache.getline(file, line).strip()
         return f"{workflow or 'a task of a workflow'} at {file}:{line} in {users.f_code.co_name}: {source}"
 

@@ -209,3 +209,19 @@ def test_on_a_crowded_processor_only_what_blocks_is_reported(what, reports, tmp_
             break
     assert float(took) > 0.4  # at least twice what it computed
     assert int(reported) == reports, done.stderr
+
+
+def test_code_without_line_numbers_is_named_by_its_first_line():
+    place = []
+
+    def look():
+        place.append(monitor.where())
+
+    look_without_lines = type(look)(look.__code__.replace(co_linetable=b""), globals(), closure=look.__closure__)
+    monitor = BlockedLoopMonitor()
+    monitor.start()
+    try:
+        look_without_lines()
+    finally:
+        monitor.stop()
+    assert f"{__file__}:{look.__code__.co_firstlineno} in look" in place[0]
