@@ -201,14 +201,14 @@ class VLLMServer:
         return self
 
     def _wait(self, seconds: float) -> None:
-        import httpx
+        import httpx2
 
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 break
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"http://127.0.0.1:{self.port}/health", timeout=2).status_code == 200:
+            with contextlib.suppress(httpx2.HTTPError):
+                if httpx2.get(f"http://127.0.0.1:{self.port}/health", timeout=2).status_code == 200:
                     return
             time.sleep(0.5)
         self._log.seek(0)
@@ -231,10 +231,10 @@ class VLLMServer:
         return asyncio.run(self._send(prompts, lengths))
 
     async def _send(self, prompts: list[list[int]], lengths: list[int]) -> float:
-        import httpx
+        import httpx2
 
-        limits = httpx.Limits(max_connections=MOST_AT_ONCE, max_keepalive_connections=MOST_AT_ONCE)
-        async with httpx.AsyncClient(timeout=600, limits=limits) as client:
+        limits = httpx2.Limits(max_connections=MOST_AT_ONCE, max_keepalive_connections=MOST_AT_ONCE)
+        async with httpx2.AsyncClient(timeout=600, limits=limits) as client:
 
             async def complete(prompt: list[int], length: int) -> int:
                 body = {

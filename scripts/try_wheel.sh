@@ -23,4 +23,6 @@ cd "$work/mine"
 "$work/env/bin/rollwright" new workflow two_readers
 "$work/env/bin/rollwright" run two_readers.yaml
 test -n "$(ls runs/two_readers/first/grpo/checkpoints/final/*.safetensors)"
-echo "$("$python" --version): $(basename "$work"/rollwright-*.whl) works, with $("$python" -m pip list --format freeze | grep -vcE '^(pip|setuptools|uv)==') packages"
+others="$("$python" -m pip list --format freeze | grep -vcE '^(pip|setuptools|uv|rollwright)==')"
+echo "$("$python" --version): $(basename "$work"/rollwright-*.whl) works, with $others packages besides it"
+test "$others" -le 60  # what the core may bring; look at what grew with: pip install pipdeptree && pipdeptree -p rollwright

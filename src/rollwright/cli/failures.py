@@ -53,7 +53,7 @@ def _tells(error: Exception) -> bool:
 
 
 def _write_traceback(error: Exception) -> Path | None:
-    from rollwright.config.secrets import command_line  # it loads OmegaConf, which --help does without
+    from rollwright.config.secrets import command_line  # it loads YAML, which --help does without
 
     text = "".join(traceback.format_exception(error))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollwright"

@@ -1,21 +1,28 @@
-"""Interpolation: ``${other.key}``, ``${oc.env:VAR,default}`` and ``${run_dir}`` in the values of a config."""
+"""Interpolation: ``${other.key}``, ``${oc.env:VAR,default}`` and ``${run_dir}`` in the values of a config.
+
+The notation is OmegaConf's, which the files of AReaL and Trinity-RFT use: ``${a.b.0.c}`` or ``${a.b[0].c}`` is another key, from the
+top; ``${.c}`` one beside this key, ``${..c}`` one beside the mapping that it is in; ``${oc.env:VAR}`` an environment variable,
+``${oc.decode:text}`` a text read as YAML. They nest, and ``\\${`` is the text ``${``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from rollwright.config.overrides import merge
-from rollwright.config.secrets import marked, names_environment, unresolved
-from rollwright.config.source import Origins, default_of, plain, undotted
+from rollwright.config.secrets import HIDDEN, Secret, hidden_by_name
+from rollwright.config.source import KeyPath, Origins, default_of, dotted, parse_value, plain, undotted
 from rollwright.errors import ConfigError
 
 #: What ``${run_dir}`` means in every file.
 RUN_DIR = "${cluster.fileroot}/${experiment_name}/${trial_name}"
+
+_CALL = re.compile(r"\s*([A-Za-z_][\w.]*)\s*:(.*)", re.DOTALL)
+_QUOTED = re.compile(r"""(["'])(.*)\1""", re.DOTALL)
 
 
 def resolve(
@@ -30,7 +37,8 @@ def resolve(
         around: further keys that interpolations may name.
 
     Returns:
-        The keys of ``data``, and no others, with values in place of interpolations.
+        The keys of ``data``, and no others, with values in place of interpolations. Text that comes from the environment, or
+        that has a secret's name, is a ``Secret``.
 
     Raises:
         ConfigError: an interpolation leads nowhere, or an environment variable is not set and has no default.
@@ -39,35 +47,155 @@ def resolve(
     for each in [each for cls in defaults for each in dataclasses.fields(cls)]:
         if (default := default_of(each)) is not dataclasses.MISSING:
             context = merge(context, {each.name: plain(default)})
-    try:
-        whole = merge(merge(context, around or {}), data)
-        resolved = _resolved(whole, data)
-        return marked(resolved, _resolved(unresolved(whole), data) if names_environment(whole) else resolved)
-    except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None) or ""
-        path = undotted(key.replace("[", ".").replace("]", "")) if key else ()
-        cause = str(error).splitlines()[0].strip()
-        name = f"{origins.name(path)}: " if path else ""
-        raise ConfigError(f"{origins.of(path)}: {name}{cause}. Name a key that the config has, or give a default.") from error
+    return _Resolver(merge(merge(context, around or {}), data), origins).value(data, ())
 
 
-def _resolved(whole: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
-    """The keys of ``data`` with the values that they have in ``whole``."""
-    config, resolved = OmegaConf.create(whole, flags={"allow_objects": True}), {}
-    for key, value in data.items():
-        node: Any = config._get_node(key)
-        if OmegaConf.is_config(node) and not node._is_interpolation():
-            found = OmegaConf.to_container(node, resolve=True)
+class _UnresolvedError(Exception):
+    """An interpolation has no value; the text says why, and what to do."""
+
+
+class _Resolver:
+    """Gives values for what is written, with the keys that interpolations may name."""
+
+    def __init__(self, whole: dict[str, Any], origins: Origins) -> None:
+        self.whole = whole
+        self.origins = origins
+        self._open: list[KeyPath] = []  # the keys whose text is being resolved, from the outermost on
+
+    def value(self, written: Any, path: KeyPath) -> Any:
+        """The value of what is written at ``path``."""
+        if isinstance(written, dict):
+            return {key: hidden_by_name(key, self.value(item, (*path, key))) for key, item in written.items()}
+        if isinstance(written, list):
+            return [self.value(item, (*path, position)) for position, item in enumerate(written)]
+        if not isinstance(written, str) or "${" not in written or isinstance(written, Secret):
+            return written
+        self._open.append(path)
+        try:
+            if path in self._open[:-1]:
+                raise _UnresolvedError(f"Interpolation of {dotted(path)!r} leads back to itself. Give one of the keys a value.")
+            return self._text(written)
+        except _UnresolvedError as error:
+            name = f"{self.origins.name(path)}: " if path else ""
+            raise ConfigError(f"{self.origins.of(path)}: {name}{error}") from error
+        finally:
+            self._open.pop()
+
+    def _text(self, text: str) -> Any:
+        """The value, where the text is one interpolation and nothing else; otherwise the text with values in their places."""
+        parts: list[tuple[Any, str]] = []  # value; how it is written
+        for source, is_interpolation in _split(text):
+            value = self._interpolation(source[2:-1]) if is_interpolation else source.replace("\\${", "${")
+            if source == text:
+                return value
+            parts.append(
+                (value, source if not is_interpolation else value.written if isinstance(value, Secret) else str(value))
+            )
+        whole = "".join(str(value) for value, _ in parts)
+        if not any(isinstance(value, Secret) for value, _ in parts):
+            return whole
+        written = [written for _, written in parts]
+        return Secret(whole, HIDDEN if HIDDEN in written else "".join(written))
+
+    def _interpolation(self, inside: str) -> Any:
+        """The value of what stands between ``${`` and ``}``."""
+        call = _CALL.fullmatch(inside)
+        if call is None:
+            return self._named(str(self._text(inside)))
+        name, sources = call[1], list(_arguments(call[2]))
+        arguments = [self._argument(source.strip()) for source in sources]
+        first = str(arguments[0])
+        if name == "oc.env":
+            if first not in os.environ and not arguments[1:]:
+                raise _UnresolvedError(f"Environment variable {first!r} not found. Set it, or give a default behind a comma.")
+            value = os.environ.get(first, *arguments[1:2])
+            value = None if value is None else str(value)
+        elif name == "oc.decode":
+            value = parse_value(first)
+            if not isinstance(arguments[0], Secret):
+                return value
         else:
-            found = config[key] if value != "???" else value
-        resolved[key] = _project(OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found, value)
-    return resolved
+            raise _UnresolvedError(f"Interpolation type {name!r} is not known; known: oc.decode, oc.env.")
+        written = (_written(value) if "${" in source else source for source, value in zip(sources, arguments, strict=True))
+        return _secret(value, f"${{{name}:{','.join(written)}}}")
+
+    def _argument(self, source: str) -> Any:
+        if quoted := _QUOTED.fullmatch(source):
+            return str(self._text(quoted[2].replace("\\" + quoted[1], quoted[1])))
+        return None if source == "null" else self._text(source)
+
+    def _named(self, key: str) -> Any:
+        """The value of another key."""
+        bare = key.lstrip(".")
+        above = self._open[-1][: len(bare) - len(key)] if bare != key else ()
+        node, path, is_resolved = self.whole, (), False
+        for part in (*above, *undotted(bare.replace("[", ".").replace("]", ""))):
+            if isinstance(node, str) and not is_resolved:  # the way leads through another interpolation
+                node, is_resolved = self.value(node, path), True
+            inner = dict(enumerate(node)) if isinstance(node, list) else node if isinstance(node, dict) else {}
+            found = next((each for each in inner if str(each) == str(part)), None)
+            if found is None:
+                raise _UnresolvedError(f"Interpolation key {key!r} not found. Name a key that the config has.")
+            node, path = inner[found], (*path, found)
+        if node == "???":
+            raise _UnresolvedError(f"Interpolation key {key!r} has no value yet (???). Give it one.")
+        return node if is_resolved else self.value(node, path)
 
 
-def _project(resolved: Any, written: Any) -> Any:
-    """``resolved`` without the keys that only the defaults brought in."""
-    if isinstance(resolved, dict) and isinstance(written, dict):
-        return {key: _project(resolved[key], value) for key, value in written.items()}
-    if isinstance(resolved, list) and isinstance(written, list):
-        return [_project(*pair) for pair in zip(resolved, written, strict=True)]
-    return resolved
+def _split(text: str) -> Iterator[tuple[str, bool]]:
+    """The pieces of a text, and whether each is an interpolation."""
+    begin = position = 0
+    while (at := text.find("${", position)) >= 0:
+        if at and text[at - 1] == "\\":
+            position = at + 2
+            continue
+        end = next((place + 1 for place, character in _outside_brackets(text, at + 2) if character == "}"), None)
+        if end is None:
+            raise _UnresolvedError(
+                f"Interpolation {text[at : at + 40]!r} is not closed. Write \\${{ where it is meant as text."
+            )
+        if text[begin:at]:
+            yield text[begin:at], False
+        yield text[at:end], True
+        begin = position = end
+    if text[begin:]:
+        yield text[begin:], False
+
+
+def _arguments(text: str) -> Iterator[str]:
+    begin = 0
+    for place in [*(place for place, character in _outside_brackets(text, 0) if character == ","), len(text)]:
+        yield text[begin:place]
+        begin = place + 1
+
+
+def _outside_brackets(text: str, start: int) -> Iterator[tuple[int, str]]:
+    """Commas and closing braces from ``start`` on that are in no quotes and no brackets opened since."""
+    depth, quote = 0, ""
+    for place in range(start, len(text)):
+        character = text[place]
+        if quote:
+            quote = "" if character == quote and text[place - 1] != "\\" else quote
+        elif character in "\"'" and text[:place].rstrip()[-1:] in (":", ",", ""):  # where an argument begins
+            quote = character
+        elif character in "{[":
+            depth += 1
+        elif depth:
+            depth -= character in "]}"
+        elif character in ",}":
+            yield place, character
+
+
+def _written(value: Any) -> str:
+    """An argument as text that reads back to it."""
+    text = value.written if isinstance(value, Secret) else "null" if value is None else str(value)
+    return text if re.fullmatch(r"[\w./:-]*|\$\{.*\}", text) else "'" + text.replace("'", r"\'") + "'"
+
+
+def _secret(value: Any, written: str) -> Any:
+    """``value`` with a ``Secret`` in place of every text: what comes from the environment."""
+    if isinstance(value, dict):
+        return {key: _secret(item, HIDDEN) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_secret(item, HIDDEN) for item in value]
+    return Secret(value, written) if isinstance(value, str) else value

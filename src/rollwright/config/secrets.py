@@ -10,14 +10,12 @@ written as they are. The password in a URL is ``***`` everywhere.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 
 #: What stands for a secret.
 HIDDEN = "***"
@@ -26,7 +24,6 @@ _NAMES = r"(?:api[_-]?key|(?:auth|access|api|hf|bearer)[_-]?token|password|passw
 _SECRET_NAME = re.compile(rf"(?i){_NAMES}$")
 _SECRET_ARGUMENT = re.compile(rf"(?i)({_NAMES}[= ])\S+")
 _URL_PASSWORD = re.compile(r"(://[^\s:/@]*:)[^\s/@]+@")
-_ENVIRONMENT = re.compile(r"\$\{\s*oc\.(env|decode)\s*:")
 
 
 class Secret(str):
@@ -67,53 +64,9 @@ def shown(text: str, metadata: Mapping[str, Any]) -> str:
     return HIDDEN if metadata.get("secret") and text else _URL_PASSWORD.sub(rf"\1{HIDDEN}@", text)
 
 
-# --- from the environment ---------------------------------------------------------------------------------------------
-
-
-def unresolved(value: Any) -> Any:
-    """A copy of keys as they were written in which ``${oc.env:NAME}`` resolves to itself."""
-    if isinstance(value, dict):
-        return {key: unresolved(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [unresolved(item) for item in value]
-    return _ENVIRONMENT.sub(r"${rollwright.\1:", value) if isinstance(value, str) else value
-
-
-def names_environment(value: Any) -> bool:
-    """True where some text interpolates an environment variable."""
-    return "oc.env" in repr(value)
-
-
-def marked(value: Any, as_written: Any, key: object = None) -> Any:
-    """``value`` with a ``Secret`` in place of every text that has a secret's name, or that is another without the environment."""
-    if isinstance(value, dict):
-        other = as_written if isinstance(as_written, dict) else {}
-        return {name: marked(item, other.get(name), name) for name, item in value.items()}
-    if isinstance(value, list):
-        others = as_written if isinstance(as_written, list) and len(as_written) == len(value) else [None] * len(value)
-        return [marked(item, other) for item, other in zip(value, others, strict=True)]
-    if not isinstance(value, str) or (value == as_written and not (value and is_secret_name(key))):
-        return value
-    return Secret(value, as_written if isinstance(as_written, str) and value != as_written else HIDDEN)
-
-
-def _itself(resolver: str, *arguments: Any) -> str:
-    return f"${{oc.{resolver}:{','.join(map(_argument, arguments))}}}"
-
-
-def _argument(value: Any) -> str:
-    if value is None:
-        return "null"
-    text = str(value)
-    return text if re.fullmatch(r"[\w./:-]*|\$\{.*\}", text) else "'" + text.replace("'", r"\'") + "'"
-
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", UserWarning)  # the name of this function changes in OmegaConf 2.4
-    for _name in ("env", "decode"):
-        OmegaConf.register_new_resolver(
-            f"rollwright.{_name}", lambda *arguments, name=_name: _itself(name, *arguments), replace=True
-        )
+def hidden_by_name(key: object, value: Any) -> Any:
+    """The value; a ``Secret`` where it is plain text under a secret's name."""
+    return Secret(value) if type(value) is str and value and is_secret_name(key) else value
 
 
 # --- texts that may hold secrets --------------------------------------------------------------------------------------

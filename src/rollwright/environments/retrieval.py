@@ -114,23 +114,23 @@ class RetrievalClient:
         return (await self._post("/access", {"urls": [url]}))[0]
 
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
-        import httpx
+        import httpx2
 
         # An HTTP client belongs to the loop that it was first used on; workflows may run on several.
         loop = asyncio.get_running_loop()
         client = self._clients.get(loop)
         if client is None:
-            client = httpx.AsyncClient(
+            client = httpx2.AsyncClient(
                 base_url=self.base_url,
                 timeout=self.timeout,
                 headers=self._headers,
-                limits=httpx.Limits(max_connections=256, max_keepalive_connections=64),
+                limits=httpx2.Limits(max_connections=256, max_keepalive_connections=64),
                 trust_env=False,  # a service of one's own is not behind the proxy of the environment
             )
             self._clients[loop] = client
         try:
             response = await client.post(path, json=body)
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             raise ToolError(
                 f"The retrieval service at {self.base_url} did not answer {path} ({type(error).__name__}: {error}). "
                 "Is `rollwright retrieve` running there?"

@@ -1,7 +1,7 @@
 """HTTP to inference servers: pools for each event loop, and errors that tell whether a response had begun.
 
-Generation goes through aiohttp, which costs a fifth of a millisecond of this process for each request (httpx costs several
-where hundreds run at once); the rare control calls are synchronous and go through httpx, each on a connection of its own.
+Generation goes through aiohttp, which costs a fifth of a millisecond of this process for each request (httpx2 costs several
+where hundreds run at once); the rare control calls are synchronous and go through httpx2, each on a connection of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import aiohttp
-import httpx
+import httpx2
 
 from rollwright.errors import EngineError, PromptTooLongError, WeightUpdateError
 from rollwright.inference.network import allow_many_connections
@@ -99,12 +99,12 @@ class Connections:
         self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=connect_timeout)
         self._sessions: dict[asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, AsyncGenerator]] = {}
         self._lock = threading.Lock()
-        self._sync = httpx.Client(
+        self._sync = httpx2.Client(
             headers=self._headers,
-            timeout=httpx.Timeout(timeout, connect=connect_timeout),
+            timeout=httpx2.Timeout(timeout, connect=connect_timeout),
             # No connection is used twice: uvicorn closes one after an exception (a 500) without saying so, and after 5 s without
             # a request. A control call that meets the end of its connection cannot be sent again: it may have been carried out.
-            limits=httpx.Limits(max_keepalive_connections=0),
+            limits=httpx2.Limits(max_keepalive_connections=0),
             trust_env=False,
             verify=_ssl_context(),
         )
@@ -169,12 +169,12 @@ class Connections:
         Raises:
             ConnectionLostError, ServerRefusedError, EngineError: as ``post``.
         """
-        limit = httpx.USE_CLIENT_DEFAULT if timeout is None else timeout
+        limit = httpx2.USE_CLIENT_DEFAULT if timeout is None else timeout
         try:
             response = self._sync.request(method, url, json=payload, timeout=limit)
-        except httpx.TimeoutException as error:
+        except httpx2.TimeoutException as error:
             raise EngineError(f"{url} did not answer in time ({type(error).__name__}).") from error
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             raise ConnectionLostError(f"{url} cannot be reached ({type(error).__name__}: {error}).") from error
         return _parse(url, response.status_code, response.content)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
-import httpx
+import httpx2
 
 from rollwright.config.servers import BUILT_COMMANDS
 from rollwright.errors import EngineError
@@ -86,11 +86,11 @@ class ServerProcess:
             EngineError: the server ended, or was not healthy in time; the end of its log is quoted.
         """
         url = server_url(self.address) + "/health"
-        with httpx.Client(timeout=5.0, trust_env=False) as client:
+        with httpx2.Client(timeout=5.0, trust_env=False) as client:
             while True:
                 if self.exit_status is not None:
                     raise self.error(f"ended with status {self.exit_status} before it was healthy")
-                with contextlib.suppress(httpx.TransportError):
+                with contextlib.suppress(httpx2.TransportError):
                     if client.get(url).status_code == 200:
                         return
                 if time.monotonic() > deadline:

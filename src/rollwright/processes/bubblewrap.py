@@ -123,7 +123,7 @@ def call_filters() -> tuple[bytes, bytes]:
     except (ImportError, RuntimeError, OSError) as error:
         raise SandboxError(
             f"the sandbox needs libseccomp ({error}): install it (Debian and Ubuntu: apt-get install libseccomp2; Fedora: dnf install "
-            f"libseccomp) and its Python package (pip install pyseccomp), {INSTEAD}."
+            f"libseccomp) and its Python package (pip install 'rollwright[sandbox]'), {INSTEAD}."
         ) from error
     refuse, unknown = pyseccomp.ERRNO(1), pyseccomp.ERRNO(38)  # EPERM; ENOSYS: the C library then takes the older call
 

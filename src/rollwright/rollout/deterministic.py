@@ -242,7 +242,7 @@ def _wait_of_task(task: asyncio.Task[Any], held: set[int], own: set[int], in_thr
         return _Wait.ANSWER
     *callers, code = _awaiting(task, "code") or [None]
     structural = code is not None and (code.co_filename in _STRUCTURAL_FILES or code in _STRUCTURAL_CODE)
-    caller = callers[-1] if callers else None  # AnyIO's socket streams (httpx, openai) wait for their transport by an event
+    caller = callers[-1] if callers else None  # AnyIO's socket streams (httpx2, openai) wait for their transport by an event
     for_socket = caller is not None and caller.co_filename.endswith(_SOCKET_FILE) and caller.co_name in ("receive", "send")
     return _Wait.OTHERS if (structural and not for_socket) or in_thread else _Wait.NOTHING
 

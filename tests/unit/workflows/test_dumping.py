@@ -2,8 +2,7 @@
 
 import asyncio
 import threading
-
-import aiofiles.threadpool
+from pathlib import Path
 
 from rollwright.inference.request import ModelResponse
 from rollwright.workflows.episode import dump_sample, task_name
@@ -14,11 +13,13 @@ from rollwright.workflows.turns import TokenSequence
 async def test_a_slow_disk_does_not_hold_up_the_event_loop(tmp_path, monkeypatch):
     loop_went_on = threading.Event()
 
-    def slow_open(*args, **kwargs):
-        assert loop_went_on.wait(60)
-        return open(*args, **kwargs)
+    write_text = Path.write_text
 
-    monkeypatch.setattr(aiofiles.threadpool, "sync_open", slow_open)
+    def slow_write(*args, **kwargs):
+        assert loop_went_on.wait(60)
+        return write_text(*args, **kwargs)
+
+    monkeypatch.setattr(Path, "write_text", slow_write)
     dumping = asyncio.create_task(dump_sample(tmp_path, version=3, task="t", sections={"prompt": "6*7="}))
     for _ in range(5):
         await asyncio.sleep(0.01)

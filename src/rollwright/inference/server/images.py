@@ -138,7 +138,7 @@ class ImageReader:
             raise RequestError(f"{where} is no base64: {error}.", param=where) from None
 
     def _fetched(self, url: str, where: str) -> bytes:
-        import httpx
+        import httpx2
 
         try:
             parts = urlsplit(url)
@@ -153,14 +153,14 @@ class ImageReader:
             )
         found = bytearray()
         try:
-            with httpx.stream("GET", url, timeout=_FETCH_SECONDS, follow_redirects=False, trust_env=False) as response:
+            with httpx2.stream("GET", url, timeout=_FETCH_SECONDS, follow_redirects=False, trust_env=False) as response:
                 if response.status_code != 200:
                     raise RequestError(f"{where}: {url[:80]!r} answered {response.status_code}.", param=where)
                 for piece in response.iter_bytes():
                     found += piece
                     if len(found) > _FETCHED_BYTES:
                         raise RequestError(f"{where}: {url[:80]!r} has over {_FETCHED_BYTES} bytes.", param=where)
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             raise RequestError(f"{where}: {url[:80]!r} cannot be fetched: {error}.", param=where) from error
         return bytes(found)
 
