@@ -34,6 +34,29 @@ GIB = 1 << 30
 _LITTLE_MEMORY, _LITTLE_DISK = 2 * GIB, 1 * GIB
 #: Ports that a user starts servers at, as the docs do.
 _PORTS = {30000: "rollwright serve-model, SGLang", 8000: "vLLM"}
+#: What each extra is for, short enough for a line of eighty columns with what installs it.
+_EXTRAS = {
+    "agentscope": "ReAct agents",
+    "areal": "workflows from AReaL",
+    "grammar": "output by schema",
+    "lora": "LoRA checkpoints",
+    "math": "math rewards",
+    "mlflow": "metric sink",
+    "notebook": "the example notebook",
+    "openai": "clients in workflows",
+    "optimizers": "8- and 4-bit AdamW",
+    "plots": "pictures of curves",
+    "postgresql": "PostgreSQL store",
+    "reasoning-gym": "its tasks",
+    "retrieval": "rollwright retrieve",
+    "sandbox": "a model's Python",
+    "server": "serve-model, fronts",
+    "store": "experience store",
+    "tensorboard": "metric sink",
+    "trackio": "metric sink",
+    "vision": "images",
+    "wandb": "metric sink",
+}
 _EXTRA = re.compile(r"""extra\s*==\s*["']([^"']+)["']""")
 
 
@@ -83,9 +106,16 @@ def _show(findings: list[Finding]) -> None:
         table = Table(title=topic, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
         for column in ("name", "state", "found"):
             table.add_column(column, overflow="fold")
-        for finding in (each for each in findings if each.topic == topic):
-            advice = f"\n[dim]→ {_escaped(finding.advice)}[/]" if finding.advice else ""
-            table.add_row(_escaped(finding.name), marks[finding.state], _escaped(finding.found) + advice)
+        rows = [each for each in findings if each.topic == topic]
+        if topic == "Extras" and (there := [each.name for each in rows if each.state == "ok"]):
+            rows = [Finding(topic, "installed", "ok", ", ".join(there)), *(each for each in rows if each.state != "ok")]
+        room = console.width - sum(
+            max(map(len, words)) + 2 for words in zip(*((row.name, row.state) for row in rows), strict=True)
+        )
+        for row in rows:
+            before = "  " if len(f"{row.found}  → {row.advice}") <= room else "\n"
+            advice = f"{before}[dim]→ {_escaped(row.advice)}[/]" if row.advice else ""
+            table.add_row(_escaped(row.name), marks[row.state], _escaped(row.found) + advice)
         console.print(table)
         console.print()
     problems = sum(finding.state == "problem" for finding in findings)
@@ -286,16 +316,10 @@ def extras() -> Iterator[Finding]:
             needed.setdefault(extra[1], []).append(re.split(r"[\s;<>=!~\[(]", line, maxsplit=1)[0])
     for extra, packages in sorted(needed.items()):
         missing = [name for name in packages if name.lower() != "rollwright" and not _is_installed(name)]
-        if missing:
-            yield Finding(
-                "Extras",
-                extra,
-                "note",
-                f"lacks {', '.join(missing)}",
-                f"pip install 'rollwright[{extra}]', where it is needed.",
-            )
-        else:
-            yield Finding("Extras", extra, "ok", "installed")
+        purpose = _EXTRAS.get(extra) or ", ".join(packages)
+        yield Finding(
+            "Extras", extra, "note" if missing else "ok", purpose, f"pip install 'rollwright[{extra}]'" if missing else ""
+        )
 
 
 def _is_installed(package: str) -> bool:

@@ -88,5 +88,18 @@ def test_extras_that_are_not_there_name_their_packages(monkeypatch):
     monkeypatch.setattr(doctor, "_is_installed", lambda package: package != "bm25s")
     lacking = {finding.name: finding for finding in doctor.extras() if finding.state == "note"}
     assert list(lacking) == ["retrieval"]
-    assert lacking["retrieval"].found == "lacks bm25s"
-    assert lacking["retrieval"].advice.startswith("pip install 'rollwright[retrieval]'")
+    assert lacking["retrieval"].found == "rollwright retrieve"
+    assert lacking["retrieval"].advice == "pip install 'rollwright[retrieval]'"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_an_extra_that_is_missing_takes_a_line(monkeypatch, capsys, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(doctor, "_is_installed", lambda package: package in ("matplotlib", "pillow"))
+    doctor._show(list(doctor.extras()))
+    lines = capsys.readouterr().out.splitlines()
+    assert "installed      ok    plots, vision" in " ".join(lines)
+    named = [line for line in lines if "pip install" in line]
+    assert all(line.split()[0] in line.split("→")[1] for line in named)
+    assert len(named) == len(list(doctor.extras())) - 2
+    assert len(lines) <= len(named) + 4  # and a heading, the extras that are there, what to do
