@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from rollwright.cli.plan import describe, resolved_yaml
 from rollwright.cli.run import PluginDirectories, load_with_plugins, look_up_names
 from rollwright.config.loading import load_stages, split_arguments
+from rollwright.config.plan import describe, resolved_yaml
 from rollwright.config.validation import class_at, schema_of_class, schema_of_files
 
 app = typer.Typer(no_args_is_help=True)

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from rollwright.cli.failures import keep_tracebacks_in
-from rollwright.cli.plan import describe, resolved_yaml, run_directory_of
 from rollwright.config.loading import Stage, load_eval_stages, load_stages, split_arguments
+from rollwright.config.plan import describe, resolved_yaml, run_directory_of
 from rollwright.errors import ConfigError
 from rollwright.processes.tree import die_with_parent
 from rollwright.registry import PLUGINS

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TextIO
@@ -317,11 +317,27 @@ class ProgressDisplay:
 _shown: list[str] = []  # a terminal has room for one bar: those inside another show nothing
 
 
+class _CountedProgress(Progress):
+    """Bars whose steps are counted elsewhere: asked for whenever the bars are drawn."""
+
+    count: Callable[[], float] | None = None
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        if self.count is not None:
+            for task in self.tasks:
+                self.update(task.id, completed=self.count())
+        yield from super().get_renderables()
+
+
 @contextmanager
-def progress_bar(total: int, description: str, show: bool | None = None) -> Iterator[Callable[[int], None]]:
+def progress_bar(
+    total: int, description: str, show: bool | None = None, count: Callable[[], float] | None = None
+) -> Iterator[Callable[[int], None]]:
     """A bar of ``total`` steps that is advanced by the function it gives; any thread may call it.
 
-    ``show=None``: on a terminal and in a notebook, nowhere else.
+    Args:
+        show: None: on a terminal and in a notebook, nowhere else.
+        count: tells how many steps are done, where that is known elsewhere.
     """
     console = logging.console()
     if show is None:
@@ -334,7 +350,9 @@ def progress_bar(total: int, description: str, show: bool | None = None) -> Iter
     )  # fmt: skip
     _shown.append(description)
     try:
-        with Progress(*columns, console=console, transient=True) as progress:
+        progress = _CountedProgress(*columns, console=console, transient=True)
+        progress.count = count
+        with progress:
             task = progress.add_task(description, total=total)
             yield lambda steps: progress.advance(task, steps)
     finally:

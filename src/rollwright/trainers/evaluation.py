@@ -6,6 +6,7 @@ import copy
 import inspect
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import ConfigError, RolloutError
 from rollwright.experience.trajectory import Trajectory
 from rollwright.rollout.engines import RolloutEngine
+from rollwright.tracking.progress import progress_bar
 from rollwright.tracking.rollout_dumps import RolloutDumper
 from rollwright.trainers.reporting import EvaluationResult, sample_means
 from rollwright.workflows.task_runner import TaskRunner
@@ -117,7 +119,8 @@ def evaluate_model(config: EvalConfig, rollouts: Path | None = None) -> dict[str
     try:
         for name, gconfig in runs.items():
             kwargs = workflow_arguments(config, config.workflow, config.workflow_kwargs, tokenizer, gconfig)
-            result = evaluate(rollout, tasks, config.workflow, kwargs, gconfig)
+            with _bar(rollout, len(tasks) * gconfig.n_samples, name):
+                result = evaluate(rollout, tasks, config.workflow, kwargs, gconfig)
             scores[name] = result.reward
             if dumper is not None:
                 dumper.dump(0, result.trajectory, name=name)
@@ -125,6 +128,17 @@ def evaluate_model(config: EvalConfig, rollouts: Path | None = None) -> dict[str
     finally:
         rollout.destroy()
     return scores
+
+
+def _bar(rollout: RolloutEngine, samples: int, name: str) -> AbstractContextManager[Any]:
+    """A progress bar that follows how many samples have ended from now on."""
+
+    def ended() -> float:
+        counters = rollout.counters()
+        return sum(counters[f"samples/{how}"] for how in ("accepted", "rejected", "failed"))
+
+    before = ended()
+    return progress_bar(samples, f"evaluating, {name}", count=lambda: ended() - before)
 
 
 def _completions(

@@ -125,7 +125,6 @@ def servers_of(rollout: RolloutConfig) -> type[RemoteClient] | None:
     Raises:
         ConfigError: there is no such backend.
     """
-    logger.info("sampling with the %s engine", rollout.backend)
     backend = BACKENDS.get(rollout.backend)
     return backend if issubclass(backend, RemoteClient) else None
 

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.markup import escape
 from rich.table import Table
 
 from rollwright.atomic import write_json
 from rollwright.config.experiment import EvalConfig, NewModelConfig, PPOConfig
 from rollwright.config.loading import Stage
+from rollwright.config.plan import in_words
 from rollwright.config.secrets import copy_without_secrets, secrets_of
 from rollwright.errors import CheckpointError, ConfigError
 from rollwright.tracking import logging
@@ -59,12 +61,15 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
     done = json.loads(finished.read_text(encoding="utf-8")) if directory.resumed and finished.exists() else {}
     with directory:
         done = _still_done(stages, done, directory)
-        for stage in stages:
+        for number, stage in enumerate(stages, 1):
             if stage.name in done:
                 logger.info("stage %s was finished before; going on", stage.name)
                 continue
             if len(stages) > 1:
-                console.rule(f"[bold]{stage.name}[/bold]", align="left", style="dim")
+                console.rule(f"[bold]{number}/{len(stages)} {escape(stage.name)}[/bold]", align="left", style="dim")
+            console.print(
+                in_words(stage), style="dim", highlight=False, markup=False, soft_wrap=not logging.output_is_terminal()
+            )
             _set_threads(stage.config)
             if stage.kind in ranks.TRAINS:
                 ranks.tell_stage(stage.name)
@@ -195,9 +200,7 @@ def make_model(config: NewModelConfig) -> dict[str, Any]:
     else:
         model = new_model(config.path, config.architecture, head_dim=config.head_dim, **sizes)
     count = parameter_count(model)
-    logging.console().print(
-        f"a {config.architecture} model of {count / 1e6:.2f} M parameters, {len(tokenizer)} tokens: {config.path}"
-    )
+    logging.console().print(f"{count / 1e6:.2f} M parameters, {len(tokenizer)} tokens")
     return {"path": config.path, "parameters": count}
 
 
@@ -260,8 +263,10 @@ def _evaluate(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
     from rollwright.trainers.evaluation import evaluate_model
 
     config: EvalConfig = stage.config
-    with logging.console().status(f"evaluating {config.path}"):
-        return {"label": config.label or stage.name, **evaluate_model(config, directory.rollouts)}
+    scores = evaluate_model(config, directory.rollouts)
+    said = ", ".join(f"{name} {value:.3f}" for name, value in _measures(scores).items())
+    logging.console().print(f"{said} over {scores['tasks']} tasks", highlight=False)
+    return {"label": config.label or stage.name, **scores}
 
 
 _CARRY_OUT = {
@@ -290,12 +295,13 @@ def _summarise(done: dict[str, Any], directory: RunDirectory) -> dict[str, Any]:
     }
 
 
+def _measures(scores: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in scores.items() if name == "greedy" or name.startswith("mean@")}
+
+
 def _show(summary: dict[str, Any], directory: RunDirectory) -> None:
     console = logging.console()
-    measures = {
-        label: {name: value for name, value in scores.items() if name == "greedy" or name.startswith("mean@")}
-        for label, scores in summary["eval"].items()
-    }
+    measures = {label: _measures(scores) for label, scores in summary["eval"].items()}
     if summary["completions"]:
         console.print(sample_completions(summary["completions"]))
     if {"before", "after"} <= set(measures):
@@ -305,12 +311,22 @@ def _show(summary: dict[str, Any], directory: RunDirectory) -> None:
         for label, scores in measures.items():
             table.add_row(label, *(f"{value:.3f}" for value in scores.values()))
         console.print(table)
-    places = Table.grid(padding=(0, 2))
-    places.add_row("run directory", str(directory.path))
-    for picture in sorted(directory.path.glob("**/reward.png")):
-        places.add_row("reward curve", str(picture))
-    for result in summary["stages"].values():
-        if "checkpoint" in result and result["kind"] == "rl":
-            places.add_row("checkpoint", f"{result['checkpoint']}  (transformers.AutoModelForCausalLM.from_pretrained)")
-    places.add_row("summary", str(directory.summary_file))
+    trained = [
+        result["checkpoint"] for result in summary["stages"].values() if "checkpoint" in result and result["kind"] == "rl"
+    ]
+    found = {
+        "run directory": [directory.path],
+        "summary": [directory.summary_file],
+        "reward curve": sorted(directory.path.glob("**/reward.png")),
+        "samples to read": sorted({file.parent for file in directory.path.glob("**/rollouts/*.txt")}),
+        "checkpoint": trained,
+    }
+    places = Table(title="where to look", title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
+    places.add_column(style="dim", no_wrap=True)
+    places.add_column(overflow="fold")
+    for name, paths in found.items():
+        for path in paths:
+            places.add_row(name, str(path))
+    if trained:
+        places.add_row("", "[dim]any Hugging Face code reads it: transformers.AutoModelForCausalLM.from_pretrained(…)[/]")
     console.print(places)

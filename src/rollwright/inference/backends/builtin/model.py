@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import logging
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,7 @@ _CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3
 
 
 #: Logs what is the same for every engine over a model: sequence processing starts one for each call.
-_log_once = functools.cache(logger.info)
+_log_once = functools.cache(logger.log)
 
 
 class ModelRunner:
@@ -69,7 +70,7 @@ class ModelRunner:
             if reason is None
             else (f"its own Hugging Face forward over the built-in cache: {reason}")
         )
-        _log_once(f"{name} is computed by {way}.")
+        _log_once(logging.DEBUG if reason is None else logging.INFO, f"{name} is computed by {way}.")
         self.takes_multi_modal = reason is not None and "image_token_id" in model.config.to_dict()
         self.cache = KVCache(self.forward.layer_shapes, cache_bytes, max_rows, model.dtype, self.device)
         self.context_length: int = min(context_length or limit, self.cache.capacity_tokens)

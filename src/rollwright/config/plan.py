@@ -1,4 +1,4 @@
-"""What a run would do, in words."""
+"""What the stages of a run do, in words."""
 
 from __future__ import annotations
 
@@ -30,8 +30,13 @@ def describe(stages: Sequence[Stage]) -> str:
     processes = max((stage.config.cluster.processes for stage in stages if hasattr(stage.config, "cluster")), default=1)
     several = f", each in {processes} processes of this machine where it trains," if processes > 1 else ""
     head = f"\nThis would run {len(stages)} stage{'s' if len(stages) > 1 else ''}{several} in {run_directory_of(stages)}:"
-    lines = [f"  {number}. {stage.name}: {_WORDS[stage.kind](stage.config)}" for number, stage in enumerate(stages, 1)]
+    lines = [f"  {number}. {stage.name}: {in_words(stage)}" for number, stage in enumerate(stages, 1)]
     return "\n".join([head, *lines])
+
+
+def in_words(stage: Stage) -> str:
+    """What a stage does: ``train MODEL on the completions of DATASET, 400 steps``."""
+    return _WORDS[stage.kind](stage.config)
 
 
 def _new_model(config: NewModelConfig) -> str:
