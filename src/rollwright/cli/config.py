@@ -11,7 +11,7 @@ import typer
 from rollwright.cli.run import PluginDirectories, load_with_plugins, look_up_names
 from rollwright.config.loading import load_stages, split_arguments
 from rollwright.config.plan import describe, resolved_yaml
-from rollwright.config.validation import class_at, schema_of_class, schema_of_files
+from rollwright.config.schema import class_at, schema_of_class, schema_of_files
 
 app = typer.Typer(no_args_is_help=True)
 

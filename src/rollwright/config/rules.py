@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from rollwright.config import task_rules
 from rollwright.config.experiment import BaseExperimentConfig, DPOConfig, EvalConfig, NewModelConfig, PPOConfig, SFTConfig
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.recipes import was_set
 from rollwright.config.sections import IntervalConfig, NormConfig, PPOActorConfig
 from rollwright.config.source import KeyPath, dotted, undotted
-from rollwright.config.tasksets import FormatConfig, unread_keys
+from rollwright.config.task_rules import Rule
+from rollwright.config.tasksets import unread_keys
 from rollwright.errors import ConfigError
 
 Fault = tuple[KeyPath, str]
-#: Whether the rule is broken, the key as ``section.key``, the message.
-Rule = tuple[Any, str, str]
 
 
 def faults_of(config: Any) -> Iterator[Fault]:
@@ -162,106 +162,6 @@ def _supervised(config: SFTConfig) -> list[Rule]:
         ),
         (config.model.optimizer is None, "model.optimizer", "is null, but the model is trained; give it at least lr"),
         (config.stop_accuracy is not None and missing, "stop_accuracy", f"needs {missing}, by which accuracy is measured"),
-    ]
-
-
-#: Keys of runs without tasksets, and what a taskset has in their place.
-_IN_A_TASKSET = {
-    "reward_fn": "its own reward_fn",
-    "workflow_kwargs": "its own workflow_args",
-    "eval_workflow": "eval_tasksets with a workflow",
-    "eval_workflow_kwargs": "eval_tasksets with workflow_args",
-}
-
-
-def _tasks(config: PPOConfig) -> list[Rule]:
-    """A run has train_dataset and a workflow, or tasksets: keys of the one way that the other does not read."""
-    tasksets, draws = bool(config.tasksets), config.mode in ("both", "explore")
-    return [
-        (
-            tasksets and config.train_dataset.path,
-            "train_dataset.path",
-            "is given beside tasksets, which take its place; keep one",
-        ),
-        (tasksets and config.workflow, "workflow", "is given beside tasksets, which name their workflows; keep one"),
-        (
-            draws and config.eval_tasksets and not tasksets,
-            "eval_tasksets",
-            "are evaluated where tasksets are trained on; give valid_dataset (and eval_workflow) here",
-        ),
-        (
-            draws and tasksets and config.valid_dataset is not None,
-            "valid_dataset",
-            "is not evaluated beside tasksets; give eval_tasksets",
-        ),
-        *(
-            (draws and tasksets and getattr(config, key), key, f"is not read beside tasksets; a taskset has {instead}")
-            for key, instead in _IN_A_TASKSET.items()
-        ),
-        (
-            config.eval_workflow_kwargs is not None and config.eval_workflow is None and config.workflow is None,
-            "eval_workflow_kwargs",
-            "are given for no workflow; name eval_workflow or workflow",
-        ),
-    ]
-
-
-def _generation_of_tasks(config: PPOConfig) -> list[Rule]:
-    """Generation arguments of the run that no task is sampled with, since all tasksets have their own."""
-    plain, own = GenerationHyperparameters(), [taskset.gconfig for taskset in config.tasksets]
-    changed = {
-        field.name: value
-        for field in fields(plain)
-        if (value := getattr(config.gconfig, field.name)) != getattr(plain, field.name) and field.name != "n_samples"
-    }
-    return [
-        (
-            own and all(each is not None and getattr(each, name) != value for each in own),
-            f"gconfig.{name}",
-            f"is {value}, but every taskset has a gconfig of its own, which takes its place; set it there",
-        )
-        for name, value in changed.items()
-    ]
-
-
-#: Keys of a format that say nothing to a task-style workflow, and what to do.
-_UNREAD_BY_TASKS = {
-    "chosen_key": "pairs of replies are trained on by a stage of kind dpo",
-    "rejected_key": "pairs of replies are trained on by a stage of kind dpo",
-    "image_key": "a workflow finds its images in task.raw_task; or use train_dataset and vision_rlvr",
-}
-
-
-def _taskset_columns(config: PPOConfig) -> list[Rule]:
-    plain = FormatConfig()
-    tasksets = [
-        (f"{name}.{index}", taskset)
-        for name in ("tasksets", "eval_tasksets")
-        for index, taskset in enumerate(getattr(config, name))
-    ]
-    return [
-        *((True, f"{place}.{key}", message) for place, each in tasksets for key, message in unread_keys(each, "tasksets")),
-        *(
-            (
-                getattr(each.columns, key) != getattr(plain, key),
-                f"{place}.format.{key}",
-                f"is not read by task-style workflows: {remedy}",
-            )
-            for place, each in tasksets
-            for key, remedy in _UNREAD_BY_TASKS.items()
-        ),
-    ]
-
-
-def _auxiliary_models(config: PPOConfig) -> list[Rule]:
-    return [
-        (
-            bool(each.model_path) == bool(each.base_url),
-            f"auxiliary_models.{index}",
-            f"has {'both' if each.model_path else 'neither'} of model_path (a model to serve) and base_url (a server that runs); "
-            "give one",
-        )
-        for index, each in enumerate(config.auxiliary_models)
     ]
 
 
@@ -494,10 +394,10 @@ _RULES: dict[type, tuple[Callable[[Any], list[Rule]], ...]] = {
     BaseExperimentConfig: (_experiment,),
     SFTConfig: (_supervised,),
     PPOConfig: (
-        _tasks,
-        _taskset_columns,
-        _auxiliary_models,
-        _generation_of_tasks,
+        task_rules.tasks,
+        task_rules.taskset_columns,
+        task_rules.auxiliary_models,
+        task_rules.generation_of_tasks,
         _training,
         _rollout,
         _cluster,

@@ -1,4 +1,4 @@
-"""Validation: a config's dataclasses from plain containers, by pydantic, with every fault named and placed; and their JSON Schema.
+"""Validation: a config's dataclasses from plain containers, by pydantic, with every fault named and placed.
 
 Keys come first: second names and names of other systems become the fields' own, unknown keys are refused, and a section that is
 given in part keeps the rest of its parent's default (``evaluator.gconfig.top_p=0.9`` leaves the evaluator's ``greedy`` as it was).
@@ -18,16 +18,14 @@ from difflib import get_close_matches
 from typing import Annotated, Any
 
 import pydantic
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from rollwright.config.experiment import STAGE_CLASSES
 from rollwright.config.generation import ALIASES, GenerationHyperparameters
 from rollwright.config.secrets import HIDDEN, Secret
 from rollwright.config.source import DIALECTS, Faults, KeyPath, Written, default_of, dotted, plain
 from rollwright.errors import ConfigError, RollwrightError
-from rollwright.registry import Registry, import_path, nearest
+from rollwright.registry import Registry, nearest
 
 logger = logging.getLogger("rollwright.config")
 
@@ -41,7 +39,7 @@ def validated(cls: type, data: Any, faults: Faults) -> Any:
     named = _named(cls, data, (), None, faults)
     told = {path for _, path, _ in faults.found}
     try:
-        return _adapter(cls).validate_python(named)
+        return adapter_of(cls).validate_python(named)
     except pydantic.ValidationError as error:
         for problem in error.errors():
             path = tuple(part for part in problem["loc"] if part != "[key]")
@@ -123,7 +121,7 @@ def _named(kind: Any, value: Any, path: KeyPath, default: Any, faults: Faults) -
         faults.add(path, "is ***, which stands for a secret that was not written; give it again, best as ${oc.env:NAME}")
         return value
     choices = _choices(kind)
-    sections = [choice for choice in choices if _is_section(choice)]
+    sections = [choice for choice in choices if is_section(choice)]
     if isinstance(value, dict) and sections:
         cls = max(sections, key=lambda each: (len(value.keys() & annotations_of(each).keys()), isinstance(default, each)))
         return _named_section(cls, value, path, default if isinstance(default, cls) else None, faults)
@@ -175,7 +173,7 @@ def _choices(kind: Any) -> list[Any]:
     return [typing.get_args(each)[0] if typing.get_origin(each) is Annotated else each for each in kinds]
 
 
-def _is_section(kind: Any) -> bool:
+def is_section(kind: Any) -> bool:
     return isinstance(kind, type) and dataclasses.is_dataclass(kind)
 
 
@@ -183,7 +181,7 @@ def _is_section(kind: Any) -> bool:
 
 
 @functools.cache
-def _adapter(cls: type) -> pydantic.TypeAdapter:
+def adapter_of(cls: type) -> pydantic.TypeAdapter:
     """What validates the mapping of a dataclass's keys, makes the instance, and knows the schema."""
     try:
         return pydantic.TypeAdapter(_typed(cls, {}))
@@ -212,7 +210,7 @@ def _mapping_of(cls: type) -> Any:
 def _typed(kind: Any, metadata: Mapping[str, Any]) -> Any:
     """A field's type and metadata (``ge``, ``gt``, ``le``, ``lt``, ``choices``, ``item_choices``, ``registry``) as pydantic's."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if _is_section(kind):
+    if is_section(kind):
         return Annotated[_mapping_of(kind), pydantic.WrapValidator(functools.partial(_made, kind))]
     if origin is Annotated:
         return Annotated[_typed(arguments[0], metadata), *arguments[1:]]
@@ -269,7 +267,7 @@ def _made(cls: type, value: Any, handler: Callable[[Any], Any]) -> Any:
 def _one_of(kinds: list[Any], value: Any, handler: Callable[[Any], Any]) -> Any:
     """A member of a union, with one fault for all of them; or of a section that was chosen by its keys, with the section's faults."""
     if isinstance(value, _Section):
-        return _adapter(value.cls).validate_python(value)
+        return adapter_of(value.cls).validate_python(value)
     try:
         return handler(value)
     except pydantic.ValidationError as error:
@@ -383,75 +381,3 @@ def _type_name(kind: Any) -> str:
         dict: "mapping",
     }
     return names.get(kind) or getattr(kind, "__name__", str(kind))
-
-
-# --- JSON Schema ------------------------------------------------------------------------------------------------------
-
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
-
-
-class _JsonSchema(GenerateJsonSchema):
-    """Schemas of files: a number or boolean may be an interpolation instead."""
-
-    def field_title_should_be_set(self, schema: Any) -> bool:
-        return False
-
-    def generate_inner(self, schema: Any) -> JsonSchemaValue:
-        made = super().generate_inner(schema)
-        if schema["type"] not in ("int", "float", "bool"):
-            return made
-        return {"anyOf": [made, {"type": "string", "pattern": r"\$\{.+\}"}]}
-
-
-def class_at(path: str) -> type:
-    """The config dataclass at an import path, or of that name in ``rollwright``.
-
-    Raises:
-        ConfigError: there is no such module or name, or it is no dataclass.
-    """
-    cls = import_path(path if "." in path or ":" in path else f"rollwright.{path}", "config class")
-    if not _is_section(cls):
-        raise ConfigError(f"{path} is {cls!r}, not a dataclass. Give one's full path, such as rollwright.GRPOConfig.")
-    return cls
-
-
-def schema_of_class(cls: type) -> dict[str, Any]:
-    """The schema of files that are loaded as ``cls``."""
-    return {"$schema": DIALECT, **_adapter(cls).json_schema(schema_generator=_JsonSchema)}
-
-
-def schema_of_files() -> dict[str, Any]:
-    """The schema of every file that ``rollwright run`` takes: one stage, or several under ``stages``."""
-    inputs = [(kind, "validation", _adapter(cls)) for kind, cls in STAGE_CLASSES.items()]
-    _, whole = pydantic.TypeAdapter.json_schemas(inputs, schema_generator=_JsonSchema)  # type: ignore[arg-type]
-    definitions, shared, branches = whole["$defs"], {}, []
-    for kind, cls in STAGE_CLASSES.items():
-        keys = {  # one that is left out has the shared value, not the class's default
-            name: {word: value for word, value in schema.items() if word != "default"}
-            for name, schema in definitions[cls.__name__]["properties"].items()
-        }
-        own = {"kind": {"const": kind}, "name": {"type": "string", "description": "Name of the stage."}}
-        stage = {**definitions[cls.__name__], "properties": {**own, **keys}, "required": ["kind"]}
-        definitions[f"{kind}_stage"] = stage
-        branches.append({"if": {"properties": {"kind": {"const": kind}}}, "then": {"$ref": f"#/$defs/{kind}_stage"}})
-        for name, value in keys.items():
-            if value not in shared.setdefault(name, []):
-                shared[name].append(value)
-    described = "What a stage does; of the whole file where it lists no stages."
-    kinds_of_stage = {"enum": list(STAGE_CLASSES), "description": described}
-    properties = {name: either[0] if len(either) == 1 else {"anyOf": either} for name, either in shared.items()}
-    properties["kind"] = {**kinds_of_stage, "default": "rl"}
-    properties["stages"] = {
-        "description": "The stages in their order; keys beside them are shared by those that have them.",
-        "type": "array",
-        "minItems": 1,
-        "items": {"type": "object", "properties": {"kind": kinds_of_stage}, "required": ["kind"], "allOf": branches},
-    }
-    return {
-        "$schema": DIALECT,
-        "title": "Rollwright config",
-        "type": "object",
-        "properties": properties,
-        "additionalProperties": False,
-        "$defs": definitions,
-    }

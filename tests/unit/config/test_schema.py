@@ -6,8 +6,8 @@ import pytest
 
 from rollwright import GRPOConfig
 from rollwright.config.loading import build_config, config_to_dict
+from rollwright.config.schema import class_at, schema_of_class, schema_of_files
 from rollwright.config.source import parse_yaml
-from rollwright.config.validation import class_at, schema_of_class, schema_of_files
 from rollwright.errors import ConfigError
 
 jsonschema = pytest.importorskip("jsonschema")
