@@ -1,8 +1,9 @@
 """All that a run can be told: standard dataclasses, read from YAML and overrides, validated by pydantic. No torch.
 
-``source`` reads a file, merges overrides and resolves interpolations; ``validation`` makes the dataclasses, ``schema``
-their JSON Schema; ``rules`` are between keys; ``plan`` says what stages do; ``loading`` is the pipeline. A field carries ``metadata={"help": ..., "ge": ..., "le": ..., "choices":
-..., "registry": ...}``. A key that is here does what its help says; another is refused with the nearest right name.
+``source`` reads a file and ``overrides`` merges key=value words; ``interpolation`` resolves ``${…}``; ``validation`` makes the
+dataclasses, ``schema`` their JSON Schema; ``rules`` are between keys; ``plan`` says what stages do; ``loading`` is the pipeline. A field
+carries ``metadata={"help": ..., "ge": ..., "le": ..., "choices": ..., "registry": ...}``. A key that is here does what its help says;
+another is refused with the nearest right name.
 """
 
 from __future__ import annotations
