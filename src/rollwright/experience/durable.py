@@ -20,8 +20,10 @@ import functools
 import inspect
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol, overload
 
 import msgspec
@@ -62,6 +64,14 @@ class Episode(Protocol):
 
 #: The episode that the running asyncio task belongs to; inherited by the tasks and threads that it starts.
 EPISODE: ContextVar[Episode | None] = ContextVar("episode", default=None)
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call's value, and whether it has to be made."""
+
+    value: Any = None
+    is_new: bool = True
 
 
 class Durable:
@@ -114,35 +124,36 @@ class Durable:
 
     def called(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """The result of a function, kept or from the journal."""
-        episode = EPISODE.get()
-        if episode is None or self.kind == "pure":
-            return function(*arguments, **keywords)
-        key, started = call_key(arguments, keywords), time.time()
-        if (kept := self._answered(episode, key)) is not None:
-            return _value_of(kept)
-        try:
-            value = function(*arguments, **keywords)
-        except Exception as error:
-            self._keep_error(episode, key, started, error)
-            raise
-        self._keep(episode, key, started, value)
-        return value
+        with self._kept(arguments, keywords) as call:
+            if call.is_new:
+                call.value = function(*arguments, **keywords)
+        return call.value
 
     async def awaited(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """As ``called``, of an async function."""
+        with self._kept(arguments, keywords) as call:
+            if call.is_new:
+                call.value = await function(*arguments, **keywords)
+        return call.value
+
+    @contextmanager
+    def _kept(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Iterator[_Call]:
+        """One call: answered by the journal, or made inside, and its outcome kept."""
         episode = EPISODE.get()
         if episode is None or self.kind == "pure":
-            return await function(*arguments, **keywords)
+            yield _Call()
+            return
         key, started = call_key(arguments, keywords), time.time()
-        if (kept := self._answered(episode, key)) is not None:
-            return _value_of(kept)
+        if (result := self._answered(episode, key)) is not None:
+            yield _Call(_value_of(result), is_new=False)
+            return
+        call = _Call()
         try:
-            value = await function(*arguments, **keywords)
+            yield call
         except Exception as error:
             self._keep_error(episode, key, started, error)
             raise
-        self._keep(episode, key, started, value)
-        return value
+        self._keep(episode, key, started, call.value)
 
     def _answered(self, episode: Episode, key: int) -> Result | None:
         if episode.past is None:
