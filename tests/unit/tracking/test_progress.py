@@ -1,6 +1,7 @@
 """The display: sparkline, plain lines, and the live picture as a terminal would show it."""
 
 import io
+import time
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rollwright.errors import ConfigError
+from rollwright.tracking import progress
 from rollwright.tracking.progress import ProgressDisplay, format_duration, sparkline
 
 
@@ -79,8 +81,6 @@ def test_plain_lines_come_every_ten_steps_with_means():
 
 
 def test_slow_steps_have_a_line_each(monkeypatch):
-    from rollwright.tracking import progress
-
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     stream = io.StringIO()
     with ProgressDisplay(9, mode="plain", stream=stream) as display:
@@ -122,6 +122,17 @@ def test_the_live_picture(width):
         assert expected in text
     last = text[text.rindex("╭") :]
     assert max(len(line) for line in last.splitlines() if line.startswith(("│", "╭", "╰"))) <= width
+
+
+def test_a_bar_follows_a_count_that_is_kept_elsewhere(monkeypatch):
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=100, color_system=None)
+    monkeypatch.setattr(progress.logging, "console", lambda: console)
+    done = [0.0]
+    with progress.progress_bar(40, "evaluating, greedy", show=True, count=lambda: done[0]):
+        for done[0] in (7.0, 40.0):
+            time.sleep(0.25)  # drawn ten times a second
+    assert all("evaluating, greedy" in file.getvalue() and number in file.getvalue() for number in ("7/40", "40/40"))
 
 
 def test_an_unknown_mode_is_refused():
