@@ -132,7 +132,7 @@ class _Resolver:
         for part in (*above, *undotted(bare.replace("[", ".").replace("]", ""))):
             if isinstance(node, str) and not is_resolved:  # the way leads through another interpolation
                 node, is_resolved = self.value(node, path), True
-            inner = dict(enumerate(node)) if isinstance(node, list) else node if isinstance(node, dict) else {}
+            inner: dict[Any, Any] = dict(enumerate(node)) if isinstance(node, list) else node if isinstance(node, dict) else {}
             found = next((each for each in inner if str(each) == str(part)), None)
             if found is None:
                 raise _UnresolvedError(f"Interpolation key {key!r} not found. Name a key that the config has.")

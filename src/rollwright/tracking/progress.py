@@ -119,6 +119,7 @@ class ProgressDisplay:
         self._began = self._step_began = time.monotonic()
         self._lines: dict[str, tuple[int, float]] = {}  # kind -> step and time of the last plain line
         self._since_line: list[tuple[float, float, Mapping[str, float]]] = []  # value, seconds and phases of the steps since
+        self._end = ""  # why the steps end before the last one
         self._spinner = Spinner("dots", style="cyan")
         self._live: Live | None = None
 
@@ -191,6 +192,15 @@ class ProgressDisplay:
         if self.mode == "plain" and self._line_is_due("evaluation", step):
             self._print(f"eval after step {step}/{self._total} | reward {value:.3f}")
 
+    def done(self, reason: str) -> None:
+        """Tells that there will be no further step, though some were planned."""
+        with self._lock:
+            self._end = reason
+        if self.mode == "plain":
+            if self._since_line:
+                self._print_steps(self._step, self._facts, time.monotonic())
+            self._print(f"done after step {self._step}/{self._total}: {reason}")
+
     def _line_is_due(self, kind: str, step: int) -> bool:
         """Whether what happened after ``step`` steps is printed; the first and the last always are."""
         now = time.monotonic()
@@ -249,7 +259,7 @@ class ProgressDisplay:
         left = None if eta is None else max(0.0, eta - (time.monotonic() - self._step_began))
         numbers = f"{self._step}/{self._total}"
         clock = f"{format_duration(elapsed)}" + (
-            "" if left is None or self._step >= self._total else f"  {format_duration(left)} left"
+            "" if left is None or self._end or self._step >= self._total else f"  {format_duration(left)} left"
         )
         grid = Table.grid(padding=(0, 2))
         grid.add_column(no_wrap=True)
@@ -301,11 +311,10 @@ class ProgressDisplay:
         return Group(bar, legend)
 
     def _render_activity(self) -> RenderableType:
-        if self._live is None or self._step >= self._total:
-            return Text(
-                "done" if self._step >= self._total else "stopped",
-                style="bold green" if self._step >= self._total else "yellow",
-            )
+        if self._end or self._step >= self._total:
+            return Text(f"done: {self._end}" if self._end else "done", style="bold green")
+        if self._live is None:
+            return Text("stopped", style="yellow")
         phase = self._timer.current if self._timer is not None else None
         since = time.monotonic() - self._step_began
         self._spinner.update(

@@ -192,6 +192,7 @@ class Trainer(ABC):
                     if recovering.due_by_now(self.step, self.is_published):
                         self._save_recover()
                 if self.is_done(evaluations.get(self.step)):
+                    run.display.done(f"a reward of {evaluations[self.step]:.3f} held out, as asked for")
                     break
             if self.step != self._saved_step:
                 self._save_recover()  # to continue from after a signal, or when the run is made longer

@@ -80,6 +80,23 @@ def test_plain_lines_come_every_ten_steps_with_means():
     assert "(train 1.0s eval 2.0s)" in lines[4][2]
 
 
+def test_an_early_end_says_why_and_leaves_no_step_untold():
+    stream, file = io.StringIO(), io.StringIO()
+    console = Console(file=file, force_terminal=True, width=80, color_system=None)
+    for mode in ("plain", "live"):
+        with ProgressDisplay(400, mode=mode, console=console, stream=stream) as display:
+            for step in range(1, 13):
+                display.step(step, step)
+            display.evaluation(12, 0.37)
+            display.done("as good as asked for")
+    lines = stream.getvalue().splitlines()
+    assert lines[-2].startswith("step 12/400 | reward 11.500")
+    assert lines[-1] == "done after step 12/400: as good as asked for"
+    last = file.getvalue()[file.getvalue().rindex("╭") :]
+    assert "done: as good as asked for" in last
+    assert "left" not in last
+
+
 def test_slow_steps_have_a_line_each(monkeypatch):
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     stream = io.StringIO()
