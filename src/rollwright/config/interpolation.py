@@ -139,7 +139,7 @@ class _Resolver:
             node, path = inner[found], (*path, found)
         if node == "???":
             raise _UnresolvedError(f"Interpolation key {key!r} has no value yet (???). Give it one.")
-        return node if is_resolved else self.value(node, path)
+        return hidden_by_name(path[-1], node if is_resolved else self.value(node, path))
 
 
 def _split(text: str) -> Iterator[tuple[str, bool]]:
