@@ -43,6 +43,7 @@ class RequestRecord:
     position_ids: list[int] | None = None
     branch_ids: list[int] | None = None
     logprobs_shifted: bool = False  # taken after top-p, top-k or penalties
+    server: str = ""  # that answered; empty: the engine of this process
     metadata: dict[str, Any] = field(default_factory=dict)
     multi_modal: dict[str, Any] | None = field(default=None, repr=False)  # what the model saw of images
     tokenizer: Any = field(default=None, repr=False)  # of the request, to make messages readable
@@ -160,6 +161,7 @@ class Recorder:
             position_ids=None if request.position_ids is None else list(request.position_ids),
             branch_ids=None if request.branch_ids is None else list(request.branch_ids),
             logprobs_shifted=response.logprobs_shifted,
+            server=response.server,
             metadata=dict(request.metadata),
             multi_modal=request.multi_modal,
             tokenizer=request.tokenizer,

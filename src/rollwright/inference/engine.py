@@ -56,6 +56,16 @@ class WeightReceiver:
         None: it is not known, or engines differ."""
         return None if self.local_model is None else next(self.local_model.parameters()).dtype
 
+    @property
+    def weight_way(self) -> str:
+        """By which way weights come here where the trainer names none; see ``WeightUpdateMeta.type``."""
+        return "memory"
+
+    @property
+    def weight_holders(self) -> list[str]:
+        """What computes with the weights, by names for people."""
+        return [f"{type(self.sampler).__name__} in this process"]
+
     def publish(self, version: int) -> None:
         """The weights of ``local_model`` were changed in place and are ``version`` now.
 

@@ -359,7 +359,7 @@ class RemoteRequests(InferenceEngine):
                     self._router.give_back(server)
         response = self.read_answer(request, data, version_when_sent)
         response.latency = time.perf_counter() - started
-        response.logprobs_shifted = shifted
+        response.logprobs_shifted, response.server = shifted, server.address
         return response
 
     def read_answer(self, request: ModelRequest, data: dict[str, Any], version_when_sent: int) -> ModelResponse:

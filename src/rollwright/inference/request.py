@@ -180,6 +180,7 @@ class ModelResponse:
     input_logprobs: list[float | None] | None = None  # of the prompt from ``prompt_logprobs_from`` on; the first token has none
     input_top_logprobs: list[TopTokens | None] | None = None  # where both are asked for
     logprobs_shifted: bool = False  # taken after top-p, top-k or penalties: the trainer has to recompute them
+    server: str = ""  # that sampled it; empty: the engine of this process
 
     def __post_init__(self) -> None:
         if isinstance(self.input_tokens, Tokens):

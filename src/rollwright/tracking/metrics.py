@@ -222,6 +222,7 @@ class PhaseTimer:
         self._origin = clock()
         self._origin_unix = time.time()
         self._current: list[str] = []
+        self._began: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -231,6 +232,8 @@ class PhaseTimer:
         with self._lock:
             self._current.append(name)
         started = self._clock()
+        with self._lock:
+            self._began.setdefault(name, started)
         try:
             yield
         finally:
@@ -262,6 +265,14 @@ class PhaseTimer:
                 lane = threading.get_ident()
             with self._lock:
                 self._events.append((name, started, self._clock() - started, lane, {"cat": category, "args": args or {}}))
+
+    def beginnings(self, reset: bool = True) -> dict[str, float]:
+        """When each phase began for the first time since the last call with ``reset``, in seconds since the epoch."""
+        with self._lock:
+            began = {name: self._origin_unix + at - self._origin for name, at in self._began.items()}
+            if reset:
+                self._began.clear()
+        return began
 
     @property
     def current(self) -> str | None:

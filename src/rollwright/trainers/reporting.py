@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from rollwright.tracking.rollout_dumps import RolloutDumper
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.tracking.sinks import MetricsLogger
 from rollwright.training.actor import FSDPPPOActor
+from rollwright.training.publish import Publication
 
 
 @dataclass
@@ -139,7 +141,13 @@ class StageRun:
 
 
 def report_step(
-    run: StageRun, step: int, batch: Trajectory, stats: Mapping[str, float], version: int, sampling: Sequence[str]
+    run: StageRun,
+    step: int,
+    batch: Trajectory,
+    stats: Mapping[str, float],
+    version: int,
+    sampling: Sequence[str],
+    publication: Publication | None = None,
 ) -> float:
     """Log and show a step that trained on ``batch``; returns the mean reward of the batch's samples.
 
@@ -150,11 +158,12 @@ def report_step(
         stats: of ``ppo_update``.
         version: published after the step.
         sampling: phases of the step in which tokens are sampled, by whose seconds they are counted.
+        publication: of ``version``; None: it was not published.
     """
     rewards = sample_means(batch, batch["rewards"])
     sampled = float(batch["loss_mask"].sum())
     lengths = batch["attention_mask"].sum(1).float()
-    seconds = run.timer.export()
+    seconds, began = run.timer.export(), run.timer.beginnings()
     reward = float(rewards.mean())
     generating = sum(seconds.get(phase, 0.0) for phase in sampling)
     generation = sampled / generating if generating else 0.0
@@ -176,7 +185,9 @@ def report_step(
     }
     run.log(step, metrics)
     if run.journal is not None:
-        journal_step(run.journal, step, batch, stats, version, seconds)
+        journal_step(run.journal, step, batch, stats, version, publication)
+        for name, taken in seconds.items():
+            run.journal.write(Phase(step, name, taken, began.get(name, 0.0)), may_hold_secrets=False)
     run.dumper.dump(step, batch)
     run.display.step(
         step,
@@ -191,24 +202,38 @@ def report_step(
 
 
 def journal_step(
-    journal: Journal, step: int, batch: Trajectory, stats: Mapping[str, float], version: int, seconds: Mapping[str, float]
+    journal: Journal,
+    step: int,
+    batch: Trajectory,
+    stats: Mapping[str, float],
+    version: int,
+    publication: Publication | None = None,
 ) -> None:
-    """Write what a step trained on, what was published after it, and how long its phases took."""
+    """Write what a step trained on, with what the trainer computed of each token, and what was published after it."""
     masked_BL = batch["loss_mask"].bool()
     tokens_B, rewards_B = masked_BL.sum(1).tolist(), batch["rewards"].tolist()
     groups_B, samples_B = batch["group_ids"].tolist(), batch["sample_ids"].tolist()
-    advantages = batch["advantages"].float()[masked_BL].cpu().numpy()
+    advantages = _packed(batch["advantages"], masked_BL, "<f4")
+    logprobs, entropies = (
+        _packed(batch.get(name), masked_BL, dtype) for name, dtype in (("trainer_logprobs", "<f4"), ("entropies", "<f2"))
+    )
     start = 0
     for group, sample, reward, tokens in zip(groups_B, samples_B, rewards_B, tokens_B, strict=True):
         own = advantages[start : start + tokens]
-        start += tokens
         is_same = tokens == 0 or bool((own == own[0]).all())
-        advantage = (float(own[0]) if tokens else 0.0) if is_same else own.astype("<f4").tobytes()
-        journal.write(Trained(step, group, sample, reward, advantage, tokens), may_hold_secrets=False)
-    for name, taken in seconds.items():
-        journal.write(Phase(step, name, taken), may_hold_secrets=False)
+        advantage = (float(own[0]) if tokens else 0.0) if is_same else own.tobytes()
+        scores = [values[start : start + tokens] for values in (logprobs, entropies)]
+        packed = [each.tobytes() if each.any() else b"" for each in scores]  # none of a row that the update left out
+        start += tokens
+        journal.write(Trained(step, group, sample, reward, advantage, tokens, *packed), may_hold_secrets=False)
     audit = {name: float(value) for name, value in stats.items() if name.startswith("logprob_difference/")}
-    journal.write(Published(step, version, audit, time.time()), may_hold_secrets=False)
+    said = () if publication is None else (publication.way, publication.seconds, publication.size, publication.engines)
+    journal.write(Published(step, version, audit, time.time(), *said), may_hold_secrets=False)
+
+
+def _packed(values_BL: Tensor | None, masked_BL: Tensor, dtype: str) -> np.ndarray:
+    """The values of the trained tokens, row after row; none where nobody computed them."""
+    return np.empty(0, dtype) if values_BL is None else values_BL[masked_BL.to(values_BL.device)].cpu().numpy().astype(dtype)
 
 
 def workflow_metrics(batch: Trajectory) -> dict[str, float]:

@@ -81,7 +81,8 @@ class PolicyTrainer(Trainer):
                 self.publish()
             else:
                 self.ranks.call("skip_publication")
-        reward = report_step(run, self.step, batch, stats, self.actor.version, self.sampling_phases)
+        publication = self.actor.publication if self.is_published else None
+        reward = report_step(run, self.step, batch, stats, self.actor.version, self.sampling_phases, publication)
         self.learning.after_step(stats, reward)
         if self.samples_with_own_weights():
             check_agreement(self.config, self.actor, self.step, stats)

@@ -25,7 +25,7 @@ from rollwright.training import parallel
 from rollwright.training.engine import TrainEngine, trained_tokens
 from rollwright.training.micro_batches import split_minibatches
 from rollwright.training.parallel import TokenStatistics
-from rollwright.training.publish import Publisher, SharedWeights, publisher_for
+from rollwright.training.publish import Publication, Publisher, SharedWeights, publisher_for
 
 logger = getLogger("training")
 
@@ -160,7 +160,8 @@ class FSDPPPOActor(TrainEngine):
 
         Args:
             batch: a trajectory after ``compute_advantages``. ``prox_logp`` (the trainer's own log-probabilities before
-                the first step) is used where it is there, and computed where the configuration needs it.
+                the first step) is used where it is there, and computed where the configuration needs it. What the update computed of each
+                trained token is written into it: ``trainer_logprobs`` and ``entropies``, ``[B, L]``, 0 elsewhere.
 
         Returns:
             Metrics of the update; ``docs/training.md`` lists them.
@@ -171,7 +172,7 @@ class FSDPPPOActor(TrainEngine):
         config = self.config
         _require(batch, "advantages", "ppo_update", "call compute_advantages(batch) first")
         _require(batch, "logprobs", "ppo_update")
-        batch = tensor_container_to(dict(batch), self.device)
+        given, batch = batch, tensor_container_to(dict(batch), self.device)
         batch["update_mask"] = self._update_mask(batch).float()
         needs_prox = config.recompute_logprob or (config.use_decoupled_loss and config.prox_logp_method == "recompute")
         if not needs_prox and "prox_logp" not in batch and bool(batch.get("logprobs_shifted", torch.zeros(1)).any()):
@@ -187,6 +188,7 @@ class FSDPPPOActor(TrainEngine):
 
         statistics = TokenStatistics(self.device)
         batch_diagnostics(batch, self.version, statistics)
+        scores = TokenScores(batch, given)
         steps = []
         for rows in split_minibatches(batch, config.ppo_n_minibatches):
             minibatch = select_rows(batch, rows)
@@ -197,7 +199,8 @@ class FSDPPPOActor(TrainEngine):
             )
             if self._publisher is not None:
                 self._publisher.before_first_step()
-            update = PolicyUpdate(config, self._policy_loss, self.version, before_first_step=not steps)
+            minibatch[_ROW] = rows.to(self.device)
+            update = PolicyUpdate(config, self._policy_loss, self.version, before_first_step=not steps, scores=scores)
             entropy = {"with_entropy": True, "entropy_gradient": config.entropy_coef > 0}
             steps.append(self.optimise(minibatch, update.loss, statistics, **entropy))
         statistics.add("policy_loss", torch.zeros((), device=self.device), torch.tensor(len(steps) / parallel.world_size()))
@@ -241,6 +244,11 @@ class FSDPPPOActor(TrainEngine):
                 self._publisher = before.succeeded_by(self._publisher)
         self._publisher.publish(self, self.version + 1)
         self.version += 1
+
+    @property
+    def publication(self) -> Publication | None:
+        """How weights went to the engines the last time; on the first rank."""
+        return None if self._publisher is None else self._publisher.publication
 
     def republish(self) -> None:
         """Publish the present weights under their present version: at a start, and after ``load_state_dict``."""
@@ -294,6 +302,33 @@ def _summary(steps: list[dict[str, float]]) -> dict[str, float]:
 STALENESS_BINS = 10
 
 
+_ROW = "_row"  # of the batch, in minibatches
+
+
+class TokenScores:
+    """What an update computed of each trained token: its log-probability under the trainer's weights before the first step (in a later
+    minibatch, where none was computed before: of that minibatch), and the policy's entropy there.
+
+    Args:
+        batch: on the device of the trainer.
+        into: the two columns are written into it.
+    """
+
+    def __init__(self, batch: Trajectory, into: Trajectory) -> None:
+        self._logprobs_BL = torch.zeros_like(batch["update_mask"], dtype=torch.float32)
+        self._entropies_BL = torch.zeros_like(self._logprobs_BL)
+        into["trainer_logprobs"], into["entropies"] = self._logprobs_BL, self._entropies_BL
+
+    @torch.no_grad()
+    def take(self, part: Trajectory, logp_BL: Tensor, entropy_BL: Tensor, mask_BL: Tensor) -> None:
+        """Add the scores of a micro-batch; each row is in one of them."""
+        if not len(self._logprobs_BL):
+            return  # a rank without rows
+        width, logp_BL = mask_BL.shape[1], part.get("prox_logp", logp_BL)
+        self._logprobs_BL[:, :width].index_add_(0, part[_ROW], (logp_BL * mask_BL).float())
+        self._entropies_BL[:, :width].index_add_(0, part[_ROW], (entropy_BL * mask_BL).float())
+
+
 @dataclass(frozen=True)
 class PolicyUpdate:
     """The loss of a minibatch, as ``TrainEngine.optimise`` calls it for each micro-batch.
@@ -310,6 +345,7 @@ class PolicyUpdate:
     policy_loss: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], PolicyLoss]
     version: int
     before_first_step: bool
+    scores: TokenScores | None = None  # where what is computed of each token goes
 
     def loss(self, part: Trajectory, logp_BL: Tensor, entropy_BL: Tensor, statistics: TokenStatistics) -> Tensor:
         """The weighted sum of a micro-batch's token losses."""
@@ -343,6 +379,8 @@ class PolicyUpdate:
             total = total - config.entropy_coef * (weights_BL * entropy_BL).sum()
         self._measure(part, logp_BL.detach(), behaviour_BL, policy, mask_BL, statistics)
         statistics.mean("entropy", entropy_BL, mask_BL)
+        if self.scores is not None:
+            self.scores.take(part, logp_BL.detach(), entropy_BL.detach(), mask_BL)
         return total
 
     def _anchor(self, part: Trajectory, logp_BL: Tensor, behaviour_BL: Tensor) -> Tensor:

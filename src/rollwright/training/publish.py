@@ -8,6 +8,7 @@ and all ranks score and compare what they answered.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -55,16 +56,35 @@ class Agreement:
     tokens: int
 
 
+@dataclass(frozen=True)
+class Publication:
+    """How weights went to the engines, for people.
+
+    Attributes:
+        way: ``in place`` where the engine computes with the trainer's tensors, else a ``WeightUpdateMeta.type``.
+        seconds: until the engines said that they hold them.
+        size: bytes that were copied or sent.
+        engines: that hold them.
+    """
+
+    way: str
+    seconds: float
+    size: int
+    engines: list[str]
+
+
 class SharedWeights:
     """The engine in this process computes with the trainer's own tensors: nothing is copied.
 
     Attributes:
         engine: samples with the weights.
         agreements: how far the engine was from the trainer in the last audit; empty where there was none yet.
+        publication: the last one.
     """
 
     def __init__(self, engine: InferenceEngine) -> None:
         self.engine = engine
+        self.publication: Publication | None = None
         self.agreements: list[Agreement] = []
         self._paused = False
 
@@ -80,7 +100,9 @@ class SharedWeights:
         Raises:
             WeightUpdateError: it does not compute what the trainer computes; it stays paused.
         """
+        started = time.perf_counter()
         self.engine.publish(version)
+        self.publication = Publication("in place", time.perf_counter() - started, 0, self.engine.weight_holders)
         self.agreements = audit_engine(self.engine, trainer, version, NEW_TOKENS_IN_PROCESS) or []
         if self._paused:
             self._paused = False
@@ -106,10 +128,12 @@ class SentWeights:
     Attributes:
         engine: takes the weights.
         agreements: how far each engine was from the trainer in the last audit; empty where there was none yet.
+        publication: the last one; on the first rank.
     """
 
     def __init__(self, engine: WeightReceiver, meta: WeightUpdateMeta | None) -> None:
         self.engine = engine
+        self.publication: Publication | None = None
         self.agreements: list[Agreement] = []
         self.meta = meta
         self._due: tuple[TrainEngine, int] | None = None  # a version that was not audited yet
@@ -138,7 +162,10 @@ class SentWeights:
         """
 
         def send(weights: WeightStream) -> None:
+            started, sampler = time.perf_counter(), self.engine.sampler
             self.engine.update_weights(self.meta, version=version, weights=weights, config=trainer.model.config)
+            way = sampler.weight_way if self.meta is None else self.meta.type
+            self.publication = Publication(way, time.perf_counter() - started, weights.nbytes, sampler.weight_holders)
 
         with_whole_weights(trainer.weights(published_dtype(trainer, self.engine)), send)
         self._due = trainer, version

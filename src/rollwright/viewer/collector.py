@@ -61,17 +61,21 @@ _TRAINED = """
 UPDATE samples SET step = ?, step_writer = ?, trained = ?, advantage = ?, advantages = ?, trained_places = ? WHERE id = ?
 """
 _STEP = """
-INSERT OR REPLACE INTO steps
-SELECT :step, :writer, :version, :time, :way, :seconds, :bytes, :engines, :audit,
-    (SELECT count(*) FROM samples WHERE step = :step AND step_writer = :writer),
-    (SELECT count(*) FROM groups WHERE step = :step AND writer = :writer AND state = 'trained'),
-    (SELECT avg(reward) FROM samples WHERE step = :step AND step_writer = :writer),
-    (SELECT min(reward) FROM samples WHERE step = :step AND step_writer = :writer),
-    (SELECT max(reward) FROM samples WHERE step = :step AND step_writer = :writer),
-    (SELECT sum(tokens) FROM samples WHERE step = :step AND step_writer = :writer),
-    (SELECT count(*) FROM groups WHERE step = :step AND writer = :writer AND state <> 'trained' AND NOT is_eval),
-    (SELECT count(*) FROM groups WHERE step = :step AND writer = :writer AND state = 'trained' AND NOT has_variance)
+INSERT OR REPLACE INTO steps (step, writer, version, time, way, seconds, bytes, engines, audit)
+VALUES (:step, :writer, :version, :time, :way, :seconds, :bytes, :engines, :audit)
 """
+_OF_STEP = "FROM samples WHERE step = :step AND step_writer = :writer"
+_GROUPS = "FROM groups WHERE step = :step AND writer = :writer AND NOT is_eval AND state"
+_COUNT = f"""
+UPDATE steps SET
+    (samples, reward, reward_min, reward_max, tokens) = (SELECT count(*), avg(reward), min(reward), max(reward), sum(tokens) {_OF_STEP}),
+    (groups, without_variance) = (SELECT count(*), count(*) - sum(has_variance) {_GROUPS} = 'trained'),
+    dropped = (SELECT count(*) {_GROUPS} <> 'trained')
+WHERE step = :step AND writer = :writer
+"""
+
+
+_WAITING_KEPT = 1_000  # groups whose samples are looked for again
 
 
 class OpenSample:
@@ -197,7 +201,8 @@ class Collector:
             return
         if self._trained:
             self._assign()
-        self._take[kind](writer, place, record)
+        if (take := self._take.get(kind)) is not None:
+            take(writer, place, record)
 
     def place_to_go_on(self, end: int) -> int:
         """Where to read on after ``end``: before the rows of a group that may not be complete."""
@@ -208,6 +213,7 @@ class Collector:
     def save(self) -> None:
         """Write what is not in the index yet."""
         self._flush()
+        self._find_waiting()
         self._connection.execute("DELETE FROM running")
         rows = [(*key, sample.state()) for key, sample in self._open.items()]
         self._connection.executemany("INSERT INTO running VALUES (?, ?, ?)", rows)
@@ -315,43 +321,62 @@ class Collector:
         self._trained.append((writer, place, record))
 
     def _assign(self) -> None:
-        """Find the samples whose rows were trained: a batch has the rows of a group in the order of its samples."""
+        """The rows of a group are complete: find its samples."""
         trained, self._trained = self._trained, []
         writer, _, first = trained[0]
-        self._flush()
-        find = "SELECT id, ordinal FROM groups WHERE number = ? AND writer = ? AND NOT is_eval ORDER BY id DESC LIMIT 1"
-        group = self._connection.execute(find, (first.group, writer)).fetchone()
-        if group is None:
-            return  # of a store, or of a file that was removed
         self._first_steps.setdefault(writer, first.step)
+        rows = [(place, record.reward, _mean_advantage(record)) for _, place, record in trained]
+        self._flush()
+        if not self._find(writer, first.step, first.group, rows):
+            values = (first.group, writer, first.step, msgspec.msgpack.encode(rows))
+            self._connection.execute("INSERT OR REPLACE INTO waiting VALUES (?, ?, ?, ?)", values)
+
+    def _find(self, writer: int, step: int, number: int, trained: list[tuple[int, float, float]]) -> bool:
+        """Note what was trained with its samples: a batch has the rows of a group in the order of its samples.
+
+        Returns:
+            False where samples are not here yet: other processes wrote them.
+        """
+        find = "SELECT id, ordinal FROM groups WHERE number = ? AND writer = ? AND NOT is_eval ORDER BY id DESC LIMIT 1"
+        group = self._connection.execute(find, (number, writer)).fetchone()
+        if group is None:
+            return True  # of a store, or of a file that was removed
         own = self._connection.execute(
             "SELECT id, idx, rows, step, step_writer, trained FROM samples WHERE ordinal = ? AND is_eval = 0 AND status = 'accepted' "
             "ORDER BY idx, id DESC",
             (group["ordinal"],),
         ).fetchall()
-        waiting, seen, updates, rewards = iter(trained), set[int](), [], set[float]()
+        left, seen, updates = iter(trained), set[int](), []
         for sample in own:
             if sample["idx"] in seen:
                 continue  # ran again after a resume
             seen.add(sample["idx"])
-            rows = list(islice(waiting, sample["rows"]))
+            rows = list(islice(left, sample["rows"]))
             if not rows:
                 break
-            advantages = [_mean_advantage(record) for _, _, record in rows]
-            rewards.update(record.reward for _, _, record in rows)
-            places = array("q", [place for _, place, _ in rows]).tobytes()
-            times = (sample["trained"] or 0) + (0 if self._is_undone(sample, writer) else 1)
+            advantages = [advantage for _, _, advantage in rows]
+            places = array("q", [place for place, _, _ in rows]).tobytes()
+            times = (sample["trained"] or 0) + self._counts(sample, writer, step)
             several = json.dumps(advantages) if len(rows) > 1 else None
-            mean = sum(advantages) / len(advantages)
-            updates.append((first.step, writer, times, mean, several, places, sample["id"]))
+            updates.append((step, writer, times, sum(advantages) / len(advantages), several, places, sample["id"]))
         self._connection.executemany(_TRAINED, updates)
         change = "UPDATE groups SET state = 'trained', step = ?, has_variance = ? WHERE id = ?"
-        self._connection.execute(change, (first.step, len(rewards) > 1, group["id"]))
+        self._connection.execute(change, (step, len({reward for _, reward, _ in trained}) > 1, group["id"]))
+        return next(left, None) is None
 
-    def _is_undone(self, sample: sqlite3.Row, writer: int) -> bool:
-        """A step of an earlier process trained it, which this one makes again."""
+    def _find_waiting(self) -> None:
+        """Look again for samples that were not here; those of the last groups only, as a file may be gone for good."""
+        for row in self._connection.execute("SELECT * FROM waiting ORDER BY step DESC LIMIT ?", (_WAITING_KEPT,)).fetchall():
+            trained = [tuple(each) for each in msgspec.msgpack.decode(row["trained"])]
+            if self._find(row["writer"], row["step"], row["number"], trained):
+                self._connection.execute("DELETE FROM waiting WHERE number = ? AND writer = ?", (row["number"], row["writer"]))
+            self._connection.execute(_COUNT, {"step": row["step"], "writer": row["writer"]})
+
+    def _counts(self, sample: sqlite3.Row, writer: int, step: int) -> bool:
+        """Whether this training of a sample is one more: not the same, and not in the place of one that a resume undid."""
         before = sample["step_writer"]
-        return before is not None and before < writer and self._first_steps[writer] <= sample["step"]
+        is_undone = before is not None and before < writer and self._first_steps[writer] <= sample["step"]
+        return not is_undone and (before, sample["step"]) != (writer, step)
 
     def _phase(self, writer: int, place: int, record: Phase) -> None:
         values = (record.step, writer, record.name, record.seconds, record.began or None, place)
@@ -366,6 +391,7 @@ class Collector:
         }
         values |= {"writer": writer, "engines": json.dumps(record.engines), "audit": json.dumps(record.audit)}
         self._connection.execute(_STEP, values)
+        self._connection.execute(_COUNT, values)
 
     def _checkpointed(self, writer: int, place: int, record: Checkpoint) -> None:
         self._checkpoint = record.step

@@ -269,7 +269,11 @@ class Run:
         """
         group = self._samples.group(str(key))
         task, error, rows = None, "", []
-        best = {sample["index"]: sample for sample in group["samples"] if sample["status"] not in ("failed", "cut")}
+        best = {
+            sample["index"]: sample
+            for sample in group["samples"]
+            if not sample["key"].count("#") or sample["status"] == "accepted"
+        }
         for sample in best.values() or group["samples"]:
             _, places, trained = self._samples.find(sample["key"])
             episode = self._episode(sample["key"], places)

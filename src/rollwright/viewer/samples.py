@@ -14,6 +14,7 @@ from rollwright.viewer.collector import OpenSample
 from rollwright.viewer.index import Index
 
 _KEY = re.compile(r"(eval:)?(\d+)(?:/(\d+))?(?:@v(\d+))?(?:@(\d+))?(?:#(\d+))?")
+_UNFINISHED = ("failed", "cut", "diverged")  # outcomes of attempts behind which another may have the same name
 _LISTED = """
 samples.id, writer, ordinal, idx, attempt, is_eval, version, workflow, status, reason, reward, rewards, prompt_tokens, tokens, length, rows,
 calls, tools, tool_names, first_version, last_version, model_seconds, tool_seconds, began, ended, truncated, step, step_writer, trained,
@@ -137,7 +138,7 @@ class Samples:
     def _key(self, row: sqlite3.Row | Mapping[str, Any]) -> str:
         version = f"@v{row['version']}" if row["is_eval"] else ""
         writer = f"@{row['writer']}" if self._has_several else ""
-        attempt = f"#{row['attempt']}" if row["attempt"] or row["status"] in ("failed", "cut") else ""
+        attempt = f"#{row['attempt']}" if row["attempt"] or row["status"] in _UNFINISHED else ""
         return f"{'eval:' if row['is_eval'] else ''}{row['ordinal']}/{row['idx']}{version}{writer}{attempt}"
 
     def _is_undone(self, writer: int, step: int) -> bool:

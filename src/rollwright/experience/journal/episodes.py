@@ -120,6 +120,7 @@ class EpisodeWriter:
             layout,
             record.logprobs_shifted,
             pack_value(_packable(record.metadata)) if record.metadata else None,
+            server=record.server,
         )
         self._written(call, record.prompt, record.output_bytes)
 
@@ -159,11 +160,11 @@ class EpisodeWriter:
             now = time.time()
             self._journal.write(Result(self._number, name, key, kind, value, error, state, now, now - started))  # type: ignore[arg-type]
 
-    def end(self, outcome: str, reason: str = "", rows: Trajectory | None = None) -> None:
+    def end(self, outcome: str, reason: str = "", rows: Trajectory | None = None, traceback: str = "") -> None:
         """The episode ended; ``rows`` are complete."""
         if self._journal is not None:
             entries = [] if rows is None else rows_of(rows, self._calls)
-            self._journal.write(End(self._number, outcome, reason, entries, time.time()))
+            self._journal.write(End(self._number, outcome, reason, entries, time.time(), traceback))
 
 
 def _shared(prompt: Tokens, before: Tokens, output: bytes) -> int:

@@ -201,6 +201,16 @@ class RemoteClient(RemoteRequests):
             )
         return WeightUpdateMeta.shared()
 
+    @property
+    def weight_way(self) -> str:
+        """See ``default_meta``."""
+        return self.default_meta().type
+
+    @property
+    def weight_holders(self) -> list[str]:
+        """Addresses of the servers in service."""
+        return [server.address for server in self.router.in_service()]
+
     def mapped_weights(self, path: str | None) -> MappedWeights:
         """The file that this client shares weights through, about to be written; made once."""
         self._restore = None  # may read that file, which from now on holds weights that no server has confirmed

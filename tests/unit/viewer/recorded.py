@@ -1,0 +1,86 @@
+"""A run of a small model that is recorded once: two calls and a tool in each sample, a failed attempt, evaluations."""
+
+from __future__ import annotations
+
+from rollwright import durable
+from rollwright.config.experiment import GRPOConfig, NewModelConfig
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.sections import (
+    ClusterConfig,
+    EvaluatorConfig,
+    MicroBatchSpec,
+    OptimizerConfig,
+    PPOActorConfig,
+    RolloutConfig,
+    StatsLoggerConfig,
+)
+from rollwright.config.tasksets import DatasetConfig
+from rollwright.data.tokenizer import load_tokenizer
+from rollwright.inference.request import ModelRequest
+from rollwright.trainers.rl import PPOTrainer
+from rollwright.trainers.stages import make_model
+
+GCONFIG = GenerationHyperparameters(max_new_tokens=6, temperature=0.7)
+TASKS = [{"question": f"{number}+{number}="} for number in range(8)]
+STEPS = 3
+
+
+class Adds:
+    """Asks, calls a tool, asks again; the first attempt of one sample fails."""
+
+    def __init__(self, tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.failed = False
+
+    async def arun_episode(self, engine, data):
+        if data["question"] == "1+1=" and not self.failed:
+            self.failed = True
+            raise ValueError("the calculator is broken")
+        ids = self.tokenizer.encode(data["question"])
+        mask = [0] * len(ids)
+        for turn in range(2):
+            answer = await engine.agenerate(ModelRequest(input_ids=list(ids), gconfig=GCONFIG, rid=f"c{id(ids)}"))
+            ids += answer.output_tokens
+            mask += [1] * len(answer.output_tokens)
+            if turn == 0:
+                told = self.tokenizer.encode(self.look_up(data["question"]))
+                ids += told
+                mask += [0] * len(told)
+        return {"input_ids": ids, "loss_mask": mask, "reward": float(sum(ids) % 3)}
+
+    @staticmethod
+    @durable("calculator")
+    def look_up(question):
+        return f"= {question[0]}"
+
+
+def record_run(root):
+    """Carry out a run of three steps, of 4 groups of 4 samples each; returns its directory."""
+    model = NewModelConfig(
+        path=f"{root}/model",
+        hidden_size=32,
+        layers=2,
+        heads=2,
+        kv_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        characters="0123456789+-*= ",
+    )
+    make_model(model)
+    tokenizer = load_tokenizer(model.path)
+    config = GRPOConfig(
+        experiment_name="viewed",
+        trial_name="run",
+        cluster=ClusterConfig(fileroot=f"{root}/runs"),
+        stats_logger=StatsLoggerConfig(display="none"),
+        gconfig=GCONFIG.new(n_samples=4),
+        actor=PPOActorConfig(path=model.path, optimizer=OptimizerConfig(lr=1e-3), mb_spec=MicroBatchSpec()),
+        rollout=RolloutConfig(max_failed_share=1.0),
+        evaluator=EvaluatorConfig(every_steps=1, gconfig=GCONFIG),
+        train_dataset=DatasetConfig(batch_size=4),
+        total_train_steps=STEPS,
+    )
+    with PPOTrainer(config, TASKS, TASKS[:2]) as trainer:
+        trainer.train(workflow=Adds(tokenizer))
+    return root / "runs" / "viewed" / "run"
