@@ -313,6 +313,11 @@ class JournalConfig:
         gt=0.0,
     )
     rotate_mib: float = key(256.0, "A file larger than this ends with the next episode or recover checkpoint.", gt=0.0)
+    on_divergence: str = key(
+        "restart",
+        "An episode goes on after a resume and asks for something else than before. restart: it begins anew; fail: the run stops.",
+        choices=["restart", "fail"],
+    )
     keep: int | None = key(
         None, "Recover checkpoints whose finished episodes are kept; None: those of the whole run stay.", ge=1
     )

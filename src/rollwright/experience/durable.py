@@ -51,12 +51,15 @@ class Past(Protocol):
 class Episode(Protocol):
     """The journal of the running episode, as durable calls see it (``journal.episodes.EpisodeWriter``)."""
 
-    to_restore: dict[str, Callable[[], object]]
+    to_restore: dict[object, Callable[[], object]]
 
     @property
     def past(self) -> Past | None: ...
 
     def result(self, name: str, key: int, kind: str, started: float, **outcome: bytes | list[str] | None) -> None: ...
+
+    def answered(self, kept: Result) -> None:
+        """A durable call was answered from the past."""
 
     def before_new_call(self, name: str) -> None:
         """A durable call comes that the past does not have; raises where it must not be made."""
@@ -95,6 +98,8 @@ class Durable:
             raise WorkflowError(f"durable(kind={kind!r}): choose from {', '.join(KINDS)}.")
         if (kind == "restorable") != (export is not None and restore is not None):
             raise WorkflowError("durable: kind='restorable' needs export and restore, and no other kind has them.")
+        if inspect.iscoroutinefunction(export) or inspect.iscoroutinefunction(restore):
+            raise WorkflowError("durable: export and restore are called without await; give plain functions.")
         self.name, self.kind, self.export, self.restore = name, kind, export, restore
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,8 +166,10 @@ class Durable:
         kept = episode.past.next_result(self.name, key)
         if kept is None:
             episode.before_new_call(self.name)
-        elif kept.state is not None and self.restore is not None:
-            episode.to_restore[self.name] = functools.partial(self.restore, unpack_value(kept.state))
+            return None
+        episode.answered(kept)
+        if kept.state is not None and self.restore is not None:
+            episode.to_restore[self] = functools.partial(self.restore, unpack_value(kept.state))
         return kept
 
     def _keep(self, episode: Episode, key: int, started: float, value: Any) -> None:
@@ -198,10 +205,9 @@ def durable(
 def durable(call: Any = None, /, **settings: Any) -> Any:
     """Keep the results of calls in the journal, so that their episode can run again; see the module.
 
-    ``rollwright replay`` answers all kinds but ``pure`` from the journal, and makes no call that was not recorded. No run goes on
-    with an unfinished episode yet: a resumed run begins it anew. So ``restart`` is answered as ``recorded`` is, and ``restore`` of
-    ``restorable`` is called only where a replay makes a reward anew (``--reward-fn``); the journal holds what both need when
-    episodes go on.
+    ``rollwright replay`` answers all kinds but ``pure`` from the journal, and makes no call that was not recorded. A run that is
+    resumed goes on with its unfinished episodes: they are answered in the same way, ``restore`` of ``restorable`` is called before
+    their first new call, and one that made a ``restart`` call begins anew.
 
     Args:
         call: a function, which is returned wrapped; or a name, or nothing, for a decorator or a context.

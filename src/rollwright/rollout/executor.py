@@ -10,17 +10,20 @@ import concurrent.futures
 import math
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, DatasetEnded, RolloutError
+from rollwright.experience.journal.episodes import RecordedEpisode
 from rollwright.experience.journal.files import Journal
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.inference.compute_threads import release_workers
 from rollwright.inference.engine import InferenceEngine
 from rollwright.rollout.event_loop import LoopThread
 from rollwright.rollout.failure_budget import Failure, with_cause
+from rollwright.rollout.resume import PastEpisodes, load_state, recall, state_of
 from rollwright.rollout.runner import Runner
 from rollwright.rollout.task_group import AcceptFunction, Batch, Group, GroupFactory, GroupState, TaskSource, Waiter
 from rollwright.tracking.logging import getLogger
@@ -73,6 +76,7 @@ class RolloutExecutor:
         self._factory = GroupFactory()
         self._sources: dict[int, TaskSource] = {}  # by the id of the dataloader, which they keep alive
         self._restored: deque[dict[str, Any]] = deque()  # tasks that a checkpoint had drawn and not trained
+        self._past = PastEpisodes()  # of earlier processes of the run
         self._prepare_lock = threading.Lock()
 
     # -- one task at a time --------------------------------------------------------------------------------------------
@@ -85,6 +89,7 @@ class RolloutExecutor:
         should_accept_fn: AcceptFunction | str | None = None,
         group_size: int = 1,
         is_eval: bool = False,
+        past: Mapping[int, RecordedEpisode] | None = None,
     ) -> int:
         """Queue a task; it runs when the admission rule and the concurrency limit let it.
 
@@ -95,6 +100,7 @@ class RolloutExecutor:
             should_accept_fn: function or import path; given the group's trajectory, says whether it is used.
             group_size: samples of the task; a workflow that makes its own group is run with 1.
             is_eval: not counted by the admission rule, not filtered, and waited for with ``wait(…, is_eval=True)``.
+            past: of its samples by index, as ``rollout.resume.read_past`` gives them: they go on from there.
 
         Returns:
             The task's id, for ``wait_for_task``.
@@ -108,6 +114,7 @@ class RolloutExecutor:
                 f"{MAX_UNDELIVERED_TASKS} tasks are queued, running or ready already: take results with wait() before submitting more."
             )
         group = self._factory.make(data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
+        group.past = dict(past or {})
         self._runner.tasks[group.task_id] = group  # counted here: the loop may be far behind
         self._thread.loop.call_soon_threadsafe(self._runner.enqueue, [group])
         return group.task_id
@@ -280,9 +287,10 @@ class RolloutExecutor:
             self._call(setattr, delivery.staleness, "batch", count)
             epochs, accepted = source.epochs, runner.groups["accepted"]
             while True:
+                drawn = (self._past.row(row) for row in source.draw(self._call(runner.wanted)))
                 groups = [
-                    self._factory.make(row, workflow, workflow_kwargs, should_accept_fn, group_size)
-                    for row in source.draw(self._call(runner.wanted))
+                    self._past.give(self._factory.make(row, workflow, workflow_kwargs, should_accept_fn, group_size))
+                    for row in drawn
                 ]
                 is_over = source.is_over
                 taken = self._await(Waiter(take, caller), None, "prepare_batch", groups)
@@ -359,40 +367,28 @@ class RolloutExecutor:
         """A consistent cut, to be taken after the batch's weights were published.
 
         Returns:
-            ``version``; ``next_ordinal``; ``next_task_id``; ``frontier`` and ``beyond`` (ordinals that are done); ``pending``
-            (tasks drawn and not done, in order) and ``finished`` (complete groups that no batch has taken), by which the
-            dataloader is ahead.
+            ``version``; ``failed_lately`` (for the failure budget); ``next_ordinal``; ``next_task_id``; ``frontier`` and ``beyond``
+            (ordinals that are done); ``pending`` (tasks drawn and not done, in order) and ``finished`` (complete groups that no
+            batch has taken), by which the dataloader is ahead.
         """
-        return self._call(self._read_state)
-
-    def _read_state(self) -> dict[str, Any]:
-        delivery, runner = self._delivery, self._runner
-        untrained = {*delivery.running, *runner.stream, *delivery.in_training}
         drawn = [*self._restored, *(row for source in self._sources.values() for row in source.rows)]
-        return {
-            "version": delivery.staleness.version,
-            "next_ordinal": self._factory.next_ordinal,
-            "next_task_id": self._factory.next_task_id,
-            "frontier": delivery.frontier.frontier,
-            "beyond": delivery.frontier.beyond,
-            "pending": [*(group.task for group in sorted(untrained, key=lambda group: group.ordinal)), *map(dict, drawn)],
-            "finished": [
-                {"task": group.task, "trajectory": group.join(), "admitted": group.admitted, "size": group.size}
-                for group in delivery.ready
-                if not group.is_eval
-            ],
-        }
+        return self._call(state_of, self._runner, self._factory, drawn)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another executor stood: its pending tasks run before the dataloader's next ones."""
-        runner, delivery = self._runner, self._delivery
-        if self._call(lambda: bool(runner.stream or delivery.staleness.running or delivery.ready)):
-            raise RolloutError("load_state_dict: tasks are in flight already; load the state before the first one.")
         self._restored.clear()
-        self._restored.extend(dict(row) for row in state["pending"])
-        self._factory.next_ordinal, self._factory.next_task_id = state["next_ordinal"], state["next_task_id"]
-        finished = [self._factory.restored(entry) for entry in state["finished"]]
-        self._call(delivery.restore, state["version"], state["frontier"], state["beyond"], finished)
+        self._restored.extend(self._call(load_state, self._runner, self._factory, state))
+
+    def recall(self, directories: Iterable[str | Path]) -> PastEpisodes:
+        """Go on with what earlier processes of the run had sampled beyond its checkpoint: see ``rollout.resume``.
+
+        To be called after ``load_state_dict``, or without where there is no checkpoint, and before the first task.
+
+        Args:
+            directories: of their journals.
+        """
+        self._past = recall(self._runner, directories)
+        return self._past
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 
 from rollwright.config.sections import RolloutConfig
-from rollwright.errors import RolloutError
+from rollwright.errors import ReplayError, RolloutError
 from rollwright.experience.contract import check_trajectory
 from rollwright.experience.durable import EPISODE
 from rollwright.experience.journal.files import Journal
+from rollwright.experience.journal.records import GroupEnd
 from rollwright.experience.normaliser import normalise
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
@@ -84,6 +85,8 @@ class Runner:
         self.ends: dict[int, str] = {}  # task id -> why it never became ready
         self._direct: deque[Group] = deque()  # groups of rollout_batch and evaluation: not subject to admission
         self._members: deque[tuple[Group, int, int]] = deque()  # samples of admitted groups that wait for a place
+        self._held: list[tuple[Group, int, int]] = []  # of them, those that wait for the version that they had come to
+        self.given_up: dict[int, GroupEnd] = {}  # tasks that were given up before the run was stopped
         self._waiters: list[Waiter] = []
         self._is_settling = False
         self._pump_asked = False
@@ -98,15 +101,23 @@ class Runner:
                 self.tasks[group.task_id] = group
             (self.stream if group.in_stream else self._direct).append(group)
         with self._faults_stop():
+            for group in groups:
+                if group.in_stream and (end := self.given_up.pop(group.ordinal, None)) is not None:
+                    state = GroupState.FAILED if end.state == "failed" else GroupState.DROPPED
+                    self._end(group, state, end.state, end.reason)
             self.pump()
 
     def pump(self) -> None:
         """Start as many samples as there is room for; groups are admitted in the order in which they came."""
         state = self.delivery.staleness
+        self._members.extendleft(reversed(self._held))
+        self._held = []
         while not self.is_paused and self.fatal is None and self.running_samples < self.config.max_concurrent_samples:
             if self._members:
                 group, index, attempt = self._members.popleft()
-                if not group.is_over:
+                if self.delivery.waits_for_version(group, index):
+                    self._held.append((group, index, attempt))
+                elif not group.is_over:
                     self._start(group, index, attempt)
                 continue
             if self._direct:
@@ -118,7 +129,7 @@ class Runner:
             if not group.is_over:
                 group.state = GroupState.RUNNING
                 self.delivery.admit(group)
-                self._members.extend((group, index, 0) for index in range(len(group.runs)))
+                self._members.extend((group, index, group.first_attempt(index)) for index in range(len(group.runs)))
         self._settle()
 
     def _pump_soon(self) -> None:
@@ -248,6 +259,9 @@ class Runner:
 
     def _sample_ended(self, group: Group, sample: SampleEngine, outcome: Trajectory | BaseException | None) -> None:
         name = sample.name
+        if sample.episode.diverged is not None:  # also where the workflow made something else of it
+            self._diverged(group, sample, sample.episode.diverged)
+            return
         if isinstance(outcome, BaseException):
             is_final = name.attempt >= self.config.max_sample_retries
             failure = self._failed(group, outcome, str(name), is_final)
@@ -269,11 +283,24 @@ class Runner:
             return
         self.samples["accepted"] += 1
         further = group.add(name.index, outcome)
-        self._members.extendleft((group, index, 0) for index in reversed(further))
+        self._members.extendleft((group, index, group.first_attempt(index)) for index in reversed(further))
         if group.samples >= group.size:
             if group.running:
                 self._abandon_later(group, group.cancel("belongs to a group that is full"))
             self._complete(group)
+
+    def _diverged(self, group: Group, sample: SampleEngine, error: Exception) -> None:
+        """A sample asked for something else than before the stop: it begins anew, as the same attempt, or the run stops."""
+        if self.journal is not None and self.journal.config.on_divergence == "fail":
+            sample.episode.end("cut", str(error)[:2000])
+            self.stop(
+                ReplayError(f"{error} Change it back, or set journal.on_divergence to restart: such episodes then begin anew.")
+            )
+            return
+        logger.warning("%s It begins anew.", error)
+        sample.episode.end("diverged", str(error)[:2000])
+        group.past.pop(sample.name.index)
+        self._members.appendleft((group, sample.name.index, sample.name.attempt))
 
     def _complete(self, group: Group) -> None:
         try:

@@ -118,6 +118,7 @@ class SampleEngine(SampleBoundEngine):
     def close(self, because: str) -> None:
         """Refuse every further model call of this sample."""
         self.closed_because = self.closed_because or because
+        self.episode.close()
 
     def _taken(self, request: ModelRequest) -> tuple[ModelRequest, tuple[int, int]]:
         """The request as it is sent, and its place in the record."""
@@ -163,7 +164,7 @@ class SampleEngine(SampleBoundEngine):
             raise PromptTooLongError(kept.call.refused)
         response = answer_of(sent, kept)
         times = {"started": kept.call.started, "finished": kept.call.finished}
-        self.recorder.record(sent, response, place=place, **times)
+        episode.call(self.recorder.record(sent, response, place=place, **times))
         return response
 
     def _diverged(self, what: str) -> ReplayError:
@@ -180,8 +181,7 @@ class SampleEngine(SampleBoundEngine):
             yield
         except PromptTooLongError as error:
             self.recorder.outgrew_context = True
-            if self.episode.past is None or self.episode.past.call_at(place) is None:
-                self.episode.refused(sent, place, error)
+            self.episode.refused(sent, place, error)
             raise
 
     def _refuse_if_closed(self) -> None:

@@ -78,11 +78,12 @@ class Staleness:
             return 0
         return max(0, self.running + self.ready + self.in_training - (self.limit + 1) * self.batch)
 
-    def admit(self) -> int:
-        """A group begins to run; returns the version that it is admitted at."""
+    def admit(self, version: int | None = None) -> int:
+        """A group begins to run; returns the version that it is admitted at: an earlier one where it began before a stop."""
+        version = self.version if version is None else min(version, self.version)
         self.running += 1
-        self._living[self.version] += 1
-        return self.version
+        self._living[version] += 1
+        return version
 
     def finish(self) -> None:
         """A running group is complete and accepted."""
@@ -160,6 +161,7 @@ class Delivery:
         self.ready: dict[Group, None] = {}  # in order of completion; also evaluation that was submitted
         self.in_training: list[Group] = []
         self.taken_by: int | None = None  # thread that took what is in training
+        self.again: list[int] = []  # ordinals that were delivered after the checkpoint that the run was resumed from, in order
         self._waits_for_old = config.on_stale == "wait"
         self._deterministic = deterministic
         self._drop = drop
@@ -171,7 +173,7 @@ class Delivery:
         """A group begins to run."""
         group.admitted = self.staleness.version
         if group.in_stream:
-            self.staleness.admit()
+            group.admitted = self.staleness.admit(min((past.begin.version for past in group.past.values()), default=None))
             self.running.add(group)
 
     def complete(self, group: Group) -> None:
@@ -203,6 +205,13 @@ class Delivery:
             final: no more groups will come: fewer are taken where there are fewer.
         """
         state = self.staleness
+        if self.again:
+            picked = self._taken_again(count, final)
+            if picked is not None:
+                self._deliver_and_cut(picked, self._surplus(picked))
+                self._on_free()  # the last one: samples need not wait any more
+            if picked is not None or self.again:
+                return picked
         if state.ready < count and not final:
             return None
         self._drop_stale()
@@ -217,21 +226,54 @@ class Delivery:
         picked = ready[:count]
         if not picked or (len(picked) < count and not final):
             return None
-        cut: list[Group] = []
-        if state.over_sampling:  # what was started in excess: those that run longest, then the youngest that are ready
-            chosen = set(picked)
-            spare = [group for group in self.ready if group not in chosen and not group.is_eval]
-            cut = sorted(self.running, key=lambda group: (group.admitted, group.task_id)) + spare[::-1]
-            cut = cut[: state.surplus]
+        cut = self._surplus(picked)
         if self._waits_for_old and state.batch is not None:
             youngest = max(group.admitted for group in picked)
             older_runs = any(group.admitted < youngest for group in self.running.difference(cut))
             if older_runs and state.must_wait([group.admitted for group in (*picked, *cut)], state.batch):
                 return None
+        self._deliver_and_cut(picked, cut)
+        return picked
+
+    def _deliver_and_cut(self, picked: list[Group], cut: list[Group]) -> None:
         self.deliver(picked)
         for group in cut:
             self._drop(group, "over_sampling", "cut: its batch was complete")
-        return picked
+
+    def _surplus(self, picked: list[Group]) -> list[Group]:
+        """What over-sampling started in excess: those that run longest, then the youngest that are ready."""
+        if not self.staleness.over_sampling:
+            return []
+        kept = {group.ordinal for group in picked} | set(self.again)
+        running = [group for group in self.running if group.ordinal not in kept]
+        spare = [group for group in self.ready if group.ordinal not in kept and not group.is_eval]
+        cut = sorted(running, key=lambda group: (group.admitted, group.task_id)) + spare[::-1]
+        return cut[: self.staleness.surplus]
+
+    def _taken_again(self, count: int, final: bool) -> list[Group] | None:
+        """The batch that was taken next before the run was stopped; None where it is not there, or there is no other."""
+        self.again = [ordinal for ordinal in self.again if not self.frontier.is_done(ordinal)]
+        wanted = self.again[:count]
+        ready = {group.ordinal: group for group in self.ready if not group.is_eval}
+        if len(wanted) == count and ready.keys() >= set(wanted):
+            del self.again[:count]
+            return [ready[ordinal] for ordinal in wanted]
+        living = ready.keys() | {group.ordinal for group in self.running}
+        cannot_come = (final or self.staleness.capacity < 1) and not living >= set(wanted)
+        if cannot_come:
+            logger.warning(
+                "batches that were taken after the checkpoint cannot be taken again as they were; they are formed anew"
+            )
+        if len(wanted) < count or cannot_come:
+            self.again = []
+            self._on_free()
+        return None
+
+    def waits_for_version(self, group: Group, index: int) -> bool:
+        """True where a sample's past has tokens of weights that are still to be made again, before which it is not to go on."""
+        if not self.again or self._deterministic or group.ordinal in self.again:
+            return False
+        return index in group.past and group.past[index].newest_version > self.staleness.version
 
     def take_evaluation(self, count: int) -> list[Group] | None:
         """``count`` groups of evaluation, to which no rule of age applies; None where they are not there yet."""
@@ -313,6 +355,10 @@ class Frontier:
     def beyond(self) -> list[int]:
         """Ordinals at or above the frontier that are done, ascending."""
         return sorted(self._beyond)
+
+    def is_done(self, ordinal: int) -> bool:
+        """True where the ordinal was marked as done."""
+        return ordinal < self.frontier or ordinal in self._beyond
 
     def done(self, ordinal: int) -> None:
         """Mark an ordinal as done. Idempotent."""

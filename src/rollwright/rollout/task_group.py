@@ -23,7 +23,7 @@ import torch
 
 from rollwright.errors import DataError, RolloutError, WorkflowError
 from rollwright.experience.contract import COLUMNS
-from rollwright.experience.journal.episodes import EpisodeWriter
+from rollwright.experience.journal.episodes import EpisodeWriter, RecordedEpisode
 from rollwright.experience.journal.files import Journal
 from rollwright.experience.journal.records import GroupEnd, pack_value
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
@@ -76,6 +76,7 @@ class Group:
     reason: str = ""  # why it was dropped or given up
     failure: Failure | None = None  # of the sample that it was given up for
     packed_task: tuple[bytes | None, str] | None = None  # for the journal: the row, or why it cannot be packed
+    past: dict[int, RecordedEpisode] = field(default_factory=dict)  # of its samples, which an earlier process ran
 
     def __post_init__(self) -> None:
         self.size = sum(self.runs)
@@ -101,9 +102,16 @@ class Group:
         kind = "evaluation task" if self.is_eval else "task"
         return f"{kind} {self.ordinal} ({text if len(text) <= 160 else text[:157] + '…'})"
 
+    def first_attempt(self, index: int) -> int:
+        """The attempt that a sample begins with: the one that was under way, or the one after that which failed."""
+        past = self.past.get(index)
+        return 0 if past is None else past.begin.attempt + (past.end is not None and past.end.outcome == "failed")
+
     def begin_episode(self, journal: Journal | None, name: SampleName, version: int) -> EpisodeWriter:
         """What one of its samples, which begins now, writes to the journal; ``version`` is that of the weights."""
-        episode = EpisodeWriter(journal)
+        past = self.past.get(name.index)
+        goes_on = past is not None and past.begin.attempt == name.attempt and past.can_go_on
+        episode = EpisodeWriter(journal, past if goes_on else None)
         if journal is not None:
             if self.packed_task is None:
                 try:

@@ -11,7 +11,7 @@
     checkpoints/     Hugging Face checkpoints
     recover/         what a resume needs
     logs/            messages of all levels
-    attempts/        what an attempt left that was killed before its first recover checkpoint
+    attempts/        what an attempt left that nothing can go on from: neither a recover checkpoint nor a journal
 """
 
 from __future__ import annotations
@@ -132,6 +132,11 @@ class RunDirectory:
         """True where a step was logged."""
         return self.metrics_file.exists() and self.metrics_file.stat().st_size > 0
 
+    @property
+    def has_journal(self) -> bool:
+        """True where episodes were recorded."""
+        return any(self.journal.glob("*.journal"))
+
     def _parts(self) -> list[RunDirectory]:
         """This directory and those of the stages that were begun."""
         parts: list[RunDirectory] = [self]
@@ -148,13 +153,14 @@ class RunDirectory:
     def stage(self, name: str) -> RunDirectory:
         """The directory of one stage of a run, inside of this one and of the same form; it is claimed with the run.
 
-        A stage that stopped before its first recover checkpoint begins anew; what it left is set aside.
+        A stage that stopped before its first recover checkpoint goes on from its journal; without one it begins anew, and what it
+        left is set aside.
         """
         part = self._inside(self.path / name)
-        part.resumed = self.resumed and part.has_recover_checkpoint
+        part.resumed = self.resumed and (part.has_recover_checkpoint or part.has_journal)
         if part.has_metrics and not part.resumed:
             logger.warning(
-                "stage %s stopped before its first recover checkpoint; it begins anew, and what it left is in %s",
+                "stage %s stopped before its first recover checkpoint and kept no journal; it begins anew, and what it left is in %s",
                 name,
                 part._set_aside(),
             )
@@ -186,8 +192,8 @@ class RunDirectory:
 
         Args:
             config: the resolved config; the run's identity is computed from it.
-            recover_mode: ``auto`` resumes an unfinished run of the same config that has a recover checkpoint, and sets aside
-                what one without left; ``resume`` insists on a recover checkpoint and also goes on with a finished run;
+            recover_mode: ``auto`` resumes an unfinished run of the same config that has a recover checkpoint or a journal, and sets
+                aside what one without left; ``resume`` insists on one of them and also goes on with a finished run;
                 ``off`` insists on a directory that no run has used.
 
         Raises:
@@ -251,7 +257,16 @@ class RunDirectory:
         began = f"{self.path} holds a run that began {marker.get('began', 'earlier')}"
         parts = self._parts()
         used = self.stages_file.exists() or any(part.has_metrics for part in parts)
-        resumable = self.stages_file.exists() or any(part.has_recover_checkpoint for part in parts)
+        recorded = any(part.has_journal for part in parts)
+        resumable = self.stages_file.exists() or recorded or any(part.has_recover_checkpoint for part in parts)
+        is_same = marker.get("identity") == identity_of(config)
+        if not used and recorded and not any(part.has_recover_checkpoint for part in parts) and (mode == "off" or not is_same):
+            logger.info(
+                "%s has a run that did not finish its first step; it begins anew; what it left: %s",
+                self.path,
+                self._set_aside(),
+            )
+            return False
         if mode == "off" and used:
             raise CheckpointError(
                 f"{began}, and recover.mode=off starts only fresh runs: set another trial_name, resume it with recover.mode=auto, "
@@ -262,7 +277,7 @@ class RunDirectory:
                 raise CheckpointError(f"{began} but has no recover checkpoint yet: start it with recover.mode=auto.")
             logger.info("%s has a run that did not finish its first step; it begins anew", self.path)
             return False
-        if marker.get("identity") != identity_of(config):
+        if not is_same:
             raise CheckpointError(
                 f"{began} with another config ({_difference(marker.get('config', {}), config)}): set another trial_name, "
                 "or restore these keys to resume it."

@@ -171,7 +171,7 @@ class Trainer(ABC):
                 config,
                 self.directory,
                 total_steps=total,
-                resume_step=self.step or None,
+                resume_step=self.step if self.directory.resumed else None,
                 tokenizer=self.tokenizer,
                 value_name=self.curve,
             ) as run,

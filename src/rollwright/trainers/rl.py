@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ from rollwright.config.sections import TrainEngineConfig
 from rollwright.data.drawing import TaskMixture
 from rollwright.data.loader import TaskLoader
 from rollwright.errors import ConfigError
+from rollwright.experience.journal.files import Journal
+from rollwright.experience.journal.records import Resumed
 from rollwright.experience.operators import GroupOperators
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.backends import BACKENDS
@@ -160,9 +163,24 @@ class PPOTrainer(PolicyTrainer):
         return {"loader": self.loader, "rollout": self.rollout}
 
     def begin(self, resumed: bool) -> None:
-        """Publish the weights, except to a fresh engine that shares them."""
+        """Publish the weights, except to a fresh engine that shares them, and take up what was sampled before a stop."""
         if resumed or self.config.rollout.backend != "builtin" or self.ranks.model is None:
             self.ranks.call("republish")
+        self.made_again = range(0)
+        if self.directory.resumed and self.rollout.journal is not None:
+            self._recall(self.rollout.journal)
+
+    def _recall(self, journal: Journal) -> None:
+        """Go on with the episodes that earlier processes recorded."""
+        executor, version = self.rollout.executor, self.actor.version
+        past = executor.recall([journal.directory])
+        self.made_again = range(version + 1, past.newest_version + 1)
+        episodes = sum(map(len, past.episodes.values()))
+        journal.write(Resumed(self.step, version, executor.frontier, episodes, past.tokens, time.time()))
+
+    def samples_with_own_weights(self) -> bool:
+        """False for a version that is made again: its tokens were sampled before the run was stopped."""
+        return self.actor.version - 1 not in self.made_again
 
     def train(
         self,

@@ -200,16 +200,33 @@ def test_messages_may_hold_any_text(tmp_path):
         pack_value({"text": "\ud83d"})
 
 
-def test_a_file_stays_while_an_episode_of_it_runs(tmp_path):
+def test_a_file_stays_while_a_checkpoint_needs_it_to_go_on_from(tmp_path):
     journal = Journal(tmp_path, JournalConfig(rotate_mib=1e-6, keep=1))
     journal.write(begun(journal.next_episode()))
-    for step in range(4):
+    journal.write(End(0, "accepted", "", [], 0.0))
+    for step in range(4):  # finished, and not trained
         journal.write(Phase(step, "train", 0.5))
         journal.checkpoint(step, frontier=0)
     assert phases(tmp_path) == [0, 1, 2, 3]
-    journal.write(End(0, "accepted", "", [], 0.0))
-    journal.checkpoint(4, frontier=1)
-    assert phases(tmp_path) == [3]
+    journal.write(Phase(4, "train", 0.5))
+    journal.checkpoint(4, frontier=1)  # which is not seen yet: the one before needs the episode
+    assert phases(tmp_path) == [0, 1, 2, 3, 4]
+    journal.write(Phase(5, "train", 0.5))
+    journal.checkpoint(5, frontier=1)
+    assert phases(tmp_path) == [4, 5]
+    journal.close()
+
+
+def test_files_of_the_process_before_stay_until_its_episodes_are_done(tmp_path):
+    before = Journal(tmp_path, JournalConfig(keep=1))
+    before.write(Phase(0, "train", 0.5))
+    before.close()
+    journal = Journal(tmp_path, JournalConfig(rotate_mib=1e-6, keep=1))
+    journal.goes_on_to = 7
+    for step, left in ((1, [0, 1]), (2, [0, 1, 2]), (3, [0, 2, 3]), (4, [3, 4])):
+        journal.write(Phase(step, "train", 0.5))
+        journal.checkpoint(step, frontier=7 if step < 3 else 8)
+        assert phases(tmp_path) == left
     journal.close()
 
 

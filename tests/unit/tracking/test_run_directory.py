@@ -15,8 +15,11 @@ def claim(root, config=CONFIG, mode="auto"):
     return RunDirectory(root, "quickstart", "first").claim(config, mode)
 
 
-def leave(root, *, steps: bool, checkpoint: bool, finished: bool = False):
+def leave(root, *, steps: bool, checkpoint: bool, finished: bool = False, journal: bool = False):
     with claim(root) as run:
+        if journal:
+            run.journal.mkdir()
+            (run.journal / "000000-0000.journal").write_bytes(b"")
         if steps:
             run.metrics_file.write_text('{"step": 1}\n')
         if checkpoint:
@@ -53,6 +56,36 @@ def test_a_run_killed_before_its_first_checkpoint_is_set_aside(tmp_path):
             assert not run.resumed
             assert not run.metrics_file.exists()
             assert (run.path / "attempts" / str(attempt) / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("steps", [True, False])
+@pytest.mark.parametrize("mode", ["auto", "resume"])
+def test_a_run_killed_before_its_first_checkpoint_goes_on_from_its_journal(tmp_path, steps, mode):
+    leave(tmp_path, steps=steps, checkpoint=False, journal=True)
+    with claim(tmp_path, mode=mode) as run:
+        assert run.resumed
+        assert run.has_journal
+        assert run.has_metrics == steps
+
+
+@pytest.mark.parametrize(("seed", "mode"), [(2, "auto"), (2, "resume"), (1, "off")])
+def test_a_journal_of_another_config_is_not_gone_on_from(tmp_path, seed, mode):
+    leave(tmp_path, steps=False, checkpoint=False, journal=True)
+    with claim(tmp_path, {**CONFIG, "seed": seed}, mode=mode) as run:
+        assert not run.resumed
+        assert not run.has_journal
+        assert (run.path / "attempts" / "1" / "journal").is_dir()
+
+
+def test_a_stage_goes_on_from_its_journal(tmp_path):
+    leave_stages(tmp_path, warmup_done=True)
+    journal = tmp_path / "quickstart" / "first" / "grpo" / "journal"
+    journal.mkdir()
+    (journal / "000000-0000.journal").write_bytes(b"")
+    with claim(tmp_path, STAGES) as run:
+        grpo = run.stage("grpo")
+        assert grpo.resumed
+        assert grpo.has_metrics
 
 
 def test_what_a_killed_process_left_unfinished_is_removed_wherever_it_is(tmp_path):

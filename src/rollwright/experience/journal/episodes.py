@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import xxhash
 
 from rollwright.errors import JournalError, ReplayError
-from rollwright.experience.journal.files import Journal, read_records
+from rollwright.experience.journal.files import Journal, Place, read_records
 from rollwright.experience.journal.records import (
+    AnyRecord,
     Arguments,
     Begin,
     Call,
@@ -53,11 +55,13 @@ class EpisodeWriter:
         self.past = past
         self.is_replay = is_replay
         self.diverged: Exception | None = None  # the first request that was not the one of the past
-        self.to_restore: dict[str, Callable[[], object]] = {}  # states of environments, before the first new call
+        self.to_restore: dict[object, Callable[[], object]] = {}  # states of environments, before the first new call
         self._journal = journal
         self._number = -1 if journal is None else journal.next_episode()
         self._calls: list[tuple[Tokens, bytes]] = []  # prompt and output
         self._last: dict[int, int] = {}  # conversation -> its last call
+        self._restored: set[object] = set()
+        self._is_closed = False
         self._lock = threading.Lock()  # an index is given and its call written at once: readers count calls
 
     def before_new_call(self, name: str) -> None:
@@ -79,8 +83,10 @@ class EpisodeWriter:
     def restore(self) -> None:
         """The first call comes that the past does not have: environments get the states that they had then."""
         waiting, self.to_restore = self.to_restore, {}
-        for restore in waiting.values():
-            restore()
+        for environment, restore in waiting.items():
+            if environment not in self._restored:  # what is answered later, side by side with new calls, is of an earlier state
+                self._restored.add(environment)
+                restore()
 
     def begin(self, **facts: Any) -> None:
         """The episode begins; ``facts`` are the fields of ``Begin``."""
@@ -88,8 +94,8 @@ class EpisodeWriter:
             self._journal.write(Begin(episode=self._number, time=time.time(), **facts))
 
     def call(self, record: RequestRecord) -> None:
-        """A model request was answered."""
-        if self._journal is None:
+        """A model request was answered, by the engine or from the past: an episode in the journal is whole by itself."""
+        if self._journal is None or self._is_closed:
             return
         with self._lock:
             self._write_call(self._journal, record)
@@ -126,11 +132,13 @@ class EpisodeWriter:
 
     def refused(self, request: Any, place: tuple[int, int], error: Exception) -> None:
         """A model request was refused since its prompt leaves no room; it would be again."""
-        if self._journal is None:
+        if self._journal is None or self._is_closed:
             return
+        kept = None if self.past is None else self.past.call_at(place)
         prompt, now = request.tokens, time.time()
+        times = (now, now) if kept is None else (kept.call.started, kept.call.finished)
         arguments = self._journal.arguments(request.gconfig, Arguments)
-        nothing = (b"", b"", b"", 1.0, "refused", None, request.seed, arguments, now, now, 0.0, 0.0)
+        nothing = (b"", b"", b"", 1.0, "refused", None, request.seed, arguments, *times, 0.0, 0.0)
         with self._lock:
             base, kept, added = self._delta(prompt, place[0])
             call = Call(self._number, len(self._calls), *place, base, kept, added, *nothing, refused=str(error))
@@ -155,10 +163,19 @@ class EpisodeWriter:
 
     def result(self, name: str, key: int, kind: str, started: float, **outcome: bytes | list[str] | None) -> None:
         """A durable call ended."""
-        if self._journal is not None:
+        if self._journal is not None and not self._is_closed:
             value, error, state = (outcome.get(part) for part in ("value", "error", "state"))
             now = time.time()
             self._journal.write(Result(self._number, name, key, kind, value, error, state, now, now - started))  # type: ignore[arg-type]
+
+    def answered(self, kept: Result) -> None:
+        """A durable call was answered from the past."""
+        if self._journal is not None and not self._is_closed:
+            self._journal.write(msgspec.structs.replace(kept, episode=self._number))
+
+    def close(self) -> None:
+        """Write no more calls: what comes is of an episode that was ended, and would not be asked again."""
+        self._is_closed = True
 
     def end(self, outcome: str, reason: str = "", rows: Trajectory | None = None, traceback: str = "") -> None:
         """The episode ended; ``rows`` are complete."""
@@ -297,6 +314,26 @@ class RecordedEpisode:
             return f"eval:{begin.ordinal}/{begin.index}@v{begin.version}{writer}"
         return f"{begin.ordinal}/{begin.index}{writer}"
 
+    @property
+    def is_finished(self) -> bool:
+        """True where it came to rows, or was rejected: it runs again without a new request."""
+        return self.end is not None and self.end.outcome in ("accepted", "rejected")
+
+    @property
+    def can_go_on(self) -> bool:
+        """False where it has to begin anew: images and other objects of its task, or an environment that cannot be restored."""
+        return self.begin.task is not None and (self.is_finished or all(each.kind != "restart" for each in self.results))
+
+    @property
+    def newest_version(self) -> int:
+        """Of its tokens; -1 where it has none."""
+        return max((int(each.versions.max()) for each in self.calls if each.call.output), default=-1)
+
+    @property
+    def tokens(self) -> int:
+        """That were sampled in it."""
+        return sum(tokens_in(each.call.output) for each in self.calls)
+
     def task(self) -> dict[str, Any] | None:
         """The row; None where it holds what a journal cannot."""
         return None if self.begin.task is None else unpack_value(self.begin.task)
@@ -368,12 +405,17 @@ def last_of_each_name(directory: str | Path, wanted: Wanted, outcomes: tuple[str
     return {episode: episode[0] < writers[name] for name, episode in chosen.items()}
 
 
-def read_episodes(directory: str | Path, wanted: Wanted = lambda writer, begin: True) -> Iterator[RecordedEpisode]:
+def read_episodes(
+    directory: str | Path,
+    wanted: Wanted = lambda writer, begin: True,
+    note: Callable[[Place, AnyRecord], None] = lambda place, record: None,
+) -> Iterator[RecordedEpisode]:
     """The episodes of a journal, each when its end is read; those without an end come last.
 
     Args:
         directory: of the journal.
         wanted: says which are read; the others cost nothing but the reading of the file.
+        note: is given the records that belong to no episode.
 
     Raises:
         JournalError: a file is no journal, or the generation arguments of a call are in none.
@@ -404,5 +446,7 @@ def read_episodes(directory: str | Path, wanted: Wanted = lambda writer, begin: 
             else:
                 episode.end = record
                 yield open_episodes.pop((place.writer, record.episode)).rewind()
+        else:
+            note(place, record)
     for episode in open_episodes.values():
         yield episode.rewind()

@@ -63,8 +63,10 @@ class Journal:
         self._lock = threading.RLock()
         self._flushing = threading.Lock()
         self._episodes = 0
-        self._begun: dict[int, int] = {}  # episodes that have not ended -> the file that they begin in
-        self._finished: list[tuple[int, int]] = []  # checkpoint's step and the file that ends with it
+        self._first: dict[int, int] = {}  # ordinals of training tasks -> the file that their first episode begins in
+        self._checkpoints: list[tuple[int, int]] = []  # frontier of each, and the first file that going on from it needs
+        #: The highest ordinal that earlier processes have episodes of, which this one goes on with: their files are needed so long.
+        self.goes_on_to = -1
         self._arguments: dict[bytes, int] = {}  # that the present file holds, the latest of them
         self._next_arguments = 0
         self._flusher: threading.Thread | None = None
@@ -91,10 +93,8 @@ class Journal:
                 return  # a child of this process that was forked, or a sample that goes on after the end
             if self._file is None:
                 self._open_next()
-            if isinstance(record, Begin):
-                self._begun[record.episode] = self._segment
-            elif isinstance(record, End):
-                self._begun.pop(record.episode, None)
+            if isinstance(record, Begin) and self.config.keep is not None and not record.is_eval:
+                self._first.setdefault(record.ordinal, self._segment)
             self._append(_FRAME.pack(len(body), xxhash.xxh3_64_intdigest(body)) + body)
             if isinstance(record, End):
                 self._end_large_file()
@@ -141,6 +141,10 @@ class Journal:
                 "process: free space on that disk, then start the run again, which goes on from its last checkpoint."
             ) from error
         self.size += len(frame)
+
+    def redacted(self, packed: bytes) -> bytes:
+        """Packed values as a record has them: without what is secret."""
+        return self._redacted(packed) if self._secrets else packed
 
     def _redacted(self, body: bytes) -> bytes:
         found = [secret for secret in self._secrets if secret in body]
@@ -224,12 +228,13 @@ class Journal:
         """
         with self._lock:
             self.write(Checkpoint(step, frontier, time.time()))
-            segment = self._segment
+            self._first = {ordinal: file for ordinal, file in self._first.items() if ordinal >= frontier}
+            needed = min([self._segment, *self._first.values()])
         self.flush()
         with self._lock:
-            self._finished = [*self._finished[-(self.config.keep or 1) :], (step, segment)]
             self._end_large_file()
             if self.config.keep is not None:
+                self._checkpoints = [*self._checkpoints[-self.config.keep :], (frontier, needed)]
                 self._remove_old(self.config.keep)
 
     def _end_large_file(self) -> None:
@@ -239,13 +244,14 @@ class Journal:
             self._open_next()
 
     def _remove_old(self, keep: int) -> None:
-        """Remove files that ended before the last ``keep`` checkpoints but one, where their episodes have all ended."""
-        if len(self._finished) <= keep:
+        """Remove files that none of the last ``keep`` checkpoints, nor the one before, needs to go on from."""
+        if len(self._checkpoints) <= keep:
             return
-        needed = min([self._finished[0][1], *self._begun.values()])
+        frontier, needed = self._checkpoints[0]
+        oldest = (0, 0) if frontier > self.goes_on_to else (self.writer, 0)
         for path in sorted(self.directory.iterdir()):
             numbers = _numbers(path)
-            if numbers and numbers < (self.writer, needed):  # also those of processes that wrote before this one
+            if numbers and oldest <= numbers < (self.writer, needed):  # also those of processes that wrote before this one
                 path.unlink()
 
     def close(self) -> None:

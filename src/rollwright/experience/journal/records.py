@@ -163,6 +163,17 @@ class Checkpoint(Record, tag="checkpoint"):
     time: float
 
 
+class Resumed(Record, tag="resumed"):
+    """This process goes on where an earlier one stood: later steps in the records of earlier processes are of a lost history."""
+
+    step: int  # of the recover checkpoint; 0: there was none
+    version: int
+    frontier: int
+    episodes: int  # that have a past
+    tokens: int  # that were sampled in them
+    time: float
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, str):  # a subclass, such as a secret, which the journal redacts
         return str(value)
@@ -173,8 +184,8 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} is neither number, text, list nor dict")
 
 
-KINDS = (Arguments, Begin, Call, Result, End, GroupEnd, Trained, Published, Phase, Checkpoint)
-AnyRecord = Arguments | Begin | Call | Result | End | GroupEnd | Trained | Published | Phase | Checkpoint
+KINDS = (Arguments, Begin, Call, Result, End, GroupEnd, Trained, Published, Phase, Checkpoint, Resumed)
+AnyRecord = Arguments | Begin | Call | Result | End | GroupEnd | Trained | Published | Phase | Checkpoint | Resumed
 
 encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 decode = msgspec.msgpack.Decoder(AnyRecord).decode

@@ -1,0 +1,190 @@
+"""Going on after a stop: the executor's part of a recover checkpoint, and what the journal has beyond it, which is not sampled again.
+
+One path for what was finished, what was under way and what was trained after the checkpoint:
+
+* every episode of a task that is not done runs again with its past: what it asked is answered from the journal, up to the first new
+  request. One that was finished ends without asking a model, and its rows have the tokens, versions and log-probabilities of then;
+* an ordinal is the task that it was, and a task that was given up stays given up;
+* batches that were taken after the checkpoint are taken again in the same order: steps that were lost are made again of the same groups.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollwright.errors import RolloutError
+from rollwright.experience.journal.episodes import RecordedEpisode, read_episodes
+from rollwright.experience.journal.files import Place
+from rollwright.experience.journal.records import AnyRecord, GroupEnd, pack_value, unpack_value
+from rollwright.rollout.runner import Runner
+from rollwright.rollout.task_group import Group, GroupFactory
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("rollout")
+
+#: Ends of a group that the clock or the trainer decided; a run that goes on decides them anew.
+DECIDED_ANEW = ("delivered", "dropped/stale", "dropped/over_sampling", "dropped/abandoned")
+
+
+@dataclass
+class PastEpisodes:
+    """What earlier processes of a run recorded of tasks that are not done.
+
+    Attributes:
+        episodes: by ordinal and index of the sample, the attempt that came furthest.
+        given_up: groups that were rejected, filtered or given up, by ordinal.
+        order: ordinals of the groups that were delivered, in that order.
+        newest_version: of their tokens; -1 where there are none.
+        tokens: that were sampled in ``episodes``.
+        redacted: what the journal makes of packed values, without what is secret.
+    """
+
+    episodes: dict[int, dict[int, RecordedEpisode]] = field(default_factory=dict)
+    given_up: dict[int, GroupEnd] = field(default_factory=dict)
+    order: list[int] = field(default_factory=list)
+    newest_version: int = -1
+    tokens: int = 0
+    redacted: Callable[[bytes], bytes] = lambda packed: packed
+
+    def row(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The task that the ordinal of ``row`` was, should another be drawn for it now.
+
+        A selector that learns from rewards draws by what it has seen. Where the journal cannot hold that task, the past of the
+        ordinal is forgotten.
+        """
+        ordinal = row.get("ordinal")
+        then = next(iter(self.episodes.get(ordinal, {}).values()), None)  # type: ignore[arg-type]
+        if ordinal is None or then is None or then.begin.task is None or _is_same(row, then.begin.task, self.redacted):
+            return row
+        if b"***" in then.begin.task:
+            logger.warning(
+                "task %d was another one before the stop, of which the journal has no whole copy: it begins anew", ordinal
+            )
+            del self.episodes[ordinal]
+            return row
+        logger.info("task %d is the one that it was before the stop, though another was drawn for it now", ordinal)
+        return {**(then.task() or {}), "ordinal": ordinal}
+
+    def give(self, group: Group) -> Group:
+        """Let the group's samples go on from their pasts, once. Returns the group."""
+        if group.in_stream and group.ordinal in self.episodes:
+            group.past = self.episodes.pop(group.ordinal)
+        return group
+
+
+def state_of(runner: Runner, factory: GroupFactory, drawn: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The executor's part of a recover checkpoint: a consistent cut. ``drawn`` are tasks of which no group was made yet."""
+    delivery = runner.delivery
+    untrained = {*delivery.running, *runner.stream, *delivery.in_training}
+    return {
+        "version": delivery.staleness.version,
+        "failed_lately": list(runner.failures.outcomes),
+        "next_ordinal": factory.next_ordinal,
+        "next_task_id": factory.next_task_id,
+        "frontier": delivery.frontier.frontier,
+        "beyond": delivery.frontier.beyond,
+        "pending": [*(group.task for group in sorted(untrained, key=lambda group: group.ordinal)), *map(dict, drawn)],
+        "finished": [
+            {"task": group.task, "trajectory": group.join(), "admitted": group.admitted, "size": group.size}
+            for group in delivery.ready
+            if not group.is_eval
+        ],
+    }
+
+
+def load_state(runner: Runner, factory: GroupFactory, state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Stand where ``state_of`` was taken; returns the tasks that were drawn and not done, in order.
+
+    Raises:
+        RolloutError: tasks are in flight.
+    """
+    delivery = runner.delivery
+    if runner.stream or delivery.staleness.running or delivery.ready:
+        raise RolloutError("load_state_dict: tasks are in flight already; load the state before the first one.")
+    runner.failures.outcomes.extend(state.get("failed_lately", ()))
+    factory.next_ordinal, factory.next_task_id = state["next_ordinal"], state["next_task_id"]
+    finished = [factory.restored(entry) for entry in state["finished"]]
+    delivery.restore(state["version"], state["frontier"], state["beyond"], finished)
+    return [dict(row) for row in state["pending"]]
+
+
+def recall(runner: Runner, directories: Iterable[str | Path]) -> PastEpisodes:
+    """Have a runner go on with what earlier processes recorded beyond the state that it was loaded with."""
+    delivery = runner.delivery
+    past = read_past(directories, lambda ordinal: not delivery.frontier.is_done(ordinal))
+    if runner.journal is not None:
+        past.redacted = runner.journal.redacted
+        runner.journal.goes_on_to = max([*past.episodes, *past.order], default=-1)
+    for group in delivery.ready:  # the checkpoint has their rows
+        past.episodes.pop(group.ordinal, None)
+    delivery.again, runner.given_up = list(past.order), dict(past.given_up)
+    if past.episodes or past.order:
+        logger.info(
+            "going on from the journal: %d episodes have a past, of %d tokens; %d groups were taken after the checkpoint, and are again",
+            sum(map(len, past.episodes.values())),
+            past.tokens,
+            len(past.order),
+        )
+    return past
+
+
+def read_past(directories: Iterable[str | Path], is_open: Callable[[int], bool]) -> PastEpisodes:
+    """Read what earlier processes recorded; memory grows with the episodes of open tasks only.
+
+    Args:
+        directories: of journals.
+        is_open: says of an ordinal whether its task is still to be done.
+    """
+    found: dict[tuple[int, int], list[RecordedEpisode]] = defaultdict(list)
+    ends: dict[int, GroupEnd] = {}
+    delivered: dict[int, None] = {}
+
+    def note(place: Place, record: AnyRecord) -> None:
+        if isinstance(record, GroupEnd) and not record.is_eval and is_open(record.ordinal):
+            ends[record.ordinal] = record
+            if record.state == "delivered":
+                delivered.setdefault(record.ordinal)
+
+    for directory in directories:
+        for episode in read_episodes(directory, lambda writer, begin: not begin.is_eval and is_open(begin.ordinal), note):
+            found[episode.begin.ordinal, episode.begin.index].append(episode)
+    past = PastEpisodes(given_up={ordinal: end for ordinal, end in ends.items() if end.state not in DECIDED_ANEW})
+    past.order = [ordinal for ordinal in delivered if ordinal not in past.given_up]
+    for (ordinal, index), episodes in sorted(found.items()):
+        furthest = _furthest(episodes)
+        if furthest is not None and ordinal not in past.given_up:
+            past.episodes.setdefault(ordinal, {})[index] = furthest
+            past.newest_version = max(past.newest_version, furthest.newest_version)
+            past.tokens += furthest.tokens
+    return past
+
+
+def _furthest(episodes: list[RecordedEpisode]) -> RecordedEpisode | None:
+    """Of the episodes of one sample the one to go on from: each began with what the one before it had been answered.
+
+    One that diverged began anew: neither it nor those before it count.
+    """
+    diverged = max(
+        (each.begin.time for each in episodes if each.end is not None and each.end.outcome == "diverged"), default=0.0
+    )
+    later = (each for each in episodes if each.begin.time > diverged)
+    return max(
+        later, key=lambda each: (each.begin.attempt, each.is_finished, len(each.calls) + len(each.results)), default=None
+    )
+
+
+def _is_same(row: dict[str, Any], packed: bytes, redacted: Callable[[bytes], bytes]) -> bool:
+    """Whether a row is the task that was packed then; its ordinal may stand in it or not."""
+    try:
+        now = unpack_value(redacted(pack_value(row)))
+    except (TypeError, OverflowError):
+        return False
+    return _without_ordinal(now) == _without_ordinal(unpack_value(packed))
+
+
+def _without_ordinal(task: dict[str, Any]) -> bytes:
+    return pack_value({key: value for key, value in task.items() if key != "ordinal"})
