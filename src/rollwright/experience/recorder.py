@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,13 +103,20 @@ class Recorder:
     def __len__(self) -> int:
         return len(self._records)
 
-    def open_turn(self, rid: str) -> tuple[int, int]:
+    def open_turn(self, rid: str, number_of: Callable[[int], int] = lambda next_one: next_one) -> tuple[int, int]:
         """Take the next turn of a conversation, before its request is sent; hand it to ``record`` with the response.
 
-        Returns the conversation's place in order of first appearance, and the turn in it; seeds derive from both.
+        Args:
+            rid: the conversation.
+            number_of: of a conversation that is new, given its place in order of first appearance, which it is by default.
+
+        Returns:
+            The conversation's number, and the turn in it; seeds derive from both.
         """
         with self._lock:
-            conversation = self._conversations.setdefault(rid, len(self._conversations))
+            conversation = self._conversations.get(rid)
+            if conversation is None:
+                conversation = self._conversations[rid] = number_of(len(self._conversations))
             self._turns[rid] += 1
             return conversation, self._turns[rid] - 1
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import time
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
@@ -129,7 +130,9 @@ class SampleEngine(SampleBoundEngine):
                 "Pass gconfig.new(n_samples=1) and ask several times."
             )
         self._conversations.add(request.rid)
-        place = self.recorder.open_turn(request.rid)
+        past = self.episode.past
+        numbering = {} if past is None else {"number_of": functools.partial(past.conversation_of, request.tokens.array)}
+        place = self.recorder.open_turn(request.rid, **numbering)
         seed = request.seed if request.seed is not None else request.gconfig.seed
         if seed is None:
             seed = request_seed(self._run_seed, self.name, *place, request.metadata.get("index", 0))

@@ -130,6 +130,27 @@ def test_parallel_conversations_share_their_prompt(tmp_path):
     assert [each.verdict for each in replay(tmp_path, Parallel(), 1)] == ["equal"]
 
 
+def test_conversations_may_come_in_another_order_than_they_were_recorded_in(tmp_path):
+    """Which of them asks first may hang on the clock."""
+
+    class Parallel:
+        def __init__(self, order) -> None:
+            self.order = order
+
+        async def arun_episode(self, engine, data):
+            rows = {}
+            for number in self.order:
+                ids, rid = [100 + min(number, 2)], uuid.uuid4().hex  # the last two begin alike
+                for _ in range(2):
+                    answer = await engine.agenerate(ModelRequest(input_ids=ids, gconfig=GCONFIG, rid=rid))
+                    ids = [*ids, *answer.output_tokens]
+                rows[number] = {"input_ids": [100 + min(number, 2)], "output_ids": ids[1:], "reward": 1.0}
+            return [rows[number] for number in sorted(rows)]
+
+    run(tmp_path, Parallel([0, 1, 2, 3]), tasks=1, group_size=1)
+    assert [each.verdict for each in replay(tmp_path, Parallel([1, 2, 0, 3]), 1)] == ["equal"]
+
+
 def test_a_request_that_differs_is_named_by_its_first_token(tmp_path):
     run(tmp_path, Chat(), tasks=4, group_size=1)
     verdicts = {each.name: each for each in replay(tmp_path, Chat(tool=lambda turn: 500), 1)}

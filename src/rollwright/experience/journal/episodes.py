@@ -296,11 +296,13 @@ class RecordedEpisode:
 
     def __post_init__(self) -> None:
         self._places: dict[tuple[int, int], RecordedCall] = {}
+        self._numbers: set[int] = set()  # of conversations that were given to one
         self._results: dict[tuple[str, int], deque[Result]] = defaultdict(deque)
 
     def rewind(self) -> RecordedEpisode:
         """Answer from the first call on, again. Returns itself."""
         self._places = {(each.call.conversation, each.call.turn): each for each in self.calls}
+        self._numbers = set()
         self._results = defaultdict(deque)
         for result in self.results:
             self._results[result.name, result.key].append(result)
@@ -337,6 +339,24 @@ class RecordedEpisode:
     def task(self) -> dict[str, Any] | None:
         """The row; None where it holds what a journal cannot."""
         return None if self.begin.task is None else unpack_value(self.begin.task)
+
+    def conversation_of(self, prompt: np.ndarray, number: int) -> int:
+        """The number of a conversation that begins with this prompt: the recorded one that did, though they may come in another order.
+
+        Args:
+            prompt: ``[P]`` ids of its first request.
+            number: in order of appearance, which is its number where none that is left began so.
+        """
+        recorded = [place[0] for place in self._places if place[1] == 0 and place[0] not in self._numbers]
+        recorded.sort(key=lambda each: each != number)  # stable: its own first, then in order
+        for each in recorded:
+            if np.array_equal(prompt, self._places[each, 0].prompt):
+                self._numbers.add(each)
+                return each
+        while number in self._numbers:
+            number += 1
+        self._numbers.add(number)
+        return number
 
     def call_at(self, place: tuple[int, int]) -> RecordedCall | None:
         """The call of a conversation and turn."""
