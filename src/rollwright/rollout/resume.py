@@ -121,7 +121,7 @@ def recall(runner: Runner, directories: Iterable[str | Path]) -> PastEpisodes:
         runner.journal.goes_on_to = max([*past.episodes, *past.order], default=-1)
     for group in delivery.ready:  # the checkpoint has their rows
         past.episodes.pop(group.ordinal, None)
-    delivery.again, runner.given_up = list(past.order), dict(past.given_up)
+    delivery.again, runner.given_up = dict.fromkeys(past.order), dict(past.given_up)
     if past.episodes or past.order:
         logger.info(
             "going on from the journal: %d episodes have a past, of %d tokens; %d groups were taken after the checkpoint, and are again",

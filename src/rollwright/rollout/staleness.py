@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.rollout.task_group import Group, GroupState
@@ -161,7 +162,7 @@ class Delivery:
         self.ready: dict[Group, None] = {}  # in order of completion; also evaluation that was submitted
         self.in_training: list[Group] = []
         self.taken_by: int | None = None  # thread that took what is in training
-        self.again: list[int] = []  # ordinals that were delivered after the checkpoint that the run was resumed from, in order
+        self.again: dict[int, None] = {}  # ordinals delivered after the checkpoint that the run was resumed from, in order
         self._waits_for_old = config.on_stale == "wait"
         self._deterministic = deterministic
         self._drop = drop
@@ -244,7 +245,7 @@ class Delivery:
         """What over-sampling started in excess: those that run longest, then the youngest that are ready."""
         if not self.staleness.over_sampling:
             return []
-        kept = {group.ordinal for group in picked} | set(self.again)
+        kept = {group.ordinal for group in picked} | self.again.keys()
         running = [group for group in self.running if group.ordinal not in kept]
         spare = [group for group in self.ready if group.ordinal not in kept and not group.is_eval]
         cut = sorted(running, key=lambda group: (group.admitted, group.task_id)) + spare[::-1]
@@ -252,11 +253,11 @@ class Delivery:
 
     def _taken_again(self, count: int, final: bool) -> list[Group] | None:
         """The batch that was taken next before the run was stopped; None where it is not there, or there is no other."""
-        self.again = [ordinal for ordinal in self.again if not self.frontier.is_done(ordinal)]
-        wanted = self.again[:count]
+        wanted = list(islice((ordinal for ordinal in self.again if not self.frontier.is_done(ordinal)), count))
         ready = {group.ordinal: group for group in self.ready if not group.is_eval}
         if len(wanted) == count and ready.keys() >= set(wanted):
-            del self.again[:count]
+            for ordinal in wanted:
+                del self.again[ordinal]
             return [ready[ordinal] for ordinal in wanted]
         living = ready.keys() | {group.ordinal for group in self.running}
         cannot_come = (final or self.staleness.capacity < 1) and not living >= set(wanted)
@@ -265,7 +266,7 @@ class Delivery:
                 "batches that were taken after the checkpoint cannot be taken again as they were; they are formed anew"
             )
         if len(wanted) < count or cannot_come:
-            self.again = []
+            self.again = {}
             self._on_free()
         return None
 
