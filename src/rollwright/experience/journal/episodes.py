@@ -10,6 +10,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -326,7 +327,7 @@ class RecordedEpisode:
         """False where it has to begin anew: images and other objects of its task, or an environment that cannot be restored."""
         return self.begin.task is not None and (self.is_finished or all(each.kind != "restart" for each in self.results))
 
-    @property
+    @cached_property
     def newest_version(self) -> int:
         """Of its tokens; -1 where it has none."""
         return max((int(each.versions.max()) for each in self.calls if each.call.output), default=-1)
