@@ -83,6 +83,10 @@ class CheckpointError(RollwrightError):
     """A checkpoint or a run directory is missing, incomplete or belongs to another run."""
 
 
+class ClusterError(RollwrightError):
+    """What places processes on machines (Slurm) refused them, or lost them."""
+
+
 class JournalError(RollwrightError):
     """The journal cannot be written or read."""
 

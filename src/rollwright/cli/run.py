@@ -13,6 +13,7 @@ import typer
 from rollwright.cli.failures import keep_tracebacks_in
 from rollwright.config.loading import Stage, load_eval_stages, load_stages, split_arguments
 from rollwright.config.plan import describe, resolved_yaml, run_directory_of
+from rollwright.config.sections import ClusterConfig
 from rollwright.errors import ConfigError
 from rollwright.processes.tree import die_with_parent
 from rollwright.registry import PLUGINS
@@ -52,6 +53,9 @@ def run(
     """
     file, overrides = split_arguments([*(["--config", config] if config else []), *(arguments or [])])
     stages = load_with_plugins(file, overrides, plugin_dir)
+    cluster = _cluster_of(stages)
+    plugins = [word for path in plugin_dir or () for word in ("--plugin-dir", str(path))]
+    words = ["run", *plugins, *(["--config", config] if config else []), *(arguments or [])]
     if dry_run:
         look_up_names(stages)
         from rollwright.trainers.dry_run import refuse_missing_inputs
@@ -59,26 +63,35 @@ def run(
         refuse_missing_inputs(stages)
         typer.echo(resolved_yaml(stages))
         typer.echo(describe(stages))
+        if cluster.kind == "slurm":
+            from rollwright.cluster.slurm import job_script
+
+            typer.echo("\nIt would be the job of this script:\n")
+            typer.echo(job_script(cluster, run_directory_of(stages).absolute(), words, hides_secrets=True))
         return
-    processes = _processes_of(stages)
-    if processes > 1 and "RANK" not in os.environ:
+    if cluster.kind == "slurm":
+        look_up_names(stages)
+        from rollwright.cluster.slurm import run_job
+
+        raise typer.Exit(run_job(cluster, run_directory_of(stages), words))
+    if cluster.processes > 1 and "RANK" not in os.environ:
         look_up_names(stages)
         from rollwright.cluster.ranks import start_ranks
 
-        plugins = [word for path in plugin_dir or () for word in ("--plugin-dir", str(path))]
-        config_option = ["--config", config] if config else []
-        raise typer.Exit(start_ranks(["run", *plugins, *config_option, *(arguments or [])], processes))
+        raise typer.Exit(start_ranks(words, cluster.processes))
     _carry_out(stages, file)
 
 
-def _processes_of(stages: Sequence[Stage]) -> int:
-    """Processes that the stages of a run train in: as many in each of them."""
-    asked = {stage.config.cluster.processes for stage in stages if hasattr(stage.config, "cluster")}
-    if len(asked) > 1:
-        raise ConfigError(
-            f"the stages of a run have {' and '.join(map(str, sorted(asked)))} as cluster.processes: set it once, at the top level."
-        )
-    return max(asked, default=1)
+def _cluster_of(stages: Sequence[Stage]) -> ClusterConfig:
+    """Where the stages of a run are carried out: all of them in one place, in as many processes."""
+    found = [stage.config.cluster for stage in stages if hasattr(stage.config, "cluster")]
+    for name in ("kind", "processes", "slurm"):
+        asked = list(dict.fromkeys(str(getattr(cluster, name)) for cluster in found))
+        if len(asked) > 1:
+            raise ConfigError(
+                f"the stages of a run have {' and '.join(asked)} as cluster.{name}: set it once, at the top level."
+            )
+    return found[0] if found else ClusterConfig()
 
 
 def evaluate(

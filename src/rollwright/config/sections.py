@@ -348,10 +348,36 @@ class StatsLoggerConfig:
 
 
 @dataclass
+class SlurmConfig:
+    """The job that carries out a run (cluster.kind: slurm)."""
+
+    partition: str | None = key(None, "Partition; None: the cluster's default.")
+    account: str | None = key(None, "Account that is charged; None: the user's default.")
+    time: str | None = key(None, "Time limit as sbatch takes it, in quotes, such as '1-00:00:00'; None: the partition's.")
+    end_early: int = key(
+        120,
+        "Seconds before the time limit at which the run is told to finish its step and save; 0: it is not told.",
+        ge=0,
+        le=65535,
+    )
+    cpus_per_node: int | None = key(None, "CPUs of each node; None: the cluster's default.", ge=1)
+    gpus_per_node: int | None = key(None, "GPUs of each node; None: not asked for.", ge=1)
+    memory: str | None = key(None, "Memory of each node as sbatch takes it, such as 64G; None: the cluster's default.")
+    arguments: list[str] = key_from(list, "Further options of sbatch, such as --qos=high.")
+    setup: list[str] = key_from(list, "Lines of shell before the run, such as 'module load cuda'.")
+    poll_seconds: float = key(5.0, "Seconds between two questions to Slurm about the job.", gt=0.0)
+
+
+@dataclass
 class ClusterConfig:
     """Where processes run and where runs are kept."""
 
-    kind: str = key("local", "Where processes run; local: this machine.", choices=["local"])
+    kind: str = key(
+        "local",
+        "Where processes run; local: this machine; slurm: `rollwright run` submits a job and follows it (docs/cluster.md).",
+        choices=["local", "slurm"],
+    )
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
     processes: int = key(
         1,
         "Processes that train one model together, each with a part of it; more than 1: `rollwright run` starts them (docs/cluster.md).",

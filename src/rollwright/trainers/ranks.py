@@ -45,18 +45,29 @@ def join(stages: Sequence[Stage]) -> None:
         ConfigError: the config asks for another number of processes, or for a mode that is one process.
     """
     for stage in stages:
-        if stage.kind in TRAINS and isinstance(stage.config, RunConfig):
-            check_processes(stage.config)
+        if isinstance(stage.config, RunConfig):
+            (check_processes if stage.kind in TRAINS else check_place)(stage.config)
     trained = [section_of(stage.config) for stage in stages if stage.kind in TRAINS]
     parallel.join_processes(resolve_device(trained[0].device if trained else "cpu"))
 
 
-def check_processes(config: RunConfig) -> None:
-    """Refuse a config that does not fit the processes that were started.
+def check_place(config: RunConfig) -> None:
+    """Refuse a config that is to be carried out elsewhere.
 
     Raises:
         ConfigError: with what to do.
     """
+    if config.cluster.kind == "slurm":
+        raise ConfigError("cluster.kind: is slurm, whose jobs `rollwright run` submits; set cluster.kind=local to run here.")
+
+
+def check_processes(config: RunConfig) -> None:
+    """Refuse a config that does not fit this place, or the processes that were started.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    check_place(config)
     started, wanted, mode = started_processes(), config.cluster.processes, getattr(config, "mode", "both")
     if mode not in ("both", "train") and started > 1:
         raise ConfigError(f"mode {mode} is one process, but WORLD_SIZE is {started}: start it without torchrun.")

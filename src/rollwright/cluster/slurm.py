@@ -1,0 +1,317 @@
+"""Slurm: a run as a batch job, which is submitted, followed and cancelled from here.
+
+Invariants:
+
+* every state that Slurm does not count as one of a job that waits or runs is an end;
+* what is not known (the controller does not answer) is asked again, for a limited time, and is never taken for an end;
+* a run has one job: a second command that would submit it follows the job that is there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from rollwright.config.secrets import command_line
+from rollwright.config.sections import ClusterConfig
+from rollwright.errors import ClusterError, ConfigError
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("Slurm")
+
+#: States of jobs that wait or run; all others, those that later versions of Slurm invent included, are ends.
+_GOES_ON = {
+    *("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT", "COMPLETING"),
+    *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "EXPEDITING", "POWER_UP_NODE"),
+}
+#: Exit statuses of states in which no program has one of its own.
+_STATUS_OF = {"COMPLETED": 0, "TIMEOUT": 124, "DEADLINE": 124, "OUT_OF_MEMORY": 137, "CANCELLED": 143, "PREEMPTED": 143}
+#: Seconds without an answer of Slurm's controller after which a job is no longer followed.
+_SILENCE_SECONDS = 600.0
+#: Seconds that the last lines of a log may take to arrive over a file system of the network.
+_LOG_SECONDS = 1.0
+#: Variables that Slurm's programs need and that a job may hand on to another.
+_KEPT = {"SLURM_CONF", "SLURM_JWT", "SLURM_CLUSTERS"}
+
+
+def job_script(cluster: ClusterConfig, run_directory: Path, words: Sequence[str], *, hides_secrets: bool = False) -> str:
+    """The batch script of a run.
+
+    Args:
+        cluster: its ``slurm`` section says what is asked for.
+        run_directory: of the run; the job's output goes beside it.
+        words: of ``rollwright``, which the job calls with them.
+        hides_secrets: to be shown, not run.
+    """
+    slurm, name = cluster.slurm, _name_of(run_directory)
+    options = {
+        "job-name": name,
+        "chdir": os.getcwd(),
+        "output": str(run_directory).replace("%", "%%") + ".slurm-%j.log",
+        "open-mode": "append",  # a job that is put back in the queue goes on where it stopped
+        "export": "ALL",
+        "nodes": 1,
+        "ntasks-per-node": 1,
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "time": slurm.time,
+        "signal": f"B:TERM@{slurm.end_early}" if slurm.time and slurm.end_early else None,
+        "cpus-per-task": slurm.cpus_per_node,
+        "gpus-per-node": slurm.gpus_per_node,
+        "mem": slurm.memory,
+    }
+    asked = [f"--{key}={shlex.quote(str(value))}" for key, value in options.items() if value is not None]
+    command = [sys.executable, "-P", "-m", "rollwright", *words, "cluster.kind=local"]
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH {option}" for option in [*asked, *slurm.arguments]),
+        "set -e",
+        *slurm.setup,
+        f"exec {command_line(command) if hides_secrets else shlex.join(command)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def run_job(cluster: ClusterConfig, run_directory: Path, words: Sequence[str]) -> int:
+    """Submit a run, or find the job that carries it out already, and follow that to its end.
+
+    What the job writes is written here. The first SIGINT or SIGTERM has the run finish its step and save (a job that waits is
+    cancelled), a second one cancels the job. When this process is killed, the job goes on.
+
+    Returns:
+        The exit status: that of the run, or 128 and the number of the signal that came here.
+
+    Raises:
+        ConfigError: there is no Slurm here.
+        ClusterError: Slurm refused the job, or says nothing of it any more.
+    """
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            "cluster.kind: is slurm, but there is no sbatch here; run this on a machine from which jobs are submitted, or set "
+            "cluster.kind=local."
+        )
+    if "RANK" in os.environ:
+        raise ConfigError(
+            "cluster.kind: is slurm, of which one process submits one job; start `rollwright run` without torchrun."
+        )
+    run_directory = run_directory.absolute()
+    job = Job.of(run_directory)
+    if job is not None:
+        logger.info("job %s carries out %s already: following it", job.number, run_directory)
+    else:
+        run_directory.parent.mkdir(parents=True, exist_ok=True)
+        job = Job.submit(job_script(cluster, run_directory, words), run_directory)
+        logger.info("submitted job %s; its output is in %s", job.number, job.log)
+    return _follow(job, cluster.slurm.poll_seconds)
+
+
+@dataclass(frozen=True)
+class State:
+    """What Slurm says of a job."""
+
+    name: str
+    reason: str
+    code: int
+    signal: int
+
+    @property
+    def is_end(self) -> bool:
+        """True where the job neither waits nor runs."""
+        return self.name not in _GOES_ON
+
+    @property
+    def status(self) -> int:
+        """The exit status of a job that has ended."""
+        if self.name == "COMPLETED":
+            return 0
+        return self.code or (128 + self.signal if self.signal else 0) or _STATUS_OF.get(self.name, 1)
+
+    def __str__(self) -> str:
+        return self.name if self.reason in ("", "None") else f"{self.name} ({self.reason})"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of Slurm, and the file with its output."""
+
+    number: str
+    log: Path
+
+    @classmethod
+    def submit(cls, script: str, run_directory: Path) -> Job:
+        """Give Slurm a script.
+
+        Raises:
+            ClusterError: it was refused.
+        """
+        inside = "SLURM_JOB_ID" in os.environ  # what this job was given is not for another
+        environment = {
+            name: value for name, value in os.environ.items() if not (inside and name.startswith("SLURM_")) or name in _KEPT
+        }
+        told = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, env=environment)
+        if told.returncode:
+            raise ClusterError(
+                f"sbatch refused the job: {_last_line(told.stderr)}; correct cluster.slurm (--dry-run prints the script)."
+            )
+        return cls._numbered(told.stdout.strip().split(";")[0], run_directory)
+
+    @classmethod
+    def of(cls, run_directory: Path) -> Job | None:
+        """The job of this user that waits or runs for a run directory."""
+        told = subprocess.run(
+            ["squeue", "--me", "--noheader", f"--name={_name_of(run_directory)}", "--format=%i"], capture_output=True, text=True
+        )
+        if told.returncode:
+            raise ClusterError(f"squeue failed: {_last_line(told.stderr)}; see that Slurm's controller runs (scontrol ping).")
+        jobs = [cls._numbered(number, run_directory) for number in told.stdout.split()]
+        return next((job for job in jobs if f"StdOut={job.log}" in job._shown().stdout), None)
+
+    @classmethod
+    def _numbered(cls, number: str, run_directory: Path) -> Job:
+        return cls(number, Path(f"{run_directory}.slurm-{number}.log"))
+
+    def state(self) -> State | None:
+        """What Slurm says of the job; None where it does not answer.
+
+        Raises:
+            ClusterError: it knows no such job.
+        """
+        told = self._shown()
+        if told.returncode == 0 and (name := _field("JobState", told.stdout)):
+            code, _, number = _field("ExitCode", told.stdout).partition(":")
+            return State(name, _field("Reason", told.stdout), int(code or 0), int(number or 0))
+        if "Invalid job id" not in told.stderr:
+            return None
+        if recorded := self._recorded():
+            return recorded
+        raise ClusterError(
+            f"Slurm knows no job {self.number} any more, so how it ended is not known: look at {self.log}, and run the same command "
+            "again where the run has not finished."
+        )
+
+    def _shown(self) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["scontrol", "show", "job", self.number, "--oneliner"], capture_output=True, text=True)
+
+    def _recorded(self) -> State | None:
+        """What the accounting says of a job that the controller has forgotten, where there is one."""
+        if shutil.which("sacct") is None:
+            return None
+        asked = ["sacct", "-j", self.number, "-X", "--noheader", "--parsable2", "--format=State,ExitCode"]
+        told = subprocess.run(asked, capture_output=True, text=True)
+        lines = told.stdout.splitlines()
+        if told.returncode or not lines:
+            return None
+        name, _, codes = lines[-1].partition("|")
+        code, _, number = codes.partition(":")
+        return State(name.split()[0], "", int(code or 0), int(number or 0))  # "CANCELLED by 0"
+
+    def ask_to_end(self) -> None:
+        """Have the run finish its step and save; a job that does not run yet is cancelled."""
+        state = self.state()
+        if state is None or state.name != "RUNNING" or not self._signal("--batch", "--signal=TERM"):
+            self.cancel()
+
+    def cancel(self) -> None:
+        """End the job at once."""
+        self._signal()
+
+    def _signal(self, *options: str) -> bool:
+        return subprocess.run(["scancel", *options, self.number], capture_output=True).returncode == 0
+
+
+def _follow(job: Job, poll_seconds: float) -> int:
+    """Show what a job writes until it has ended; returns the exit status."""
+    shown, said, handled = 0, "", 0
+    asked = answered = time.monotonic() - poll_seconds
+    with _noticed() as signals:
+        while True:
+            shown = _show(job.log, shown)
+            if len(signals) > handled:
+                handled = len(signals)
+                if handled == 1:
+                    logger.warning("the run in job %s finishes its step and saves; once more cancels the job", job.number)
+                    job.ask_to_end()
+                else:
+                    job.cancel()
+            if time.monotonic() - asked >= poll_seconds:
+                asked = time.monotonic()
+                state = job.state()
+                if state is not None:
+                    answered = asked
+                    if state.is_end:
+                        break
+                    if str(state) != said:
+                        said = str(state)
+                        logger.info("job %s is %s", job.number, said)
+                elif asked - answered > _SILENCE_SECONDS:
+                    raise ClusterError(
+                        f"Slurm's controller has not answered for {_SILENCE_SECONDS:g} s; job {job.number} may still run. Run the same "
+                        f"command again to follow it, or end it with scancel {job.number}."
+                    )
+            time.sleep(min(0.2, poll_seconds))
+        _show_rest(job.log, shown)
+        status = state.status
+        if status:
+            print(f"error: job {job.number} has ended as {state}; its output is in {job.log}", file=sys.stderr)
+        return 128 + signals[0] if signals and status else status
+
+
+def _show(log: Path, shown: int) -> int:
+    """Write what was added to a log to the standard output; returns how many bytes were shown."""
+    try:
+        with log.open("rb") as file:
+            file.seek(shown)
+            while part := file.read(1 << 16):
+                sys.stdout.buffer.write(part)
+                shown += len(part)
+    except FileNotFoundError:  # the job has not begun, or the file has not arrived
+        return shown
+    sys.stdout.flush()
+    return shown
+
+
+def _show_rest(log: Path, shown: int) -> None:
+    deadline = time.monotonic() + _LOG_SECONDS
+    while time.monotonic() < deadline:
+        shown = _show(log, shown)
+        time.sleep(0.2)
+
+
+@contextmanager
+def _noticed() -> Iterator[list[int]]:
+    """The signals that came meanwhile."""
+    received: list[int] = []
+
+    def notice(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    before = {number: signal.signal(number, notice) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _name_of(run_directory: Path) -> str:
+    return f"{run_directory.parent.name}.{run_directory.name}"
+
+
+def _field(name: str, text: str) -> str:
+    found = re.search(rf"(?:^|\s){name}=(\S*)", text)
+    return found[1] if found else ""
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no reason given"])[-1]

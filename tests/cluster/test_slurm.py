@@ -1,0 +1,113 @@
+"""A run as a job of the real Slurm, on one node: equal to one process here, followed, interrupted, cancelled, and failing as itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from ranks_runs import GRPO, LIMIT, compare, run, start, write_parts
+from slurm_machine import slurm
+
+from rollwright.cluster.slurm import run_job
+from rollwright.config.sections import ClusterConfig, SlurmConfig
+from rollwright.errors import ClusterError
+
+SLURM = ("cluster.kind=slurm", "cluster.slurm.poll_seconds=0.3", "stats_logger.display=plain")
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory):
+    # Its sockets' paths have to be short, and the daemon that is not root has to reach them.
+    directory = tmp_path_factory.mktemp("slurm")
+    for parent in (directory, *directory.parents):
+        if parent.stat().st_uid == os.getuid() and parent != Path("/"):
+            parent.chmod(parent.stat().st_mode | 0o011)
+    with slurm(directory) as variables:
+        yield variables
+
+
+@pytest.fixture
+def grpo(tmp_path, tiny_model, machine, monkeypatch):
+    """The directory with the config of a GRPO run, from which jobs can be submitted."""
+    write_parts(tmp_path)
+    (tmp_path / "grpo.yaml").write_text(GRPO.format(root=tmp_path / "runs", model=tiny_model))
+    for name, value in machine.items():
+        monkeypatch.setenv(name, value)
+    return tmp_path
+
+
+def said(directory: Path) -> str:
+    return (directory / "said.txt").read_text()
+
+
+def jobs() -> str:
+    return subprocess.run(["squeue", "--noheader", "--format=%i %T"], capture_output=True, text=True).stdout
+
+
+def wait_until(what, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, jobs()
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_job_of_two_ranks_is_one_process_here(grpo, tiny_model):
+    common = ("grpo.yaml", f"total_train_steps={STEPS}")
+    run(grpo, *common, "trial_name=here")
+    text = run(grpo, *common, "trial_name=job", *SLURM, "cluster.processes=2")
+    assert re.search(r"submitted job \d+; its output is in .*job\.slurm-\d+\.log", text)
+    assert f"step {STEPS}" in text  # what the job writes, to its last line
+    (log,) = (grpo / "runs" / "ranks").glob("job.slurm-*.log")
+    assert log.read_text().splitlines()[-1] in text
+    place = grpo / "runs" / "ranks"
+    compare(place / "here", place / "job", steps=STEPS, seed=1, model=tiny_model)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_job_is_found_again_and_saves_when_it_is_interrupted(grpo):
+    words = ("grpo.yaml", "total_train_steps=100000", *SLURM)
+    process = start(grpo, *words)
+    wait_until(lambda: "submitted job" in said(grpo), LIMIT)
+    (number,) = re.findall(r"submitted job (\d+)", said(grpo))
+    wait_until(lambda: "step 2" in said(grpo), LIMIT)
+    process.kill()  # the job goes on
+    process.wait()
+    process = start(grpo, *words)
+    wait_until(lambda: "step 3" in said(grpo), LIMIT)
+    assert f"job {number} carries out" in said(grpo)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(LIMIT) == 130
+    assert f"job {number} has ended as FAILED" in said(grpo)
+    assert any((grpo / "runs" / "ranks" / "trial" / "recover").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ends_of_jobs(grpo, capfd):
+    waiting = start(grpo, "grpo.yaml", *SLURM, "cluster.slurm.arguments=[--hold]")
+    wait_until(lambda: "is PENDING" in said(grpo), LIMIT)
+    waiting.send_signal(signal.SIGTERM)
+    assert waiting.wait(LIMIT) == 143
+    assert "has ended as CANCELLED" in said(grpo)
+
+    def job(**settings) -> int:
+        cluster = ClusterConfig(kind="slurm", slurm=SlurmConfig(poll_seconds=0.3, **settings))
+        return run_job(cluster, grpo / "runs" / "ranks" / "other", ["--version"])
+
+    with pytest.raises(ClusterError, match=r"sbatch refused the job: .*partition"):
+        job(partition="nowhere")
+    assert job(setup=["echo before it", "exit 5"]) == 5
+    shown = capfd.readouterr()
+    assert "before it" in shown.out
+    assert "has ended as FAILED (NonZeroExitCode)" in shown.err
+    assert job(setup=["kill -KILL $$"]) == 137
+    assert jobs() == ""
