@@ -57,7 +57,7 @@ class Sign:
     """What a rule found in the curves of a run.
 
     Attributes:
-        rule: its name; ``docs/viewer.md`` gives the reason for each.
+        rule: its name; ``docs/run-data.md`` gives the reason for each.
         level: bad (it learns nothing, or breaks), warn (it learns less than it could), or info.
         setting: the key of the config that changes it.
         step: at which it was seen last.

@@ -227,8 +227,11 @@ def journal_step(
         start += tokens
         journal.write(Trained(step, group, sample, reward, advantage, tokens, *packed), may_hold_secrets=False)
     audit = {name: float(value) for name, value in stats.items() if name.startswith("logprob_difference/")}
-    said = () if publication is None else (publication.way, publication.seconds, publication.size, publication.engines)
-    journal.write(Published(step, version, audit, time.time(), *said), may_hold_secrets=False)
+    record = Published(step, version, audit, time.time())
+    if publication is not None:
+        record.way, record.seconds, record.bytes = publication.way, publication.seconds, publication.size
+        record.engines = publication.engines
+    journal.write(record, may_hold_secrets=False)
 
 
 def _packed(values_BL: Tensor | None, masked_BL: Tensor, dtype: str) -> np.ndarray:

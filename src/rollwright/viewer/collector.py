@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from array import array
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -22,6 +23,7 @@ from rollwright.experience.journal.records import (
     Phase,
     Published,
     Result,
+    Resumed,
     Trained,
 )
 
@@ -178,10 +180,10 @@ class Collector:
         self._trained: list[tuple[int, int, Trained]] = []  # writer, place and record: the rows of one group
         for row in connection.execute("SELECT * FROM running"):
             self._open[row["writer"], row["episode"]] = OpenSample.of(row["state"])
-        self._first_steps = dict(connection.execute("SELECT writer, min(step) FROM steps GROUP BY writer").fetchall())
+        self._first_steps = first_steps(connection)
         self._steps = dict(connection.execute("SELECT writer, max(step) FROM steps GROUP BY writer").fetchall())
         self._checkpoint = connection.execute("SELECT max(step) FROM checkpoints").fetchone()[0] or 0
-        self._take = {
+        self._take: dict[type, Callable[[int, int, Any], None]] = {
             Begin: self._begin,
             Call: self._call,
             Result: self._result,
@@ -191,17 +193,17 @@ class Collector:
             Phase: self._phase,
             Published: self._published,
             Checkpoint: self._checkpointed,
+            Resumed: self._resumed,
         }
 
     def take(self, writer: int, place: int, record: AnyRecord) -> None:
         """The next record, written by a process and found at a place."""
-        kind = type(record)
-        if kind is Trained:
+        if isinstance(record, Trained):
             self._trained_row(writer, place, record)
             return
         if self._trained:
             self._assign()
-        if (take := self._take.get(kind)) is not None:
+        if (take := self._take.get(type(record))) is not None:
             take(writer, place, record)
 
     def place_to_go_on(self, end: int) -> int:
@@ -400,6 +402,18 @@ class Collector:
         unfinished = sum(not sample.begin[3] for sample in self._open.values())
         values = (record.step, writer, record.frontier, record.time, finished, unfinished)
         self._connection.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?)", values)
+
+    def _resumed(self, writer: int, place: int, record: Resumed) -> None:
+        self._checkpoint = record.step
+        self._first_steps[writer] = record.step + 1
+        values = (writer, record.step, record.version, record.frontier, record.episodes, record.tokens, record.time)
+        self._connection.execute("INSERT OR REPLACE INTO resumes VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+
+
+def first_steps(connection: sqlite3.Connection) -> dict[int, int]:
+    """For each process the first step that it made, or is to make: what earlier ones made from there on is lost."""
+    made = connection.execute("SELECT writer, min(step) FROM steps GROUP BY writer").fetchall()
+    return {**dict(made), **dict(connection.execute("SELECT writer, step + 1 FROM resumes").fetchall())}
 
 
 def _mean_advantage(record: Trained) -> float:

@@ -63,6 +63,7 @@ CREATE TABLE steps (
     PRIMARY KEY (step, writer)
 ) WITHOUT ROWID;
 CREATE TABLE phases (step INT, writer INT, name TEXT, seconds REAL, began REAL, place INT, PRIMARY KEY (step, writer, name)) WITHOUT ROWID;
+CREATE TABLE resumes (writer INT PRIMARY KEY, step INT, version INT, frontier INT, episodes INT, tokens INT, time REAL);
 CREATE TABLE waiting (number INT, writer INT, step INT, trained BLOB, PRIMARY KEY (number, writer)) WITHOUT ROWID;
 CREATE TABLE checkpoints (step INT, writer INT, frontier INT, time REAL, beyond INT, unfinished INT, PRIMARY KEY (step, writer)) WITHOUT ROWID;
 """

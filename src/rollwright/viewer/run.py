@@ -365,6 +365,10 @@ class Run:
         rows = self._index.rows("SELECT step, frontier, time, beyond, unfinished FROM checkpoints ORDER BY writer, step")
         return [dict(row) for row in rows]
 
+    def resumes(self) -> list[dict[str, Any]]:
+        """Each time that a process went on: from which ``step``, ``version`` and ``frontier``, with how many ``episodes`` and ``tokens``."""
+        return [dict(row) for row in self._index.rows("SELECT * FROM resumes ORDER BY writer")]
+
     def search(self, **query: Any) -> dict[str, Any]:
         """Samples that match; the arguments are the fields of ``viewer.search.Query``.
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rollwright.errors import DataError
-from rollwright.viewer.collector import OpenSample
+from rollwright.viewer.collector import OpenSample, first_steps
 from rollwright.viewer.index import Index
 
 _KEY = re.compile(r"(eval:)?(\d+)(?:/(\d+))?(?:@v(\d+))?(?:@(\d+))?(?:#(\d+))?")
@@ -60,9 +60,11 @@ class Samples:
     def __init__(self, index: Index, is_running: bool) -> None:
         self._index = index
         self._status = "running" if is_running else "interrupted"
-        writers = index.rows("SELECT count(DISTINCT writer), max(writer) FROM files")[0]
-        self._has_several, self._last_writer = writers[0] > 1, writers[1]
-        self._first_steps = dict(index.rows("SELECT writer, min(step) FROM steps GROUP BY writer"))  # type: ignore[arg-type]
+        writers = index.rows("SELECT count(DISTINCT writer) FROM files")[0]
+        self._has_several = writers[0] > 1
+        with index.reading() as connection:
+            self._first_steps = first_steps(connection)
+            self._resumed = connection.execute("SELECT coalesce(max(writer), 0) FROM resumes").fetchone()[0]
 
     # -- samples -----------------------------------------------------------------------------------------------------------------
 
@@ -76,7 +78,7 @@ class Samples:
         for row in self._index.rows("SELECT writer, state FROM running"):
             sample = OpenSample.of(row["state"])
             if ordinal is None or (sample.begin[0] == ordinal and bool(sample.begin[3]) == is_eval):
-                status = self._status if row["writer"] == self._last_writer else "interrupted"
+                status = self._status if row["writer"] >= self._resumed else "interrupted"
                 found.append(self.plain(sample.columns(row["writer"], status)))
         return found
 

@@ -29,8 +29,8 @@ def timeline(index: Index, samples: Samples, start: float | None, end: float | N
         of the time in which a lane had a span), and ``shown`` (share of the samples that is drawn).
     """
     (extent,) = index.rows("SELECT min(began), max(ended), (SELECT max(time) FROM steps) FROM samples")
-    start = extent[0] or 0.0 if start is None else start
-    end = max(extent[1] or start, extent[2] or start) if end is None else end
+    start = float(extent[0] or 0.0) if start is None else start
+    end = float(max(extent[1] or start, extent[2] or start)) if end is None else end
     (counted,) = index.rows("SELECT count(*) FROM samples WHERE began < ? AND ended > ?", end, start)
     every = max(1, -(-counted[0] // MOST_SAMPLES))
     rows = index.rows(f"{SELECT} WHERE began < ? AND ended > ? AND samples.id % ? = 0 ORDER BY began", end, start, every)
