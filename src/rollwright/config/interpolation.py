@@ -128,7 +128,8 @@ class _Resolver:
         """The value of another key."""
         bare = key.lstrip(".")
         above = self._open[-1][: len(bare) - len(key)] if bare != key else ()
-        node, path, is_resolved = self.whole, (), False
+        node, is_resolved = self.whole, False
+        path: KeyPath = ()
         for part in (*above, *undotted(bare.replace("[", ".").replace("]", ""))):
             if isinstance(node, str) and not is_resolved:  # the way leads through another interpolation
                 node, is_resolved = self.value(node, path), True
