@@ -59,7 +59,7 @@ def _rl(config: PPOConfig) -> str:
     gconfig, dataset = config.gconfig, config.train_dataset
     if config.mode != "both":
         return f"run in mode {config.mode} with {config.actor.path}"
-    work = f"{config.workflow} on {_rows(dataset)}"
+    work = f"{_class(config.workflow)} on {_rows(dataset)}"
     if config.tasksets:
         work = "the workflows of " + ", ".join(taskset.path or taskset.name for taskset in config.tasksets)
     evaluation = f"; evaluate on {_rows(config.valid_dataset)}" if config.valid_dataset else ""
@@ -72,7 +72,12 @@ def _rl(config: PPOConfig) -> str:
 def _eval(config: EvalConfig) -> str:
     ways = ["greedily"] if config.greedy else []
     ways += [f"{config.samples} times a task ({_sampling(config.gconfig)})"] if config.samples else []
-    return f"evaluate {config.path} with {config.workflow} on {_rows(config.dataset)}, {' and '.join(ways) or 'not at all'}"
+    return f"evaluate {config.path} with {_class(config.workflow)} on {_rows(config.dataset)}, {' and '.join(ways) or 'not at all'}"
+
+
+def _class(workflow: str | None) -> str:
+    """A workflow as it is written, but one of ours by its name alone."""
+    return workflow.rpartition(".")[2] if workflow and workflow.startswith("rollwright.") else str(workflow)
 
 
 def _rows(dataset: DatasetConfig | None) -> str:

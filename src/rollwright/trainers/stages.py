@@ -66,10 +66,10 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
                 logger.info("stage %s was finished before; going on", stage.name)
                 continue
             if len(stages) > 1:
+                console.print()
                 console.rule(f"[bold]{number}/{len(stages)} {escape(stage.name)}[/bold]", align="left", style="dim")
-            console.print(
-                in_words(stage), style="dim", highlight=False, markup=False, soft_wrap=not logging.output_is_terminal()
-            )
+            words = in_words(stage).replace(f"{directory.path}/", "")
+            console.print(words, style="dim", highlight=False, markup=False, soft_wrap=not logging.output_is_terminal())
             _set_threads(stage.config)
             if stage.kind in ranks.TRAINS:
                 ranks.tell_stage(stage.name)
