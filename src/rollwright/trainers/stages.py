@@ -328,5 +328,5 @@ def _show(summary: dict[str, Any], directory: RunDirectory) -> None:
         for path in paths:
             places.add_row(name, str(path))
     if trained:
-        places.add_row("", "[dim]any Hugging Face code reads it: transformers.AutoModelForCausalLM.from_pretrained(…)[/]")
+        places.add_row("", "[dim]for transformers.AutoModelForCausalLM.from_pretrained[/]")
     console.print(places)
