@@ -47,6 +47,7 @@ _EXTRAS = {
     "optimizers": "8- and 4-bit AdamW",
     "plots": "pictures of curves",
     "postgresql": "PostgreSQL store",
+    "ray": "cluster.kind: ray",
     "reasoning-gym": "its tasks",
     "retrieval": "rollwright retrieve",
     "sandbox": "a model's Python",
@@ -54,6 +55,7 @@ _EXTRAS = {
     "store": "experience store",
     "tensorboard": "metric sink",
     "trackio": "metric sink",
+    "view": "rollwright view",
     "vision": "images",
     "wandb": "metric sink",
 }
