@@ -4,13 +4,15 @@ Invariants:
 
 * a claimed task starts with weights at least as new as those whose publication made room for it;
 * a task is finished by storing its group (or that there is none) in one transaction; what is left when the explorer ends is
-  released.
+  released;
+* a task that is claimed again goes on from what explorers before had been answered.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,9 +23,11 @@ import torch
 from rollwright.config.experiment import PPOConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import RolloutError
+from rollwright.experience.journal.episodes import RecordedEpisode
 from rollwright.experience.operators import ExperiencePipeline, PipelineResult, report_operators, samples_of
 from rollwright.experience.trajectory import Trajectory
 from rollwright.rollout.engines import RolloutEngine
+from rollwright.rollout.resume import PastEpisodes, read_past
 from rollwright.rollout.staleness import Staleness
 from rollwright.store import Announcement, TaskClaim
 from rollwright.tracking.learning_signs import warn_of_reasons
@@ -34,6 +38,7 @@ from rollwright.trainers.loop import StopSignal
 from rollwright.trainers.reporting import StageRun, sample_means
 from rollwright.trainers.rollout_backend import make_rollout_engine
 from rollwright.trainers.shared_run import (
+    PARTS,
     EvaluationTurns,
     follow_trainer,
     open_run_database,
@@ -140,14 +145,17 @@ class Explorer:
             self.store.keeping_claims(self.name, lease_seconds=self.lease_seconds),
         ):
             warn_of_reasons(self.config)
+            self._release_left()
             self._wait_for_first_weights(stop)
             last_news = time.monotonic()
             while not self._is_over() and stop.received is None:
                 claims = self._claim()
                 if self._follow_trainer():
                     self._report(run, evaluations)
+                past = self._past_of(claims)
                 for claim in claims:
-                    self.running[self.pool.submit(self._run, claim, self.tasks.row(claim.ordinal))] = claim
+                    task = past.row({**self.tasks.row(claim.ordinal), "ordinal": claim.ordinal})
+                    self.running[self.pool.submit(self._run, claim, task, past)] = claim
                 if not self.running:
                     time.sleep(POLL_SECONDS)
                 for future in wait(self.running, POLL_SECONDS, FIRST_COMPLETED).done:
@@ -174,13 +182,41 @@ class Explorer:
             return []
         return self.store.claim_tasks(self.name, room, lease_seconds=self.lease_seconds, max_outstanding=self.limit)
 
-    def _run(self, claim: TaskClaim, task: dict[str, Any]) -> Finished:
+    def _release_left(self) -> None:
+        """Release at once, and not when their leases run out, the tasks of explorers of this machine that have ended."""
+        trial = trial_path(self.config)
+        for path in trial.glob(f"{PARTS['explore']}-*"):
+            directory = RunDirectory(trial.parent, trial.name, path.name)
+            if path.name != self.name and directory.was_left() and (count := self.store.release_claims(path.name)):
+                logger.info("%d tasks of %s, which has ended, are released", count, path.name)
+
+    def _past_of(self, claims: Sequence[TaskClaim]) -> PastEpisodes:
+        """What explorers had been answered, this one or others, in tasks that are claimed again: their journals have it."""
+        again = {claim.ordinal for claim in claims if claim.attempt > 0}
+        journals = sorted(trial_path(self.config).glob(f"{PARTS['explore']}-*/journal")) if again else []
+        past = read_past(journals, again.__contains__)
+        oldest = self.rollout_version - self.config.rollout.max_head_offpolicyness if self._drops_old_groups else 0
+        for ordinal, samples in past.episodes.items():
+            kept = {index: each for index, each in samples.items() if _oldest_version(each) >= oldest}
+            if len(kept) < len(samples):
+                logger.info("%d samples of task %d are too old to go on and begin anew", len(samples) - len(kept), ordinal)
+            past.episodes[ordinal] = kept
+        if past.episodes:
+            logger.info("%d tasks go on from the journal, where they have %d tokens", len(past.episodes), past.tokens)
+        return past
+
+    def _run(self, claim: TaskClaim, task: dict[str, Any], past: PastEpisodes) -> Finished:
         """One task, in a thread of its own: sample its group, pass it through the operators, store it."""
-        rollout = self.rollout
+        rollout, samples = self.rollout, self.config.gconfig.n_samples
+        if (end := past.given_up.get(claim.ordinal)) is not None:
+            self.store.finish_task(claim, [], drops={"no_group": 1})
+            return Finished(claim, reason=end.reason)
+        mine = past.episodes.get(claim.ordinal, {})
+        newest = max((each.newest_version for each in mine.values()), default=-1)
+        while newest > self.rollout_version and not self._ending:  # of weights that a trainer which began again is to make anew
+            time.sleep(POLL_SECONDS)
         try:
-            group = rollout.wait_for_task(
-                rollout.submit({**task, "ordinal": claim.ordinal}, self.workflow, group_size=self.config.gconfig.n_samples)
-            )
+            group = rollout.wait_for_task(rollout.submit(task, self.workflow, group_size=samples, past=mine))
         except RolloutError as error:
             if self._ending or rollout.executor.stopped_by is not None:
                 raise  # the claim is released
@@ -192,6 +228,11 @@ class Explorer:
         stored = sum(map(len, result.samples)) if kept else 0
         reason = "" if stored else "nothing left by the operators" if kept else "claim was lost"
         return Finished(claim, group, result, stored, reason)
+
+    @property
+    def _drops_old_groups(self) -> bool:
+        """True where the trainer drops groups older than ``max_head_offpolicyness``."""
+        return self.config.store is not None and self.config.store.uses == 1
 
     def _is_over(self) -> bool:
         newest = self.store.latest_version()  # None: nobody trains yet; what was asked for may be there
@@ -282,3 +323,8 @@ class Explorer:
                 result = evaluate(self.rollout, self.evaluation_tasks, workflow, kwargs, self.config.evaluator.gconfig)
                 evaluations[version] = result.reward
                 run.report_evaluation(version, result)
+
+
+def _oldest_version(episode: RecordedEpisode) -> int:
+    """Of what an episode was answered; that of its beginning where it was answered nothing."""
+    return min((int(each.versions.min()) for each in episode.calls if each.call.output), default=episode.begin.version)
