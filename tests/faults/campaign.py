@@ -99,7 +99,7 @@ def campaign(
     }
 
 
-def undisturbed(warm: Warm, root: Path, model: Path) -> list[tuple[Any, ...]]:
+def undisturbed(warm: Warm, root: Path, model: Path) -> list[tuple[float, ...]]:
     """The curve of a run to which nothing happens."""
     run = BothSync(warm, root / "undisturbed", model, 0)
     proof = run.carry_out([])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -11,7 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .left import left_behind, shared_memory_of
@@ -203,7 +204,7 @@ class Run(ABC):
             assert time.monotonic() < deadline, f"not so after {LIMIT:.0f} s: {what}\n" + "\n".join(
                 part.said() for part in self.parts
             )
-            time.sleep(0.005)
+            time.sleep(0.01)
 
     def tend(self) -> None:
         """Start parts again that a fault ended.
@@ -221,13 +222,14 @@ class Run(ABC):
 
     def journaled(self) -> int:
         """Bytes in all journals of the run."""
-        total = 0
-        for path in (self.root / "runs").rglob("*.journal"):
-            try:
-                total += os.stat(path).st_size
-            except FileNotFoundError:  # set aside
-                continue
-        return total
+        return sum(size for path, size in self._files() if path.endswith(".journal"))
+
+    def _files(self) -> Iterator[tuple[str, int]]:
+        """Paths and sizes of the run's files, of which some may go at any moment."""
+        for directory, _, names in os.walk(self.root):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    yield (path := os.path.join(directory, name)), os.stat(path).st_size
 
     # -- what happens to it --------------------------------------------------------------------------------------------
 
@@ -254,7 +256,7 @@ class Run(ABC):
             part.stop_for(fault.size)
         elif fault.kind == "disk":
             self._excused.add(part)
-            largest = max((path.stat().st_size for path in self.root.rglob("*") if path.is_file()), default=0)
+            largest = max((size for _, size in self._files()), default=0)
             with part.full_disk(int(fault.size * largest)):
                 part.wait(4 * fault.size)
         elif self.proxies:

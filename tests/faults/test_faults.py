@@ -20,8 +20,8 @@ def warm():
     process.close()
 
 
-@pytest.mark.parametrize("topology", ["serve"])
-def test_a_few_kills_lose_and_repeat_nothing(topology, tmp_path, tiny_model, warm):
-    report = campaign(topology, 4, 1, tmp_path / "runs", model=tiny_model, warm=warm, store="sqlite")
-    assert report["kills"] == 4
+@pytest.mark.parametrize(("topology", "kills"), [("both-sync", 3), ("both-async", 3), ("explore-train", 5), ("serve", 3)])
+def test_a_few_kills_lose_and_repeat_nothing(topology, kills, tmp_path, tiny_model, warm):
+    report = campaign(topology, kills, 1, tmp_path / "runs", model=tiny_model, warm=warm, store="sqlite")
+    assert report["kills"] == kills
     assert holds(report), report

@@ -8,7 +8,7 @@ from typing import Any
 
 from .explore_train import ExploreTrain
 from .parts import Part
-from .proof import History, Proof, compare, curve
+from .proof import History, Proof, compare, curve, difference
 from .run import BATCH, CONFIG, PARTS, SAMPLES, Run, Tool
 from .serve import Serve
 
@@ -28,7 +28,7 @@ class Both(Run):
     settings: tuple[str, ...] = ()
     slack = 0
 
-    def __init__(self, *arguments: Any, reference: list[tuple[Any, ...]] | None = None) -> None:
+    def __init__(self, *arguments: Any, reference: list[tuple[float, ...]] | None = None) -> None:
         super().__init__(*arguments)
         self.reference = reference
 
@@ -59,10 +59,8 @@ class Both(Run):
         """Every sample trained once; where it is deterministic, the curve of the undisturbed run."""
         history = History([*sorted(self.trial.glob("attempts/*/journal")), self.trial / "journal"])
         proof = compare(history, steps=self.steps, batch=BATCH, samples=SAMPLES, slack=self.slack)
-        if self.reference is not None and curve(self.trial) != self.reference:
-            pairs = zip(curve(self.trial), self.reference, strict=False)
-            first = next(((mine, its) for mine, its in pairs if mine != its), "another number of steps")
-            proof.wrong.append(f"the curve is not that of the undisturbed run: {first}")
+        if self.reference is not None and (parts := difference(curve(self.trial), self.reference)):
+            proof.wrong.append(f"the curve is not that of the undisturbed run: {parts}")
         return proof
 
 
