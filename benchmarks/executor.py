@@ -28,7 +28,7 @@ from typing import Any
 PROMPT, OUTPUT, TOOL, TURNS = 64, 32, 16, 3
 
 
-def run(samples: int, group_size: int, deterministic: bool, journaled: bool) -> dict[str, Any]:
+def run(samples: int, group_size: int, journaled: bool) -> dict[str, Any]:
     """One run; its figures."""
     import torch
 
@@ -55,9 +55,6 @@ def run(samples: int, group_size: int, deterministic: bool, journaled: bool) -> 
                 rid=request.rid,
                 seed=request.seed,
             )
-
-        async def agenerate_batch(self, requests: list[ModelRequest]) -> list[ModelResponse]:
-            return [await self.agenerate(request) for request in requests]
 
         def get_version(self) -> int:
             return 0
@@ -90,7 +87,7 @@ def run(samples: int, group_size: int, deterministic: bool, journaled: bool) -> 
     config = RolloutConfig(max_concurrent_samples=samples)
     directory = tempfile.TemporaryDirectory()
     journal = Journal(directory.name) if journaled else None
-    executor = RolloutExecutor(InstantEngine(), config, deterministic=deterministic, journal=journal)
+    executor = RolloutExecutor(InstantEngine(), config, journal=journal)
     tasks = [{"question": f"question {number}", "answer": str(number)} for number in range(samples // group_size)]
     executor.rollout_batch(tasks[:8], ThreeTurns(), group_size=group_size)  # imports and first uses
     before = _peak_mib()
@@ -106,7 +103,7 @@ def run(samples: int, group_size: int, deterministic: bool, journaled: bool) -> 
     tensors = sum(value.numel() * value.element_size() for value in batch.values()) / 2**20
     return {
         "samples": samples,
-        "mode": ("waves" if deterministic else "free") + (", journal" if journaled else ""),
+        "mode": "journal" if journaled else "free",
         "group": group_size,
         "seconds": round(wall, 2),
         "samples/s": round(samples / wall),
@@ -128,20 +125,20 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=int, default=3, help="runs of each line; the one that took least processor time is shown"
     )
-    parser.add_argument("--one", nargs=4, metavar=("SAMPLES", "GROUP", "DETERMINISTIC", "JOURNAL"), help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=3, metavar=("SAMPLES", "GROUP", "JOURNAL"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        samples, group, deterministic, journaled = (int(value) for value in arguments.one)
-        print(json.dumps(run(samples, group, bool(deterministic), bool(journaled))))
+        samples, group, journaled = (int(value) for value in arguments.one)
+        print(json.dumps(run(samples, group, bool(journaled))))
         return
 
     from report import Report
 
     report = Report(f"executor: {TURNS} turns a sample, {PROMPT} + {TURNS}×{OUTPUT} + {TURNS - 1}×{TOOL} tokens")
     cost: dict[tuple[str, int], float] = {}
-    for mode, journaled in ((0, 0), (0, 1), (1, 0)):
+    for journaled in (0, 1):
         for samples in (1_000, 10_000):
-            command = [sys.executable, __file__, "--one", str(samples), "8", str(mode), str(journaled)]
+            command = [sys.executable, __file__, "--one", str(samples), "8", str(journaled)]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             outputs = [
                 subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
@@ -151,8 +148,7 @@ def main() -> None:
             cost[best["mode"], samples] = best["cpu µs/sample"]
             report.row(**best)
     report.ratio("per_sample/10000", cost["free", 10_000] / cost["free", 1_000])
-    report.ratio("per_sample_in_waves/10000", cost["waves", 10_000] / cost["waves", 1_000])
-    report.ratio("µs/journal", cost["free, journal", 10_000] - cost["free", 10_000])
+    report.ratio("µs/journal", cost["journal", 10_000] - cost["free", 10_000])
     report.finish(arguments.json)
 
 

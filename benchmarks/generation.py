@@ -7,6 +7,8 @@ Figures are useful tokens per second: tokens that a request asked for. All run w
 sequences at once. ``transformers.generate`` runs at its best batch size, each batch until its longest request ends.
 ``decode step`` is the model's own forward with its cache and a log-softmax, without sampling or scheduling, at the mean
 number of sequences that the engine had in a step. Rounds are interleaved, and each figure is the best of its rounds.
+``batch-invariant`` is the engine of a deterministic run, whose answers do not depend on what is computed beside them, with all the
+threads; its ratio is the share of the other engine's throughput that it keeps.
 ``--vllm-python`` names the interpreter of an environment with vLLM's CPU build (scripts/make_vllm_env.sh makes one).
 """
 
@@ -24,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -280,15 +283,19 @@ def measure(name: str, arguments: argparse.Namespace, report: Report) -> None:
         rates.setdefault(column, []).append(useful / seconds())
         gc.collect()
 
-    engine = BuiltinEngine(model, max_running_requests=MOST_AT_ONCE, kv_cache_bytes=1 << 30)
+    settings: dict[str, Any] = {"max_running_requests": MOST_AT_ONCE, "kv_cache_bytes": 1 << 30}
+    engine = BuiltinEngine(model, **settings)
+    invariant = BuiltinEngine(model, batch_invariant=True, **settings)
     server = (
         VLLMServer(arguments.vllm_python, model, torch.get_num_threads()) if arguments.vllm_python else contextlib.nullcontext()
     )
-    with engine, server, quiet():
-        engine_seconds(engine, prompts[:32], lengths[:32])
+    with engine, invariant, server, quiet():
+        for each in (engine, invariant):
+            engine_seconds(each, prompts[:32], lengths[:32])
         before = engine.stats()
         for round_index in range(arguments.rounds):
             timed("rollwright", lambda: engine_seconds(engine, prompts, lengths))
+            timed("batch-invariant", lambda: engine_seconds(invariant, prompts, lengths))
             if round_index == 0:
                 after = engine.stats()
                 mean_batch = round(
@@ -314,6 +321,7 @@ def measure(name: str, arguments: argparse.Namespace, report: Report) -> None:
             rollwright_is=best["rollwright"] / rate,
             rounds=" ".join(f"{r:,.0f}" for r in rates[column]),
         )
+    report.ratio(f"batch_invariant/{name}", best["batch-invariant"] / best["rollwright"])
     peers = {
         "transformers_generate": max((r for c, r in best.items() if c.startswith("generate")), default=None),
         "transformers_continuous": best.get("transformers continuous"),

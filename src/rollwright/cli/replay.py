@@ -46,9 +46,11 @@ def replay(
         model = _newest_model(journaled_directory(run))
     started, counts, changed = time.monotonic(), {"equal": 0, "differs": 0, "failed": 0}, []
     before = after = rows = 0.0
+    repeated = 0
     with RunReplay(run, workflow=workflow, reward_fn=reward_fn, model=model if sampled else None) as recorded:
         for each in recorded.replay(sample):
             counts[each.verdict] += 1
+            repeated += each.repeats
             before, after, rows = before + sum(each.recorded_rewards), after + sum(each.rewards), rows + len(each.rewards)
             if each.verdict != "equal":
                 changed.append({"sample": each.name, "verdict": each.verdict, "why": each.why})
@@ -66,8 +68,17 @@ def replay(
     means = {"recorded": before / rows, "now": after / rows} if rows else {}
     told = ", ".join(f"mean reward {name} {value:.4f}" for name, value in means.items())
     console().print(f"{total} episodes in {seconds:.1f} s: {', '.join(f'{n} {name}' for name, n in counts.items())}; {told}")
+    if sampled:
+        console().print(f"{repeated} of {total} have the recorded tokens")
     if json_file is not None:
-        content = {"episodes": total, **counts, "seconds": seconds, "mean_reward": means, "changed": changed}
+        content = {
+            "episodes": total,
+            **counts,
+            **({"repeated": repeated} if sampled else {}),
+            "seconds": seconds,
+            "mean_reward": means,
+            "changed": changed,
+        }
         json_file.write_text(json.dumps(content, indent=2) + "\n")
     if counts["equal"] < total:
         raise typer.Exit(1)

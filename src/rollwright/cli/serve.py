@@ -34,6 +34,7 @@ def serve_model(
     ),
     threads: int | None = typer.Option(None, min=1, max=1024, help="Compute threads; default: one for each core."),
     random_seed: int = typer.Option(0, help="Seed of requests that bring none."),
+    batch_invariant: bool = typer.Option(False, help="Answer a request with the same bits whatever else is computed."),
     trust_remote_code: bool = typer.Option(False, help="Run code that comes with the model."),
     allowed_host: list[str] = typer.Option(  # noqa: B008
         [], help="Name besides its own that it may be asked by, such as that of a proxy before it (repeatable)."
@@ -80,6 +81,7 @@ def serve_model(
         kv_cache_bytes=kv_cache_bytes,
         prefix_cache=prefix_cache,
         seed=random_seed,
+        batch_invariant=batch_invariant,
         trust_remote_code=trust_remote_code,
     )
 

@@ -41,6 +41,7 @@ class LocalServers(Launcher):
         base_gpu: int = 0,
         threads: int | None = None,
         weights_roots: tuple[str, ...] = (),
+        deterministic: bool = False,
         **sections: Any,
     ) -> None:
         """Start ``count`` servers of ``rollout.backend`` and wait until they are healthy.
@@ -54,6 +55,7 @@ class LocalServers(Launcher):
             base_gpu: the first GPU.
             threads: compute threads of each ``rollwright serve-model``.
             weights_roots: further directories that ``rollwright serve-model`` may load weights from.
+            deterministic: what a request is answered must not depend on what else is computed.
             sections: the sections of the experiment that describe servers, by backend: ``sglang``, ``vllm``.
 
         Raises:
@@ -76,9 +78,8 @@ class LocalServers(Launcher):
 
         def command(host: str, port: int, index: int) -> list[str]:
             first = base_gpu + index * tensor_parallel
-            return backend.command(
-                ServerLaunch(host, port, rollout, model_path, first, tensor_parallel, threads, roots, sections, key_file)
-            )
+            facts = host, port, rollout, model_path, first, tensor_parallel, threads, roots, sections, key_file, deterministic
+            return backend.command(ServerLaunch(*facts))
 
         environment = {"OMP_WAIT_POLICY": "PASSIVE"}
         if rollout.api_key:  # in the environment, as command lines can be read by everybody on the machine

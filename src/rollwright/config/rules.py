@@ -367,14 +367,9 @@ def _deterministic(config: PPOConfig) -> list[Rule]:
         return []
     return [
         (
-            rollout.backend != "builtin",
-            "rollout.backend",
-            f"a deterministic run needs the built-in engine in its own process (builtin): {rollout.backend} batches by arrival",
-        ),
-        (
-            rollout.max_head_offpolicyness > 0,
-            "rollout.max_head_offpolicyness",
-            "is above 0: which version samples a token would go by the clock, which a deterministic run does not",
+            rollout.backend == "vllm" and config.vllm.device == "cpu",
+            "vllm.device",
+            "is cpu, where vLLM has no batch-invariant mode; use a GPU, or rollout.backend builtin",
         ),
         (
             rollout.over_sampling > 0,

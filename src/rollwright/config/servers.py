@@ -205,6 +205,7 @@ class LocalServerConfig(ServerConfig):
     threads: int | None = key(None, "Compute threads; None: one for each core.", ge=1, le=1024)
     weights_roots: list[str] = key_from(list, "Where updates from files may be read.")
     random_seed: int = key(1, "Seed of requests that bring none.")
+    batch_invariant: bool = key(False, "What a request is answered does not depend on what else is computed.")
     log_level: str = key("warning", "The server's log level.")
 
     @classmethod

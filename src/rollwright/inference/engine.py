@@ -120,12 +120,12 @@ class InferenceEngine(WeightReceiver, ABC):
 
     Attributes:
         context_length: most tokens of a prompt and its output together; None: the engine does not say.
-        queues_together: ``agenerate_batch`` queues all requests before the first token is sampled.
+        is_batch_invariant: what a request is answered does not depend on what else is computed (docs/determinism.md).
         recorder: holds every request of the sample that the engine is bound to; None: it is bound to no sample.
     """
 
     context_length: int | None = None
-    queues_together: bool = False
+    is_batch_invariant: bool = False
     recorder: Recorder | None = None
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:

@@ -95,6 +95,12 @@ class RolloutEngine(InferenceEngine):
         self._client.initialize(*args, **kwargs)
         self.context_length = self._client.context_length
         try:
+            if self.deterministic and not self._client.is_batch_invariant:
+                raise ConfigError(
+                    f"deterministic: what {type(self._client).__name__} answers may depend on what else is computed, so the run would "
+                    "not repeat. Use the built-in engine, or servers in their batch-invariant mode (rollwright serve-model "
+                    "--batch-invariant, SGLang --enable-deterministic-inference, VLLM_BATCH_INVARIANT=1 for vLLM on a GPU)."
+                )
             self._executor = RolloutExecutor(
                 self._client, self.config, seed=self.seed, deterministic=self.deterministic, journal=self.journal
             )
@@ -158,9 +164,14 @@ class RolloutEngine(InferenceEngine):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Start no more samples and sample no more tokens. Calls nest: as many calls of ``resume`` go on again."""
+        """Start no more samples and sample no more tokens. Calls nest: as many calls of ``resume`` go on again.
+
+        In deterministic mode the samples that run end first.
+        """
         executor = self.executor
         with self._pause_lock:
+            if self._pauses == 0 and self.deterministic:
+                executor.settle()
             self._pauses += 1
             if self._pauses > 1:
                 return
@@ -276,7 +287,7 @@ class LocalRolloutEngine(RolloutEngine):
             dtype=_sampling_dtype(config, self.model),
             on_weight_update=config.on_weight_update,  # type: ignore[arg-type]
             seed=self.seed,
-            threads=torch.get_num_threads() if self.deterministic else None,
+            batch_invariant=self.deterministic,
             trust_remote_code=self._trust_remote_code,
         )
 

@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import gc
 import linecache
+import os
 import sys
 import threading
 import time
@@ -36,6 +37,7 @@ REPORTS_PER_LINE = 3
 #: For ``gc.set_threshold``: a full collection runs when a million more containers were made than freed (Python 3.11: 70,000).
 GC_THRESHOLDS = (2_000, 10, 50)
 
+_NOT_USERS = (os.path.dirname(asyncio.__file__), os.path.dirname(__file__), "site-packages")
 _OWN_CODE = ("rollwright/rollout/", "rollwright/experience/", "/asyncio/", "/threading.py")
 
 
@@ -281,6 +283,22 @@ def own_time(elapsed: float, before: ThreadTimes | None, now: ThreadTimes | None
     if now.is_runnable:  # its wait is counted when it ends
         return min(elapsed, now.computed - before.computed)
     return max(0.0, elapsed - (now.waited - before.waited))
+
+
+def place_of(task: asyncio.Task[Any]) -> str:
+    """File and line at which a task waits: the innermost of the workflow's own code, where there is some."""
+    current: Any = task.get_coro()
+    frames = []
+    while current is not None:
+        parts = (getattr(current, f"{kind}_frame", None) for kind in ("cr", "gi", "ag"))
+        if (frame := next(filter(None, parts), None)) is not None:
+            frames.append(frame)
+        current = (
+            getattr(current, "cr_await", None) or getattr(current, "gi_yieldfrom", None) or getattr(current, "ag_await", None)
+        )
+    users = [frame for frame in frames if not any(part in frame.f_code.co_filename for part in _NOT_USERS)]
+    chosen = (users or frames or [None])[-1]
+    return "unknown" if chosen is None else f"{chosen.f_code.co_filename}:{chosen.f_lineno}"
 
 
 # -- garbage collection ------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ class RolloutExecutor:
         engine: serves the model calls of all samples.
         config: limits and policies of rollout.
         seed: the run's seed; every request's seed derives from it.
-        deterministic: model requests go out in waves, batches leave in the order of their ordinals (docs/determinism.md).
+        deterministic: batches leave in the order of their ordinals (docs/determinism.md).
         batch_size: groups in a training batch, for the admission rule; None: learnt from ``prepare_batch``.
         journal: what episodes are asked and answered is written there; None: nowhere.
 
@@ -316,6 +316,12 @@ class RolloutExecutor:
     def resume(self) -> None:
         """Start samples again."""
         self._call(lambda: (setattr(self._runner, "is_paused", False), self._runner.pump()))
+
+    def settle(self) -> None:
+        """Wait until every admitted group has ended. Called before each change of weights, it fixes which version samples what: no
+        episode spans two versions, and how far sampling is ahead does not go by the clock."""
+        runner = self._runner
+        self._await(Waiter(lambda: [] if runner.is_settled else None), None, "the change of weights")
 
     def set_version(self, version: int) -> None:
         """Weights were published: groups in training release their places. The current version again is a no-op."""

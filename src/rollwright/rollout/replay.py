@@ -38,6 +38,7 @@ class Replayed:
     Attributes:
         verdict: equal; differs (``why`` says in what); or failed (``error`` was raised).
         rewards: of its rows now; ``recorded_rewards``: then.
+        repeats: it was sampled again, to the recorded tokens.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Replayed:
     rewards: list[float] = field(default_factory=list)
     recorded_rewards: list[float] = field(default_factory=list)
     error: BaseException | None = None
+    repeats: bool = False
 
 
 class NoModel(InferenceEngine):
@@ -119,7 +121,9 @@ class Replayer:
         except Exception as error:  # whatever the workflow raises, the others go on
             return Replayed(recorded.name, "failed", f"{type(error).__name__}: {error}", [], then, error)
         now = [] if rows is None else rows["rewards"].tolist()
-        why = "" if self.engine is not None else self._difference(recorded, rows, now, then)
+        if self.engine is not None:  # of the version that sampled it there may be no weights any more
+            return Replayed(recorded.name, "equal", "", now, then, repeats=_repeats(recorded, rows))
+        why = self._difference(recorded, rows, now, then)
         return Replayed(recorded.name, "differs" if why else "equal", why, now, then)
 
     async def _run(self, recorded: RecordedEpisode) -> Trajectory | None:
@@ -172,6 +176,15 @@ class Replayer:
         if self.compares_rewards and now != then:
             return f"rewards {now}, and {then} were recorded"
         return ""
+
+
+def _repeats(recorded: RecordedEpisode, rows: Trajectory | None) -> bool:
+    """True where the rows have the recorded tokens."""
+    if recorded.end is None or rows is None or len(recorded.end.rows) != len(rows["rewards"]):
+        return False
+    lengths = rows["attention_mask"].sum(1).tolist()
+    ids = [row[:length].numpy() for row, length in zip(rows["input_ids"], lengths, strict=True)]
+    return all(np.array_equal(now, recorded.row_ids(entry)) for now, entry in zip(ids, recorded.end.rows, strict=True))
 
 
 def _first_difference(rows: Trajectory, number: int, recorded: RecordedEpisode) -> str:

@@ -4,8 +4,7 @@ Everything here runs on the executor's event loop, so nothing is locked. Invaria
 
 * a group reaches exactly one end (delivered, dropped, failed), and what it counted for is released at that moment;
 * a sample releases its place when it ends, or a grace after it was cancelled, whatever its workflow does about that;
-* a fault in here stops rollout: nobody waits for what will not come;
-* a batch is taken, and the demand for waves withdrawn, in the same step of the loop in which it became complete.
+* a fault in here stops rollout: nobody waits for what will not come.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from rollwright.experience.normaliser import normalise
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
 from rollwright.processes.sandbox import sandboxed
-from rollwright.rollout.deterministic import WaveGate, place_of
+from rollwright.rollout.event_loop import place_of
 from rollwright.rollout.failure_budget import Failure, FailureLog
 from rollwright.rollout.sample_engine import CURRENT_SAMPLE, SampleEngine
 from rollwright.rollout.seeds import SampleName
@@ -54,7 +53,7 @@ class Runner:
         config: limits and policies.
         loop: the loop that all of this runs on.
         seed: the run's seed.
-        deterministic: requests go out in waves and batches leave in the order of their ordinals.
+        deterministic: batches leave in the order of their ordinals.
         journal: of what episodes are answered; None: they are not written down.
     """
 
@@ -90,7 +89,6 @@ class Runner:
         self._waiters: list[Waiter] = []
         self._is_settling = False
         self._pump_asked = False
-        self._gate = WaveGate(engine, loop, lambda: bool(self._waiters) and not self._pump_asked) if deterministic else None
 
     # -- groups in -----------------------------------------------------------------------------------------------------
 
@@ -141,8 +139,6 @@ class Runner:
         self._pump_asked = False
         with self._faults_stop():
             self.pump()
-            if self._gate is not None:
-                self._gate.look()
 
     # -- samples -------------------------------------------------------------------------------------------------------
 
@@ -153,7 +149,6 @@ class Runner:
             name,
             run_seed=self.seed,
             loop=self.loop,
-            gate=self._gate and self._gate.agenerate,
             workflow=group.workflow_name,
             episode=group.begin_episode(self.journal, name, self.delivery.staleness.version),
         )
@@ -168,13 +163,11 @@ class Runner:
         group.running[task] = sample
         # Not at the end of the coroutine: a task that is cancelled before its first step never runs any of it.
         task.add_done_callback(functools.partial(self._leave, group), context=contextvars.Context())
-        if self._gate is not None:
-            self._gate.enter(sample, task)
 
     async def _run(self, group: Group, sample: SampleEngine) -> Trajectory | BaseException | None:
         """One episode, its rows normalised and checked; an exception of the workflow is returned, not raised."""
         limit, timer = self.config.sample_timeout, None
-        if limit is not None and self._gate is None:
+        if limit is not None:
             timer = self.loop.call_later(limit, self._cancel_late, group, sample)
         try:
             with sandboxed(self.config.sandbox):
@@ -224,9 +217,7 @@ class Runner:
                 self._sample_ended(group, sample, abandoned or RolloutError("somebody else cancelled the sample's task."))
             else:
                 self._sample_ended(group, sample, task.exception() or task.result())
-            self._pump_soon()  # before the gate looks: a wave must not go out without the samples that start now
-            if self._gate is not None:
-                self._gate.leave(sample)
+            self._pump_soon()
 
     def _abandon_later(self, group: Group, tasks: list[asyncio.Task[Any]]) -> None:
         """These were cancelled: those that have not ended after a grace are waited for no longer."""
@@ -363,8 +354,6 @@ class Runner:
         else:
             waiter.fail(self.fatal)
         self.enqueue(groups)
-        if self._gate is not None:
-            self._gate.look()
 
     def forget(self, waiter: Waiter) -> None:
         """A caller gave up waiting."""
@@ -400,6 +389,12 @@ class Runner:
             self._waiters = waiting
         finally:
             self._is_settling = False
+
+    @property
+    def is_settled(self) -> bool:
+        """True where every admitted group has ended, and none that is queued may be admitted before the next version."""
+        state = self.delivery.staleness
+        return state.running == 0 and (not self.stream or state.capacity < 1)
 
     def wanted(self) -> int:
         """Tasks to draw now, so that every place is taken and, where sampling runs ahead, the next batch is at hand."""

@@ -16,8 +16,7 @@ import contextlib
 import contextvars
 import functools
 import time
-import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import numpy as np
@@ -29,9 +28,6 @@ from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.rollout.seeds import SampleName, request_seed
 from rollwright.workflows.base import SampleBoundEngine
-
-#: Serves a request of a sample when it may go out, given the place of its conversation in the sample and its own in that.
-RequestGate = Callable[["SampleEngine", ModelRequest, tuple[int, int]], Awaitable[ModelResponse]]
 
 #: The sample that the running asyncio task belongs to; inherited by the tasks that it starts.
 CURRENT_SAMPLE: contextvars.ContextVar[SampleEngine | None] = contextvars.ContextVar("current_sample", default=None)
@@ -45,7 +41,6 @@ class SampleEngine(SampleBoundEngine):
         name: which sample this is.
         run_seed: the run's seed.
         loop: the executor's event loop; calls from other loops are carried over to it.
-        gate: holds requests back so that they go out in waves (deterministic mode); None: they go out at once.
         workflow: its name, for messages.
         episode: the sample's journal; None: one that writes nothing.
     """
@@ -59,7 +54,6 @@ class SampleEngine(SampleBoundEngine):
         *,
         run_seed: int,
         loop: asyncio.AbstractEventLoop,
-        gate: RequestGate | None = None,
         workflow: str = "",
         episode: EpisodeWriter | None = None,
     ) -> None:
@@ -71,9 +65,7 @@ class SampleEngine(SampleBoundEngine):
         self.loop = loop
         self.recorder = Recorder()
         self.closed_because: str | None = None
-        self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()  # filled in deterministic mode only
         self._run_seed = run_seed
-        self._gate = gate
         self._conversations: set[str] = set()
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
@@ -85,10 +77,7 @@ class SampleEngine(SampleBoundEngine):
         with self._noting_overflow(sent, place):
             if (kept := self._from_past(sent, place)) is not None:
                 return kept
-            if self._gate is None:
-                response = await self.engine.agenerate(sent)
-            else:
-                response = await self._gate(self, sent, place)
+            response = await self.engine.agenerate(sent)
         self._refuse_if_closed()
         self.episode.call(self.recorder.record(sent, response, place=place, started=started))
         return response
@@ -96,11 +85,8 @@ class SampleEngine(SampleBoundEngine):
     async def astream(self, request: ModelRequest) -> AsyncGenerator[ModelResponse, None]:
         """The response as it grows, where the engine can tell; it is recorded when it is complete. On any event loop.
 
-        A wave (deterministic mode) gives it in one piece. A response whose reader leaves early is cancelled and not recorded.
+        A response whose reader leaves early is cancelled and not recorded.
         """
-        if self._gate is not None:
-            yield await self.agenerate(request)
-            return
         sent, place = self._taken(request)
         started, response = time.time(), None
         with self._noting_overflow(sent, place):

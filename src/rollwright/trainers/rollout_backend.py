@@ -109,6 +109,7 @@ def _rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: Ru
             base_gpu=_first_gpu(rollout, backend.needs_gpu, trains_here=actor is not None),
             threads=_engine_threads(config),
             weights_roots=() if rollout.weight_update_path is None else (rollout.weight_update_path,),
+            deterministic=config.deterministic,
             sglang=config.sglang,
             vllm=config.vllm,
         )

@@ -14,6 +14,7 @@ from rollwright.errors import ConfigError, EngineError, WeightUpdateError
 from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.network import server_url
 from rollwright.inference.router import Router
+from rollwright.rollout.engines import RemoteEngine
 
 
 @pytest.mark.parametrize("argument", ["addresses", "addr"])
@@ -120,3 +121,27 @@ def test_a_server_that_is_too_old_or_another_is_told():
     fake.app.router.routes[:] = [route for route in fake.app.router.routes if getattr(route, "path", "") != "/server_info"]
     with served(fake.app) as address, pytest.raises(EngineError, match=r"SGLang 0\.5\.6 or newer"):
         SGLangClient(RolloutConfig(setup_timeout=60)).initialize(addr=address)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"enable_deterministic_inference": True}, True),
+        ({"enable_deterministic_inference": False}, False),
+        ({"server": "rollwright", "enable_deterministic_inference": True, "batch_invariant": False}, False),
+        ({"server": "rollwright", "enable_deterministic_inference": True, "batch_invariant": True}, True),
+    ],
+)
+def test_a_deterministic_run_is_refused_by_servers_that_go_by_the_batch(said, expected):
+    fake = FakeSGLang()
+    fake.info = said
+    with served(fake.app) as address:
+        config = RolloutConfig(setup_timeout=60, backend="sglang", addresses=[address])
+        rollout = RemoteEngine(config, deterministic=True)
+        if expected:
+            rollout.initialize()
+            assert rollout.sampler.is_batch_invariant
+            rollout.destroy()
+        else:
+            with pytest.raises(ConfigError, match="what SGLangClient answers may depend on what else is computed"):
+                rollout.initialize()

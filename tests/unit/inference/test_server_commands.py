@@ -11,7 +11,8 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.config.servers import option_list
 from rollwright.errors import ConfigError
 from rollwright.inference.backends import ServerLaunch
-from rollwright.inference.backends.sglang import SGLangClient
+from rollwright.inference.backends.sglang import BuiltinServersClient, SGLangClient
+from rollwright.inference.backends.vllm import VLLMClient
 
 
 def options_of(command):
@@ -123,3 +124,15 @@ def test_sglang_is_given_its_key_by_a_file(tmp_path):
         SGLangClient.command(dataclasses.replace(launch, sections={"sglang": section}))
     section = SGLangConfig(implementation="builtin")  # which reads it from the environment
     assert "--config" not in SGLangClient.command(dataclasses.replace(launch, sections={"sglang": section}))
+
+
+def test_a_deterministic_run_starts_servers_in_their_batch_invariant_modes():
+    launch = ServerLaunch("127.0.0.1", 5, RolloutConfig(), "model", deterministic=True)
+    ours = dataclasses.replace(launch, sections={"sglang": SGLangConfig(implementation="builtin")})
+    assert "--enable-deterministic-inference" in SGLangClient.command(launch)
+    assert "--batch-invariant" in SGLangClient.command(ours)
+    assert "--batch-invariant" in BuiltinServersClient.command(launch)
+    assert "VLLM_BATCH_INVARIANT=1" in VLLMClient.command(launch)
+    plain = ServerLaunch("127.0.0.1", 5, RolloutConfig(), "model")
+    for client in (SGLangClient, BuiltinServersClient, VLLMClient):
+        assert not any("invariant" in word.lower() or "deterministic" in word for word in client.command(plain))

@@ -26,7 +26,13 @@ class FakeVLLM:
         self.app.get("/health")(lambda: {})
         self.app.get("/weight_info")(self.weight_info)
         self.sections = {}
-        self.app.get("/server_info")(lambda: {"vllm_config": {"model_config": {"logprobs_mode": self.mode}, **self.sections}})
+        self.environment = {}
+        self.app.get("/server_info")(
+            lambda: {
+                "vllm_config": {"model_config": {"logprobs_mode": self.mode}, **self.sections},
+                "vllm_env": self.environment,
+            }
+        )
         self.app.post("/inference/v1/generate")(self.generate)
         for path in ("pause", "resume", "collective_rpc", "reset_prefix_cache", "update_weight_version", "abort_requests"):
             self.app.post(f"/{path}")(self.control)
@@ -170,3 +176,11 @@ def test_seeds_are_kept_from_a_server_that_they_could_end():
     with connected(fake) as client:
         assert ask(client, seed=7).seed == 7
         assert fake.bodies[0]["sampling_params"]["seed"] == 7
+
+
+def test_a_deterministic_run_wants_servers_in_their_batch_invariant_mode():
+    fake = FakeVLLM()
+    for said, expected in (({}, False), ({"VLLM_BATCH_INVARIANT": True}, True)):
+        fake.environment = said
+        with connected(fake) as client:
+            assert client.is_batch_invariant is expected

@@ -58,17 +58,3 @@ class EchoEngine(InferenceEngine):
 
     def abort(self, rid: str | None = None) -> None:
         self.calls.append(f"abort {rid}")
-
-
-class EchoBatchEngine(EchoEngine):
-    """Takes batches, and keeps them for the test to look at."""
-
-    queues_together = True
-
-    def __init__(self, **kwargs: object) -> None:
-        super().__init__(**kwargs)  # type: ignore[arg-type]
-        self.batches: list[list[ModelRequest]] = []
-
-    async def agenerate_batch(self, requests: list[ModelRequest]) -> list[ModelResponse]:
-        self.batches.append(list(requests))
-        return list(await asyncio.gather(*(self.agenerate(request) for request in requests)))

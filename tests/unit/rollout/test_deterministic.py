@@ -1,17 +1,18 @@
-"""Deterministic mode: what stands in a wave does not depend on the clock."""
+"""Deterministic mode: which tasks make a batch, and which version samples what, do not depend on the clock."""
 
 import asyncio
 import random
+import threading
 import time
 
 import pytest
-from echo import EchoBatchEngine
+from echo import EchoEngine
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
-from rollwright.errors import PromptTooLongError
+from rollwright.errors import ConfigError
 from rollwright.inference.request import ModelRequest
-from rollwright.rollout.executor import RolloutExecutor
+from rollwright.rollout.engines import RolloutEngine
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=3)
 
@@ -24,12 +25,13 @@ def row(response):
     return {
         "input_ids": response.input_tokens,
         "output_ids": response.output_tokens,
+        "output_versions": response.output_versions,
         "reward": float(response.output_tokens[0]),
     }
 
 
 class ToolUser:
-    """Asks, awaits a tool for as long as the clock likes, asks again; some samples ask several at once."""
+    """Asks, awaits a tool for as long as the clock likes, asks again; some samples ask several at once, one task in four is dropped."""
 
     def __init__(self, clock):
         self.clock = clock
@@ -56,20 +58,8 @@ class ToolUser:
         return row(await ask(engine, [*first.input_tokens, *first.output_tokens, 5], "main"))
 
 
-def waves_of(seed, **config):
-    engine = EchoBatchEngine()
-    executor = RolloutExecutor(engine, RolloutConfig(**config), deterministic=True)
-    loader = Rows(40, 4)
-    try:
-        rewards = []
-        for version in range(1, 4):
-            batch = executor.prepare_batch(loader, ToolUser(random.Random(seed)), group_size=2)
-            rewards.append(batch["rewards"].tolist())
-            engine.set_version(version)
-            executor.set_version(version)
-        return [[tuple(request.input_ids) for request in batch] for batch in engine.batches], rewards
-    finally:
-        executor.destroy()
+class Invariant(EchoEngine):
+    is_batch_invariant = True
 
 
 class Rows:
@@ -81,139 +71,81 @@ class Rows:
             yield [{"ordinal": start + place} for place in range(self.batch_size)]
 
 
+def a_run(clock, deterministic=True, **config):
+    """Batches of a run whose tools, answers and training steps take as long as ``clock`` says."""
+    engine = Invariant(latency=lambda request: clock.random() * 0.003)
+    loader = Rows(60, 4)
+    batches = []
+    with RolloutEngine(RolloutConfig(**config), client=engine, deterministic=deterministic) as rollout:
+        for version in range(1, 6):
+            batch = rollout.prepare_batch(loader, ToolUser(clock), group_size=2)
+            batches.append([batch[key].tolist() for key in ("input_ids", "rewards", "versions", "logprobs")])
+            time.sleep(clock.random() * 0.02)
+            rollout.pause()
+            engine.set_version(version)
+            rollout.executor.set_version(version)
+            rollout.resume()
+    return batches
+
+
 @pytest.mark.parametrize(
     "config",
-    [{}, {"max_head_offpolicyness": 2}, {"max_concurrent_samples": 3}],
-    ids=["synchronous", "ahead", "three at a time"],
+    [{}, {"max_head_offpolicyness": 1}, {"max_head_offpolicyness": 2}, {"max_concurrent_samples": 3}],
+    ids=["synchronous", "ahead", "two ahead", "three at a time"],
 )
-def test_waves_and_batches_are_the_same_whatever_tools_take(config):
-    runs = [waves_of(seed, **config) for seed in range(4)]
+def test_batches_are_the_same_whatever_tools_and_answers_take(config):
+    runs = [a_run(random.Random(seed), **config) for seed in range(4)]
     assert all(run == runs[0] for run in runs[1:])
-    assert len(runs[0][0]) >= 5
+    ahead = config.get("max_head_offpolicyness", 0)
+    for step, (_, _, versions, _) in enumerate(runs[0]):
+        sampled = {version for row in versions for version in row if version >= 0}
+        assert sampled == {max(0, step - ahead)}  # the schedule: a batch is sampled whole, so many versions before its step
 
 
-def test_a_wave_holds_all_running_samples_in_order():
-    waves, _ = waves_of(0)
-    assert waves[0] == [(1, ordinal) for ordinal in range(4) for _ in range(2)]
+def test_a_change_of_weights_waits_for_what_runs_and_names_no_other_time():
+    hold, began = threading.Event(), threading.Event()
 
-
-def deterministic(workflow, tasks=4, group_size=2, **options):
-    engine = EchoBatchEngine()
-    executor = RolloutExecutor(engine, RolloutConfig(), deterministic=True)
-    try:
-        executor.rollout_batch([{"ordinal": n} for n in range(tasks)], workflow, group_size=group_size, **options)
-        return [len(batch) for batch in engine.batches]
-    finally:
-        executor.destroy()
-
-
-def test_samples_that_wait_for_each_others_locks_do_not_hold_waves_up():
-    class Shared:
-        def __init__(self):
-            self.lock = asyncio.Semaphore(3)
-
+    class Held:
         async def arun_episode(self, engine, data):
-            async with self.lock:
-                return row(await ask(engine, [1, 2], "main"))
-
-    assert deterministic(Shared()) == [3, 3, 2]
-
-
-def test_samples_in_threads_that_call_the_model_do_not_hold_waves_up():
-    class Threaded:
-        async def arun_episode(self, engine, data):
-            def run():
-                calls = [
-                    asyncio.run_coroutine_threadsafe(ask(engine, [1, turn], "main"), engine.loop).result(60) for turn in (1, 2)
-                ]
-                return row(calls[-1])
-
-            return await asyncio.to_thread(run)
-
-    assert deterministic(Threaded(), tasks=2, group_size=1) == [2, 2]
-
-
-def test_task_groups_queues_and_wait_are_seen_through():
-    class Structured:
-        async def arun_episode(self, engine, data):
-            answers = asyncio.Queue()
-
-            async def one(number):
-                await answers.put(await ask(engine, [1, number + 1], f"{number}"))
-
-            async with asyncio.TaskGroup() as group:
-                group.create_task(one(0))
-                group.create_task(one(1))
-                await answers.get()
-            await asyncio.wait([asyncio.create_task(one(2))])
-            return row(await answers.get())
-
-    assert deterministic(Structured(), tasks=2, group_size=1) == [4, 2]
-
-
-def test_a_failed_wave_fails_its_samples_and_no_others():
-    class Once(EchoBatchEngine):
-        async def agenerate_batch(self, requests):
-            if len(self.batches) == 0:
-                self.batches.append([])
-                raise RuntimeError("the engine broke once")
-            return await super().agenerate_batch(requests)
-
-    class Simple:
-        async def arun_episode(self, engine, data):
-            return row(await ask(engine, [1, 2], "main"))
-
-    executor = RolloutExecutor(Once(), RolloutConfig(), deterministic=True)
-    try:
-        batch = executor.rollout_batch([{"ordinal": n} for n in range(3)], Simple())
-        assert batch["input_ids"].shape[0] == 3
-        assert executor.counters()["samples/retried"] == 3
-    finally:
-        executor.destroy()
-
-
-@pytest.mark.parametrize("says_its_room", [True, False])
-def test_a_refused_request_does_not_take_its_wave_with_it(says_its_room):
-    class Narrow(EchoBatchEngine):
-        async def agenerate_batch(self, requests):
-            for request in requests:
-                if len(request.input_ids) > 5:
-                    raise PromptTooLongError("no room")
-            return await super().agenerate_batch(requests)
-
-    class Grows:
-        async def arun_episode(self, engine, data):
-            response = await ask(engine, [1] * (3 + data["ordinal"] % 4), "main")
+            response = await ask(engine, [1, 2], "main")
+            if data["ordinal"] >= 4:
+                began.set()
+                await asyncio.to_thread(hold.wait, 60)
             return row(response)
 
-    engine = Narrow()
-    if says_its_room:
-        engine.context_length = 6
-    executor = RolloutExecutor(engine, RolloutConfig(max_failed_share=1.0, max_sample_retries=0), deterministic=True)
-    try:
-        batch = executor.rollout_batch([{"ordinal": n} for n in range(8)], Grows())
-        assert batch["input_ids"].shape[0] == 6
-        assert all("no room" in failure.cause for failure in executor.failures)
-        assert len(engine.batches) == (1 if says_its_room else 4)
-    finally:
-        executor.destroy()
+    with RolloutEngine(RolloutConfig(max_head_offpolicyness=1), client=Invariant(), deterministic=True) as rollout:
+        rollout.prepare_batch(Rows(40, 4), Held())
+        assert began.wait(60)
+        pausing = threading.Thread(target=rollout.pause)
+        pausing.start()
+        pausing.join(0.1)
+        assert pausing.is_alive()
+        assert "pause" not in rollout.client.calls
+        hold.set()
+        pausing.join(60)
+        assert rollout.client.calls == ["pause"]
+        assert rollout.counters()["ready"] == 4
 
 
-def test_a_sample_that_holds_everybody_up_is_named(monkeypatch, caplog):
-    import logging
+def test_a_sample_that_runs_out_of_its_time_draws_the_same_tokens_when_it_runs_again():
+    slow = set()
 
-    monkeypatch.setattr("rollwright.rollout.deterministic.HELD_UP_WARNING_SECONDS", 0.1)
-    monkeypatch.setattr(logging.getLogger("rollwright"), "propagate", True)
-
-    class Slow:
+    class SlowOnce:
         async def arun_episode(self, engine, data):
-            if data["ordinal"] == 1:
-                await asyncio.sleep(0.4)  # this line
-            return row(await ask(engine, [1, 2], "main"))
+            response = await ask(engine, [1, 2], "main")
+            if data["ordinal"] == 1 and not slow:
+                slow.add(1)
+                await asyncio.sleep(60)
+            return row(response)
 
-    assert deterministic(Slow(), tasks=2, group_size=1) == [2]
-    report = next(record.getMessage() for record in caplog.records if "held up" in record.getMessage())
-    assert "task 1, sample 0 has held up 1 model requests" in report
-    assert "Slow" in report
-    first = Slow.arun_episode.__code__.co_firstlineno
-    assert f"test_deterministic.py:{first + 2}" in report  # the line that is marked
+    batches = []
+    for _ in range(2):
+        with RolloutEngine(RolloutConfig(sample_timeout=0.2), client=Invariant(), deterministic=True) as rollout:
+            batches.append(rollout.rollout_batch([{"ordinal": n} for n in range(3)], SlowOnce())["input_ids"].tolist())
+    assert slow
+    assert batches[0] == batches[1]
+
+
+def test_an_engine_whose_answers_go_by_the_batch_is_refused():
+    with pytest.raises(ConfigError, match=r"deterministic: what EchoEngine answers may depend on what else is computed"):
+        RolloutEngine(RolloutConfig(), client=EchoEngine(), deterministic=True).initialize()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import openai
 import pytest
-from echo import EchoBatchEngine, EchoEngine
+from echo import EchoEngine
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
@@ -96,13 +96,13 @@ def chatty_agent(data, base_url, api_key):
 
 @pytest.mark.parametrize("agent", [chatty_agent, async_agent])
 def test_deterministic_runs_repeat(agent):
-    batches, waves = [], []
+    batches, seeds = [], []
     for _ in range(2):
-        engine = EchoBatchEngine(output_length=4)
+        engine = EchoEngine(output_length=4)
         executor = RolloutExecutor(engine, RolloutConfig(), seed=3, deterministic=True)
         batches.append(rollout(executor, agent))
         executor.destroy()
-        waves.append([[request.seed for request in batch] for batch in engine.batches])
+        seeds.append(sorted(request.seed for request in engine.requests))
     assert batches[0]["input_ids"].tolist() == batches[1]["input_ids"].tolist()
-    assert waves[0] == waves[1]
-    assert len({request for wave in waves[0] for request in wave}) == sum(map(len, waves[0]))
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == len(seeds[0])

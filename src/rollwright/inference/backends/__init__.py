@@ -35,6 +35,7 @@ class ServerLaunch:
         sections: the sections of the experiment that describe servers, by backend (``sglang``, ``vllm``).
         key_file: YAML with the ``api-key`` that requests will carry, for servers that read it neither from ROLLWRIGHT_API_KEY
             nor from VLLM_API_KEY; None: they carry none.
+        deterministic: what a request is answered must not depend on what else is computed.
     """
 
     host: str
@@ -47,3 +48,4 @@ class ServerLaunch:
     weights_roots: list[str] = field(default_factory=list)
     sections: Mapping[str, Any] = field(default_factory=dict)
     key_file: Path | None = None
+    deterministic: bool = False

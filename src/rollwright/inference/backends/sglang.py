@@ -41,6 +41,7 @@ class _Facts:
 
     is_builtin: bool = False
     deterministic: bool = False
+    batch_invariant: bool = False
     weights_roots: list[str] | None = None  # None: it may read any directory
     ranks: int | None = None  # tensor-parallel processes; None: it does not say
     pipeline_stages: int = 1
@@ -116,6 +117,9 @@ class SGLangClient(BroadcastClient):
         """See ``SGLangConfig.build_cmd``; ``sglang.implementation: builtin`` is ``rollwright serve-model``."""
         section: SGLangConfig = launch.sections.get("sglang") or SGLangConfig()
         section = dataclasses.replace(section, model_path=section.model_path or launch.model_path)
+        if launch.deterministic:
+            mode = "batch-invariant" if section.implementation == "builtin" else "enable_deterministic_inference"
+            section = dataclasses.replace(section, extra_args={mode: True, **section.extra_args})
         if section.implementation == "builtin":
             given = section.extra_args
             extra = {**given, "weights-root": [*given.get("weights-root", []), *launch.weights_roots]}
@@ -130,6 +134,11 @@ class SGLangClient(BroadcastClient):
                 )
             section = dataclasses.replace(section, extra_args={**section.extra_args, "config": str(launch.key_file)})
         return SGLangConfig.build_cmd(section, launch.gpus, launch.first_gpu, host=launch.host, port=launch.port)
+
+    @property
+    def is_batch_invariant(self) -> bool:  # type: ignore[override]
+        """What a request is answered does not depend on what else is computed, by what every server says."""
+        return bool(self._facts) and all(facts.batch_invariant for facts in self._facts.values())
 
     def on_connected(self, server: Server) -> None:
         """Note what the server says about itself."""
@@ -147,6 +156,7 @@ class SGLangClient(BroadcastClient):
         self._facts[server.address] = _Facts(
             is_builtin,
             bool(info.get("enable_deterministic_inference")),
+            bool(info.get("batch_invariant" if is_builtin else "enable_deterministic_inference")),
             info.get("weights_roots") if is_builtin else None,
             info.get("tp_size"),
             int(info.get("pp_size") or 1),
@@ -409,6 +419,10 @@ class BuiltinServersClient(SGLangClient):
         """See ``LocalServerConfig.build_cmd``; the settings are those of the ``rollout`` section."""
         model = launch.rollout.path or launch.model_path
         server = LocalServerConfig.like(
-            launch.rollout, model_path=model, threads=launch.threads, weights_roots=launch.weights_roots
+            launch.rollout,
+            model_path=model,
+            threads=launch.threads,
+            weights_roots=launch.weights_roots,
+            batch_invariant=launch.deterministic,
         )
         return LocalServerConfig.build_cmd(server, host=launch.host, port=launch.port)

@@ -65,14 +65,16 @@ class _Facts:
     ranks: int = 1  # over all data-parallel copies
     transfer: str | None = None  # the backend of its weight-transfer engine; None: it has none
     dtype: torch.dtype | None = None
+    batch_invariant: bool = False
 
 
-def _facts(config: Mapping[str, Any]) -> _Facts:
+def _facts(config: Mapping[str, Any], environment: Mapping[str, Any]) -> _Facts:
     parallel, model, transfer = (config.get(f"{part}_config") or {} for part in ("parallel", "model", "weight_transfer"))
     sizes = [int(parallel.get(f"{kind}_parallel_size") or 1) for kind in ("tensor", "pipeline", "data")]
     workers = int(parallel.get("world_size") or sizes[0] * sizes[1])
     dtype = getattr(torch, str(model.get("dtype")).removeprefix("torch."), None)
-    return _Facts(workers * sizes[2], transfer.get("backend"), dtype if isinstance(dtype, torch.dtype) else None)
+    kept_type = dtype if isinstance(dtype, torch.dtype) else None
+    return _Facts(workers * sizes[2], transfer.get("backend"), kept_type, bool(environment.get("VLLM_BATCH_INVARIANT")))
 
 
 class VLLMClient(BroadcastClient):
@@ -122,7 +124,15 @@ class VLLMClient(BroadcastClient):
         section = dataclasses.replace(section, model_path=section.model_path or launch.model_path)
         if launch.rollout.weight_update == "xccl":
             section = dataclasses.replace(section, extra_args={**_TRANSFERS, **section.extra_args})
+        if launch.deterministic:
+            section = dataclasses.replace(section, env={"VLLM_BATCH_INVARIANT": "1", **section.env})
         return VLLMConfig.build_cmd(section, launch.gpus, launch.first_gpu, launch.host, launch.port)
+
+    @property
+    def is_batch_invariant(self) -> bool:  # type: ignore[override]
+        """What a request is answered does not depend on what else is computed, by what every server says. A server that gets no
+        seeds draws from its own generator."""
+        return bool(self._facts) and not self._dies_of_seeds and all(facts.batch_invariant for facts in self._facts.values())
 
     def on_connected(self, server: Server) -> None:
         """See that the server says its versions and gives the right log-probabilities."""
@@ -133,7 +143,8 @@ class VLLMClient(BroadcastClient):
                 f"The vLLM server at {server.address} does not say the version of its weights ({error}). Start it with "
                 "VLLM_SERVER_DEV_MODE=1 and --enable-scale-out, as VLLMConfig.build_cmd does."
             ) from error
-        said = self.ask(server, "GET", "/server_info?config_format=json", timeout=120.0).get("vllm_config")
+        info = self.ask(server, "GET", "/server_info?config_format=json", timeout=120.0)
+        said = info.get("vllm_config")
         config = said if isinstance(said, dict) else {}  # others give text
         model, device, scheduler = (config.get(part) or {} for part in ("model_config", "device_config", "scheduler_config"))
         mode = model.get("logprobs_mode")
@@ -142,7 +153,7 @@ class VLLMClient(BroadcastClient):
                 f"The vLLM server at {server.address} gives {mode}, which are not those of the temperature that tokens are "
                 "sampled at. Start it with --logprobs-mode processed_logprobs, as VLLMConfig.build_cmd does."
             )
-        self._facts[server.address] = _facts(config)
+        self._facts[server.address] = _facts(config, info.get("vllm_env") or {})
         if "cpu" in (device.get("device_type"), device.get("device")) and scheduler.get("enable_chunked_prefill"):
             self._dies_of_seeds.add(server.address)
             logger.warning(

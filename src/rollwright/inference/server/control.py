@@ -164,6 +164,7 @@ class Control:
             "device": str(weights.device),
             "dtype": str(weights.dtype).removeprefix("torch."),
             "enable_deterministic_inference": True,  # every request is drawn with the seed that it brings
+            "batch_invariant": self._engine.is_batch_invariant,
             "weights_roots": self._settings.weights_roots,
             "paused": bool(self._holds),
             "stats": self._engine.stats(),

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rollwright.experience.branches import sees
@@ -45,6 +46,7 @@ class Sequence:
         cached: leading tokens whose keys and values are in its row.
         row: its row in the cache, -1 while it waits.
         prefix_source: where a computed prefix is to be copied from.
+        prefilled: leading tokens whose keys and values were computed as a prompt's are; the others were decoded one by one.
         is_current: False where some keys and values were computed by older weights.
     """
 
@@ -68,6 +70,7 @@ class Sequence:
     cached: int = 0
     row: int = -1
     prefix_source: object = None
+    prefilled: int = 0
     is_current: bool = True
     submitted_at: float = field(default_factory=time.monotonic)
     first_token_at: float | None = None
@@ -176,6 +179,8 @@ class ForwardBatch:
             where all rows have one length.
         last_tokens: ``[n]``: index in ``T`` of each row's last token; None while decoding, where a row has one token.
         scores_all: the logits of all tokens are wanted, ``[T, vocabulary]``, and not only of the last ones.
+        padded_tokens, padded_positions: ``token_ids`` and ``positions``, and behind them those of padding, which is computed too.
+        chunks: what is computed, where each query is to be computed in whole blocks; then there is no ``visible``.
         multi_modal: processor outputs of the sequence, where the pass is a multi-modal prompt.
     """
 
@@ -193,6 +198,22 @@ class ForwardBatch:
     last_tokens: Tensor | None = None
     scores_all: bool = False
     multi_modal: dict[str, Any] | None = None
+    padded_tokens: Tensor = field(init=False)
+    padded_positions: Tensor = field(init=False)
+    chunks: list[Chunk] | None = None
+
+    def __post_init__(self) -> None:
+        self.padded_tokens, self.padded_positions = self.token_ids, self.positions
+
+    @property
+    def computed_rows(self) -> int:
+        """Rows that a model's own forward is given."""
+        return self.row_count
+
+    @property
+    def read_length(self) -> int:
+        """Columns that it is given of each row."""
+        return self.kv_length
 
     def pad(self, packed: Tensor) -> Tensor:
         """``[T, ...]`` to ``[n, Q, ...]``."""
@@ -207,8 +228,12 @@ class ForwardBatch:
         return padded.flatten(0, 1) if self.is_query is None else padded[self.is_query]
 
 
-def prefill_batch(chunks: list[Chunk], first_row: int, device: torch.device) -> ForwardBatch:
-    """Prompt tokens of several sequences, which are in the rows from ``first_row`` on in this order."""
+def prefill_batch(chunks: list[Chunk], first_row: int, device: torch.device, block: int = 1) -> ForwardBatch:
+    """Prompt tokens of several sequences, which are in the rows from ``first_row`` on in this order.
+
+    Args:
+        block: of tokens and queries, where those beside one must not change its bits; 1: they may.
+    """
     lengths = np.array([chunk.length for chunk in chunks])
     query_length, kv_length = int(lengths.max()), max(chunk.end for chunk in chunks)
     columns = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
@@ -232,6 +257,11 @@ def prefill_batch(chunks: list[Chunk], first_row: int, device: torch.device) -> 
         scores_all=chunks[0].sequence.next_scored is not None,
         multi_modal=chunks[0].sequence.request.multi_modal,
     )
+    if block > 1:
+        padding = (0, -len(columns) % block)
+        batch.chunks = chunks
+        batch.padded_tokens, batch.padded_positions = (F.pad(t, padding) for t in (batch.token_ids, batch.positions))
+        return batch
     branched = [(index, c) for index, c in enumerate(chunks) if c.sequence.request.branch_ids is not None]
     if branched or is_ragged or any(chunk.start for chunk in chunks):
         batch.visible = torch.arange(kv_length, device=device) <= batch.pad(batch.columns)[:, :, None]

@@ -19,9 +19,12 @@ from torch import Tensor
 
 from rollwright.errors import ConfigError
 
-#: Rows that are computed together. In float32 on CPU a linear layer gives a row the same bits in any number of whole blocks from
-#: two on; one block of 8 rows the library multiplies in another way.
+#: Rows that are computed together.
 ROW_BLOCK = 8
+#: The same where a row's bits must not depend on the others: in float32 on CPU a linear layer gives a row the same bits in any
+#: number of whole blocks of 16; a single block of 8 the library multiplies in another way.
+INVARIANT_ROWS = 16
+KEY_BLOCK = 32  # columns of the cache that attention reads
 LENGTH_STEP = 64
 _BLOCK = 16
 
@@ -48,8 +51,10 @@ class KVCache:
         capacity_bytes: most bytes held.
         max_rows: most sequences at once.
         dtype, device: of the keys and values.
+        invariant: rows and columns always come in whole blocks: padding rows have room, too.
 
     Attributes:
+        row_block: rows that are computed together.
         rows, length: the present layout.
         keys, values: of each layer, ``[rows, heads, length, size]``.
         layouts: how often it was laid out.
@@ -58,8 +63,16 @@ class KVCache:
     """
 
     def __init__(
-        self, layers: SequenceOf[LayerShape], capacity_bytes: int, max_rows: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: SequenceOf[LayerShape],
+        capacity_bytes: int,
+        max_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        invariant: bool = False,
     ) -> None:
+        self.invariant = invariant
+        self.row_block = INVARIANT_ROWS if invariant else ROW_BLOCK
         self.bytes_per_token = sum(s.heads * (s.key_size + s.value_size) for s in layers) * dtype.itemsize
         self.capacity_tokens = capacity_bytes // self.bytes_per_token
         if self.capacity_tokens < 1:
@@ -92,6 +105,17 @@ class KVCache:
         self._offsets = torch.empty(0)
         self._read: tuple[tuple[int, int], list[tuple[Tensor, Tensor]]] = (0, 0), []
 
+    def bytes_for(self, length: int) -> int:
+        """Bytes that the fewest rows of ``length`` tokens take."""
+        return (self.row_block * in_blocks(length, LENGTH_STEP) if self.invariant else length) * self.bytes_per_token
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens that a sequence can have."""
+        if not self.invariant:
+            return self.capacity_tokens
+        return self.capacity_tokens // self.row_block // LENGTH_STEP * LENGTH_STEP
+
     def make_room(self, rows: int, length: int, used: SequenceOf[int]) -> bool:
         """Ensure that ``rows`` rows of ``length`` tokens exist; what is in use is kept.
 
@@ -102,15 +126,18 @@ class KVCache:
         Returns:
             False where the memory limit does not allow it (then nothing has changed).
         """
-        if rows <= min(self.rows, self.max_rows) and length <= self.length:
+        if rows > self.max_rows:
+            return False
+        rows = in_blocks(rows, self.row_block) if self.invariant else rows
+        if rows <= self.rows and length <= self.length:
             return True
         least = self.length if used else 0
         wanted = max(least, in_blocks(length, LENGTH_STEP))
-        if rows * wanted > self.capacity_tokens:
+        if rows * wanted > self.capacity_tokens and not self.invariant:
             wanted = max(least, length)
-        if rows > self.max_rows or rows * wanted > self.capacity_tokens:
+        if rows * wanted > self.capacity_tokens:
             return False
-        old_views, rows = self._views, min(in_blocks(self.max_rows, ROW_BLOCK), self.capacity_tokens // wanted)
+        old_views, rows = self._views, min(in_blocks(self.max_rows, self.row_block), self.capacity_tokens // wanted)
         self.rows, self.length = rows, wanted
         self.layouts += 1
         self._views = {

@@ -32,9 +32,10 @@ from rollwright.errors import (
 )
 from rollwright.inference.backends.builtin.batch import Sequence
 from rollwright.inference.backends.builtin.handover import Batches, Outbox, resolve, stream
-from rollwright.inference.backends.builtin.model import ModelRunner, cache_bytes_by_default, load_model_for_inference
-from rollwright.inference.backends.builtin.scheduler import RequestIntake
-from rollwright.inference.backends.builtin.step import Finished, Stepper, fastest_threads
+from rollwright.inference.backends.builtin.intake import RequestIntake
+from rollwright.inference.backends.builtin.model import ModelRunner, cache_bytes_by_default, load_model_for_inference, paired
+from rollwright.inference.backends.builtin.self_check import invariant_runner
+from rollwright.inference.backends.builtin.step import Finished, Stepper, answer_apart, fastest_threads
 from rollwright.inference.compute_threads import release_workers
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
@@ -71,12 +72,12 @@ class BuiltinEngine(InferenceEngine):
         prefill_tokens: most prompt tokens computed between two decode steps: long prompts do not stall what runs.
         seed: of requests that bring no seed, in order of submission.
         version: of the weights at the start.
-        threads: that compute, on CPU; None: as many as decode fastest, measured at the start.
+        threads: that compute, on CPU; None: as many as decode fastest, measured at the start; torch's with ``batch_invariant``.
+        batch_invariant: a request is answered with the same bits alone and among any others (docs/determinism.md).
         trust_remote_code: run code that a model directory brings.
     """
 
     context_length: int
-    queues_together = True
 
     def __init__(
         self,
@@ -95,6 +96,7 @@ class BuiltinEngine(InferenceEngine):
         seed: int = 0,
         version: int = 0,
         threads: int | None = None,
+        batch_invariant: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
         self.on_weight_update = on_weight_update
@@ -104,7 +106,16 @@ class BuiltinEngine(InferenceEngine):
         if kv_cache_bytes is None:
             kv_cache_bytes = cache_bytes_by_default(next(self.model.parameters()).device)
         kept_bytes = kv_cache_bytes // 4 if prefix_cache else 0
-        self._runner = ModelRunner(self.model, max_running_requests, context_length, kv_cache_bytes - kept_bytes)
+        limits = max_running_requests, context_length, kv_cache_bytes - kept_bytes
+        if batch_invariant:
+            threads = threads or torch.get_num_threads()
+            self._runner = invariant_runner(self.model, limits, prefill_tokens, threads)
+            if not self._runner.cache.invariant:  # then one at a time
+                max_running_requests, kept_bytes = 1, 0
+            kept_bytes = 0 if self._runner.prompts_alone else kept_bytes
+        else:
+            self._runner = ModelRunner(self.model, *limits)
+        self.is_batch_invariant = batch_invariant
         self.context_length = self._runner.context_length
         self._stepper = Stepper(self._runner, max_running_requests, kept_bytes, prefill_tokens, version)
         self._max_waiting = max_waiting
@@ -225,16 +236,9 @@ class BuiltinEngine(InferenceEngine):
 
         It is computed between two steps, apart from what runs and waits, so that a paused engine answers, too.
         """
-        sequence, finished = self._intake.sequence(request), list[Finished]()
+        sequence = self._intake.sequence(request)
         with self._between_steps():
-            runner = self._runner.with_cache_for(1, sequence.length_limit)
-            stepper = Stepper(runner, 1, 0, len(sequence.tokens), self.get_version())
-            stepper.scheduler.waiting.append(sequence)
-            while stepper.has_work:
-                stepper.step(finished)
-        response = finished[0][1]
-        assert isinstance(response, ModelResponse)
-        return {"The built-in engine": response}
+            return {"The built-in engine": answer_apart(self._runner, sequence, self.get_version())}
 
     # ------------------------------------------------------------------ the thread
 
@@ -405,12 +409,7 @@ class BuiltinEngine(InferenceEngine):
         Raises:
             WeightUpdateError: a name or shape is not the model's; then no weight has changed.
         """
-        state, given = self.model.state_dict(keep_vars=True), WeightStream.of(weights)
-        for name, tensor in given.described:
-            if name not in state or state[name].shape != tensor.shape:
-                there = f"has shape {tuple(state[name].shape)}" if name in state else "is not in the model"
-                raise WeightUpdateError(f"Weight {name} of shape {tuple(tensor.shape)} {there}: it belongs to another model.")
-        self._update(version, ((state[name], tensor) for name, tensor in given))
+        self._update(version, paired(self.model, WeightStream.of(weights)))
 
     def go_back(self, version: int, *, finish: bool = False) -> None:
         """End all requests, as versions only grow within a request, and give the present weights an earlier version.

@@ -11,6 +11,7 @@ import inspect
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -37,13 +38,13 @@ class _SlotLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write ``[n, heads, Q, size]`` into the slots; return all columns that attention reads, ``[n, heads, K, size]``."""
         batch, keys, values = self._batch, self._cache.keys[self._index], self._cache.values[self._index]
-        keys[batch.rows, :, batch.columns] = batch.unpad(key_states.transpose(1, 2))
-        values[batch.rows, :, batch.columns] = batch.unpad(value_states.transpose(1, 2))
-        rows = slice(batch.first_row, batch.first_row + batch.row_count)
-        return keys[rows, :, : batch.kv_length], values[rows, :, : batch.kv_length]
+        count, rows = batch.row_count, slice(batch.first_row, batch.first_row + batch.computed_rows)
+        keys[batch.rows, :, batch.columns] = batch.unpad(key_states[:count].transpose(1, 2))
+        values[batch.rows, :, batch.columns] = batch.unpad(value_states[:count].transpose(1, 2))
+        return keys[rows, :, : batch.read_length], values[rows, :, : batch.read_length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._batch.kv_length, 0
+        return self._batch.read_length, 0
 
     def get_seq_length(self) -> int:
         return self._batch.kv_length - self._batch.query_length
@@ -88,29 +89,33 @@ class GeneralModel:
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Logits ``[n, vocabulary]`` of each row's last token, or ``[T, vocabulary]`` of all; keys and values go into the cache."""
-        visible = batch.visible
+        visible, tokens, positions = batch.visible, batch.pad(batch.token_ids), batch.pad(batch.positions)
         if visible is None:
             columns = batch.pad(batch.columns)
-            visible = torch.arange(batch.kv_length, device=columns.device) <= columns[:, :, None]
+            visible = torch.arange(batch.read_length, device=columns.device) <= columns[:, :, None]
+        if (padding := batch.computed_rows - batch.row_count) or visible.shape[2] < batch.read_length:
+            visible = F.pad(visible, (0, batch.read_length - visible.shape[2], 0, 0, 0, padding))
+            visible[batch.row_count :, :, 0] = True  # a row that sees nothing is not a number
+            tokens, positions = (batch_padded[:, None] for batch_padded in (batch.padded_tokens, batch.padded_positions))
         dtype = self._model.dtype
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
         mask = mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
         layers: list[Any] = [_SlotLayer(index, batch, cache) for index in range(len(self.layer_shapes))]
         arguments: dict[str, Any] = {"logits_to_keep": 0 if batch.scores_all else 1} if self._keeps_last_logits else {}
         if self._takes_positions:
-            arguments["position_ids"] = batch.pad(batch.positions)
+            arguments["position_ids"] = positions
         if batch.multi_modal is not None:
             arguments |= self._model_inputs(batch.multi_modal, batch.token_ids[None])
             if (positions := self._rope_index(arguments)) is not None:
                 arguments["position_ids"] = positions
-        arguments["input_ids"] = batch.pad(batch.token_ids)
+        arguments["input_ids"] = tokens
         output = self._model(
             attention_mask=mask,
             past_key_values=Cache(layers=layers),
             use_cache=True,
             **arguments,
         )
-        return batch.unpad(output.logits) if batch.scores_all else output.logits[:, -1]
+        return batch.unpad(output.logits) if batch.scores_all else output.logits[: batch.row_count, -1]
 
     # ------------------------------------------------------------------ images and video
 
@@ -145,6 +150,13 @@ class GeneralModel:
 
     # ------------------------------------------------------------------ does it compute what the model computes?
 
+    def ordinary_tokens(self) -> list[int]:
+        """Some tokens that are no special ones, such as that of an image."""
+        config = self._model.config
+        named = [v for c in (config, config.get_text_config()) for k, v in vars(c).items() if k.endswith("_token_id")]
+        special = {i for v in named for i in (v if isinstance(v, list) else [v])}
+        return [i for i in range(min(64, config.get_text_config().vocab_size)) if i not in special]
+
     @torch.inference_mode()
     def verify(self, cache: KVCache) -> None:
         """Compare chunked, ragged passes over the cache with plain forwards of the model.
@@ -152,10 +164,7 @@ class GeneralModel:
         Raises:
             EngineError: they differ: the model does not honour the mask, the positions or the cache that it is given.
         """
-        config = self._model.config
-        named = [v for c in (config, config.get_text_config()) for k, v in vars(c).items() if k.endswith("_token_id")]
-        special = {i for v in named for i in (v if isinstance(v, list) else [v])}
-        ordinary = [i for i in range(min(64, config.get_text_config().vocab_size)) if i not in special]
+        ordinary = self.ordinary_tokens()
         prompts = [[ordinary[(7 * i + length) % len(ordinary)] for i in range(length)] for length in (11, 5)]
         sequences = [Sequence(ModelRequest(p), tokens=p, prompt_length=len(p), length_limit=len(p) + 1) for p in prompts]
         device = self._model.device

@@ -16,6 +16,7 @@ import functools
 import itertools
 import logging
 import os
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,11 +26,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rollwright.data.tokenizer import load_tokenizer
-from rollwright.errors import ConfigError
+from rollwright.errors import ConfigError, WeightUpdateError
+from rollwright.inference.backends.builtin.attention import InvariantPrefill, decode_attention, prefill_attention
 from rollwright.inference.backends.builtin.batch import ForwardBatch
-from rollwright.inference.backends.builtin.cache import LENGTH_STEP, ROW_BLOCK, KVCache, LayerShape, in_blocks
+from rollwright.inference.backends.builtin.cache import INVARIANT_ROWS, LENGTH_STEP, KVCache, LayerShape, in_blocks
 from rollwright.inference.backends.builtin.general_model import GeneralModel
 from rollwright.inference.backends.builtin.rows import DecodeBatch
+from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.progress import without_progress_bars
 
@@ -50,12 +53,21 @@ class ModelRunner:
         max_rows: most sequences at once.
         context_length: most tokens of a sequence; None: the model's own limit, or what the cache holds if that is less.
         cache_bytes: limit of the cache's memory.
+        invariant: compute rows and prompts in whole blocks, so that what a row computes does not depend on the others, where the
+            processor and its libraries keep to that (``self_check``).
+
+    Attributes:
+        why_not_invariant: why it does not, though asked to.
+        prompts_alone: each prompt is computed by itself, from its beginning: in shapes that go by the prompt.
+        prefill_block: tokens and queries of prompts that are computed together.
 
     Raises:
         ConfigError: the cache cannot hold one sequence of ``context_length``.
     """
 
-    def __init__(self, model: Any, max_rows: int, context_length: int | None, cache_bytes: int) -> None:
+    def __init__(
+        self, model: Any, max_rows: int, context_length: int | None, cache_bytes: int, invariant: bool = False
+    ) -> None:
         self.model = model
         self.device: torch.device = next(model.parameters()).device
         config = model.config.get_text_config()
@@ -72,12 +84,18 @@ class ModelRunner:
         )
         _log_once(logging.DEBUG if reason is None else logging.INFO, f"{name} is computed by {way}.")
         self.takes_multi_modal = reason is not None and "image_token_id" in model.config.to_dict()
-        self.cache = KVCache(self.forward.layer_shapes, cache_bytes, max_rows, model.dtype, self.device)
-        self.context_length: int = min(context_length or limit, self.cache.capacity_tokens)
-        if self.cache.capacity_tokens < (context_length or 2):
-            needed = self.cache.bytes_per_token * (context_length or 2)
+        self.why_not_invariant = self._why_not_invariant() if invariant else None
+        invariant = invariant and self.why_not_invariant is None
+        self.prompts_alone = invariant and isinstance(self.forward, GeneralModel)
+        self.prefill_block = INVARIANT_ROWS if invariant and not self.prompts_alone else 1
+        self.cache = KVCache(self.forward.layer_shapes, cache_bytes, max_rows, model.dtype, self.device, invariant)
+        longest = self.cache.longest_row
+        self.context_length: int = min(context_length or limit, longest)
+        if longest < (context_length or 2):
+            rows = f"a block of {INVARIANT_ROWS} sequences" if invariant else "one sequence"
+            needed = self.cache.bytes_for(context_length or 2)
             raise ConfigError(
-                f"kv_cache_bytes={cache_bytes} holds {self.cache.capacity_tokens} tokens, and one sequence of "
+                f"kv_cache_bytes={cache_bytes} holds {self.cache.capacity_tokens} tokens, and {rows} of "
                 f"context_length={context_length} needs {needed} bytes; raise the one or lower the other."
             )
         if isinstance(self.forward, GeneralModel):
@@ -85,11 +103,25 @@ class ModelRunner:
         if self.context_length < limit and context_length is None:
             logger.info("context_length is %d: what kv_cache_bytes holds (the model has %d).", self.context_length, limit)
 
+    def _why_not_invariant(self) -> str | None:
+        """Why blocks of fixed shape are no way to sample from this model; None: they may be."""
+        if self.device.type != "cpu" or self.model.dtype != torch.float32:
+            kind = str(self.model.dtype).removeprefix("torch.")
+            return f"{kind} on {self.device.type} is multiplied in an order that goes by the batch (float32 on a CPU is not)"
+        return None
+
     def with_cache_for(self, rows: int, tokens: int) -> ModelRunner:
         """The same model and forward over a small cache of its own, for ``rows`` sequences of at most ``tokens`` tokens."""
-        runner, slots = copy.copy(self), in_blocks(rows, ROW_BLOCK) * in_blocks(tokens, LENGTH_STEP)
-        size = slots * self.cache.bytes_per_token
-        runner.cache = KVCache(self.forward.layer_shapes, size, rows, self.model.dtype, self.device)
+        runner, cache = copy.copy(self), self.cache
+        size = in_blocks(rows, cache.row_block) * in_blocks(tokens, LENGTH_STEP) * cache.bytes_per_token
+        runner.cache = KVCache(self.forward.layer_shapes, size, rows, self.model.dtype, self.device, cache.invariant)
+        return runner
+
+    def shallow(self, vocabulary: int) -> ModelRunner:
+        """The first layer and the first tokens of the vocabulary: enough to see how rows are computed."""
+        assert isinstance(self.forward, LlamaFamily)
+        runner = copy.copy(self)
+        runner.forward, runner.vocabulary = self.forward.shallow(vocabulary), vocabulary
         return runner
 
 
@@ -167,6 +199,25 @@ class LlamaFamily:
             kinds = [0] * self._heads + [1] * self._kv_heads
             self._norm_of_head = torch.tensor(kinds, device=fused.device)
 
+    def shallow(self, vocabulary: int) -> LlamaFamily:
+        """The same with one layer and the first tokens of the vocabulary."""
+        forward = copy.copy(self)
+        forward._layers, forward.layer_shapes = self._layers[:1], self.layer_shapes[:1]
+        forward._head = self._head[:vocabulary]
+        forward._head_bias = None if self._head_bias is None else self._head_bias[:vocabulary]
+        return forward
+
+    def matrices(self) -> list[tuple[str, Tensor, Tensor | None]]:
+        """The matrices of a layer and the head, each with its name and bias."""
+        layer = self._layers[0]
+        return [
+            ("query, key and value", layer.qkv_weight, layer.qkv_bias),
+            ("the output of attention", layer.output_weight_t.t(), None),
+            ("gate and up", layer.gate_up_weight, None),
+            ("down", layer.down_weight_t.t(), None),
+            ("the head", self._head, self._head_bias),
+        ]
+
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm over the last axis; ``weight`` may be spread over the axes before it.
 
@@ -191,11 +242,13 @@ class LlamaFamily:
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Logits ``[n, vocabulary]`` of each row's last token, or ``[T, vocabulary]`` of all; keys and values go into the cache."""
         H, G, D, norm = self._heads, self._kv_heads, self._head_size, self._norm
-        count, tokens, positions = len(batch.columns), batch.token_ids, batch.positions
+        count, tokens, positions = len(batch.columns), batch.padded_tokens, batch.padded_positions
+        prefill = None
         if isinstance(batch, DecodeBatch):
-            tokens, positions = batch.padded_tokens, batch.padded_positions
             bias = batch.bias(G, self._embedding.dtype)
             read = cache.read(batch.padded_count, bias.shape[2])
+        elif batch.chunks is not None:
+            prefill = InvariantPrefill(batch)
         cos, sin = self._rope(positions, batch.position_limit)
         head_norms = self._head_norms.index_select(1, self._norm_of_head) if self._has_head_norm else None
         places = cache.places(batch.rows, batch.columns)
@@ -211,53 +264,18 @@ class LlamaFamily:
             cache.flat.index_copy_(0, places[index], new.view(-1, D))
             if isinstance(batch, DecodeBatch):
                 keys, values = read[index]
-                attended = _decode_attention(qk[:, :H], keys, values, bias)
+                attended = decode_attention(qk[:, :H], keys, values, bias)
+            elif prefill is not None:
+                attended = prefill(qk[:, :H], cache.keys[index], cache.values[index])
             else:
-                attended = _prefill_attention(batch, qk[:, :H], new, cache.keys[index], cache.values[index])
+                attended = prefill_attention(batch, qk[:, :H], new, cache.keys[index], cache.values[index])
             x.addmm_(attended, layer.output_weight_t)
             gate, up = F.linear(norm(x, layer.mlp_norm), layer.gate_up_weight).chunk(2, -1)
             x.addmm_(F.silu(gate).mul_(up), layer.down_weight_t)
         if batch.last_tokens is not None and not batch.scores_all:
-            x = x.index_select(0, batch.last_tokens)
-        logits = F.linear(norm(x, self._final_norm), self._head, self._head_bias)
-        return logits[:count] if isinstance(batch, DecodeBatch) else logits
-
-
-def _decode_attention(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-    """One query a row against the cache: two batched products, which beat the fused kernel on CPU at one query.
-
-    Args:
-        q: ``[n, H, D]``.
-        keys, values: of the rows' key-value heads, ``[n * heads, D, K]`` and ``[n * heads, K, D]``.
-        bias: ``[n * heads, 1, K]``.
-    """
-    rows, D = len(q), q.shape[-1]
-    scores = torch.baddbmm(bias, q.reshape(len(keys), -1, D), keys, alpha=D**-0.5)
-    weights = scores.softmax(-1, dtype=torch.float32)
-    if weights.dtype != values.dtype:
-        weights = weights.to(values.dtype)
-    return torch.bmm(weights, values).view(rows, -1)
-
-
-def _prefill_attention(batch: ForwardBatch, q: Tensor, new: Tensor, cached_keys: Tensor, cached_values: Tensor) -> Tensor:
-    """Many queries a row: causal over the queries themselves where rows begin at 0, else over the rows' cache.
-
-    Args:
-        q: ``[T, H, D]``.
-        new: ``[T, 2 * heads, D]``: the tokens' keys and values.
-        cached_keys, cached_values: of all rows, ``[rows, heads, length, D]``.
-    """
-    visible, heads = batch.visible, cached_keys.shape[1]
-    if visible is None:
-        k, v = batch.pad(new).transpose(1, 2).split(heads, 1)
-    else:
-        rows = slice(batch.first_row, batch.first_row + batch.row_count)
-        k, v = cached_keys[rows, :, : batch.kv_length], cached_values[rows, :, : batch.kv_length]
-        visible = visible[:, None]
-    attended = F.scaled_dot_product_attention(
-        batch.pad(q).transpose(1, 2), k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=q.shape[1] > heads
-    )
-    return batch.unpad(attended.transpose(1, 2)).flatten(1)
+            last, count = batch.last_tokens, len(batch.last_tokens)
+            x = x.index_select(0, last if prefill is None else F.pad(last, (0, -count % INVARIANT_ROWS)))
+        return F.linear(norm(x, self._final_norm), self._head, self._head_bias)[:count]
 
 
 def fuse_rows(parameters: list[nn.Parameter]) -> Tensor:
@@ -278,6 +296,20 @@ def fuse_rows(parameters: list[nn.Parameter]) -> Tensor:
         for parameter, part in zip(parameters, fused.split(sizes), strict=True):
             parameter.data = part
     return fused
+
+
+def paired(model: Any, weights: WeightStream) -> Iterator[tuple[Tensor, Tensor]]:
+    """A model's tensors, each with the new one for it, which is given as it is asked for.
+
+    Raises:
+        WeightUpdateError: a name or shape is not the model's.
+    """
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in weights.described:
+        if name not in state or state[name].shape != tensor.shape:
+            there = f"has shape {tuple(state[name].shape)}" if name in state else "is not in the model"
+            raise WeightUpdateError(f"Weight {name} of shape {tuple(tensor.shape)} {there}: it belongs to another model.")
+    return ((state[name], tensor) for name, tensor in weights)
 
 
 def load_model_for_inference(

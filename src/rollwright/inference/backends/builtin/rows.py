@@ -1,8 +1,8 @@
 """The rows that decode: what each of them needs, in arrays, and what a step needs of all of them.
 
 A step takes well under a millisecond with a small model, so what only changes when a sequence enters or leaves a row is made
-then (``StepPlan``, ``DecodeBatch``) and not at every step. Rows are computed in blocks of ``ROW_BLOCK`` and keys in blocks of
-``KEY_BLOCK``, so that there are few shapes: what a row computes depends less on what runs beside it.
+then (``StepPlan``, ``DecodeBatch``) and not at every step. Rows are computed in blocks of ``KVCache.row_block`` and keys in
+blocks of ``KEY_BLOCK``, so that there are few shapes: what a row computes depends less, or not at all, on what runs beside it.
 
 Axes: ``B`` rows that are sampled, ``V`` vocabulary, ``K`` cache columns.
 """
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from rollwright.inference.backends.builtin.batch import ForwardBatch, Sequence, to_tensor
-from rollwright.inference.backends.builtin.cache import ROW_BLOCK, KVCache, in_blocks
+from rollwright.inference.backends.builtin.cache import INVARIANT_ROWS, KEY_BLOCK, KVCache, in_blocks
 
-KEY_BLOCK = 32
 _NO_TOKEN = -1
 _UNIFORMS = 16  # random numbers of a row that are made at once, where a plan lasts
 
@@ -53,7 +52,7 @@ class RowTable:
     """
 
     def __init__(self, rows: int) -> None:
-        rows = in_blocks(rows, ROW_BLOCK)
+        rows = in_blocks(rows, INVARIANT_ROWS)
         self.settings = np.zeros(rows, dtype=_SETTINGS)
         self._counts = np.zeros((5, rows), dtype=np.int64)
         self.last_token, self.cached, self.position, self.generated, self.flushed = self._counts
@@ -138,6 +137,7 @@ class StepPlan:
         steps: tokens that each row was given by this plan.
         temperature_B1: None where all are 1.
         kinds: ``whole`` (all tokens may come), ``greedy`` or ``truncated``, each with the rows that are sampled so; None: all.
+        is_plain_B: rows from which any token may come, and that have no adjustment.
         limits: ``top_k``, ``top_p`` and ``min_p`` of the truncated rows.
         begins: sequences whose first token is the plan's first.
         adjusted, watched, heard, detailed: rows with an adjustment, with stop strings, with a listener, and with alternatives.
@@ -152,6 +152,7 @@ class StepPlan:
         self.temperature_B1: Tensor | None = None
         self.kinds: dict[str, Tensor | None] = {"whole": None}
         self.limits: list[Tensor] = []
+        self.is_plain_B = np.ones(last - first, dtype=bool)
         if not settings["is_plain"].all():
             self._read_kinds(settings)
         self.begins = [running[first + index] for index in (self._generated == 0).nonzero()[0].tolist()]
@@ -160,6 +161,7 @@ class StepPlan:
         self.watched = [(index, s.stop_strings) for index, s in sequences if s.stop_strings is not None]
         self.heard = [(index, s) for index, s in sequences if s.on_token is not None]
         self.detailed = [(i, s, min(count, vocabulary)) for i, s in sequences if (count := s.request.top_logprobs)]
+        self.is_plain_B[[index for index, _ in self.adjusted]] = False
         self._stop_ids = table.stop_ids[first:last].copy()
         self._until_minimum = settings["min_new_tokens"] - self._generated
         self._until_limit = settings["max_new_tokens"] - self._generated
@@ -175,7 +177,8 @@ class StepPlan:
         if not (temperatures == 1.0).all():
             self.temperature_B1 = to_tensor(temperatures, self._device)[:, None]
         is_truncated = ((settings["top_k"] > 0) | (settings["top_p"] < 1.0) | (settings["min_p"] > 0)) & ~is_greedy
-        kinds = {"whole": ~(is_greedy | is_truncated), "greedy": is_greedy, "truncated": is_truncated}
+        self.is_plain_B = ~(is_greedy | is_truncated)
+        kinds = {"whole": self.is_plain_B, "greedy": is_greedy, "truncated": is_truncated}
         self.kinds = {
             kind: None if chosen.all() else to_tensor(chosen.nonzero()[0], self._device)
             for kind, chosen in kinds.items()
@@ -232,22 +235,22 @@ class DecodeBatch(ForwardBatch):
         device: of the model.
 
     Attributes:
-        padded_count: rows that are computed; a multiple of ``ROW_BLOCK`` where the cache has as many.
+        padded_count: rows that are computed; a multiple of the cache's ``row_block`` where it has as many.
         padded_tokens, padded_positions: ``[padded_count]``.
     """
 
     def __init__(self, table: RowTable, running: list[Sequence], cache: KVCache, device: torch.device) -> None:
         count = len(running)
-        padded = in_blocks(count, ROW_BLOCK)
+        padded = in_blocks(count, cache.row_block)
         self.padded_count = padded if padded <= cache.rows else count
         self._table, self._cache, self._device = table, cache, device
         self._changes, self._layouts = table.changes, cache.layouts
         self._hidden = [(row, s.hidden) for row, s in enumerate(running) if s.hidden is not None]
         self._bias: Tensor | None = None
-        self._read_table()
+        tokens, positions = self._read_table()
         super().__init__(
-            token_ids=self.padded_tokens[:count],
-            positions=self.padded_positions[:count],
+            token_ids=tokens[:count],
+            positions=positions[:count],
             rows=torch.arange(count, device=device),
             columns=self._columns[:count],
             position_limit=int(table.position[:count].max()) + 1,
@@ -256,6 +259,7 @@ class DecodeBatch(ForwardBatch):
             query_length=1,
             kv_length=int(table.cached[:count].max()) + 1,
         )
+        self.padded_tokens, self.padded_positions = tokens, positions
         self._show_hidden()
 
     @property
@@ -263,11 +267,12 @@ class DecodeBatch(ForwardBatch):
         """True while the same sequences are in the same slots."""
         return self._changes == self._table.changes and self._layouts == self._cache.layouts
 
-    def _read_table(self) -> None:
-        """Tensors of the table's arrays: on CPU they share its memory, and see every step."""
+    def _read_table(self) -> tuple[Tensor, Tensor]:
+        """Padded tokens and positions, as tensors of the table's arrays: on CPU they share its memory, and see every step."""
         table, count = self._table, self.padded_count
         arrays = table.last_token[:count], table.position[:count], table.cached[:count]
-        self.padded_tokens, self.padded_positions, self._columns = (to_tensor(array, self._device) for array in arrays)
+        tokens, positions, self._columns = (to_tensor(array, self._device) for array in arrays)
+        return tokens, positions
 
     def _show_hidden(self) -> None:
         """The mask of rows with columns that new tokens must not see; without such rows plain causal attention is the same."""
@@ -276,6 +281,14 @@ class DecodeBatch(ForwardBatch):
             self.visible = (columns <= self.columns[:, None])[:, None]
             for row, hidden in self._hidden:
                 self.visible[row, 0, : len(hidden)] &= ~hidden
+
+    @property
+    def computed_rows(self) -> int:
+        return self.padded_count if self._cache.invariant else self.row_count
+
+    @property
+    def read_length(self) -> int:
+        return in_blocks(self.kv_length, KEY_BLOCK) if self._cache.invariant else self.kv_length
 
     def advance(self) -> None:
         """The newest tokens are in the cache, and the next ones follow."""
@@ -288,7 +301,7 @@ class DecodeBatch(ForwardBatch):
     def begin_step(self) -> None:
         """Read what the step before this one left in the table."""
         if self._device.type != "cpu":
-            self._read_table()
+            self.padded_tokens, self.padded_positions = self._read_table()
             count = self.row_count
             self.token_ids, self.positions = self.padded_tokens[:count], self.padded_positions[:count]
             self.columns = self._columns[:count]

@@ -1,4 +1,4 @@
-"""Who runs: requests checked and queued, admission, chunks of prompts to compute, rows, and preemption when the cache is full.
+"""Who runs: the queue, admission, chunks of prompts to compute, rows, and preemption when the cache is full.
 
 Rows ``0 .. len(running) - 1`` decode. At most one sequence is in the middle of its prompt, in the row after them. First
 come, first served; a preempted sequence goes back to the head of the queue with the tokens it has.
@@ -6,40 +6,16 @@ come, first served; a preempted sequence goes back to the head of the queue with
 
 from __future__ import annotations
 
-import marshal
-import math
-import random
 from collections import deque
-from dataclasses import dataclass, field, fields
-from numbers import Integral, Real
-from typing import Any
+from dataclasses import dataclass, field
 
-import torch
-
-from rollwright.config.generation import GenerationHyperparameters
-from rollwright.errors import EngineError, PromptTooLongError
-from rollwright.experience.branches import sees
-from rollwright.inference.backends.builtin.adjustment import Adjustment
 from rollwright.inference.backends.builtin.batch import Chunk, Sequence
 from rollwright.inference.backends.builtin.cache import KeptPrefix, KVCache, PrefixCache, PrefixIndex
-from rollwright.inference.backends.builtin.general_model import GeneralModel
-from rollwright.inference.backends.builtin.grammar import grammar_of
-from rollwright.inference.backends.builtin.model import ModelRunner
 from rollwright.inference.backends.builtin.rows import RowTable
-from rollwright.inference.backends.builtin.stop_strings import StopStrings
-from rollwright.inference.request import ModelRequest
 
 #: Most prompt tokens that are scored in one pass: their logits are in memory together.
 _SCORED_TOKENS = 512
-_KNOWN_ARGUMENTS = 64
 _HEADROOM = 64  # columns beyond its tokens that a sequence must find free when not all it may need fits
-
-#: Numbers among the generation arguments: whether only whole ones make sense, and the limits that their config has.
-_NUMBERS: dict[str, tuple[bool, Any]] = {
-    field.name: (str(field.type).startswith("int"), field.metadata)
-    for field in fields(GenerationHyperparameters)
-    if field.type in ("int", "float", "int | None")
-}
 
 
 @dataclass
@@ -64,12 +40,22 @@ class Scheduler:
         kept: keys and values of finished sequences.
         prefill_tokens: most prompt tokens computed in one step.
         vocabulary: of the model.
+        prompts_alone: each prompt is computed by itself, from its beginning, and cut in one way.
 
     Attributes:
         holding: True: nothing new is admitted.
     """
 
-    def __init__(self, cache: KVCache, table: RowTable, kept: PrefixCache, prefill_tokens: int, vocabulary: int) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        table: RowTable,
+        kept: PrefixCache,
+        prefill_tokens: int,
+        vocabulary: int,
+        prompts_alone: bool = False,
+    ) -> None:
+        self._prompts_alone = prompts_alone
         self.kept = kept
         self._cache = cache
         self._table = table
@@ -121,7 +107,8 @@ class Scheduler:
         needed, used = 0, self._used()  # sequences admitted in this step hold nothing in the cache yet
         while self.waiting and not self.holding and budget > 0:
             sequence = self.waiting[0]
-            needed = max(needed, min(sequence.length_limit, len(sequence.tokens) + _HEADROOM))
+            least = sequence.length_limit if self._cache.invariant else len(sequence.tokens) + _HEADROOM
+            needed = max(needed, min(sequence.length_limit, least))
             if not self._cache.make_room(len(self.running) + len(chunks) + len(followers) + 1, needed, used):
                 break
             self._admitted.append(self.waiting.popleft())
@@ -144,16 +131,16 @@ class Scheduler:
         sequence.cached, sequence.prefix_source = 0, None
         # the last token must be computed, and the one before each that is scored: they give logits
         limit = min(sequence.shareable_length, (sequence.next_scored or len(sequence.tokens)) - 1)
-        if limit <= 0:
+        if limit <= 0 or self._prompts_alone:
             return
         for index in (self._active_prefixes, self.kept):
             source, length = index.find(sequence.tokens)
             if min(length, limit) > sequence.cached:
                 sequence.cached, sequence.prefix_source = min(length, limit), source
 
-    @staticmethod
-    def _chunk(sequence: Sequence, budget: int) -> Chunk:
+    def _chunk(self, sequence: Sequence, budget: int) -> Chunk:
         end = len(sequence.tokens)
+        budget = self._prefill_tokens if self._prompts_alone else budget
         budget = budget if sequence.next_scored is None else min(budget, _SCORED_TOKENS)
         return Chunk(sequence, sequence.cached, end if sequence.request.multi_modal else min(end, sequence.cached + budget))
 
@@ -161,7 +148,8 @@ class Scheduler:
         """Assign rows: completing chunks by length, then followers, then the chunk that does not complete.
 
         Returns:
-            The chunks in row order, in groups: they are cut where padding to one length would waste more than half.
+            The chunks in row order, in groups: they are cut where padding to one length would waste more than half. (Attention in
+            whole blocks pads to no common length.)
         """
         resumed = [chunk for chunk in chunks if chunk.completes and chunk.sequence is self.partial]
         begun = sorted((c for c in chunks if c.completes and c.sequence is not self.partial), key=lambda c: c.length)
@@ -184,10 +172,16 @@ class Scheduler:
             before = groups[-1][0].sequence if groups else chunk.sequence
             scores = chunk.sequence.next_scored is not None
             are_alike = scores == (before.next_scored is not None)
-            if groups and are_alike and not chunk.sequence.request.multi_modal and not before.request.multi_modal:
+            if (
+                groups
+                and are_alike
+                and not self._prompts_alone
+                and not chunk.sequence.request.multi_modal
+                and not before.request.multi_modal
+            ):
                 lengths = [c.length for c in groups[-1]] + [chunk.length]
                 has_room = not scores or sum(lengths) <= _SCORED_TOKENS
-                if has_room and max(lengths) * len(lengths) <= 1.5 * sum(lengths) + 64:
+                if has_room and (self._cache.invariant or max(lengths) * len(lengths) <= 1.5 * sum(lengths) + 64):
                     groups[-1].append(chunk)
                     continue
             groups.append([chunk])
@@ -206,6 +200,7 @@ class Scheduler:
             self.reused_tokens += sequence.cached
         for sequence in [chunk.sequence for chunk in chunks if chunk.completes] + [s for s, _ in prefill.followers]:
             assert sequence.row == len(self.running)
+            sequence.prefilled = len(sequence.tokens)
             self.running.append(sequence)
             self._table.enter(sequence.row, sequence, self._vocabulary)
             if shareable := sequence.shareable_length:
@@ -248,7 +243,9 @@ class Scheduler:
             self._active_prefixes.discard(sequence)
             is_plain = not sequence.has_own_layout and not sequence.request.multi_modal
             if keep and is_plain and sequence.is_current and self.kept.capacity_bytes:
-                self.kept.keep(sequence.tokens[:cached], self._cache.extract(row, cached))
+                # decoding rounds otherwise than the pass of a prompt: whether a prefix is found must not be seen in what follows
+                kept = sequence.prefilled if self._cache.invariant else cached
+                self.kept.keep(sequence.tokens[:kept], self._cache.extract(row, kept))
             if row != last:
                 mover = self.running[last]
                 self._cache.copy(last, row, int(self._table.cached[last]))
@@ -285,149 +282,3 @@ class Scheduler:
         self._active_prefixes.clear()
         for sequence in self.active():
             sequence.is_current = False
-
-
-class RequestIntake:
-    """Turns requests into sequences, and refuses what the engine cannot serve as asked.
-
-    A step computes many requests together, so a request that would break it must not reach it: it would end all of them.
-
-    Args:
-        runner: knows what the model can take.
-        tokenizer: for stop strings and the end token; may be None.
-        seed: of requests that bring none, in order of submission.
-    """
-
-    def __init__(self, runner: ModelRunner, tokenizer: Any, seed: int) -> None:
-        self._runner = runner
-        self._tokenizer = tokenizer
-        self._random = random.Random(seed)
-        model = runner.model
-        configs = getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer
-        ends = [getattr(config, "eos_token_id", None) for config in configs]
-        self._known_stop_ids: dict[bytes, tuple[int, ...]] = {}  # by generation arguments
-        self._end_ids = {i for end in ends for i in (end if isinstance(end, list) else [end]) if i is not None}
-
-    def sequence(self, request: ModelRequest) -> Sequence:
-        """Check a request and make it a sequence.
-
-        Raises:
-            PromptTooLongError: no room for a new token.
-            EngineError: the request cannot be served as asked.
-        """
-        gconfig, runner, length = request.gconfig, self._runner, len(request.input_ids)
-        room = runner.context_length - length
-        if room < 1:
-            raise PromptTooLongError(
-                f"The prompt has {length} tokens and the engine's context is {runner.context_length} (rid {request.rid}): shorten "
-                "the prompt or start the engine with a larger context_length."
-            )
-        stop_ids = self._stop_ids(gconfig)
-        self._check_inputs(request)
-        tokenizer = request.tokenizer or self._tokenizer
-        if gconfig.stop and tokenizer is None:
-            raise EngineError("Stop strings need a tokenizer: give one to the engine or set request.tokenizer.")
-        seed = gconfig.seed if gconfig.seed is not None else request.seed
-        multi_modal = runner.forward if request.multi_modal and isinstance(runner.forward, GeneralModel) else None
-        delta = 0 if multi_modal is None else multi_modal.multi_modal_position_delta(request)
-        sequence = Sequence(
-            request=request,
-            tokens=list(request.input_ids),
-            prompt_length=length,
-            length_limit=length + min(gconfig.max_new_tokens, room),
-            stop_ids=stop_ids,
-            seed=self._random.getrandbits(63) if seed is None else seed,
-            has_own_layout=request.branch_ids is not None or request.position_ids is not None or delta != 0,
-            position_delta=delta,
-            stop_strings=StopStrings(tokenizer, gconfig.stop) if gconfig.stop else None,
-        )
-        if gconfig.adjusts_scores:
-            grammar = grammar_of(gconfig, tokenizer, runner.vocabulary, self._end_ids)
-            sequence.adjustment = Adjustment(gconfig, request.input_ids, grammar)
-        if request.branch_ids is not None:
-            branches = torch.from_numpy(sequence.branch_ids())
-            hidden = ~sees(branches[-1:], branches)[0]
-            sequence.hidden = hidden.to(runner.device) if bool(hidden.any()) else None
-        return sequence
-
-    def _stop_ids(self, gconfig: GenerationHyperparameters) -> tuple[int, ...]:
-        """The tokens that end a request, its generation arguments checked; those of a batch are alike and checked once."""
-        try:
-            content = marshal.dumps(vars(gconfig), 2)
-        except ValueError:  # a type that is not Python's own, such as a numpy number
-            content = b""
-        if (known := self._known_stop_ids.get(content)) is not None:
-            return known
-        check_sampling(gconfig, self._runner.vocabulary)
-        possible = {i for i in gconfig.stop_token_ids if 0 <= i < self._runner.vocabulary}  # what is no token ends nothing
-        stop_ids = tuple(sorted(possible - self._end_ids if gconfig.ignore_eos else possible | self._end_ids))
-        if content:
-            if len(self._known_stop_ids) >= _KNOWN_ARGUMENTS:
-                self._known_stop_ids.clear()
-            self._known_stop_ids[content] = stop_ids
-        return stop_ids
-
-    def _check_inputs(self, request: ModelRequest) -> None:
-        """Refuse tokens, positions, branches, images and adapters that the model or the engine does not take."""
-        runner, length = self._runner, len(request.input_ids)
-        if (largest := max(request.input_ids)) >= runner.vocabulary:
-            raise EngineError(
-                f"input_ids hold {largest}, and the model's vocabulary ends at {runner.vocabulary - 1} (rid {request.rid}): "
-                "the prompt was encoded by another model's tokenizer."
-            )
-        for name, ids in (("position_ids", request.position_ids), ("branch_ids", request.branch_ids)):
-            if ids is not None and len(ids) != length:
-                raise EngineError(f"{name} has {len(ids)} entries for {length} tokens (rid {request.rid}); give one for each.")
-        if request.position_ids is not None and (furthest := max(request.position_ids)) >= runner.context_length:
-            raise EngineError(
-                f"position_ids hold {furthest}, and the engine's context ends at {runner.context_length - 1} (rid {request.rid}): "
-                "count positions from 0, or start the engine with a larger context_length."
-            )
-        if request.lora_name is not None:
-            raise EngineError(
-                "The built-in engine serves one set of weights and no named LoRA adapters: leave lora_name unset."
-            )
-        if request.image_data and not request.multi_modal:
-            raise EngineError("The built-in engine takes images as processor outputs in multi_modal, not as image_data.")
-        if request.multi_modal and not runner.takes_multi_modal:
-            raise EngineError(
-                f"{type(runner.model).__name__} takes text only, and the request carries {sorted(request.multi_modal)}."
-            )
-        if (start := request.prompt_logprobs_from) is not None and (request.multi_modal or start > length):
-            said = "scores the prompts of text only" if request.multi_modal else f"was asked for index {start} of {length}"
-            raise EngineError(f"prompt_logprobs_from cannot be honoured: the built-in engine {said} (rid {request.rid}).")
-        if request.multi_modal and request.branch_ids is not None:
-            raise EngineError("A multi-modal request cannot have branches in the built-in engine.")
-
-
-def check_sampling(gconfig: GenerationHyperparameters, vocabulary: int) -> None:
-    """Refuse a generation argument of a wrong type or outside its limits.
-
-    Raises:
-        EngineError: it names the argument.
-    """
-    for name, (is_whole, limits) in _NUMBERS.items():
-        value = getattr(gconfig, name)
-        if value is None and name == "seed":
-            continue
-        kind = Integral if is_whole else Real
-        if isinstance(value, bool) or not isinstance(value, kind) or not -math.inf < value < math.inf:  # type: ignore[operator]
-            raise EngineError(f"{name} is {value!r}; it has to be {'a whole' if is_whole else 'a finite'} number.")
-        if value < limits.get("ge", value) or value <= limits.get("gt", -math.inf) or value > limits.get("le", value):
-            bounds = {"ge": "at least", "gt": "more than", "le": "at most"}
-            said = " and ".join(f"{words} {limits[key]}" for key, words in bounds.items() if key in limits)
-            raise EngineError(f"{name} is {value!r}; it has to be {said}.")
-    if gconfig.n_samples != 1:
-        raise EngineError(
-            f"n_samples is {gconfig.n_samples}, and one request is one completion: send n_samples requests, each with "
-            "gconfig.new(n_samples=1)."
-        )
-    if any(not isinstance(text, str) for text in gconfig.stop or ()):
-        raise EngineError(f"stop is {gconfig.stop!r}; it has to be a list of texts.")
-    if any(isinstance(token, bool) or not isinstance(token, Integral) for token in gconfig.stop_token_ids):
-        raise EngineError(f"stop_token_ids is {gconfig.stop_token_ids!r}; it has to be a list of token ids.")
-    for token, bias in gconfig.logit_bias.items():
-        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < vocabulary:
-            raise EngineError(f"logit_bias names {token!r}, which is no token id: they are 0 to {vocabulary - 1}.")
-        if isinstance(bias, bool) or not isinstance(bias, Real) or not math.isfinite(bias):
-            raise EngineError(f"logit_bias of token {token} is {bias!r}; it has to be a finite number.")

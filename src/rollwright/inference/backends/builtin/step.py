@@ -50,7 +50,9 @@ class Stepper:
     def __init__(self, runner: ModelRunner, max_rows: int, kept_bytes: int, prefill_tokens: int, version: int) -> None:
         self._runner = runner
         self._table = RowTable(max_rows)
-        self.scheduler = Scheduler(runner.cache, self._table, PrefixCache(kept_bytes), prefill_tokens, runner.vocabulary)
+        self.scheduler = Scheduler(
+            runner.cache, self._table, PrefixCache(kept_bytes), prefill_tokens, runner.vocabulary, runner.prompts_alone
+        )
         self.version = version
         self._decode: tuple[DecodeBatch, StepPlan] | None = None  # of the step before
         self._counts = dict.fromkeys(("steps", "prefill_tokens", "generated_tokens", "finished", "aborted"), 0)
@@ -75,7 +77,7 @@ class Stepper:
             first = len(self.scheduler.running)
             logits: list[Tensor] = []
             for group in prefill.groups:
-                batch = prefill_batch(group, group[0].sequence.row, self._runner.device)
+                batch = prefill_batch(group, group[0].sequence.row, self._runner.device, self._runner.prefill_block)
                 group_logits = self._runner.forward(batch, self._runner.cache)
                 if batch.scores_all and batch.last_tokens is not None:
                     score_prompts(group, group_logits)
@@ -183,6 +185,20 @@ class Stepper:
         }
 
 
+def answer_apart(runner: ModelRunner, sequence: Sequence, version: int) -> ModelResponse:
+    """What the model answers, with a cache of its own, apart from what runs."""
+    stepper, finished = (
+        Stepper(runner.with_cache_for(1, sequence.length_limit), 1, 0, len(sequence.tokens), version),
+        list[Finished](),
+    )
+    stepper.scheduler.waiting.append(sequence)
+    while stepper.has_work:
+        stepper.step(finished)
+    response = finished[0][1]
+    assert isinstance(response, ModelResponse)
+    return response
+
+
 @torch.inference_mode()
 def fastest_threads(runner: ModelRunner, rows: int) -> int:
     """The fewest threads of those that compute a decode step about as fast as any number, measured on CPU.
@@ -239,17 +255,33 @@ def sample(logits_BV: Tensor, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
     scores_BV = logits_BV.float()
     if plan.temperature_B1 is not None:
         scores_BV = scores_BV / plan.temperature_B1
-    uniforms_B, forbidden = plan.uniforms(), plan.forbidden()
+    uniforms_B, forbidden, is_plain_B = plan.uniforms(), plan.forbidden(), plan.is_plain_B
+    if not is_plain_B.any():
+        return _sample_any(scores_BV, uniforms_B, forbidden, plan)
+    tokens_B, logprobs_B = _sample_plain(scores_BV, uniforms_B, forbidden)
+    if forbidden is not None:  # what is allowed may be too unlikely for float32
+        is_plain_B = is_plain_B & np.isfinite(logprobs_B)
+    if is_plain_B.all():
+        return tokens_B, logprobs_B
+    others = _sample_any(scores_BV, uniforms_B, forbidden, plan)  # a row is drawn in one way, whatever the others ask for
+    return np.where(is_plain_B, tokens_B, others[0]), np.where(is_plain_B, logprobs_B, others[1])
 
-    if plan.kinds.keys() == {"whole"} and not plan.adjusted:
-        probs_BV = scores_BV.softmax(-1)
-        if forbidden is not None:
-            probs_BV.view(-1).index_fill_(0, forbidden, 0.0)
-        tokens_B = inverse_cdf(probs_BV, uniforms_B)
-        logprobs = probs_BV.gather(1, tokens_B[:, None]).squeeze(1).log_().cpu().numpy()
-        if forbidden is None or np.isfinite(logprobs).all():  # else what is allowed is too unlikely for float32
-            return tokens_B.cpu().numpy(), logprobs
 
+def _sample_plain(scores_BV: Tensor, uniforms_B: Tensor, forbidden: Tensor | None) -> tuple[np.ndarray, np.ndarray]:
+    """Any token may come, except those at ``forbidden``, places in the flat ``[B * V]``."""
+    probs_BV = scores_BV.softmax(-1)
+    if forbidden is not None:
+        probs_BV.view(-1).index_fill_(0, forbidden, 0.0)
+    tokens_B = inverse_cdf(probs_BV, uniforms_B)
+    chosen = probs_BV.gather(1, tokens_B[:, None]).squeeze(1).cpu().numpy()
+    with np.errstate(divide="ignore"):  # in float64: a vectorised logarithm may round the last rows otherwise than the others
+        return tokens_B.cpu().numpy(), np.log(chosen, dtype=np.float64).astype(np.float32)
+
+
+def _sample_any(
+    scores_BV: Tensor, uniforms_B: Tensor, forbidden: Tensor | None, plan: StepPlan
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of every kind, with their adjustments."""
     logprobs_BV = scores_BV.log_softmax(-1)
     if plan.adjusted or forbidden is not None:
         scores_BV = scores_BV.clone()

@@ -1,0 +1,78 @@
+"""A deterministic run gives one curve, however many requests are computed at once, and its episodes can be sampled again alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rollwright.config.experiment import GRPOConfig
+from rollwright.config.loading import build_config, parse_yaml
+from rollwright.data.datasets import get_dataset
+from rollwright.trainers.replay import RunReplay
+from rollwright.trainers.rl import PPOTrainer
+
+CONFIG = """
+experiment_name: repeats
+deterministic: true
+workflow: rollwright.workflows.rlvr.RLVRWorkflow
+reward_fn: test_deterministic_runs.digits
+gconfig: {n_samples: 8, max_new_tokens: 12, temperature: 0.9}
+train_dataset: {path: arithmetic, split: train, batch_size: 6, kwargs: {digits: 2}}
+stats_logger: {display: none}
+total_train_steps: 3
+actor: {optimizer: {lr: 5.0e-3}}
+"""
+
+
+def digits(prompt, completion, prompt_ids, completion_ids, **data):
+    return sum(character.isdigit() for character in completion) / 12
+
+
+def curve_of(model, root, *, rows, ahead=0):
+    """Reward, length and gradient norm of each step, to the last bit."""
+    settings = f"rollout: {{max_running_requests: {rows}, max_head_offpolicyness: {ahead}}}\n"
+    config = build_config(parse_yaml(CONFIG + settings), [], GRPOConfig)
+    config.actor.path, config.cluster.fileroot, config.trial_name = str(model), str(root), f"rows-{rows}"
+    with PPOTrainer(config, get_dataset(config.train_dataset, config.actor.path)) as trainer:
+        trainer.train()
+        directory = trainer.directory.path
+    records = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    curve = [(r["step"], r["reward"], r["response_tokens"], r["actor/grad_norm"]) for r in records if "reward" in r]
+    return curve, directory
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_curve_is_the_same_for_any_number_of_requests_at_once(tiny_model, tmp_path, ahead):
+    curves = [curve_of(tiny_model, tmp_path, rows=rows, ahead=ahead)[0] for rows in (64, 16, 5)]
+    assert len(curves[0]) == 3
+    assert curves[1] == curves[0]
+    assert curves[2] == curves[0]
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny_model, tmp_path_factory):
+    return curve_of(tiny_model, tmp_path_factory.mktemp("recorded"), rows=48)[1]
+
+
+def test_an_episode_is_sampled_again_alone_to_the_same_tokens(recorded, tiny_model):
+    with RunReplay(recorded, model=str(tiny_model)) as replay:
+        first = [episode for episode in replay.episodes("all") if episode.begin.version == 0]
+        later = [episode for episode in replay.episodes("all") if episode.begin.version > 0]
+        assert len(first) == 48
+        alone = [again for episode in first[::7] for again in replay.replayer.replay([episode])]
+        assert [each.why for each in alone] == [""] * 7
+        assert all(each.repeats for each in alone)
+        others = list(replay.replayer.replay(later))
+    assert not all(each.repeats for each in others)  # they were sampled with other weights
+
+
+def test_the_command_says_how_many_episodes_have_the_recorded_tokens(recorded, tiny_model):
+    command = [sys.executable, "-m", "rollwright", "replay", str(recorded), "0@v0", "--sample", "--model", str(tiny_model)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 of 8 have the recorded tokens" in done.stdout

@@ -1,0 +1,174 @@
+"""``batch_invariant``: what a request is answered has the same bits alone and among any others."""
+
+import logging
+import random
+
+import pytest
+import torch
+from builtin_models import VOCABULARY, tiny_model
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.errors import ConfigError
+from rollwright.inference.backends.builtin import self_check
+from rollwright.inference.backends.builtin.engine import BuiltinEngine
+from rollwright.inference.request import ModelRequest
+
+MODELS = ["llama", "qwen2", "qwen3", "gpt2"]
+
+
+def start(model, rows, threads=1, **settings):
+    settings = {"kv_cache_bytes": 1 << 23, "batch_invariant": True, "threads": threads, **settings}
+    return BuiltinEngine(model, max_running_requests=rows, **settings)
+
+
+def requests(count, longest=150, tokens=14, **arguments):
+    """Prompts of all lengths, some of them twice, some with a common beginning; lengths, temperatures and limits differ."""
+    drawn = random.Random(1)
+    beginning = [drawn.randrange(3, VOCABULARY) for _ in range(60)]
+    made = []
+    for number in range(count):
+        prompt = [drawn.randrange(3, VOCABULARY) for _ in range(drawn.choice([1, 2, 7, 15, 16, 17, 33, 70, longest]))]
+        prompt = beginning[: drawn.randrange(60)] + prompt if number % 3 == 0 else prompt
+        prompt = made[-1].input_ids if number % 5 == 4 else prompt
+        gconfig = GenerationHyperparameters(
+            max_new_tokens=drawn.randrange(1, tokens + 1),
+            temperature=drawn.choice([1.0, 1.0, 0.7]),
+            top_p=drawn.choice([1.0, 1.0, 0.9]),
+            ignore_eos=True,
+            **arguments,
+        )
+        made.append(ModelRequest(list(prompt)[-200:], gconfig, seed=number, rid=str(number)))
+    return made
+
+
+def bits(responses):
+    return [(r.output_tokens, r.output_logprobs) for r in responses]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("architecture", MODELS)
+def test_the_same_bits_alone_and_among_any_number_of_others(architecture, threads, caplog):
+    model, asked = tiny_model(architecture), requests(16 if architecture == "gpt2" else 45)
+    with start(model, 1, threads, prefix_cache=False) as engine:
+        alone = bits(engine.generate([request])[0] for request in asked)
+    assert "one at a time" not in caplog.text
+    for rows, prefill_tokens in ((3, 2048), (20, 100), (64, 37)):
+        prefill_tokens = 2048 if architecture == "gpt2" else prefill_tokens  # there prompts are cut by it
+        with start(model, rows, threads, prefill_tokens=prefill_tokens) as engine:
+            order = list(range(len(asked)))
+            random.Random(rows).shuffle(order)
+            among = bits(engine.generate([asked[number] for number in order]))
+            assert engine.stats()["running"] == 0
+        assert among == [alone[number] for number in order]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+def test_what_is_kept_of_earlier_turns_changes_no_bit(architecture, threads):
+    model = tiny_model(architecture)
+    gconfig = GenerationHyperparameters(max_new_tokens=20, ignore_eos=True)
+    transcripts, reused = [], []
+    for prefix_cache, beside in ((False, 0), (True, 0), (True, 30)):
+        with start(model, 32, threads, prefix_cache=prefix_cache) as engine:
+            prompt, transcript = list(range(3, 40)), []
+            for turn in range(4):
+                asked = [ModelRequest(prompt, gconfig, seed=turn), *requests(beside, longest=60)]
+                response = engine.generate(asked)[0]
+                transcript += bits([response])
+                prompt = [*prompt, *response.output_tokens, 5, 6, 7 + turn]
+            transcripts.append(transcript)
+            reused.append(engine.stats()["reused_tokens"])
+    assert transcripts[0] == transcripts[1] == transcripts[2]
+    if architecture == "qwen3":
+        assert reused[1] > reused[0] == 0
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_branches_positions_and_scores_of_prompts_too(threads):
+    model, drawn = tiny_model("qwen3"), random.Random(3)
+    gconfig = GenerationHyperparameters(max_new_tokens=12, ignore_eos=True)
+    asked = []
+    for number in range(24):
+        trunk, own = drawn.randrange(5, 60), drawn.randrange(1, 30)
+        ids = [drawn.randrange(3, VOCABULARY) for _ in range(trunk + 2 * own)]
+        branches = [0] * trunk + [1] * own + [2] * own
+        positions = [*range(trunk), *range(trunk, trunk + own), *range(trunk, trunk + own)]
+        layout = (
+            {"branch_ids": branches, "position_ids": positions}
+            if number % 2
+            else {"prompt_logprobs_from": 1, "top_logprobs": 3}
+        )
+        asked.append(ModelRequest(ids, gconfig, seed=number, **layout))
+
+    def everything(responses):
+        return [
+            (r.output_tokens, r.output_logprobs, r.input_logprobs, r.input_top_logprobs, r.output_top_logprobs)
+            for r in responses
+        ]
+
+    with start(model, 1, threads) as engine:
+        alone = everything(engine.generate([request])[0] for request in asked)
+    with start(model, 24, threads, prefill_tokens=200) as engine:
+        assert everything(engine.generate(asked + requests(20)))[:24] == alone
+
+
+def test_memory_that_is_short_changes_no_bit_and_ends_no_sequence_early():
+    model, asked = tiny_model("qwen3"), requests(30)
+    with start(model, 32, prefix_cache=False) as engine:
+        plenty = bits(engine.generate(asked))
+        per_token = engine._runner.cache.bytes_per_token
+    with start(model, 32, prefix_cache=False, kv_cache_bytes=per_token * 16 * 256) as engine:
+        assert bits(engine.generate(asked)) == plenty
+        assert engine.stats()["preemptions"] == 0
+        assert engine.context_length == 256
+    with pytest.raises(ConfigError, match="a block of 16 sequences of context_length=256 needs"):
+        start(model, 32, kv_cache_bytes=per_token * 16 * 128, context_length=256)
+
+
+def test_answers_are_those_of_the_model():
+    from builtin_models import reference_logprobs
+
+    model = tiny_model("qwen3")
+    with start(model, 8) as engine:
+        for response in engine.generate(requests(12)):
+            expected = reference_logprobs(model, response.input_tokens, response.output_tokens, response.temperature)
+            torch.testing.assert_close(torch.tensor(response.output_logprobs).double(), expected, atol=2e-5, rtol=0)
+
+
+def rounds_by_the_number_of_rows(function):
+    def changed(inputs, *others):
+        result = function(inputs, *others)
+        return result if len(inputs) <= 16 else result * (1 + 1e-6)
+
+    return changed
+
+
+def test_a_machine_that_rounds_by_the_number_of_rows_computes_one_at_a_time_and_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("rollwright"), "propagate", True)
+    model, asked = tiny_model("qwen3"), requests(20)
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr("torch.nn.functional.linear", rounds_by_the_number_of_rows(linear))
+    with start(model, 16) as engine:
+        (warning,) = {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
+        assert "requests are computed one at a time, with 1 threads, as query, key and value" in warning
+        assert "gives a row other bits among 32 rows than among 16" in warning
+        assert engine.is_batch_invariant
+        assert bits(engine.generate(asked)) == bits(engine.generate([request])[0] for request in asked)
+
+
+def test_a_softmax_that_goes_by_its_rows_is_found_by_whole_requests(monkeypatch):
+    softmax = torch.Tensor.softmax
+    model = tiny_model("qwen3")
+    with start(model, 16) as engine:
+        runner = engine._runner
+        assert self_check.first_difference(runner, 16, 256) is None
+        monkeypatch.setattr(torch.Tensor, "softmax", lambda x, *a, **k: softmax(x, *a, **k) * (1 + 1e-6 * (len(x) > 40)))
+        assert "is answered with other bits among" in (self_check.first_difference(runner, 64, 256) or "")
+
+
+def test_what_is_known_to_go_by_the_batch_is_computed_one_at_a_time(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("rollwright"), "propagate", True)
+    with start(tiny_model("llama", torch.bfloat16), 4) as engine:
+        assert "bfloat16 on cpu is multiplied in an order that goes by the batch" in caplog.text
+        asked = requests(12)
+        assert bits(engine.generate(asked)) == bits(engine.generate([request])[0] for request in asked)
