@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from rollwright.config.experiment import GRPOConfig
-from rollwright.config.loading import build_config, parse_yaml
+from rollwright.config.loading import build_config
+from rollwright.config.source import parse_yaml
 from rollwright.data.datasets import get_dataset
 from rollwright.trainers.replay import RunReplay
 from rollwright.trainers.rl import PPOTrainer
