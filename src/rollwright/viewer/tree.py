@@ -18,8 +18,8 @@ TreeRow = tuple[str, int, RowTokens]
 def prefix_tree(rows: Sequence[TreeRow], text: Callable[[list[int]], str]) -> dict[str, Any]:
     """The tree of a group's rows as plain values.
 
-    A node is a run of tokens that the same rows have, that is trained or not as a whole, and in one isolated branch; a branch hangs
-    from the trunk that it sees, not from the branch before it.
+    A node is a run of tokens that the same rows have, that is trained or not as a whole, and in one isolated branch; a branch, and the
+    trunk behind it, hang from the trunk before it.
 
     Args:
         rows: of the group.
@@ -45,7 +45,8 @@ def prefix_tree(rows: Sequence[TreeRow], text: Callable[[list[int]], str]) -> di
             if stop == start:
                 break
             branch = 0 if first.branches is None else int(first.branches[start])
-            above = trunk if branch and (parent is None or nodes[parent]["branch"] not in (0, branch)) else parent
+            leaves_branch = parent is not None and nodes[parent]["branch"] not in (0, branch)
+            above = trunk if leaves_branch else parent
             parent = _add(nodes, [rows[row] for row in members], start, stop, above, branch, text)
             trunk = trunk if branch else parent
             start = stop

@@ -6,7 +6,7 @@ from rollwright.config.experiment import GRPOConfig, SFTConfig
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import OptimizerConfig
 from rollwright.config.tasksets import TasksetConfig
-from rollwright.tracking.learning_signs import STEPS_WITHOUT_LEARNING, LearningWatch, reasons_not_to_learn
+from rollwright.tracking.learning_signs import STEPS_WITHOUT_LEARNING, LearningWatch, reasons_not_to_learn, signs_of
 
 
 def changed(**keys):
@@ -76,3 +76,53 @@ def test_steps_without_any_trained_token_say_that_they_are_masked(caplog):
             watch.after_step({"optimizer_steps": 0.0, "skipped_steps": 0.0, "masked_share": 1.0}, 0.5)
     (record,) = caplog.records
     assert "every sampled token is masked" in record.getMessage()
+
+
+def flat(value, steps=12):
+    return [(step, value) for step in range(1, steps + 1)]
+
+
+CURVES = {
+    "one_reward_only": ({"actor/groups_without_variance": flat(0.92), "reward": flat(0.02)}, "bad", "92% of groups"),
+    "nothing_learned": ({"actor/advantage/abs_mean": flat(0.0)}, "bad", "last 5 had an advantage"),
+    "skipped_steps": ({"actor/skipped_steps": [*flat(0.0), (13, 1.0)]}, "bad", "actor.optimizer.lr"),
+    "truncated": ({"truncated": flat(0.4)}, "warn", "40% of samples are cut"),
+    "engine_mismatch": ({"actor/logprob_difference/mean": flat(0.05)}, "warn", "0.050 nats"),
+    "clipped": ({"actor/clip_share": flat(0.5)}, "warn", "50% of tokens"),
+    "far_from_reference": ({"actor/kl": flat(3.0)}, "warn", "actor.kl_ctl"),
+    "reward_clipped": ({"actor/reward_clipped_share": flat(0.1)}, "warn", "actor.reward_scaling"),
+    "masked": ({"actor/masked_share": flat(0.6)}, "warn", "60% of sampled tokens"),
+    "entropy_collapse": ({"actor/entropy": [*flat(1.0, 5), *((step, 0.001) for step in range(6, 20))]}, "warn", "fell from 1 to 0.001"),
+    "worse_held_out": (
+        {"eval/reward": [(0, 0.5), (5, 0.8), (10, 0.6)], "reward": [(5, 0.8), (10, 0.95)]}, "warn", "fell from 0.8 (step 5) to 0.6",
+    ),
+    "waits_for_samples": ({"seconds/generate": flat(6.0), "seconds/train": flat(4.0)}, "info", "60% of a step is sampling"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", CURVES)
+def test_curves_say_what_is_wrong(rule):
+    curves, level, words = CURVES[rule]
+    (sign,) = signs_of(lambda name: curves.get(name, []), {"rollout.max_head_offpolicyness": 0})
+    assert (sign.rule, sign.level) == (rule, level)
+    assert words in sign.message
+    assert sign.step == max(step for points in curves.values() for step, _ in points)
+
+
+def test_a_run_that_learns_has_no_sign():
+    curves = {
+        "reward": [(step, step / 20) for step in range(1, 20)],
+        "actor/groups_without_variance": flat(0.3),
+        "actor/advantage/abs_mean": flat(0.4),
+        "actor/entropy": flat(0.5),
+        "truncated": flat(0.01),
+        "eval/reward": [(0, 0.1), (5, 0.4), (10, 0.6)],
+    }
+    assert list(signs_of(lambda name: curves.get(name, []), {})) == []
+
+
+def test_tasks_that_are_too_easy_are_told_from_those_that_are_too_hard():
+    curves = {"actor/groups_without_variance": flat(0.95), "reward": flat(0.98)}
+    (sign,) = signs_of(lambda name: curves.get(name, []), {})
+    assert "too easy" in sign.message
+    assert sign.setting == "train_dataset"
