@@ -207,6 +207,7 @@ def answer_of(request: ModelRequest, kept: RecordedCall) -> ModelResponse:
         rid=request.rid,
         seed=call.seed,
         logprobs_shifted=call.logprobs_shifted,
+        server=call.server,
     )
 
 

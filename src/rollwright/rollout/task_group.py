@@ -110,8 +110,9 @@ class Group:
     def begin_episode(self, journal: Journal | None, name: SampleName, version: int) -> EpisodeWriter:
         """What one of its samples, which begins now, writes to the journal; ``version`` is that of the weights."""
         past = self.past.get(name.index)
-        goes_on = past is not None and past.begin.attempt == name.attempt and past.can_go_on
-        episode = EpisodeWriter(journal, past if goes_on else None)
+        if past is not None and (past.begin.attempt != name.attempt or not past.can_go_on):
+            past = None
+        episode = EpisodeWriter(journal, past)
         if journal is not None:
             if self.packed_task is None:
                 try:
@@ -120,6 +121,7 @@ class Group:
                     self.packed_task = None, str(error)
             task, task_error = self.packed_task
             facts = {**name._asdict(), "samples_asked": self.runs[name.index], "task": task, "task_error": task_error}
+            version = version if past is None else min(version, past.begin.version)  # it is as old as its tokens
             episode.begin(**facts, version=version, workflow=self.workflow_name)
         return episode
 

@@ -106,6 +106,8 @@ class Run:
         try:
             for _ in range(steps):
                 batch = executor.prepare_batch(source, self.workflow, group_size=2, batch_size=self.batch)
+                if journal._is_closed:
+                    break  # a killed process does nothing more
                 assert (
                     not batch
                     or int((version - batch["versions"][batch["loss_mask"].bool()]).max()) <= self.config.max_head_offpolicyness
@@ -117,7 +119,8 @@ class Run:
                 executor.set_version(version)
                 if version % self.every == 0:
                     journal.checkpoint(version, executor.frontier)
-                    self.checkpoint = (version, executor.state_dict())
+                    state = executor.state_dict()
+                    self.checkpoint = self.checkpoint if journal._is_closed else (version, state)
         except DatasetEnded:
             self.state = executor.state_dict()
         except RolloutError:
@@ -205,6 +208,35 @@ def test_killed_at_any_point_each_task_is_trained_once_and_no_answer_is_lost(tmp
     for history in run.histories:  # a step that was lost is made again as it was
         for step, batch in history.items():
             assert equal(run.trained[step], batch)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_at_any_point_each_task_has_one_end_whatever_is_dropped(tmp_path, seed):
+    draw = random.Random(seed)
+    rejected, failed = set(draw.sample(range(30), 3)), set(draw.sample(range(30), 2))
+    run = Run(
+        tmp_path,
+        tasks_of(30, seed, rejects=rejected, fails=failed),
+        batch=3,
+        every=draw.choice([1, 3, 100]),
+        latency=lambda request: draw.random() * 0.01,
+        max_head_offpolicyness=draw.choice([0, 1, 2]),
+        max_concurrent_samples=draw.choice([4, 64]),
+        on_stale=draw.choice(["wait", "drop"]),
+        over_sampling=draw.choice([0.0, 0.5]),
+        max_failed_share=1.0,
+        max_sample_retries=draw.choice([0, 1]),
+    )
+    for _ in range(4):
+        run.live(killed_after=0.02 + draw.random() * 0.2)
+    run.live()
+    assert run.state["frontier"] == 30
+    assert len(set(run.ordinals())) == len(run.ordinals())
+    assert not set(run.ordinals()) & (rejected | failed)
+    if run.config.on_stale == "wait" and not run.config.over_sampling:
+        assert set(run.ordinals()) == set(range(30)) - rejected - failed
+    again = {place[0] for place, answers in outputs(tmp_path).items() if len(answers) != 1}
+    assert again <= failed  # another attempt of a sample asks anew
 
 
 def test_an_unfinished_episode_goes_on_as_the_same_attempt_and_its_tool_is_not_called_again(tmp_path):
