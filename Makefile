@@ -18,7 +18,7 @@ $(VENV)/.python: constraints/cpu.txt
 	@touch $@
 
 $(VENV)/.core: $(VENV)/.python pyproject.toml
-	$(INSTALL) -e '.[plots]'
+	$(INSTALL) -e '.[plots,view]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.python pyproject.toml
@@ -30,7 +30,7 @@ quickstart: $(VENV)/.core  ## Train a small model with GRPO on this machine and 
 
 test: $(VENV)/.test  ## All tests: quick ones first, then servers and runs that learn
 	$(BIN)/python -m pytest tests/unit
-	$(BIN)/python -m pytest tests/extension tests/clients tests/integration tests/cluster tests/faults tests/end_to_end
+	$(BIN)/python -m pytest tests/extension tests/clients tests/viewer tests/integration tests/cluster tests/faults tests/end_to_end
 
 test-fast: $(VENV)/.test  ## Only the quick tests
 	$(BIN)/python -m pytest tests/unit

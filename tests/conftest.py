@@ -24,11 +24,12 @@ SHARED = REPOSITORY.parent / "shared"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The long forms of tests, and the table that tests/clients makes."""
+    """The long forms of tests, and the table and pictures that tests make for the docs."""
     parser.addoption(
         "--seeds", type=int, default=1, help="Seeds with which several ranks are compared with one process, up to 3."
     )
     parser.addoption("--fuzz", type=int, default=3, help="Cases that schemathesis makes of each operation of a service.")
+    parser.addoption("--write-pictures", action="store_true", help="Write the pictures of docs/viewer.md.")
     parser.addoption("--write-agents-table", action="store_true", help="Write docs/agents.md's table of what was shown.")
 
 

@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("rollwright.cli.run:evaluate", "Score a model on a dataset, greedy and sampled."),
     "sequences": ("rollwright.cli.sequences:sequences", "Generate and score responses, and write them as a table."),
     "replay": ("rollwright.cli.replay:replay", "Run recorded episodes again, without a model."),
+    "view": ("rollwright.cli.view:view", "Look at runs in the browser: every token, group, weight update and reason."),
     "config": ("rollwright.cli.config:app", "Show, check and describe configs."),
     "model": ("rollwright.cli.new:models", "Make models."),
     "new": ("rollwright.cli.new:app", "Write files to begin with: a workflow, its config and its test."),

@@ -46,7 +46,7 @@ class Guard:
 
     def refusal(self, scope: Scope, headers: Headers) -> RequestError | None:
         """Why a request is refused before its body is read, or None."""
-        key, length = self.settings.api_key, headers.get("content-length", "0")
+        length = headers.get("content-length", "0")
         own_address, _ = scope.get("server") or ("", 0)  # of this connection
         for header, prefix in (("host", "//"), ("origin", "")):
             for value in headers.getlist(header):
@@ -57,8 +57,7 @@ class Guard:
                         status=403,
                         kind="permission_error",
                     )
-        is_known = not key or hmac.compare_digest((given_key(headers) or "").encode(), key.encode())
-        if not is_known and scope["path"] not in _OPEN_PATHS:
+        if not self.is_known(scope, headers) and scope["path"] not in _OPEN_PATHS:
             said = "The request carries no valid key: send the header Authorization: Bearer KEY (or x-api-key: KEY)."
             return RequestError(said, status=401, kind="authentication_error")
         if not length.isdecimal() or len(length) > 15 or int(length) > self.settings.max_body_bytes:
@@ -71,6 +70,11 @@ class Guard:
                 )
                 return RequestError(said, status=415)
         return None
+
+    def is_known(self, scope: Scope, headers: Headers) -> bool:
+        """True where a request carries the key, or none is needed."""
+        key = self.settings.api_key
+        return not key or hmac.compare_digest((given_key(headers) or "").encode(), key.encode())
 
     def _limited(self, receive: Receive) -> Receive:
         received = 0

@@ -14,14 +14,14 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from rollwright import __version__
 from rollwright.errors import ConfigError
 from rollwright.inference.network import allow_many_connections
-from rollwright.inference.server.exchange import RequestError, Routes, error_response
+from rollwright.inference.server.exchange import RequestError, error_response
 from rollwright.inference.server.guard import Guard
 from rollwright.inference.server.settings import LOOPBACK, ServiceSettings
 
@@ -31,7 +31,7 @@ _BACKLOG = 2048  # connections that may wait to be taken, when many clients begi
 
 def make_service(
     title: str,
-    routers: Iterable[Routes],
+    routers: Iterable[APIRouter],
     settings: ServiceSettings,
     *,
     guard: Callable[..., Guard] = Guard,

@@ -1,0 +1,76 @@
+"""``rollwright view``: pages over the directories of runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollwright.errors import ConfigError
+
+#: Where the pages are, if the port is free.
+PORT = 7111
+
+
+def view(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Directories of runs, or above them. Default: runs.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Interface to bind. Another than this machine's own gets a token in its address.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help=f"Port to listen on; default: {PORT}, or a free one.")
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Name besides its own that it may be asked by, such as that of a proxy (repeatable)."),
+    ] = None,
+    export: Annotated[Path | None, typer.Option(help="Write one HTML file that needs no server or network, and end.")] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Samples in the file of --export: half best, half worst.")] = 40,
+    browser: Annotated[bool, typer.Option(help="Open the page where there is a desktop.")] = True,
+) -> None:
+    """Look at runs in the browser: curves, groups, every token, weight updates and reasons.
+
+    Nothing is written to a run. It works while a run trains, after a crash, and on a copied directory.
+    """
+    places = runs or [Path("runs")]
+    for place in places:
+        if runs and not place.is_dir():
+            raise ConfigError(f"{place} is no directory: name the directory of a run, or one above it.")
+    try:
+        from rollwright.inference.server import service
+        from rollwright.viewer import report, server
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"rollwright view needs the package {error.name}: pip install 'rollwright[view]'.") from error
+
+    from rollwright.tracking.logging import console
+
+    if export is not None:
+        written = report.write_report(places, export, samples)
+        console().print(
+            f"{written} ({written.stat().st_size / 2**20:.1f} MiB): open it in a browser", markup=False, soft_wrap=True
+        )
+        return
+    settings = server.settings_of(host, PORT if port is None else port, allowed_host or [])
+    try:
+        sockets = service.bind(settings)
+    except ConfigError:
+        if port is not None:
+            raise
+        settings.port = 0
+        sockets = service.bind(settings)
+    app = server.make_app(places, settings)
+    address = service.url_of(settings) + server.first_page(app, settings)
+    console().print(f"{address}  (Ctrl-C ends)", markup=False, soft_wrap=True, highlight=False)
+    if browser and _has_desktop():
+        webbrowser.open(address)
+    service.run(app, sockets)
+
+
+def _has_desktop() -> bool:
+    return sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))

@@ -1,0 +1,211 @@
+"""What the pages of the viewer have in common: templates, static files, the frame of a run's page, and tables as CSV and JSONL."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import jinja2
+from fastapi import Request
+from fastapi.responses import HTMLResponse, Response
+
+from rollwright.viewer.run import Run
+from rollwright.viewer.runs import Runs
+from rollwright.viewer.shown import FILTERS, visible
+
+_STATIC = files("rollwright.viewer") / "static"
+#: What a table program takes for a formula where a cell begins with it.
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+
+class Pages:
+    """What the pages stand on: the runs, the templates, and the static files.
+
+    Args:
+        places: directories in which runs are looked for.
+    """
+
+    def __init__(self, places: Sequence[str | Path]) -> None:
+        self.runs = Runs(places)
+        self.environment = jinja2.Environment(
+            loader=jinja2.PackageLoader("rollwright.viewer"),
+            autoescape=True,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            undefined=jinja2.StrictUndefined,
+            finalize=_visible,
+        )
+        self.environment.filters.update(FILTERS)
+        self.static = {each.name: each.read_bytes() for each in _STATIC.iterdir() if each.is_file()}
+        self.environment.globals["static"] = self._address_of_static
+
+    def _address_of_static(self, name: str) -> str:
+        return f"/static/{name}?{hashlib.sha256(self.static[name]).hexdigest()[:12]}"
+
+    def entries(self) -> list[dict[str, Any]]:
+        """What each run says of itself, with the ``url`` of its page."""
+        return [{**entry, "url": url_of_run(entry["id"])} for entry in self.runs.list()]
+
+    def run(self, name: str) -> Run:
+        """The run that an address names, with an index that is kept up to date. No part of an address is ever a path.
+
+        Raises:
+            DataError: there is none of that name.
+        """
+        run = self.runs.get(_id_of(name))
+        run.follow()
+        return run
+
+    def render(self, template: str, **context: Any) -> str:
+        """A page as text."""
+        return self.environment.get_template(template).render(**context)
+
+    def page(self, template: str, *, status: int = 200, **context: Any) -> HTMLResponse:
+        """A page as an answer."""
+        html = self.render(template, **context).encode("utf-8", "replace")
+        return HTMLResponse(html, status_code=status)
+
+    def error(self, status: int, title: str, message: str) -> HTMLResponse:
+        """A page that says what is wrong."""
+        return self.page("error.html", status=status, title=title, message=message, crumbs=[{"text": title, "url": None}])
+
+    def of_run(
+        self, name: str, run: Run, tab: str, *places: tuple[str, str], title: str = "", is_followed: bool = True
+    ) -> dict[str, Any]:
+        """What every page of a run is given.
+
+        Args:
+            name: of the run, as addresses have it.
+            run: that is shown.
+            tab: which of the views is chosen.
+            places: text and address (from the run's on) of what is between the run and this page.
+            title: of this page; empty: the run's.
+            is_followed: the page changes while the run writes.
+        """
+        entry = {"id": _id_of(name), **run.info()}
+        url = entry["url"] = url_of_run(entry["id"])
+        crumbs = [{"text": entry["id"], "url": url}, *({"text": text, "url": url + address} for text, address in places)]
+        if title:
+            crumbs.append({"text": title, "url": None})
+        else:
+            crumbs[-1]["url"] = None
+        context = {"run": entry, "tab": tab, "crumbs": crumbs, "title": f"{title or 'Run'} · {entry['id']}"}
+        if is_followed:
+            context.update(stamp=run.stamp, stamp_url=f"{url}/stamp")
+        return context
+
+
+def _visible(value: Any) -> Any:
+    """Every value that a template writes: text (not markup of its own) without characters that are not seen."""
+    return visible(value) if type(value) is str else value
+
+
+def url_of_run(run_id: str) -> str:
+    """Address of a run's page; the slashes of its id are no slashes there."""
+    return f"/run/{quote(run_id.replace('~', '~~').replace('/', '~'), safe='~')}"
+
+
+def _id_of(name: str) -> str:
+    return re.sub("~~|~", lambda match: "~" if match[0] == "~~" else "/", name)
+
+
+def address(request: Request) -> str:
+    """Path and query of a request: what a link to the same view is."""
+    query = request.url.query
+    return quote(request.url.path, safe="/:@~#%") + (f"?{query}" if query else "")
+
+
+def key_in_address(key: str) -> str:
+    """A sample's or group's key as part of an address."""
+    return quote(key, safe="/:@")
+
+
+def pager(address: str, offset: int, limit: int, total: int | None, count: int) -> Any:
+    """Links to the page before and the page after; empty where all is shown."""
+    from markupsafe import Markup
+
+    def link(text: str, to: int, is_there: bool) -> Markup:
+        joined = f"{address}{'&' if '?' in address else '?'}offset={to}"
+        return Markup('<a class="button" href="{}">{}</a>').format(joined, text) if is_there else Markup("")
+
+    more = offset + count < total if total is not None else count == limit
+    if not offset and not more:
+        return ""
+    of = f" of {total:,}" if total is not None else ""
+    place = Markup('<span class="muted">{} to {}{}</span>').format(offset + 1, offset + count, of)
+    before, after = link("← Before", max(0, offset - limit), offset > 0), link("After →", offset + limit, more)
+    return Markup('<nav class="pages" aria-label="Pages">{} {} {}</nav>').format(before, place, after)
+
+
+def offset_of(request: Request) -> int:
+    """The first row that is asked for."""
+    asked = request.query_params.get("offset", "0")
+    return int(asked) if asked.isdecimal() and len(asked) < 10 else 0
+
+
+def without(query: Mapping[str, str], *names: str) -> dict[str, str]:
+    """A query without some of its parts."""
+    return {name: value for name, value in query.items() if name not in names}
+
+
+def wants_file(request: Request) -> bool:
+    """True where a file is asked for instead of a page."""
+    return request.query_params.get("format") in ("csv", "jsonl")
+
+
+def as_file(request: Request, name: str, rows: Iterable[Mapping[str, Any]]) -> Response:
+    """Rows as CSV or JSONL. Text in CSV never begins like a formula; JSONL holds everything as it is."""
+    kind = request.query_params["format"]
+    rows = list(rows)
+    if kind == "csv":
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+        text = io.StringIO()
+        writer = csv.writer(text)
+        writer.writerow(columns)
+        writer.writerows([[_cell(row.get(column)) for column in columns] for row in rows])
+        content = text.getvalue()
+    else:
+        content = "".join(json.dumps(row, default=str) + "\n" for row in rows)
+    safe = "".join(each if each.isalnum() or each in "-_." else "-" for each in name)
+    return Response(
+        content.encode("utf-8", "replace"),
+        media_type="text/csv; charset=utf-8" if kind == "csv" else "application/x-ndjson",
+        headers={"Content-Disposition": f'attachment; filename="{safe}.{kind}"'.encode("ascii", "replace").decode()},
+    )
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, str):
+        return f"'{value}" if value.startswith(_FORMULA) else value
+    return json.dumps(value, default=str) if isinstance(value, Mapping | list | tuple) else value
+
+
+def span(text: str) -> tuple[float | None, float | None] | None:
+    """A range as addresses have it: ``12``, ``5-20``, ``0.5..1``, ``100..``, ``..3``; empty: None.
+
+    Raises:
+        ValueError: it is no range.
+    """
+    text = text.strip().replace("…", "..").replace("−", "-")
+    if not text:
+        return None
+    low, dots, high = text.partition("..")
+    if not dots and not text.startswith("-") and "e-" not in text:
+        low, dots, high = text.partition("-")
+    try:
+        first = float(low) if low.strip() else None
+        last = (float(high) if high.strip() else None) if dots else first
+        if not all(value is None or math.isfinite(value) for value in (first, last)):
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"{text!r} is no number and no range: write 12, 5-20, 0.5..1, 100.. or ..3.") from None
+    return first, last

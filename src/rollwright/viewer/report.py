@@ -1,0 +1,106 @@
+"""`rollwright view RUN --export FILE`: one HTML file with a run's curves and chosen samples, for a colleague; no server, no network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rollwright.atomic import write_text
+from rollwright.errors import ConfigError
+from rollwright.viewer import sample_view
+from rollwright.viewer.pages import Pages
+from rollwright.viewer.run import Run
+from rollwright.viewer.run_pages import overview
+from rollwright.viewer.sample_pages import title_of_key
+
+#: Longest time to read what no index has yet.
+_INDEX_SECONDS = 600.0
+_SCRIPTS = ("viewer.js", "uPlot.iife.min.js", "charts.js")
+_STYLES = ("uPlot.min.css", "viewer.css")
+
+
+def write_report(places: Sequence[str | Path], file: Path, samples: int = 40) -> Path:
+    """Write the report of one run and return its path.
+
+    Args:
+        places: the run's directory.
+        file: the HTML file; it is written whole or not at all.
+        samples: how many: half those of highest, half those of lowest reward.
+
+    Raises:
+        ConfigError: the places hold no run, or several.
+    """
+    pages = Pages(places)
+    entries = pages.entries()
+    if len(entries) != 1:
+        named = ", ".join(entry["path"] for entry in entries[:6]) or "none"
+        raise ConfigError(f"a report is of one run, and there are {len(entries)}: name one of {named}.")
+    entry = entries[0]
+    run = pages.runs.get(entry["id"])
+    try:
+        run.refresh(_INDEX_SECONDS)
+        scripts = "\n".join(pages.static[name].decode() for name in _SCRIPTS)
+        styles = "\n".join(pages.static[name].decode() for name in _STYLES)
+        html = pages.render(
+            "report.html",
+            title=entry["id"],
+            run=entry,
+            written=time.time(),
+            policy=f"default-src 'none'; script-src {_hash(scripts)}; style-src {_hash(styles)}; img-src data:; base-uri 'none'; "
+            "form-action 'none'",
+            scripts=_markup(scripts),
+            styles=_markup(styles),
+            config=sorted(run.config.items()),
+            chosen=[_shown(run.sample(key)) for key in _chosen(run, samples)],
+            **overview(run, entry),
+        )
+    finally:
+        pages.runs.close()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, html.encode("utf-8", "replace").decode())
+    return file
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _markup(text: str) -> Any:
+    """The viewer's own files, which stand in the report as they are."""
+    from markupsafe import Markup
+
+    assert "</script" not in text.lower()
+    assert "</style" not in text.lower()
+    return Markup(text)  # no part of it comes from a run
+
+
+def _chosen(run: Run, limit: int) -> list[str]:
+    """Keys of the samples of highest and of lowest reward, of the last steps first."""
+    best = run.search(status="accepted", order="-reward", limit=(limit + 1) // 2)["samples"]
+    worst = run.search(status="accepted", order="reward", limit=limit // 2)["samples"]
+    return list(dict.fromkeys(sample["key"] for sample in [*best, *reversed(worst)]))
+
+
+def _shown(sample: dict[str, Any]) -> dict[str, Any]:
+    rows = [
+        {
+            **sample_view.tokens(row, "trained"),
+            "number": number,
+            "count": len(sample["rows"]),
+            "links": [],
+            "overlays": [],
+            "more": None,
+        }
+        for number, row in enumerate(sample["rows"])
+    ]
+    return {
+        **sample,
+        "title": f"{title_of_key(sample['group'])}, sample {sample['index']}",
+        "chat": sample_view.chat(sample),
+        "facts": sample_view.facts(sample),
+        "shown_rows": rows,
+    }

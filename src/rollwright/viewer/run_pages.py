@@ -1,0 +1,302 @@
+"""The pages over whole runs: the list, two compared, one run with its curves, its steps, its time and its weights."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse, Response
+
+from rollwright.viewer.drawings import range_box, sparkline, swimlanes
+from rollwright.viewer.pages import Pages, address, as_file, key_in_address, offset_of, pager, url_of_run, wants_file
+from rollwright.viewer.run import Run
+from rollwright.viewer.runs import config_difference
+from rollwright.viewer.shown import count, number, seconds, share, visible
+
+#: Rows of a table on one page.
+ROWS = 200
+_COMPARED = 6  # runs at once: as many as there are colours
+#: Metrics of a run that its tiles show: name, what it is called, how it is written.
+_TILES = (
+    ("reward", "reward", number),
+    ("eval/reward", "held out", number),
+    ("response_tokens", "tokens a sample", number),
+    ("actor/entropy", "entropy", number),
+    ("actor/logprob_difference/mean", "engine to trainer", number),
+    ("actor/staleness/mean", "staleness", number),
+    ("tokens_per_second/generate", "tokens/s sampled", number),
+)
+
+
+def add_routes(router: APIRouter, pages: Pages) -> None:
+    """Add the pages over whole runs."""
+
+    def runs(request: Request) -> Response:
+        entries = pages.entries()
+        if wants_file(request):
+            return as_file(request, "runs", entries)
+        for entry in entries:
+            entry["line"] = sparkline(entry["sparkline"] or [])
+        return pages.page(
+            "runs.html",
+            title="Runs",
+            crumbs=[{"text": "Runs", "url": None}],
+            runs=entries,
+            root=", ".join(map(str, pages.runs.roots)),
+        )
+
+    def stamp(name: str) -> Response:
+        return PlainTextResponse(pages.run(name).stamp)
+
+    def run_page(request: Request, name: str) -> Response:
+        run = pages.run(name)
+        if wants_file(request):
+            return as_file(request, name, metric_rows(run))
+        context = pages.of_run(name, run, "")
+        return pages.page("run.html", **context, **overview(run, context["run"]))
+
+    def config(request: Request, name: str) -> Response:
+        run = pages.run(name)
+        rows = sorted(run.config.items())
+        if wants_file(request):
+            return as_file(request, f"{name}-config", [{"key": key, "value": value} for key, value in rows])
+        return pages.page("config.html", **pages.of_run(name, run, "", title="Config", is_followed=False), config=rows)
+
+    def steps(request: Request, name: str) -> Response:
+        run = pages.run(name)
+        every = run.steps()
+        if wants_file(request):
+            return as_file(request, f"{name}-steps", every)
+        asked = request.query_params.get("sort", "-step")
+        by, is_down = asked.lstrip("-"), asked.startswith("-")
+        of = {"step": "step", "reward": "reward", "samples": "samples", "groups": "groups", "dropped": "dropped"}.get(
+            by, "step"
+        )
+        every.sort(key=lambda step: (step[of] is None, step[of] or 0), reverse=is_down)
+        offset = offset_of(request)
+        low = min((step["reward_min"] for step in every if step["reward_min"] is not None), default=0.0)
+        high = max((step["reward_max"] for step in every if step["reward_max"] is not None), default=1.0)
+        shown = [{**step, "box": range_box(step, low, high)} for step in every[offset : offset + ROWS]]
+        context = pages.of_run(name, run, "/steps", title="Steps")
+        around = pager(f"{context['run']['url']}/steps?sort={asked if of else '-step'}", offset, ROWS, len(every), len(shown))
+        return pages.page(
+            "steps.html", **context, steps=shown, total=len(every), sorting={"by": by, "down": is_down}, pager=around
+        )
+
+    def weights(request: Request, name: str) -> Response:
+        run = pages.run(name)
+        publications, checkpoints = run.publications(), run.checkpoints()
+        if wants_file(request):
+            return as_file(request, f"{name}-weights", [{"kind": "publication", **each} for each in publications])
+        context = pages.of_run(name, run, "/weights", title="Weights")
+        offset = offset_of(request)
+        shown = [_publication(each) for each in publications[::-1][offset : offset + ROWS]]
+        audits = list(dict.fromkeys(key for each in shown for key in each["audit"]))
+        for each in shown:
+            each["audits"] = [each["audit"].get(key) for key in audits]
+        around = pager(f"{context['run']['url']}/weights", offset, ROWS, len(publications), len(shown))
+        about = f"{count(len(publications))} publications, {count(len(checkpoints))} recover checkpoints"
+        names = [key.removeprefix("logprob_difference/") for key in audits]
+        return pages.page(
+            "weights.html",
+            **context,
+            publications=shown,
+            audits=names,
+            checkpoints=checkpoints[::-1],
+            about=about,
+            pager=around,
+        )
+
+    def timeline(request: Request, name: str) -> Response:
+        run = pages.run(name)
+        start, end = (_time(request.query_params.get(side)) for side in ("start", "end"))
+        found = run.timeline(start, end)
+        if wants_file(request):
+            rows = [{"lane": lane["name"], **each} for lane in found["lanes"] for each in lane["spans"]]
+            return as_file(request, f"{name}-timeline", rows)
+        is_whole = start is None and end is None
+        context = pages.of_run(name, run, "/timeline", title="Timeline", is_followed=is_whole)
+        url = context["run"]["url"]
+        began = min(context["run"]["began"] or math.inf, found["start"])
+        drawing = swimlanes(found, began, lambda key: f"{url}/sample/{key_in_address(key)}")
+        about = f"{seconds(drawing['end'] - drawing['start'])}; drag over a part to see it larger"
+        zoom = _zoom(f"{url}/timeline", drawing["start"], drawing["end"])
+        return pages.page("timeline.html", **context, drawing=drawing, zoom=zoom, about=about, address=address(request))
+
+    def compare(request: Request) -> Response:
+        names = request.query_params.getlist("run")[:_COMPARED]
+        runs = [pages.runs.get(name) for name in names]
+        entries = [{"id": name, "url": url_of_run(name)} for name in names]
+        curves = _curves([(entry["id"], run) for entry, run in zip(entries, runs, strict=True)])
+        if wants_file(request):
+            rows = [{"run": entry["id"], **row} for entry, run in zip(entries, runs, strict=True) for row in metric_rows(run)]
+            return as_file(request, "compared", rows)
+        return pages.page(
+            "compare.html",
+            title="Compare",
+            crumbs=[{"text": "Compare", "url": None}],
+            runs=entries,
+            curves=curves,
+            differences=_differences(runs),
+            held_out=held_out([(entry["id"], run) for entry, run in zip(entries, runs, strict=True)]),
+            address=address(request),
+        )
+
+    for path, function in {
+        "/": runs,
+        "/compare": compare,
+        "/run/{name}": run_page,
+        "/run/{name}/stamp": stamp,
+        "/run/{name}/config": config,
+        "/run/{name}/steps": steps,
+        "/run/{name}/weights": weights,
+        "/run/{name}/timeline": timeline,
+    }.items():
+        router.add_api_route(path, function, methods=["GET"], include_in_schema=False, response_model=None)
+
+
+# -- one run -------------------------------------------------------------------------------------------------------------
+
+
+def overview(run: Run, info: Mapping[str, Any]) -> dict[str, Any]:
+    """What the first page of a run shows, a report too."""
+    curves = _curves([("", run)])
+    last = {chart["name"]: chart["last"] for _, charts in curves for chart in charts}
+    tiles = [
+        {"name": "step", "value": info["last_step"] or 0, "more": f"of {info['total_steps']}" if info["total_steps"] else ""}
+    ]
+    tiles += [{"name": text, "value": last[name], "more": ""} for name, text, _ in _TILES if name in last]
+    if info.get("samples") is not None:
+        tiles.append({"name": "samples", "value": count(info["samples"]), "more": ""})
+    took = info["updated"] - info["began"] if info.get("updated") and info.get("began") else None
+    about = " · ".join(
+        filter(None, [info.get("kind"), f"{seconds(took)}{' so far' if info['state'] == 'running' else ''}" if took else None])
+    )
+    return {"curves": curves, "tiles": tiles, "signs": run.diagnosis(), "about": about}
+
+
+def _curves(runs: Sequence[tuple[str, Run]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Charts in groups; where there are several runs, those of one metric are in one chart."""
+    found = [(label, run.metrics()) for label, run in runs]
+    groups: dict[str, dict[str, None]] = {}
+    for _, metrics in found:
+        for title, names in metrics["groups"].items():
+            groups.setdefault(title, {}).update(dict.fromkeys(names))
+    shown = []
+    for title, names in groups.items():
+        charts = []
+        for name in names:
+            series = [
+                {"label": label, "points": [point for point in metrics["series"][name] if point[1] is not None]}
+                for label, metrics in found
+                if name in metrics["series"]
+            ]
+            series = [each for each in series if each["points"]]
+            if series:
+                last = " · ".join(number(each["points"][-1][1]) for each in series)
+                charts.append({"name": name, "title": visible(name), "unit": _unit(name), "last": last, "series": series})
+        if charts:
+            shown.append((title, charts))
+    return shown
+
+
+def _unit(name: str) -> str:
+    if name.startswith("tokens_per_second/"):
+        return "tokens/s"
+    if name.startswith("seconds/"):
+        return "s"
+    return "nats" if "entropy" in name or "kl" in name.rpartition("/")[2] or "logprob_difference" in name else ""
+
+
+def metric_rows(run: Run) -> list[dict[str, Any]]:
+    """Every recorded step with its metrics."""
+    rows: dict[int, dict[str, Any]] = {}
+    for name, points in run.metrics(points=10**9)["series"].items():
+        for step, value in points:
+            rows.setdefault(step, {"step": step})[name] = value
+    return [rows[step] for step in sorted(rows)]
+
+
+def _publication(each: Mapping[str, Any]) -> dict[str, Any]:
+    engines = each["engines"] or []
+    return {**each, "audit": each["audit"] or {}, "confirmed": ", ".join(map(str, engines)) or "–"}
+
+
+def _time(text: str | None) -> float | None:
+    try:
+        value = float(text) if text else None
+    except ValueError:
+        return None
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _zoom(url: str, start: float, end: float) -> dict[str, str]:
+    room = max(end - start, 1e-3)
+    spans = {
+        "left": (start - room / 2, end - room / 2),
+        "right": (start + room / 2, end + room / 2),
+        "inside": (start + room / 4, end - room / 4),
+        "outside": (start - room / 2, end + room / 2),
+    }
+    return {name: f"{url}?start={low:.4f}&end={high:.4f}" for name, (low, high) in spans.items()}
+
+
+# -- several runs --------------------------------------------------------------------------------------------------------
+
+
+def _differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Config keys that are not the same in all runs, with the value in each."""
+    if len(runs) < 2:
+        return []
+    keys = dict.fromkeys(key for other in runs[1:] for key, *_ in config_difference(runs[0], other))
+    return [(key, [str(run.config.get(key, "unset")) for run in runs]) for key in sorted(keys)]
+
+
+def last_evaluation(run: Run) -> dict[str, float]:
+    """Task -> mean reward of its samples, in the last evaluation that a run made."""
+    samples = run.search(is_eval=True, status="accepted", order="-step", limit=20_000)["samples"]
+    by_version: dict[int, dict[str, list[float]]] = {}
+    for sample in samples:
+        if sample["reward"] is not None and "@v" in sample["group"]:
+            by_version.setdefault(int(sample["group"].rpartition("@v")[2]), {}).setdefault(str(sample["ordinal"]), []).append(
+                sample["reward"]
+            )
+    if not by_version:
+        return {}
+    return {task: statistics.fmean(rewards) for task, rewards in by_version[max(by_version)].items()}
+
+
+def held_out(runs: Sequence[tuple[str, Run]]) -> dict[str, Any]:
+    """The last evaluations of runs, compared with the first run's task by task."""
+    evaluations = [(label, last_evaluation(run)) for label, run in runs]
+    evaluations = [(label, found) for label, found in evaluations if found]
+    rows: list[dict[str, Any]] = []
+    for label, found in evaluations:
+        first = evaluations[0][1]
+        common = sorted(first.keys() & found.keys())
+        row = {"run": label, "tasks": len(found), "mean": statistics.fmean(found.values())}
+        row.update(difference=None, interval=None, better=None, worse=None)
+        if rows and common:
+            differences = [found[task] - first[task] for task in common]
+            row.update(
+                tasks=len(common),
+                difference=statistics.fmean(differences),
+                interval=_interval(differences),
+                better=sum(each > 0 for each in differences),
+                worse=sum(each < 0 for each in differences),
+            )
+        rows.append(row)
+    note = f"last evaluation of each, {share(0.95)} interval of the mean difference over tasks" if rows else ""
+    return {"rows": rows, "note": note}
+
+
+def _interval(differences: Sequence[float]) -> str:
+    """The 95 % interval of a mean of paired differences (normal approximation)."""
+    if len(differences) < 2:
+        return ""
+    half = 1.96 * statistics.stdev(differences) / math.sqrt(len(differences))
+    middle = statistics.fmean(differences)
+    return f"{number(middle - half)} to {number(middle + half)}"

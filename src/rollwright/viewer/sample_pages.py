@@ -1,0 +1,380 @@
+"""The pages over samples: a step with its groups, a group with its prefix tree, one sample, and the search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from rollwright.errors import DataError
+from rollwright.viewer import sample_view
+from rollwright.viewer.drawings import histogram, prefix_tree, shade
+from rollwright.viewer.pages import Pages, address, as_file, key_in_address, offset_of, pager, span, wants_file, without
+from rollwright.viewer.run import Run
+from rollwright.viewer.shown import as_json, clipped, count, number, seconds, signed
+
+#: Results on one page of the search, and samples of one file of it.
+RESULTS, IN_FILE = 50, 10_000
+#: Filters of the search that are ranges.
+_RANGES = ("step", "reward", "tokens", "version")
+
+
+def add_routes(router: APIRouter, pages: Pages) -> None:
+    """Add the pages over samples."""
+
+    def step(request: Request, name: str, number_of_step: int) -> Response:
+        run = pages.run(name)
+        found = run.step(number_of_step)
+        if wants_file(request):
+            return as_file(request, f"{name}-step-{number_of_step}", _samples_of(found["groups"]))
+        context = pages.of_run(name, run, "/steps", ("Steps", "/steps"), title=f"Step {number_of_step}")
+        return pages.page("step.html", **context, **step_context(run, found, context["run"]["url"], request))
+
+    def group(request: Request, name: str, key: str) -> Response:
+        run = pages.run(name)
+        found = run.group(key)
+        if wants_file(request):
+            return as_file(request, f"{name}-group-{key}", found["samples"])
+        title = title_of_group(found)
+        context = pages.of_run(name, run, "/steps", *_place(found), title=title, is_followed=found["state"] == "running")
+        url = context["run"]["url"]
+        shown = decorated(found)
+        hrefs = {sample["key"]: f"{url}/sample/{key_in_address(sample['key'])}?view=tokens" for sample in found["samples"]}
+        shown["task_text"] = clipped(as_json(found["task"])) if found["task"] is not None else found["task_error"] or ""
+        rewards = [sample["reward"] for sample in found["samples"] if sample["reward"] is not None]
+        mean = f"mean reward {number(sum(rewards) / len(rewards))}" if rewards else ""
+        versions = f"weights v{found['version']}" if found["version"] is not None else ""
+        shown["about"] = " · ".join(filter(None, [f"{len(found['samples'])} samples", mean, versions]))
+        tree = prefix_tree(found["tree"], hrefs)
+        return pages.page("group.html", **context, group=shown, tree=tree, address=address(request))
+
+    def sample(request: Request, name: str, key: str) -> Response:
+        run = pages.run(name)
+        found = run.sample(key)
+        row_number = _row_number(request, found)
+        if wants_file(request):
+            if request.query_params["format"] == "jsonl":
+                return as_file(request, f"{name}-{key}", [found])
+            table = sample_view.table(found["rows"][row_number], None) if found["rows"] else {"names": [], "lines": []}
+            return as_file(request, f"{name}-{key}", [dict(zip(table["names"], line, strict=True)) for line in table["lines"]])
+        group_key = found["group"]
+        places = [*_place(found), (title_of_key(group_key), f"/group/{key_in_address(group_key)}")]
+        context = pages.of_run(
+            name, run, "/steps", *places, title=f"Sample {found['index']}", is_followed=found["status"] == "running"
+        )
+        return pages.page("sample.html", **context, **sample_context(run, found, context["run"]["url"], request, row_number))
+
+    def search(request: Request, name: str) -> Response:
+        run = pages.run(name)
+        offset, problem = offset_of(request), ""
+        limit = IN_FILE if wants_file(request) else RESULTS
+        found: dict[str, Any] = {"samples": [], "total": 0, "indexed": 1.0}
+        try:
+            found = run.search(**filters(request.query_params), offset=offset, limit=limit)
+        except (DataError, ValueError) as error:
+            problem = str(error)
+        if wants_file(request):
+            return as_file(request, f"{name}-samples", found["samples"])
+        context = pages.of_run(name, run, "/search", title="Samples", is_followed=not request.query_params)
+        url = context["run"]["url"]
+        query = {key: value for key, value in request.query_params.items() if value and key in ASKED}
+        low, high = _bounds(found["samples"])
+        shown = []
+        for index, each in enumerate(found["samples"]):
+            place = {"list": urlencode(query), "at": str(offset + index)}
+            view = {"view": "tokens"} if query.get("text") and query.get("where") == "said" else {}
+            href = f"{url}/sample/{key_in_address(each['key'])}?{urlencode({**view, **place})}"
+            snippet = each.get("snippet") or [[each.get("preview") or "", False]]
+            shown.append(
+                {**each, "shade": shade(each["reward"], low, high), "href": href, "snippet": snippet, "about": _about(each)}
+            )
+        total = found["total"]
+        heading = f"{count(total)} samples" if total is not None else f"at least {count(offset + len(shown))} samples"
+        here = f"{url}/search" + (f"?{urlencode(query)}" if query else "")
+        return pages.page(
+            "search.html",
+            **context,
+            asked={name: request.query_params.get(name, "") for name in ASKED},
+            is_filtered=bool(query),
+            problem=problem,
+            samples=shown,
+            heading=heading,
+            indexed=found["indexed"],
+            address=here,
+            pager=pager(here, offset, RESULTS, total, len(shown)),
+        )
+
+    for path, function in {
+        "/run/{name}/step/{number_of_step:int}": step,
+        "/run/{name}/group/{key:path}": group,
+        "/run/{name}/sample/{key:path}": sample,
+        "/run/{name}/search": search,
+    }.items():
+        router.add_api_route(path, function, methods=["GET"], include_in_schema=False, response_model=None)
+
+
+# -- search --------------------------------------------------------------------------------------------------------------
+
+#: What an address may ask the search for.
+ASKED = ("text", "regex", "where", *_RANGES, "status", "tool", "tag", "eval", "truncated", "order")
+
+
+def filters(query: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments of ``Run.search`` that an address asks for.
+
+    Raises:
+        ValueError: a range is none.
+    """
+    text = query.get("text", "").strip()
+    found: dict[str, Any] = {}
+    if text:
+        found["regex" if query.get("regex") else "text"] = text
+    if query.get("where") in ("given", "said"):
+        found["where"] = query["where"]
+    for name in _RANGES:
+        if (asked := span(query.get(name, ""))) is not None:
+            found[name] = asked
+    for name in ("status", "tool", "tag"):
+        if query.get(name, "").strip():
+            found[name] = query[name].strip()
+    if query.get("eval") in ("0", "1"):
+        found["is_eval"] = query["eval"] == "1"
+    if query.get("truncated") in ("0", "1"):
+        found["truncated"] = query["truncated"] == "1"
+    if query.get("order"):
+        found["order"] = query["order"]
+    return found
+
+
+def _about(sample: Mapping[str, Any]) -> str:
+    parts = [f"step {sample['step']}" if sample["step"] is not None else "", f"{sample['tokens'] or 0:,} tokens"]
+    if sample["advantage"] is not None:
+        parts.append(f"advantage {signed(sample['advantage'])}")
+    if sample["tools"]:
+        parts.append(f"{sample['tools']} tool calls")
+    if sample["ended"] and sample["began"]:
+        parts.append(seconds(sample["ended"] - sample["began"]))
+    return " · ".join(filter(None, [*parts, sample["reason"] or ""]))
+
+
+# -- steps and groups ----------------------------------------------------------------------------------------------------
+
+
+def step_context(run: Run, found: Mapping[str, Any], url: str, request: Request) -> dict[str, Any]:
+    """What the page of a step shows."""
+    here = f"{url}/step/{found['step']}"
+    chosen = span(request.query_params.get("reward", ""))
+    bins = found["bins"]
+    spans = [f"{each['low']!r}..{each['high']!r}" for each in bins]
+    asked = request.query_params.get("reward")
+    index = spans.index(asked) if asked in spans else None
+    is_last = index is None or index == len(bins) - 1
+
+    def fits(sample: Mapping[str, Any]) -> bool:
+        reward = sample["reward"]
+        if chosen is None:
+            return True
+        low, high = chosen
+        if reward is None or (low is not None and reward < low):
+            return False
+        return high is None or reward < high or (reward == high and (is_last or low == high))
+
+    low, high = _bounds(_samples_of(found["groups"]))
+    groups = [decorated(each, (low, high), fits) for each in found["groups"] if any(map(fits, each["samples"]))]
+    steps = [each["step"] for each in run.steps()]
+    before, after = (
+        max((s for s in steps if s < found["step"]), default=None),
+        min((s for s in steps if s > found["step"]), default=None),
+    )
+    counts = found["counts"]
+    rows = [{"mark": "trained", "name": "", "count": counts["trained"]}]
+    rows += [{"mark": "dropped", "name": reason, "count": each} for reason, each in counts["dropped"].items()]
+    rewards = [sample["reward"] for sample in _samples_of(found["groups"]) if sample["reward"] is not None]
+    publication = found["publication"] or {}
+    facts = [
+        ("mean reward", number(sum(rewards) / len(rewards)) if rewards else None),
+        ("without variance", f"{counts['without_variance']} groups" if counts["without_variance"] else None),
+        ("published", f"v{publication['version']}" if publication else None),
+        *((name, seconds(value)) for name, value in found["phases"].items()),
+    ]
+    evaluations = found.get("evaluations") or []
+    if evaluations:
+        held = [sample["reward"] for sample in _samples_of(evaluations) if sample["reward"] is not None]
+        facts.append(("held out", f"{number(sum(held) / len(held))} over {len(evaluations)} tasks" if held else None))
+    worst = min((s for s in _samples_of(found["groups"]) if s["reward"] is not None), key=lambda s: s["reward"], default=None)
+    from_the_worst = {"list": urlencode({"step": found["step"], "eval": 0, "order": "reward"}), "at": 0}
+    return {
+        "step": {"step": found["step"], "about": f"{len(rewards)} samples in {len(found['groups'])} groups"},
+        "histogram": histogram(bins, [f"{here}?{urlencode({'reward': each})}" for each in spans], index),
+        "chosen": f"reward {asked}" if chosen else "",
+        "counts": rows,
+        "facts": facts,
+        "groups": groups,
+        "total": len(found["groups"]),
+        "without_variance": counts["without_variance"],
+        "query": "",
+        "worst": f"{url}/sample/{key_in_address(worst['key'])}?{urlencode(from_the_worst)}" if worst else None,
+        "address": here + (f"?{urlencode({'reward': asked})}" if asked else ""),
+        "neighbours": {
+            "before": f"{url}/step/{before}" if before is not None else None,
+            "after": f"{url}/step/{after}" if after is not None else None,
+            "previous": None,
+            "next": None,
+            "group": None,
+        },
+    }
+
+
+def decorated(
+    group: Mapping[str, Any],
+    bounds: tuple[float, float] | None = None,
+    fits: Callable[[Mapping[str, Any]], bool] = lambda sample: True,
+) -> dict[str, Any]:
+    """A group with what its row shows: title, what became of it and why, and a shade for each sample."""
+    low, high = bounds or _bounds(group["samples"])
+    samples = [
+        {
+            **sample,
+            "key": key_in_address(sample["key"]),
+            "shade": shade(sample["reward"], low, high),
+            "query": "",
+            "dim": not fits(sample),
+            "about": _about(sample),
+        }
+        for sample in group["samples"]
+    ]
+    why = group["reason"] or ""
+    if not why and group["state"] == "trained" and not group["has_variance"]:
+        why = "one reward only: nothing to learn from"
+    title, key = title_of_group(group), key_in_address(group["key"])
+    return {**group, "title": title, "address": key, "samples": samples, "mark": group["state"], "why": why}
+
+
+def title_of_group(group: Mapping[str, Any]) -> str:
+    """What a group is called."""
+    return title_of_key(group["key"])
+
+
+def title_of_key(key: str) -> str:
+    """What the group of a key is called: ``12`` or ``eval:5@v4``."""
+    if not key.startswith("eval:"):
+        return f"Task {key}"
+    ordinal, _, version = key.removeprefix("eval:").partition("@")
+    return f"Held-out task {ordinal}" + (f", {version}" if version else "")
+
+
+def _place(of: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The step between a run and a group or sample of it."""
+    return [(f"Step {of['step']}", f"/step/{of['step']}")] if of["step"] is not None else []
+
+
+def _samples_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [sample for group in groups for sample in group["samples"]]
+
+
+def _bounds(samples: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    rewards = [sample["reward"] for sample in samples if sample["reward"] is not None]
+    return (min(rewards), max(rewards)) if rewards else (0.0, 1.0)
+
+
+# -- one sample ----------------------------------------------------------------------------------------------------------
+
+
+def sample_context(run: Run, found: Mapping[str, Any], url: str, request: Request, row_number: int) -> dict[str, Any]:
+    """What the page of a sample shows, in the view and with the overlay that the address asks for."""
+    query = dict(request.query_params)
+    view = query.get("view") if query.get("view") in sample_view.VIEWS else "chat"
+    here = f"{url}/sample/{key_in_address(found['key'])}"
+
+    def link(**changes: str) -> str:
+        return f"{here}?{urlencode({**without(query, 'format', *changes), **changes})}"
+
+    rows = found["rows"]
+    overlays = sample_view.overlays_of(rows[row_number]) if rows else []
+    overlay = query["overlay"] if query.get("overlay") in overlays else "trained"
+    shown = sample_view.LINES_SHOWN if view == "table" else sample_view.TOKENS_SHOWN
+    limit = None if query.get("all") else shown
+    row = table = None
+    if rows and view in ("tokens", "table"):
+        length = len(rows[row_number]["ids"])
+        row = {
+            "number": row_number,
+            "count": len(rows),
+            "length": length,
+            "links": [{"href": link(row=str(n)), "text": f"row {n + 1}", "chosen": n == row_number} for n in range(len(rows))],
+            "overlays": [
+                {"href": link(overlay=name), "text": sample_view.OVERLAYS[name][0], "chosen": name == overlay}
+                for name in overlays
+            ],
+            "more": link(all="1") if limit is not None and length > limit else None,
+        }
+        if view == "tokens":
+            row.update(sample_view.tokens(rows[row_number], overlay, limit))
+        else:
+            table = sample_view.table(rows[row_number], limit)
+    group_key = found["group"]
+    neighbours = {**_neighbours(run, found, url, query), "group": f"{url}/group/{key_in_address(group_key)}"}
+    own = next((each for each in found["attempts"] if each["key"] == found["key"]), None)
+    failure = None
+    if own is not None and own["class"]:
+        failure = {"name": own["class"], "text": clipped(own["traceback"] or own["message"] or "")}
+    first = found["messages"] and [{"role": m["role"], "content": m["text"]} for m in found["messages"][: _first_answer(found)]]
+    prompt = first or (found["calls"][0]["prompt"] if found["calls"] else [])
+    return {
+        "sample": {
+            **found,
+            "title": f"{title_of_key(group_key)}, sample {found['index']}",
+            "failure": failure,
+            "task_text": clipped(as_json(found["task"])) if found["task"] is not None else "",
+            "prompt_json": clipped(as_json(prompt)),
+            "text": clipped("".join(rows[row_number]["texts"])) if rows else "",
+        },
+        "view": view,
+        "views": [{"href": link(view=name), "text": text, "chosen": name == view} for name, text in sample_view.VIEWS.items()],
+        "messages": sample_view.chat(found, link(view="tokens")) if view == "chat" else [],
+        "row": row,
+        "table": table,
+        "calls": sample_view.requests(found) if view == "requests" else [],
+        "results": sample_view.results(found) if view == "requests" else [],
+        "facts": sample_view.facts(found),
+        "lanes": sample_view.lanes(found),
+        "attempts": [each for each in found["attempts"] if each["key"] != found["key"]],
+        "neighbours": neighbours,
+        "address": link(),
+    }
+
+
+def _first_answer(sample: Mapping[str, Any]) -> int:
+    roles = [message["role"] for message in sample["messages"]]
+    return roles.index("assistant") if "assistant" in roles else len(roles)
+
+
+def _neighbours(run: Run, sample: Mapping[str, Any], url: str, query: Mapping[str, str]) -> dict[str, str | None]:
+    """The samples before and after: in the list that the reader came from, else in its group and the groups around it."""
+    kept = {name: query[name] for name in ("view", "overlay", "list") if query.get(name)}
+
+    def link(key: str | None, **more: str) -> str | None:
+        asked = urlencode({**kept, **more})
+        return None if key is None else f"{url}/sample/{key_in_address(key)}" + (f"?{asked}" if asked else "")
+
+    at = query.get("at", "")
+    if at.isdecimal() and len(at) < 9:
+        place = int(at)
+        asked = filters(dict(parse_qsl(query.get("list", ""))))
+        around = run.search(**asked, offset=max(0, place - 1), limit=3)["samples"]
+        mine = next((index for index, each in enumerate(around) if each["key"] == sample["key"]), None)
+        if mine is not None:
+            before, after = around[:mine][-1:], around[mine + 1 :][:1]
+            return {
+                "previous": link(before[0]["key"], at=str(place - 1)) if before else None,
+                "next": link(after[0]["key"], at=str(place + 1)) if after else None,
+            }
+    return {name: link(sample["neighbours"][name]) for name in ("previous", "next")}
+
+
+def _row_number(request: Request, sample: Mapping[str, Any]) -> int:
+    asked = request.query_params.get("row", "0")
+    return min(int(asked) if asked.isdecimal() and len(asked) < 6 else 0, max(0, len(sample["rows"]) - 1))

@@ -1,0 +1,300 @@
+"""One sample as a page shows it: as chat, as exact tokens with an overlay, as a table, and request by request."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rollwright.inference.server.tool_calls import tool_convention
+from rollwright.viewer.drawings import lanes_of_sample, shade, signed_shade
+from rollwright.viewer.shown import as_json, as_text, clipped, number, seconds, signed, visible
+
+#: Tokens of a page, and lines of its table, before "Show all".
+TOKENS_SHOWN, LINES_SHOWN = 2000, 500
+
+VIEWS = {"chat": "Chat", "tokens": "Tokens", "table": "Table", "requests": "Requests"}
+
+#: Overlay -> its name, and what its colours mean.
+OVERLAYS = {
+    "trained": ("Trained", "Underlined: sampled by the policy and trained."),
+    "advantage": ("Advantage", "How much better (blue, underlined) or worse (orange, dotted) than the group."),
+    "logprob": ("Engine log-prob", "Darker: less likely when it was sampled."),
+    "trainer": ("Trainer log-prob", "Darker: less likely to the weights that were trained."),
+    "difference": ("Difference", "Engine minus trainer: blue where the engine found it more likely, orange where less."),
+    "entropy": ("Entropy", "Darker: the trainer's distribution was wider."),
+    "version": ("Version", "Marks show where a weight update arrived; darker: newer weights."),
+    "reward": ("Reward", "Reward by token: blue above 0, orange below."),
+}
+_IMAGE = re.compile(r"data:image/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/=\s]+")
+
+
+# -- chat --------------------------------------------------------------------------------------------------------------
+
+
+def chat(sample: Mapping[str, Any], href_of_tokens: str = "") -> list[dict[str, Any]]:
+    """The conversation, with the calls that the model asked for read from its answers, and each tool's result and duration.
+
+    Args:
+        sample: of ``Run.sample``.
+        href_of_tokens: address of the token view; empty: no links.
+    """
+    calls = {call["index"]: call for call in sample["calls"]}
+    messages: list[dict[str, Any]] = []
+    for each in sample["messages"]:
+        result, call = each.get("result"), calls.get(each["call"]) if each["call"] is not None else None
+        before = messages[-1] if messages else None
+        if (
+            result is None
+            and each["role"] == "tool"
+            and before
+            and before["kind"] == "tool"
+            and before["text"].strip() == each["text"].strip()
+        ):
+            continue  # the prompt shows what the tool said, which is shown already
+        text, about, name, arguments = each["text"], "", None, None
+        if each["role"] == "assistant":
+            convention = tool_convention(text)
+            if convention.is_known and (reply := convention.parse(text)).calls:
+                text, name = reply.text, ", ".join(asked.name for asked in reply.calls)
+                arguments = clipped("\n".join(f"{asked.name}({asked.arguments})" for asked in reply.calls))
+            if call is not None:
+                about = f"{len(call['output']):,} tokens · {seconds(call['seconds'])} · {call['stop_reason'] or 'runs'}"
+        elif result is not None:
+            name, about = result["name"], seconds(result["seconds"])
+            text = f"{result['error']['class']}: {result['error']['message']}" if result["error"] else as_text(result["value"])
+        messages.append(
+            {
+                "role": _ROLES.get(each["role"], each["role"]),
+                "kind": each["role"] if each["role"] in ("system", "user", "assistant", "tool", "reward") else "user",
+                "name": name,
+                "arguments": arguments,
+                "text": clipped(text),
+                "about": about,
+                "is_error": each["role"] == "refused" or bool(result and result["error"]),
+                "tokens_href": href_of_tokens if call is not None else None,
+                "images": [],
+            }
+        )
+    if messages:
+        asked = next((message for message in messages if message["role"] == "user"), messages[0])
+        asked["images"] = list(_images(sample.get("task")))
+    return messages
+
+
+_ROLES = {"given": "prompt"}
+
+
+def _images(value: Any, depth: int = 0) -> Iterator[str]:
+    """Pictures in a task, as ``data:`` addresses; nothing is loaded from elsewhere."""
+    if isinstance(value, str):
+        if _IMAGE.fullmatch(value):
+            yield value
+    elif depth < 6 and isinstance(value, Mapping):
+        for item in value.values():
+            yield from _images(item, depth + 1)
+    elif depth < 6 and isinstance(value, list):
+        for item in value:
+            yield from _images(item, depth + 1)
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+
+
+def tokens(row: Mapping[str, Any], overlay: str, limit: int | None = TOKENS_SHOWN) -> dict[str, Any]:
+    """A row's tokens with the classes, values and marks of an overlay, and the facts of each for the line below."""
+    length = len(row["ids"])
+    end = length if limit is None else min(length, limit)
+    columns = _columns(row)
+    values, mask = columns.get(overlay, [None] * length), row["mask"]
+    classes, scale = _shades(overlay, values, mask)
+    shown, version = [], None
+    for index in range(end):
+        shade_of = f" {classes[index]}" if classes[index] else ""
+        if row["special"][index]:
+            shade_of += " special"
+        now = columns["version"][index] if "version" in columns else None
+        is_new = now is not None and now != version
+        mark = now if is_new and (version is not None or overlay == "version") else None
+        version = now if is_new else version
+        value = values[index] if overlay in columns and overlay != "trained" else None
+        shown.append({"text": _token_text(row["texts"][index]), "shade": shade_of, "value": _short(value), "from": mark})
+    facts = [["id", row["ids"][:end]], ["text", [visible(text) for text in row["texts"][:end]]]]
+    facts += [[_NAMES[name], [_rounded(value) for value in column[:end]]] for name, column in columns.items()]
+    return {
+        "tokens": shown,
+        "facts": facts,
+        "ids": row["ids"][:end],
+        "length": length,
+        "key": OVERLAYS[overlay][1],
+        "scale": scale,
+    }
+
+
+_NAMES = {name: text.lower() for name, (text, _) in OVERLAYS.items()} | {"branch": "branch", "position": "position"}
+
+
+def _columns(row: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Overlay -> value of each token; only those that the run recorded."""
+    mask = row["mask"]
+
+    engine, trainer = row.get("logprobs"), row.get("trainer_logprobs")
+    versions = [None if version < 0 else version for version in row.get("versions") or []]
+    difference = None
+    if engine and trainer:
+        difference = [None if a is None or b is None else a - b for a, b in zip(engine, trainer, strict=True)]
+    found = {
+        "trained": [int(is_sampled) for is_sampled in mask],
+        "advantage": row.get("advantages"),
+        "logprob": engine,
+        "trainer": trainer,
+        "difference": difference,
+        "entropy": row.get("entropies"),
+        "version": versions,
+        "reward": row.get("token_rewards"),
+        "branch": row.get("branches"),
+        "position": row.get("positions"),
+    }
+    return {name: values for name, values in found.items() if values and any(value is not None for value in values)}
+
+
+def overlays_of(row: Mapping[str, Any]) -> list[str]:
+    """The overlays that a row has values for."""
+    columns = _columns(row)
+    return [name for name in OVERLAYS if name in columns]
+
+
+def _shades(overlay: str, values: Sequence[Any], mask: Sequence[bool]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Class of each token, and the examples of the key."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if overlay == "trained":
+        return ["trained" if is_sampled else "" for is_sampled in mask], []
+    if not known:
+        return [""] * len(mask), []
+    if overlay in ("advantage", "difference", "reward"):
+        largest = max(abs(value) for value in known)
+        classes = [
+            "" if value is None else f"{signed_shade(value, largest)} {'plus' if value > 0 else 'minus' if value < 0 else ''}"
+            for value in values
+        ]
+        return classes, [("n5", signed(-largest)), ("", "0"), ("p5", signed(largest))] if largest else []
+    low, high = min(known), max(known)
+    if overlay in ("logprob", "trainer"):  # unlikely tokens are dark; what is below −8 is as dark as can be
+        floor = max(low, -8.0)
+        return ["" if value is None else shade(-value, 0.0, -floor) for value in values], [("", "0"), ("q6", number(floor))]
+    low = min(low, 0.0) if overlay == "entropy" else low
+    return ["" if value is None else shade(value, low, high) for value in values], [("q1", number(low)), ("q6", number(high))]
+
+
+def _token_text(text: str) -> str:
+    return visible(text).replace("\n", "↵\n").replace("\t", "⇥\t") or "·"
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}".replace("-", "−") if isinstance(value, float) else str(value)
+
+
+def _rounded(value: Any) -> Any:
+    return round(value, 5) if isinstance(value, float) and math.isfinite(value) else None if isinstance(value, float) else value
+
+
+def table(row: Mapping[str, Any], limit: int | None = LINES_SHOWN) -> dict[str, Any]:
+    """A row as a table: a line for each token, a column for each value that was recorded. Readable without colour."""
+    columns = _columns(row)
+    names = ["#", "id", "text", *(_NAMES[name] for name in columns)]
+    end = len(row["ids"]) if limit is None else min(limit, len(row["ids"]))
+    lines = [
+        [index, row["ids"][index], _token_text(row["texts"][index]), *(_cell(column[index]) for column in columns.values())]
+        for index in range(end)
+    ]
+    return {"names": names, "lines": lines}
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else number(value)
+
+
+# -- requests, facts ---------------------------------------------------------------------------------------------------
+
+
+def requests(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The model requests, each with what was asked for and how long it took."""
+    shown = []
+    for call in sample["calls"]:
+        about = f"conversation {call['conversation']}, turn {call['turn']}"
+        facts = [
+            ("took", seconds(call["seconds"])),
+            ("first token after", seconds(call["ttft"]) if call["ttft"] else None),
+            ("ended by", call["stop_reason"]),
+            ("stop", call["stop_match"]),
+            ("temperature", number(call["temperature"])),
+            ("seed", call["seed"]),
+            ("server", call.get("server")),
+            ("prompt", f"{call['kept']:,} tokens of request {call['base'] + 1}, then new ones" if call["base"] >= 0 else None),
+            ("arguments", as_json(call["gconfig"], indent=None)),
+        ]
+        ids = {"prompt_ids": clipped(str(call["prompt"])), "output_ids": clipped(str(call["output"]))}
+        shown.append({**call, "about": about, "facts": facts, **ids})
+    return shown
+
+
+def results(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The durable calls: tools, rewards, clocks."""
+    shown = []
+    for result in sample["results"]:
+        error = result["error"]
+        text = clipped(as_text(result["value"])) if result["value"] is not None else ""
+        told = f"{error['class']}: {error['message']}" if error else ""
+        shown.append({"name": result["name"], "about": seconds(result["seconds"]), "text": text, "error": told})
+    return shown
+
+
+def lanes(sample: Mapping[str, Any]) -> dict[str, Any] | None:
+    """When the sample's requests and calls ran."""
+    spans = [
+        (
+            "generate",
+            call["started"],
+            call["started"] + call["seconds"],
+            f"request {call['index'] + 1}, {seconds(call['seconds'])}",
+        )
+        for call in sample["calls"]
+    ]
+    spans += [
+        (
+            "reward" if result["is_reward"] else "tool",
+            result["time"] - result["seconds"],
+            result["time"],
+            f"{result['name']}, {seconds(result['seconds'])}",
+        )
+        for result in sample["results"]
+    ]
+    if not spans or sample["began"] is None:
+        return None
+    ended = max(sample["ended"] or 0.0, *(end for _, _, end, _ in spans))
+    return lanes_of_sample(sample["began"], ended, spans)
+
+
+def facts(sample: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Name and value of what there is to say of a sample."""
+    versions = sample["version"]
+    if versions is not None:
+        versions = f"v{versions[0]}" if versions[0] == versions[1] else f"v{versions[0]} to v{versions[1]}"
+    duration = sample["ended"] - sample["began"] if sample["ended"] and sample["began"] else None
+    return [
+        ("workflow", (sample.get("workflow") or "").rpartition(".")[2]),
+        ("reason", sample["reason"]),
+        ("weights", versions),
+        ("prompt", f"{sample['prompt_tokens']:,} tokens" if sample["prompt_tokens"] is not None else None),
+        ("sampled", f"{sample['tokens']:,} tokens" if sample["tokens"] is not None else None),
+        ("rows", sample["rows"] if isinstance(sample["rows"], int) else len(sample["rows"])),
+        ("requests", len(sample["calls"]) if isinstance(sample["calls"], list) else sample["calls"]),
+        ("tools", ", ".join(sample["tool_names"]) if sample.get("tool_names") else None),
+        ("took", seconds(duration) if duration is not None else None),
+        ("of it, model", seconds(sample["model_seconds"]) if sample.get("model_seconds") else None),
+        ("of it, tools", seconds(sample["tool_seconds"]) if sample.get("tool_seconds") else None),
+        ("attempt", sample["attempt"] + 1),
+    ]

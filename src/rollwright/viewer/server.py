@@ -1,0 +1,154 @@
+"""The server of `rollwright view`: read-only pages over run directories, behind the guard of every service.
+
+What a run recorded was written by models and tools, so nothing of it is trusted: templates escape all of it, and the
+Content-Security-Policy forbids scripts and styles that are not the viewer's own files, and every other origin.
+"""
+
+from __future__ import annotations
+
+import hmac
+import mimetypes
+import secrets
+from collections.abc import Sequence
+from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import RedirectResponse, Response
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import Message, Receive, Scope, Send
+
+from rollwright.errors import DataError, RollwrightError
+from rollwright.inference.server.exchange import RequestError
+from rollwright.inference.server.guard import Guard
+from rollwright.inference.server.service import make_service
+from rollwright.inference.server.settings import LOOPBACK, ServiceSettings
+from rollwright.tracking.logging import getLogger
+from rollwright.viewer import run_pages, sample_pages
+from rollwright.viewer.pages import Pages
+
+logger = getLogger("viewer")
+
+#: Of every answer. Nothing is loaded from elsewhere, no inline script or style runs, and no other page may frame or read it.
+SECURITY_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+_TOKEN = "token"
+
+
+class ViewGuard(Guard):
+    """The guard of a service whose key a browser brings: in the address once, then in a cookie."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+
+        async def send_safely(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in SECURITY_HEADERS.items():
+                    headers[name] = value
+                headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        await super().__call__(scope, receive, send_safely)
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that nothing was found against; a token in the address moves to a cookie."""
+        asked = parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
+        token = dict(asked).get(_TOKEN)
+        if self.settings.api_key and token:
+            rest = urlencode([(name, value) for name, value in asked if name != _TOKEN])
+            response = RedirectResponse(scope["path"] + (f"?{rest}" if rest else ""), status_code=303)
+            response.set_cookie(self._cookie, token, httponly=True, samesite="lax", max_age=30 * 86400)
+            await response(scope, receive, send)
+        else:
+            await super().answer(scope, receive, send)
+
+    @property
+    def _cookie(self) -> str:
+        return f"rollwright-view-{self.settings.port}"  # cookies do not tell ports apart
+
+    def is_known(self, scope: Scope, headers: Headers) -> bool:
+        """True where no key is needed, or the address, a cookie or a header has it."""
+        key = self.settings.api_key
+        if not key or super().is_known(scope, headers):
+            return True
+        asked = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
+        given = [asked.get(_TOKEN, "")]
+        try:
+            cookies = SimpleCookie(headers.get("cookie", ""))
+        except CookieError:
+            cookies = SimpleCookie()
+        if self._cookie in cookies:
+            given.append(cookies[self._cookie].value)
+        return any(hmac.compare_digest(each.encode(), key.encode()) for each in given)
+
+    def refusal(self, scope: Scope, headers: Headers) -> RequestError | None:
+        """Why a request is refused, or None."""
+        if scope["method"] not in ("GET", "HEAD"):
+            return RequestError("The viewer only shows: it takes GET.", status=405)
+        refused = super().refusal(scope, headers)
+        if refused is not None and refused.status == 401:
+            said = "Open the address that rollwright view printed: it ends with the token that this page asks for."
+            return RequestError(said, status=401, kind="authentication_error")
+        return refused
+
+
+def make_app(places: Sequence[str | Path], settings: ServiceSettings | None = None) -> FastAPI:
+    """The application.
+
+    Args:
+        places: directories in which runs are looked for.
+        settings: address and token.
+    """
+    pages = Pages(places)
+    router = APIRouter()
+    for name, content in pages.static.items():
+        router.add_api_route(f"/static/{name}", _static_file(name, content), methods=["GET", "HEAD"], include_in_schema=False)
+    run_pages.add_routes(router, pages)
+    sample_pages.add_routes(router, pages)
+    app = make_service("rollwright view", [router], settings or ServiceSettings(), guard=ViewGuard)
+
+    async def show_error(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            return pages.error(error.status_code, "Not found" if error.status_code == 404 else "Refused", str(error.detail))
+        if isinstance(error, DataError):
+            return pages.error(404, "Not found", str(error))
+        logger.warning("%s: %s", request.url.path, error)
+        return pages.error(422 if isinstance(error, ValueError) else 500, "This cannot be read", str(error))
+
+    for kind in (HTTPException, RollwrightError, OSError, ValueError):
+        app.add_exception_handler(kind, show_error)
+    app.router.on_shutdown.append(pages.runs.close)
+    app.state.pages = pages
+    return app
+
+
+def _static_file(name: str, content: bytes) -> Any:
+    kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
+
+    async def answer() -> Response:
+        return Response(content, media_type=kind, headers={"Cache-Control": "public, max-age=31536000, immutable"})
+
+    return answer
+
+
+def settings_of(host: str, port: int, allowed_hosts: Sequence[str] = ()) -> ServiceSettings:
+    """Address of a viewer; with a token of its own where others can reach it."""
+    token = None if host in LOOPBACK else secrets.token_urlsafe(24)
+    return ServiceSettings(host=host, port=port, api_key=token, allowed_hosts=list(allowed_hosts))
+
+
+def first_page(app: FastAPI, settings: ServiceSettings) -> str:
+    """Where a reader begins: at the list, or at the run where there is one only; with the token, if there is one."""
+    entries = app.state.pages.entries()
+    path = entries[0]["url"] if len(entries) == 1 else "/"
+    return path + (f"?{_TOKEN}={settings.api_key}" if settings.api_key else "")

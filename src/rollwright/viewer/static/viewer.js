@@ -1,0 +1,155 @@
+// What every page of `rollwright view` does in the browser: theme, keys, copying, tokens, and following a run that writes.
+"use strict";
+
+(() => {
+  const root = document.documentElement;
+  const page = () => document.getElementById("page");
+  const main = () => document.getElementById("main");
+  const isDark = () => (root.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+
+  // -- theme: what the system says, until the reader chooses --------------------------------------------------------
+  const stored = (() => { try { return localStorage.getItem("rollwright-theme"); } catch { return null; } })();
+  if (stored === "dark" || stored === "light") root.dataset.theme = stored;
+  function toggleTheme() {
+    root.dataset.theme = isDark() ? "light" : "dark";
+    try { localStorage.setItem("rollwright-theme", root.dataset.theme); } catch { /* private window: for this page only */ }
+    document.dispatchEvent(new Event("theme"));
+  }
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => document.dispatchEvent(new Event("theme")));
+
+  // -- telling ------------------------------------------------------------------------------------------------------
+  function tell(text) {
+    const told = document.getElementById("told");
+    const toast = document.createElement("div");
+    toast.className = "toast";
+    toast.textContent = text;
+    told.replaceChildren(toast);
+    setTimeout(() => toast.remove(), 1800);
+  }
+
+  async function copy(text) {
+    try {
+      await navigator.clipboard.writeText(text);
+    } catch { // no secure context, or not allowed
+      const area = document.createElement("textarea");
+      area.value = text;
+      document.body.append(area);
+      area.select();
+      document.execCommand("copy");
+      area.remove();
+    }
+    tell("copied");
+  }
+
+  // -- tokens -------------------------------------------------------------------------------------------------------
+  const facts = new WeakMap();
+  function showToken(token) {
+    const card = token.closest("[data-tokens]");
+    if (!facts.has(card)) facts.set(card, JSON.parse(card.dataset.tokens));
+    const all = card.querySelectorAll(".t");
+    const index = Array.prototype.indexOf.call(all, token);
+    card.querySelector(".t.chosen")?.classList.remove("chosen");
+    token.classList.add("chosen");
+    const parts = [["token", index], ...facts.get(card).map(([name, values]) => [name, values[index]])];
+    card.querySelector(".token-facts").replaceChildren(...parts.filter(([, value]) => value !== null && value !== undefined).map(([name, value]) => {
+      const part = document.createElement("span"), label = document.createElement("b");
+      label.textContent = name;
+      part.append(label, typeof value === "string" ? JSON.stringify(value).slice(1, -1) : String(value));
+      return part;
+    }));
+  }
+  function moveToken(area, by) {
+    const all = [...area.querySelectorAll(".t")];
+    const next = all[Math.max(0, Math.min(all.length - 1, all.findIndex((each) => each.classList.contains("chosen")) + by))];
+    if (next) { showToken(next); next.scrollIntoView({ block: "nearest" }); }
+  }
+  document.addEventListener("pointerover", (event) => {
+    if (event.target.classList?.contains("t")) showToken(event.target);
+  });
+
+  // -- clicks -------------------------------------------------------------------------------------------------------
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("[data-do], [data-copy]");
+    for (const menu of document.querySelectorAll("details.menu[open]")) {
+      if (!menu.contains(event.target) || (button && button.dataset.do !== "picture")) menu.open = false;
+    }
+    if (!button) return;
+    if (button.dataset.copy !== undefined) copy(button.dataset.copy);
+    else if (button.dataset.do === "theme") toggleTheme();
+    else if (button.dataset.do === "help") document.getElementById("help").showModal();
+  });
+  document.addEventListener("change", (event) => {
+    if (event.target.dataset.do === "values") event.target.closest("[data-tokens]").querySelector(".tokens").classList.toggle("values", event.target.checked);
+    if (event.target.matches("[data-filters] select, [data-filters] input:not([type=search])")) event.target.form.requestSubmit();
+  });
+  // A filter that is empty is no part of the address.
+  document.addEventListener("htmx:configRequest", (event) => {
+    const asked = event.detail.formData;
+    for (const [name, value] of [...asked.entries()]) if (value === "") asked.delete(name);
+  });
+
+  // -- keys ---------------------------------------------------------------------------------------------------------
+  const go = (address) => {
+    if (!address) return;
+    const link = document.createElement("a");
+    link.href = address;
+    link.hidden = true;
+    page().append(link);
+    window.htmx?.process(link);
+    link.click();
+  };
+  window.rollwright = { tell, go };
+  function step(by) {
+    const neighbour = by > 0 ? main().dataset.next : main().dataset.previous;
+    const rows = [...document.querySelectorAll("[data-row] [data-open]")];
+    if (neighbour) return go(neighbour);
+    if (rows.length) {
+      const at = rows.indexOf(document.activeElement);
+      const next = rows[Math.max(0, Math.min(rows.length - 1, at < 0 ? (by > 0 ? 0 : rows.length - 1) : at + by))];
+      next.focus({ focusVisible: true });
+      next.closest("[data-row]").scrollIntoView({ block: "nearest" });
+    } else if (main().dataset.group) tell("there is no further sample");
+  }
+  const keys = {
+    j: () => step(1),
+    k: () => step(-1),
+    g: () => go(main().dataset.group),
+    t: toggleTheme,
+    u: () => go([...document.querySelectorAll(".crumbs a")].pop()?.getAttribute("href")),
+    "?": () => document.getElementById("help").showModal(),
+    "/": () => {
+      const field = document.getElementById("search");
+      if (field) { field.focus(); field.select(); } else go(main().dataset.search);
+    },
+  };
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
+    if (event.key === "Escape") for (const menu of document.querySelectorAll("details.menu[open]")) menu.open = false;
+    if (event.target.matches("input, select, textarea")) return;
+    const tokens = event.target.closest(".tokens");
+    if (tokens && (event.key === "ArrowLeft" || event.key === "ArrowRight")) {
+      moveToken(tokens, event.key === "ArrowRight" ? 1 : -1);
+      event.preventDefault();
+    } else if (keys[event.key]) {
+      event.preventDefault();
+      keys[event.key]();
+    }
+  });
+  document.addEventListener("htmx:afterSettle", () => {
+    if (location.pathname.endsWith("/search") && document.activeElement === document.body) document.getElementById("search")?.focus({ preventScroll: true });
+  });
+
+  // -- following a run that writes ----------------------------------------------------------------------------------
+  const isBusy = () => document.hidden || document.querySelector("details[open], dialog[open], .htmx-request") ||
+    document.activeElement?.matches("input, select, textarea, .tokens") || String(getSelection());
+  async function follow() {
+    const { stamp, stampUrl } = page().dataset;
+    if (!stampUrl || isBusy()) return;
+    const answer = await fetch(stampUrl).catch(() => null); // the viewer was ended
+    if (!answer?.ok || (await answer.text()) === stamp || page().dataset.stamp !== stamp || isBusy()) return;
+    const chosen = [...document.querySelectorAll("[data-open]")].indexOf(document.activeElement);
+    await window.htmx.ajax("GET", location.pathname + location.search, { target: "#page", select: "#page", swap: "outerHTML show:none" });
+    if (chosen >= 0) document.querySelectorAll("[data-open]")[chosen]?.focus({ preventScroll: true });
+  }
+  setInterval(follow, 2000);
+})();

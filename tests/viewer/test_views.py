@@ -1,0 +1,191 @@
+"""Every view of a recorded run, in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+
+import pytest
+from served_runs import RUN, VIEWS, serve
+from written_runs import WrittenRun
+
+
+def fits(page) -> bool:
+    return page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth + 1")
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_each_view_is_shown_without_a_fault_in_every_width(watched, name):
+    for width in (360, 1920):
+        tab = watched(width, "dark" if width == 360 else "light")
+        assert tab.visit(VIEWS[name]).status == 200
+        assert tab.page.locator("h1").count() == 1
+        assert fits(tab.page), f"{name} is wider than {width} pixels"
+
+
+def test_from_the_list_to_a_token_of_the_worst_sample_in_five_clicks(watched, viewer):
+    tab = watched()
+    tab.visit("/")
+    clicks = {"sums/first": "first$", "Steps": "steps$", "4": "step/4$", "Lowest reward": "/sample/", "Tokens": "view=tokens"}
+    for click, leads_to in clicks.items():
+        tab.follow(tab.page.get_by_role("link", name=click, exact=True).first, leads_to)
+    assert tab.page.locator(".tokens .t").count() > 50
+    rewards = [
+        sample["reward"]
+        for group in viewer.pages.runs.get("sums/first").step(4)["groups"]
+        for sample in group["samples"]
+        if sample["reward"] is not None
+    ]
+    shown = tab.page.locator("h1 + .key").inner_text()
+    assert f"reward {min(rewards):g}" in shown
+
+
+def test_a_bar_filters_the_groups_and_the_address_says_so(watched, viewer):
+    tab = watched()
+    tab.visit(f"{RUN}/step/4")
+    groups = viewer.pages.runs.get("sums/first").step(4)["groups"]
+    zero = sum(any(sample["reward"] == 0 for sample in group["samples"]) for group in groups)
+    tab.follow(tab.page.locator("svg[aria-label='Histogram of rewards'] a").first, r"reward=0\.0\.\.0")
+    assert tab.page.locator(".group").count() == zero < len(groups) + 1
+    fresh = watched()
+    fresh.page.goto(tab.page.url)
+    assert fresh.page.locator(".group").count() == zero
+
+
+def test_counts_of_a_step_add_up_and_the_dropped_say_why(watched):
+    tab = watched()
+    tab.visit(f"{RUN}/step/2")
+    counts = [int(text) for text in tab.page.locator("section:has(h2:text('What became of the groups')) td").all_inner_texts()]
+    assert sum(counts[:-1]) == counts[-1] == 3
+    assert "filter: all rewards are below 0.1" in tab.page.locator("#main").inner_text()
+
+
+def test_the_prefix_tree_draws_a_shared_prompt_once(watched):
+    tab = watched()
+    tab.visit(f"{RUN}/group/10")
+    labels = [
+        each.get_attribute("aria-label")
+        for each in tab.page.locator("svg[aria-label='Prefix tree of the samples'] [aria-label]").all()
+    ]
+    assert sum("shared by 4 samples" in label for label in labels) >= 1
+    assert any("advantage" in label for label in labels)
+
+
+def test_tokens_are_the_recorded_ones_with_values_by_keyboard(watched, viewer):
+    tab = watched()
+    tab.visit(VIEWS["tokens"])
+    row = viewer.pages.runs.get("sums/first").sample("10/1")["rows"][0]
+    tokens = tab.page.locator(".tokens .t")
+    assert tokens.count() == len(row["ids"])
+    assert tokens.first.inner_text() == "<|im_start|>"
+    tab.page.locator(".tokens").focus()
+    first = row["mask"].index(True)
+    for _ in range(first + 1):
+        tab.page.keyboard.press("ArrowRight")
+    facts = tab.page.locator(".token-facts").inner_text().replace("\n", " ")
+    assert f"id {row['ids'][first]}" in facts.replace("id", "id ").replace("  ", " ")
+    for name in ("engine log-prob", "trainer log-prob", "difference", "entropy", "advantage", "version"):
+        assert name in facts
+    tab.page.get_by_label("values below the tokens").check()
+    assert tokens.nth(first).evaluate("each => getComputedStyle(each, '::after').content") != "none"
+
+
+def test_a_weight_update_in_the_middle_of_a_sample_is_marked(watched):
+    tab = watched()
+    tab.visit(f"{RUN}/sample/10/1?view=tokens&overlay=version")
+    assert tab.page.locator(".tokens .from").all_inner_texts() == ["v3", "v2", "v3"]
+
+
+def test_the_failed_attempt_shows_its_traceback_beside_the_chat(watched):
+    tab = watched()
+    tab.visit(f"{RUN}/sample/6/3%230")
+    assert "ValueError" in tab.page.locator("section.error").inner_text()
+    assert 'File "sums.py", line 12' in tab.page.locator("section.error").inner_text()
+    assert tab.page.locator("section.error b").count() == 1  # the name; what the model's text says is text
+
+
+def test_the_search_by_address_text_and_filters(watched, viewer):
+    run = viewer.pages.runs.get("sums/first")
+    tab = watched()
+    tab.visit(f"{RUN}/search?step=3-4&reward=0.5..1&eval=0&order=reward")
+    expected = run.search(step=(3, 4), reward=(0.5, 1), is_eval=False, order="reward")
+    assert tab.page.locator(".results > li").count() == min(50, expected["total"])
+    assert tab.page.locator(".results [data-open]").first.inner_text() == expected["samples"][0]["key"]
+    tab.visit(f"{RUN}/search")
+    tab.page.get_by_label("Text or regular expression").fill("sum is (1")
+    tab.page.get_by_label("regular expression", exact=True).check()
+    tab.page.wait_for_url(re.compile("regex=1"))
+    assert "is no regular expression" in tab.page.locator(".signs").inner_text()
+    tab.page.get_by_label("Text or regular expression").fill("sum is 1[0-2]")
+    tab.page.keyboard.press("Enter")
+    tab.page.wait_for_selector("mark")
+    assert re.fullmatch("sum is 1[0-2]", tab.page.locator("mark").first.inner_text())
+
+
+def test_the_keys_go_through_samples_groups_search_and_help(watched):
+    tab = watched()
+    tab.visit(f"{RUN}/search?step=4&eval=0&order=reward")
+    keys = tab.page.locator(".results [data-open]").all_inner_texts()
+    tab.page.locator("h1").click()
+    tab.page.keyboard.press("j")
+    tab.page.keyboard.press("j")
+    tab.page.keyboard.press("Enter")
+    tab.arrive(f"/sample/{keys[1]}\\?")
+    for key, leads_to in (("j", f"/sample/{keys[2]}\\?"), ("k", f"/sample/{keys[1]}\\?"), ("g", "/group/"), ("/", "/search$")):
+        tab.page.keyboard.press(key)
+        tab.arrive(leads_to)
+    tab.page.locator("h1").click()
+    tab.page.keyboard.press("?")
+    assert tab.page.get_by_role("dialog").is_visible()
+
+
+def test_a_click_on_a_curve_opens_the_step(watched):
+    tab = watched()
+    tab.visit(RUN)
+    plot = tab.page.locator("figure:has-text('reward') .u-over").first
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    tab.page.mouse.move(box["x"] + box["width"] - 2, box["y"] + 30)
+    tab.page.mouse.click(box["x"] + box["width"] - 2, box["y"] + 30)
+    tab.page.wait_for_url(re.compile("/step/8$"))
+
+
+def test_each_view_as_a_file_and_as_a_picture(watched, viewer, tmp_path):
+    tab = watched()
+    for name in ("run", "steps", "step", "group", "sample", "timeline", "weights", "search", "runs", "config"):
+        address = VIEWS[name] + ("&" if "?" in VIEWS[name] else "?")
+        lines = tab.page.request.get(viewer.url + address + "format=jsonl").text().splitlines()
+        assert lines, name
+        assert all(json.loads(line) for line in lines)
+        assert "," in tab.page.request.get(viewer.url + address + "format=csv").text().splitlines()[0]
+    for name in ("run", "group"):
+        tab.visit(VIEWS[name])
+        tab.page.locator("summary:text('Save as')").click()
+        with tab.page.expect_download() as download:
+            tab.page.get_by_text("PNG of this view").click()
+        picture = tmp_path / "view.png"
+        download.value.save_as(picture)
+        from PIL import Image
+
+        with Image.open(picture) as image:
+            assert image.width > 1000
+            assert len(image.convert("RGB").getcolors(1 << 24) or []) > 30  # it shows something
+
+
+def test_the_page_follows_a_run_that_writes(watched, tmp_path):
+    run = WrittenRun(tmp_path / "runs" / "live" / "now")
+    run.write_step()
+    served = serve([tmp_path / "runs"])
+    try:
+        tab = watched(origin=served.url)
+        tab.visit("/run/live~now/steps")
+        assert tab.page.locator("tbody tr").count() == 1
+        run.write_step()
+        deadline = time.monotonic() + 20
+        while tab.page.locator("tbody tr").count() < 2 and time.monotonic() < deadline:
+            tab.page.wait_for_timeout(100)
+        assert tab.page.locator("tbody tr").count() == 2
+    finally:
+        served.stop()
+        run.close()
