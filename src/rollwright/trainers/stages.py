@@ -311,6 +311,8 @@ def _show(summary: dict[str, Any], directory: RunDirectory) -> None:
         for label, scores in measures.items():
             table.add_row(label, *(f"{value:.3f}" for value in scores.values()))
         console.print(table)
+    dumps = sorted({file.parent for file in directory.path.glob("**/rollouts/*.txt")})
+    policies = [name for name, result in summary["stages"].items() if result["kind"] == "rl"]
     trained = [
         result["checkpoint"] for result in summary["stages"].values() if "checkpoint" in result and result["kind"] == "rl"
     ]
@@ -318,7 +320,7 @@ def _show(summary: dict[str, Any], directory: RunDirectory) -> None:
         "run directory": [directory.path],
         "summary": [directory.summary_file],
         "reward curve": sorted(directory.path.glob("**/reward.png")),
-        "samples to read": sorted({file.parent for file in directory.path.glob("**/rollouts/*.txt")}),
+        "samples to read": [path for path in dumps if path.parent.name in policies] or dumps[-1:],
         "checkpoint": trained,
     }
     places = Table(title="where to look", title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
