@@ -79,6 +79,10 @@ class LostRankError(TrainingError):
     """Another process of the training has ended, and with it the run; that one, or whoever started it, says why."""
 
 
+class LostProcessError(RollwrightError):
+    """A process that was placed on a cluster has ended, or its node has."""
+
+
 class CheckpointError(RollwrightError):
     """A checkpoint or a run directory is missing, incomplete or belongs to another run."""
 

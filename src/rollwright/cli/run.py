@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from rollwright.cli.failures import keep_tracebacks_in
+from rollwright.config.experiment import PPOConfig
 from rollwright.config.loading import Stage, load_eval_stages, load_stages, split_arguments
 from rollwright.config.plan import describe, resolved_yaml, run_directory_of
 from rollwright.config.sections import ClusterConfig
@@ -68,13 +69,18 @@ def run(
 
             typer.echo("\nIt would be the job of this script:\n")
             typer.echo(job_script(cluster, run_directory_of(stages).absolute(), words, hides_secrets=True))
+        for config in (stage.config for stage in stages if isinstance(stage.config, PPOConfig)):
+            if config.cluster.kind == "ray":
+                from rollwright.cluster.placement import placement_in_words
+
+                typer.echo("\n".join(placement_in_words(config)))
         return
     if cluster.kind == "slurm":
         look_up_names(stages)
         from rollwright.cluster.slurm import run_job
 
         raise typer.Exit(run_job(cluster, run_directory_of(stages), words))
-    if cluster.processes > 1 and "RANK" not in os.environ:
+    if cluster.processes > 1 and cluster.kind == "local" and "RANK" not in os.environ:
         look_up_names(stages)
         from rollwright.cluster.ranks import start_ranks
 

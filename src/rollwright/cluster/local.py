@@ -42,6 +42,7 @@ class LocalServers(Launcher):
         threads: int | None = None,
         weights_roots: tuple[str, ...] = (),
         deterministic: bool = False,
+        host: str = "127.0.0.1",
         **sections: Any,
     ) -> None:
         """Start ``count`` servers of ``rollout.backend`` and wait until they are healthy.
@@ -56,6 +57,7 @@ class LocalServers(Launcher):
             threads: compute threads of each ``rollwright serve-model``.
             weights_roots: further directories that ``rollwright serve-model`` may load weights from.
             deterministic: what a request is answered must not depend on what else is computed.
+            host: address that they listen on; requests to any but the loopback's should carry ``rollout.api_key``.
             sections: the sections of the experiment that describe servers, by backend: ``sglang``, ``vllm``.
 
         Raises:
@@ -69,7 +71,7 @@ class LocalServers(Launcher):
             )
         parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK) else None
         self.weights_root = Path(tempfile.mkdtemp(prefix="rollwright-", dir=parent))
-        super().__init__(logs)
+        super().__init__(logs, host=host)
         roots = [str(self.weights_root), *weights_roots]
         key_file: Path | None = None
         if rollout.api_key:

@@ -28,7 +28,8 @@ def run_directory_of(stages: Sequence[Stage]) -> Path:
 def describe(stages: Sequence[Stage]) -> str:
     """A numbered line for each stage, and where the run writes."""
     processes = max((stage.config.cluster.processes for stage in stages if hasattr(stage.config, "cluster")), default=1)
-    several = f", each in {processes} processes of this machine where it trains," if processes > 1 else ""
+    on_ray = any(stage.config.cluster.kind == "ray" for stage in stages if hasattr(stage.config, "cluster"))
+    several = f", each in {processes} processes of this machine where it trains," if processes > 1 and not on_ray else ""
     head = f"\nThis would run {len(stages)} stage{'s' if len(stages) > 1 else ''}{several} in {run_directory_of(stages)}:"
     lines = [f"  {number}. {stage.name}: {in_words(stage)}" for number, stage in enumerate(stages, 1)]
     return "\n".join([head, *lines])

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from rollwright.config import task_rules
+from rollwright.config import cluster_rules, task_rules
 from rollwright.config.experiment import BaseExperimentConfig, DPOConfig, EvalConfig, NewModelConfig, PPOConfig, SFTConfig
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.recipes import was_set
-from rollwright.config.sections import IntervalConfig, NormConfig, PPOActorConfig
+from rollwright.config.sections import ClusterConfig, IntervalConfig, NormConfig, PPOActorConfig
 from rollwright.config.source import KeyPath, dotted, undotted
 from rollwright.config.task_rules import Rule
 from rollwright.config.tasksets import unread_keys
@@ -265,17 +265,6 @@ def _rollout(config: PPOConfig) -> list[Rule]:
     ]
 
 
-def _cluster(config: PPOConfig) -> list[Rule]:
-    several, mode = config.cluster.processes, config.mode
-    return [
-        (
-            several > 1 and mode not in ("both", "train"),
-            "cluster.processes",
-            f"is {several}, but mode {mode} is one process; take it out",
-        )
-    ]
-
-
 def _mode(config: PPOConfig) -> list[Rule]:
     missing = config.store is None and config.mode in ("explore", "train", "serve")
     needed = f"{config.mode} needs a store that its processes share; give a store section (store: {{}} is enough)"
@@ -381,6 +370,7 @@ def _deterministic(config: PPOConfig) -> list[Rule]:
 
 #: The rules of each section, wherever it is, and of each kind of config.
 _RULES: dict[type, tuple[Callable[[Any], list[Rule]], ...]] = {
+    ClusterConfig: (cluster_rules.placement,),
     GenerationHyperparameters: (_generation,),
     NormConfig: (_norm,),
     PPOActorConfig: (_actor,),
@@ -395,7 +385,8 @@ _RULES: dict[type, tuple[Callable[[Any], list[Rule]], ...]] = {
         task_rules.generation_of_tasks,
         _training,
         _rollout,
-        _cluster,
+        cluster_rules.processes,
+        cluster_rules.ray,
         _mode,
         _journal,
         _store,

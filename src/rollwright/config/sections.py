@@ -374,8 +374,9 @@ class ClusterConfig:
 
     kind: str = key(
         "local",
-        "Where processes run; local: this machine; slurm: `rollwright run` submits a job and follows it (docs/cluster.md).",
-        choices=["local", "slurm"],
+        "Where processes run; local: this machine; ray: a Ray cluster; slurm: `rollwright run` submits a job and follows it "
+        "(docs/cluster.md).",
+        choices=["local", "ray", "slurm"],
     )
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     processes: int = key(
@@ -383,5 +384,22 @@ class ClusterConfig:
         "Processes that train one model together, each with a part of it; more than 1: `rollwright run` starts them (docs/cluster.md).",
         ge=1,
     )
+    address: str = key(
+        "", "ray: host:port of a Ray that runs, or auto; empty: RAY_ADDRESS, else one is started on this machine for the run."
+    )
+    nodes: int = key(1, "ray: nodes that have to be there before anything starts.", ge=1)
+    workers: int = key(1, "ray: processes that run episodes.", ge=1)
+    cpus_per_rank: float = key(1.0, "ray: CPUs that each process of the training is placed with.", ge=0.0)
+    cpus_per_server: float = key(1.0, "ray: CPUs that each inference server is placed with.", ge=0.0)
+    cpus_per_worker: float = key(1.0, "ray: CPUs that each process of episodes is placed with.", ge=0.0)
+    gpus_per_rank: int | None = key(
+        None,
+        "ray: GPUs of each process of the training; None: 1 where the cluster has GPUs and the model's device is not cpu.",
+        ge=0,
+    )
+    gpus_per_server: int | None = key(
+        None, "ray: GPUs of each inference server; None: rollout.tensor_parallel, or 0 for a backend that needs none.", ge=0
+    )
+    gpus_per_worker: int = key(0, "ray: GPUs of each process of episodes, for rewards that compute on one.", ge=0)
     fileroot: str = key("runs", "Runs are kept in <fileroot>/<experiment_name>/<trial_name>.", public=True)
     threads: int | None = key(None, "Compute threads of this process; None: one for each core.", ge=1, le=1024)

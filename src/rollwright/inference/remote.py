@@ -253,6 +253,10 @@ class RemoteRequests(InferenceEngine):
         """Addresses of all servers, in service or not."""
         return [server.address for server in self.router.servers]
 
+    def use_servers(self, addresses: Iterable[str]) -> None:
+        """Use the servers at these addresses from now on: what is with others is asked again, new ones join when they are fit to serve."""
+        self.router.replace(addresses)
+
     # -- several servers at once ----------------------------------------------------------------------------------------
 
     def submit(self, function: Callable[..., Result], *arguments: Any) -> Future[Result]:

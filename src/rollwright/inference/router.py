@@ -125,6 +125,19 @@ class Router:
             self.changes += not server.in_service
             server.in_service, server.reason = True, ""
 
+    def replace(self, addresses: Iterable[str]) -> None:
+        """Use the servers at these addresses from now on; new ones are out of service until the client has brought them in."""
+        wanted = dict.fromkeys(addresses)
+        with self._lock:
+            known = {server.address: server for server in self.servers}
+            left = [server for address, server in known.items() if address not in wanted]
+            self.servers = [known.get(each) or Server(each, in_service=False, reason="it has just joined") for each in wanted]
+            for server in left:
+                server.in_service, server.reason = False, "it has left"
+            self.changes += bool(left)
+        for server in left:
+            self.give_up(server)
+
     def in_service(self) -> list[Server]:
         """Servers that requests are sent to."""
         with self._lock:

@@ -20,6 +20,7 @@ from rollwright.inference.engine import TOLERANCE_OF_16_BITS, InferenceEngine, W
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.weights.publication import RemoteClient
 from rollwright.rollout.executor import RolloutExecutor
+from rollwright.rollout.runner import Elsewhere
 from rollwright.tracking.logging import getLogger
 
 if TYPE_CHECKING:
@@ -54,9 +55,11 @@ class RolloutEngine(InferenceEngine):
 
     Attributes:
         journal: what episodes are asked and answered is written there; to be set before ``initialize``. None: nowhere.
+        elsewhere: runs the episodes of training in other processes; to be set before ``initialize``. None: they run here.
     """
 
     journal: Journal | None = None
+    elsewhere: Elsewhere | None = None
 
     def __init__(
         self,
@@ -102,7 +105,12 @@ class RolloutEngine(InferenceEngine):
                     "--batch-invariant, SGLang --enable-deterministic-inference, VLLM_BATCH_INVARIANT=1 for vLLM on a GPU)."
                 )
             self._executor = RolloutExecutor(
-                self._client, self.config, seed=self.seed, deterministic=self.deterministic, journal=self.journal
+                self._client,
+                self.config,
+                seed=self.seed,
+                deterministic=self.deterministic,
+                journal=self.journal,
+                elsewhere=self.elsewhere,
             )
         except BaseException:  # settings that it refuses; servers that were started for the client must not outlive that
             self._client.destroy()

@@ -24,7 +24,7 @@ from rollwright.inference.engine import InferenceEngine
 from rollwright.rollout.event_loop import LoopThread
 from rollwright.rollout.failure_budget import Failure, with_cause
 from rollwright.rollout.resume import PastEpisodes, load_state, recall, state_of
-from rollwright.rollout.runner import Runner
+from rollwright.rollout.runner import Elsewhere, Runner
 from rollwright.rollout.task_group import AcceptFunction, Batch, Group, GroupFactory, GroupState, TaskSource, Waiter
 from rollwright.tracking.logging import getLogger
 
@@ -45,6 +45,7 @@ class RolloutExecutor:
         deterministic: batches leave in the order of their ordinals (docs/determinism.md).
         batch_size: groups in a training batch, for the admission rule; None: learnt from ``prepare_batch``.
         journal: what episodes are asked and answered is written there; None: nowhere.
+        elsewhere: runs the episodes of training in other processes; None: they run on the loop of this one.
 
     Raises:
         ConfigError: ``over_sampling`` in deterministic mode: what it cuts is for the clock to decide.
@@ -59,6 +60,7 @@ class RolloutExecutor:
         deterministic: bool = False,
         batch_size: int | None = None,
         journal: Journal | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         self.config = config or RolloutConfig()
         if deterministic and self.config.over_sampling > 0:
@@ -69,7 +71,7 @@ class RolloutExecutor:
         self.engine = engine
         self._thread = LoopThread(at_exit=self.destroy)
         self._call = self._thread.call
-        self._runner = Runner(engine, self.config, self._thread.loop, seed, deterministic, journal)
+        self._runner = Runner(engine, self.config, self._thread.loop, seed, deterministic, journal, elsewhere)
         self._delivery = self._runner.delivery
         self._delivery.staleness.batch = batch_size
         self._delivery.staleness.version = engine.get_version()

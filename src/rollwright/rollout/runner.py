@@ -15,7 +15,7 @@ import contextvars
 import functools
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -45,6 +45,14 @@ _TRACEBACK_KEPT = 8_000  # characters of a failure's, in the journal
 GRACE_SECONDS = 10.0  # that a cancelled sample gets to end
 
 
+class Elsewhere(Protocol):
+    """Runs episodes of training in other processes."""
+
+    async def run(self, group: Group, sample: SampleName) -> Trajectory | None:
+        """The rows of an episode, normalised and checked; None where it was rejected. Raises why it failed."""
+        ...
+
+
 class Runner:
     """Runs groups of samples on one event loop.
 
@@ -55,6 +63,7 @@ class Runner:
         seed: the run's seed.
         deterministic: batches leave in the order of their ordinals.
         journal: of what episodes are answered; None: they are not written down.
+        elsewhere: runs the episodes of training, and writes their journal; None: they run here.
     """
 
     def __init__(
@@ -65,9 +74,11 @@ class Runner:
         seed: int,
         deterministic: bool,
         journal: Journal | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         self.engine = engine
         self.journal = journal
+        self.elsewhere = elsewhere
         self.config = config
         self.loop = loop
         self.seed = seed
@@ -144,13 +155,14 @@ class Runner:
 
     def _start(self, group: Group, index: int, attempt: int) -> None:
         name = SampleName(group.ordinal, index, attempt, group.is_eval)
+        journal = self.journal if self.elsewhere is None or group.is_eval else None
         sample = SampleEngine(
             self.engine,
             name,
             run_seed=self.seed,
             loop=self.loop,
             workflow=group.workflow_name,
-            episode=group.begin_episode(self.journal, name, self.delivery.staleness.version),
+            episode=group.begin_episode(journal, name, self.delivery.staleness.version),
         )
         sample.samples_asked = group.runs[index]
         self.running_samples += 1
@@ -170,6 +182,8 @@ class Runner:
         if limit is not None:
             timer = self.loop.call_later(limit, self._cancel_late, group, sample)
         try:
+            if self.elsewhere is not None and not group.is_eval:
+                return await self.elsewhere.run(group, sample.name)
             with sandboxed(self.config.sandbox):
                 result = await group.workflow.arun_episode(sample, dict(group.data))
             name = str(sample.name)

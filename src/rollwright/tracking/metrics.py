@@ -163,6 +163,25 @@ class MetricsTracker:
                 results.update(entries[name].result(name))
         return results
 
+    def take(self) -> list[list[Any]]:
+        """What was reported since the last reset, not reduced, for ``merge`` in another process; begins anew."""
+        with self._lock:
+            taken = [[name, each.kind, each.total, each.count, each.values] for name, each in self._entries.items()]
+            self._entries.clear()
+        return taken
+
+    def merge(self, taken: Iterable[Iterable[Any]]) -> None:
+        """Add what ``take`` gave in another process."""
+        for name, kind, total, count, values in taken:
+            with self._lock:
+                entry = self._entries.setdefault(name, _Entry(kind))
+                if entry.kind == "scalar":
+                    entry.total, entry.count = entry.total + total, entry.count + count
+                elif entry.kind == "histogram":
+                    entry.values += values
+                else:
+                    entry.add(total, 1.0)
+
     def full_name(self, name: str) -> str:
         """What a metric that is reported here as ``name`` is called, with its scopes."""
         return "".join(f"{scope}/" for scope in self._scopes.get()) + self._prefix + name

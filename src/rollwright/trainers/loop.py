@@ -24,10 +24,12 @@ from rollwright.tracking.learning_signs import warn_of_reasons
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.model_card import write_model_card
 from rollwright.tracking.run_directory import RunDirectory
+from rollwright.trainers.placed_ranks import PlacedRanks
 from rollwright.trainers.ranks import check_processes, follow_config, open_ranks, section_of
 from rollwright.trainers.reporting import EvaluationResult, StageRun
 from rollwright.training import parallel
 from rollwright.training.model import resolve_device
+from rollwright.training.ranks import TrainRanks
 
 logger = getLogger("trainer")
 
@@ -111,7 +113,11 @@ class Trainer(ABC):
             return self
         with ExitStack() as opened:  # closes what is open where something fails here
             self.claim(opened)
-            self.ranks = open_ranks(self.config, self.spec, self.directory, shares_weights=self.shares_weights)
+            self.ranks: TrainRanks | PlacedRanks = (
+                PlacedRanks(self.config, self.spec, self.directory)
+                if self.config.cluster.kind == "ray"
+                else open_ranks(self.config, self.spec, self.directory, shares_weights=self.shares_weights)
+            )
             self.trained = self.ranks.engine
             opened.callback(self.trained.destroy)
             self.open(opened)

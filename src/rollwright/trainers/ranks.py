@@ -71,6 +71,17 @@ def check_processes(config: RunConfig) -> None:
     started, wanted, mode = started_processes(), config.cluster.processes, getattr(config, "mode", "both")
     if mode not in ("both", "train") and started > 1:
         raise ConfigError(f"mode {mode} is one process, but WORLD_SIZE is {started}: start it without torchrun.")
+    if config.cluster.kind == "ray":
+        if started > 1:
+            raise ConfigError(
+                f"cluster.kind is ray, which places the ranks, but WORLD_SIZE is {started}: start it without torchrun."
+            )
+        if not isinstance(config, PPOConfig):
+            raise ConfigError(
+                "cluster.kind ray carries out rl stages in mode both, and this run has another that trains: carry that out before, with "
+                "cluster.kind local."
+            )
+        return
     if wanted not in (1, started):
         raise ConfigError(
             f"cluster.processes is {wanted}, but {started} {'was' if started == 1 else 'were'} started: `rollwright run` starts them by "
@@ -95,10 +106,11 @@ def open_ranks(config: Any, spec: FinetuneSpec, directory: RunDirectory, *, shar
     if parallel.world_size() > 1:
         _tell({"spec": dataclasses.asdict(spec), "recover": str(directory.recover.absolute())})
     with parallel.watched():
-        return _open(config, spec, directory.recover, shares_weights)
+        return load_ranks(config, spec, directory.recover, shares_weights)
 
 
-def _open(config: Any, spec: FinetuneSpec, recover: Path, shares_weights: bool = True) -> TrainRanks:
+def load_ranks(config: Any, spec: FinetuneSpec, recover: Path, shares_weights: bool = True) -> TrainRanks:
+    """Load this rank's part of what is trained."""
     engine = _open_engine(config, spec, shares_weights)
     return TrainRanks(engine, RecoverCheckpoints(recover, keep=config.recover.keep, in_background=config.recover.in_background))
 
@@ -147,7 +159,7 @@ def follow_config(config: Any) -> None:
     ignore_signals()
     told = _told()
     with parallel.watched():
-        ranks = _open(config, FinetuneSpec(**told["spec"]), Path(told["recover"]))
+        ranks = load_ranks(config, FinetuneSpec(**told["spec"]), Path(told["recover"]))
     if isinstance(ranks.engine, FSDPPPOActor):
         ranks.engine.connect_engine(WeightReceiver())  # stands for the first rank's, and is never asked
     ranks.follow()

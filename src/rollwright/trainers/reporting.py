@@ -29,6 +29,7 @@ from rollwright.tracking.progress import ProgressDisplay
 from rollwright.tracking.rollout_dumps import RolloutDumper
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.tracking.sinks import MetricsLogger
+from rollwright.trainers.placed_ranks import PlacedPolicy
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.publish import Publication
 
@@ -248,7 +249,7 @@ def workflow_metrics(batch: Trajectory) -> dict[str, float]:
     return {name: sum(each) / len(each) for name, each in sorted(values.items())}
 
 
-def check_agreement(config: PPOConfig, actor: FSDPPPOActor, step: int, stats: Mapping[str, float]) -> None:
+def check_agreement(config: PPOConfig, actor: FSDPPPOActor | PlacedPolicy, step: int, stats: Mapping[str, float]) -> None:
     """Refuse to go on with an engine that does not compute with the published weights.
 
     Raises:

@@ -28,6 +28,7 @@ from rollwright.tracking.learning_signs import LearningWatch
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.evaluation import evaluate
 from rollwright.trainers.loop import Part, StopSignal, Trainer
+from rollwright.trainers.placed_ranks import PlacedPolicy
 from rollwright.trainers.reporting import EvaluationResult, StageRun, check_agreement, report_step
 from rollwright.trainers.rollout_backend import make_rollout_engine
 from rollwright.trainers.tasks import task_loader, workflow_arguments
@@ -41,9 +42,8 @@ class PolicyTrainer(Trainer):
     waiting = "generate"  #: phase in which a batch comes
 
     @property
-    def actor(self) -> FSDPPPOActor:
+    def actor(self) -> FSDPPPOActor | PlacedPolicy:
         """The policy; with several processes, this one's part of it, whose calls all of them have to make."""
-        assert isinstance(self.trained, FSDPPPOActor)
         return self.trained
 
     @property
@@ -166,6 +166,7 @@ class PPOTrainer(PolicyTrainer):
         """Publish the weights, except to a fresh engine that shares them, and take up what was sampled before a stop."""
         if resumed or self.config.rollout.backend != "builtin" or self.ranks.model is None:
             self.ranks.call("republish")
+            self.rollout.set_version(self.actor.version)
         self.made_again = range(0)
         if self.directory.resumed and self.rollout.journal is not None:
             self._recall(self.rollout.journal)
@@ -202,6 +203,11 @@ class PPOTrainer(PolicyTrainer):
             ``{"steps", "reward", "eval": {step: reward}, "seconds": {...}, "checkpoint": path}``.
         """
         config = self.config
+        if config.cluster.kind == "ray" and not (workflow is None and workflow_kwargs is None):
+            raise ConfigError(
+                "train() was given a workflow, which workers on a cluster cannot be handed: name it as `workflow:` in the config, and its "
+                "arguments as `workflow_kwargs:`."
+            )
         workflow = workflow or config.workflow
         if workflow is None:
             raise ConfigError("no workflow: set `workflow:` in the config, or pass one to PPOTrainer.train().")

@@ -163,10 +163,10 @@ class TrainRanks:
                 return call.make(self, **own)
             assert call.units is not None
             batch_rows = shares(batch, call.units(batch), parallel.world_size(), call.minibatches(self.engine))
-            sent = _sent_columns(batch, call.minibatches(self.engine))
+            sent = sent_columns(batch, call.minibatches(self.engine))
             share = unpack_rows(parallel.scattered([pack_rows(sent, rows) for rows in batch_rows]))
-            result, written = self._make_with(call, share, own)
-            _merge(batch, batch_rows, [unpack_rows(part) for part in parallel.gathered(written) or []])
+            result, written = self.make_with(call, share, own)
+            merge_written(batch, batch_rows, [unpack_rows(part) for part in parallel.gathered(written) or []])
             return result
 
     def finish(self) -> None:
@@ -183,10 +183,10 @@ class TrainRanks:
                 if call.units is None:
                     call.make(self, **arguments)
                 else:
-                    _, written = self._make_with(call, unpack_rows(parallel.scattered(None)), arguments)
+                    _, written = self.make_with(call, unpack_rows(parallel.scattered(None)), arguments)
                     parallel.gathered(written)
 
-    def _make_with(self, call: Call, share: Trajectory, arguments: dict[str, Any]) -> tuple[Any, bytes]:
+    def make_with(self, call: Call, share: Trajectory, arguments: dict[str, Any]) -> tuple[Any, bytes]:
         """Make a call with this rank's share; returns its result, and the columns that it wrote, packed."""
         share = tensor_container_to(share, self.engine.device)
         given = dict(share)
@@ -195,7 +195,7 @@ class TrainRanks:
         return result, pack_rows({key: value for key, value in share.items() if key in kept or value is not given.get(key)})
 
 
-def _sent_columns(batch: Trajectory, minibatches: int) -> Trajectory:
+def sent_columns(batch: Trajectory, minibatches: int) -> Trajectory:
     """What ranks compute with: tensors and images. With several minibatches, also which of them each row belongs to."""
     sent = {key: value for key, value in batch.items() if isinstance(value, Tensor) or key == MULTI_MODAL}
     if minibatches > 1:
@@ -206,7 +206,7 @@ def _sent_columns(batch: Trajectory, minibatches: int) -> Trajectory:
     return sent
 
 
-def _merge(batch: Trajectory, batch_rows: Sequence[Sequence[int]], parts: Sequence[Trajectory]) -> None:
+def merge_written(batch: Trajectory, batch_rows: Sequence[Sequence[int]], parts: Sequence[Trajectory]) -> None:
     """Write the columns that came back from the ranks into the batch; one that was there before is replaced."""
     width, written = batch["input_ids"].shape[1], dict[str, Tensor]()
     for rows, part in zip(batch_rows, parts, strict=True):

@@ -112,3 +112,25 @@ def test_a_name_keeps_its_reduction():
 def test_the_process_has_one_tracker():
     get_tracker("unit").gauge(a=1)
     assert get_tracker().get("unit").export() == {"unit/a": 1.0}
+
+
+@given(st.lists(st.lists(numbers, max_size=4), min_size=1, max_size=4))
+def test_what_several_processes_reported_is_what_one_would_have(parts):
+    whole, merged = MetricsTracker(), MetricsTracker()
+    for values in parts:
+        process = MetricsTracker()
+        for tracker in (whole, process):
+            for value in values:
+                tracker.scalar(mean=value)
+                tracker.sum(total=value)
+                tracker.minimum(low=value)
+                tracker.maximum(high=value)
+                tracker.gauge(last=value)
+                tracker.histogram(spread=value)
+        merged.merge(process.take())
+        assert not process.export()
+    expected = whole.export()
+    got = merged.export()
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name] == pytest.approx(value, rel=1e-9, abs=1e-6), name

@@ -48,6 +48,7 @@ class RemoteClient(RemoteRequests):
 
     Attributes:
         ways: ways by which the servers take weights (``WeightUpdateMeta.type``).
+        only_asks: another client gives these servers their weights, pauses and resumes them; this one asks for tokens alone.
         needs_gpu: a server computes on ``rollout.tensor_parallel`` GPUs.
         finds_servers: servers that run already are used; else every run starts its own.
     """
@@ -55,6 +56,7 @@ class RemoteClient(RemoteRequests):
     ways: tuple[str, ...] = ("shared", "disk")
     needs_gpu = True
     finds_servers = True
+    only_asks = False
 
     @classmethod
     def command(cls, launch: ServerLaunch) -> list[str]:
@@ -305,10 +307,15 @@ class RemoteClient(RemoteRequests):
         while not any(healthy := self.each(self._is_healthy, servers)) and time.monotonic() < deadline:
             self._raise_if_all_ended()
             time.sleep(0.2)
+            servers = self.router.servers  # others may have come
         for server, answers in zip(servers, healthy, strict=True):
             if not answers and self.router.take_out(server, "did not answer when weights were published"):
                 logger.error("The server at %s does not answer and is out of service.", server.address)
-        return [server for server, answers in zip(servers, healthy, strict=True) if answers]
+        answering = [server for server, answers in zip(servers, healthy, strict=True) if answers]
+        _, failed = self.settled(
+            self.on_connected, [server for server in answering if not server.in_service]
+        )  # it may be a new one
+        return [server for server in answering if all(server is not other for other, _ in failed)]
 
     def _update_each(
         self, servers: list[Server], update: Callable[[Server], None], alongside: Callable[[], object]
@@ -342,6 +349,11 @@ class RemoteClient(RemoteRequests):
         with self._update_lock:
             self.on_connected(server)
             label, doubtful = str(self.read_version(server)), server.has_doubtful_weights
+            if self.only_asks:
+                if label != str(self._version):
+                    raise WeightUpdateError(f"it holds version {label!r}, and version {self._version} is the current one")
+                self.router.put_back(server)
+                return
             # A server that was started again may call its first weights 0, too.
             if label != str(self._version) or doubtful or (label == "0" and self._restore is not None):
                 if self._restore is not None:
@@ -391,6 +403,19 @@ class RemoteClient(RemoteRequests):
                 )
             self._version, self._restore = version, None  # another client published: what this one has is older
 
+    def adopt_version(self) -> None:
+        """Go by the version that another client has published.
+
+        Raises:
+            WeightUpdateError: the servers hold different ones.
+        """
+        with self._update_lock:
+            held = {server.address: label for server, label in self._each_in_service(self.read_version, "say its version")}
+            if len(set(held.values())) > 1:
+                raise WeightUpdateError(f"The {self.kind} servers hold different weights: {held}.")
+            for label in held.values():
+                self._version, self._restore = self.version_number(label), None
+
     # -- control -------------------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
@@ -429,6 +454,20 @@ class RemoteClient(RemoteRequests):
         else:
             action()
 
+    def hold(self, *, drained: bool) -> None:
+        """Ask for nothing more until ``resume_asking``, where another client pauses the servers.
+
+        Args:
+            drained: return when what was asked is answered.
+        """
+        self._holding = True
+        if drained:
+            self.drain()
+
+    def resume_asking(self) -> None:
+        """Go on after ``hold``."""
+        self._holding = False
+
     def drain(self) -> None:
         """Hold new requests back and wait until those in flight have ended; ``resume`` lets them go on.
 
@@ -458,7 +497,7 @@ class RemoteClient(RemoteRequests):
         """``rollout.weight_dtype``; for ``auto`` what every server holds, as far as they say it."""
         if self.config.weight_dtype != "auto":
             return getattr(torch, self.config.weight_dtype)
-        held = {self.held_dtype(server) for server in self.router.servers}
+        held = {self.held_dtype(server) for server in self.router.in_service()}
         return held.pop() if len(held) == 1 else None
 
     def held_dtype(self, server: Server) -> torch.dtype | None:

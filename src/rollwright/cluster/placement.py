@@ -1,0 +1,109 @@
+"""What a run places on a cluster, and whether it fits: known before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollwright.config.experiment import PPOConfig
+from rollwright.errors import ConfigError
+from rollwright.inference.backends import BACKENDS
+from rollwright.inference.weights.publication import RemoteClient
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Processes of one kind: how many, and what each is placed with."""
+
+    role: str  # rank, server or worker
+    count: int
+    cpus: float
+    gpus: int
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine of a cluster, and what is free there."""
+
+    address: str
+    cpus: float
+    gpus: int
+
+
+def demands_of(config: PPOConfig, cluster_has_gpus: bool) -> list[Demand]:
+    """What a run asks of its cluster, those first that are the hardest to place.
+
+    Args:
+        config: of the run.
+        cluster_has_gpus: some node has.
+    """
+    cluster, rollout = config.cluster, config.rollout
+    of_rank, of_server = cluster.gpus_per_rank, cluster.gpus_per_server
+    if of_rank is None:
+        of_rank = int(cluster_has_gpus and config.actor.device != "cpu")
+    if of_server is None:
+        backend = BACKENDS.get(rollout.backend)
+        of_server = rollout.tensor_parallel if issubclass(backend, RemoteClient) and backend.needs_gpu else 0
+    return [
+        Demand("rank", cluster.processes, cluster.cpus_per_rank, of_rank),
+        Demand("server", rollout.servers, cluster.cpus_per_server, of_server),
+        Demand("worker", cluster.workers, cluster.cpus_per_worker, cluster.gpus_per_worker),
+    ]
+
+
+def place(demands: Sequence[Demand], nodes: Sequence[Node], least_nodes: int = 1) -> list[tuple[str, str]]:
+    """The node that each process fits on: ranks close together, servers and workers spread.
+
+    Args:
+        demands: what is to be placed.
+        nodes: what there is.
+        least_nodes: that have to be there.
+
+    Returns:
+        ``(process, address)``, such as ``("rank 0", "10.0.0.1")``. A cluster may choose another node for a process than this.
+
+    Raises:
+        ConfigError: there are too few nodes, or a process fits nowhere.
+    """
+    if len(nodes) < least_nodes:
+        raise ConfigError(
+            f"cluster.nodes is {least_nodes}, and the cluster has {len(nodes)}: start Ray on the others, or lower cluster.nodes."
+        )
+    left = {number: [node.cpus, float(node.gpus)] for number, node in enumerate(nodes)}
+    placed: list[tuple[str, str]] = []
+    for demand in demands:
+        for index in range(demand.count):
+            fitting = [number for number, (cpus, gpus) in left.items() if cpus >= demand.cpus and gpus >= demand.gpus]
+            if not fitting:
+                free = "; ".join(
+                    f"{node.address}: {left[number][0]:g} CPUs and {left[number][1]:g} GPUs"
+                    for number, node in enumerate(nodes)
+                )
+                raise ConfigError(
+                    f"{demand.role} {index} needs {demand.cpus:g} CPUs and {demand.gpus} GPUs, and no node has them left ({free}). "
+                    f"Give the cluster more, or lower {_KEYS[demand.role]} or cluster.cpus_per_{demand.role}."
+                )
+            most = -1 if demand.role != "rank" else 1
+            chosen = min(fitting, key=lambda number: (most * left[number][bool(demand.gpus)], number))
+            left[chosen][0] -= demand.cpus
+            left[chosen][1] -= demand.gpus
+            placed.append((f"{demand.role} {index}", nodes[chosen].address))
+    return placed
+
+
+_KEYS = {"rank": "cluster.processes", "server": "rollout.servers", "worker": "cluster.workers"}
+
+
+def placement_in_words(config: PPOConfig) -> list[str]:
+    """Which process of a run fits where on its Ray cluster, as that is now.
+
+    Raises:
+        ConfigError: Ray is not there, or something fits nowhere.
+    """
+    from rollwright.cluster.ray import RayCluster
+
+    nodes = RayCluster.look(config.cluster)
+    demands = demands_of(config, any(node.gpus for node in nodes))
+    each = {demand.role: f"{demand.cpus:g} CPUs, {demand.gpus} GPUs" for demand in demands}
+    where = place(demands, nodes, config.cluster.nodes)
+    return ["On the cluster:", *(f"  {process} ({each[process.split()[0]]}): {node}" for process, node in where)]

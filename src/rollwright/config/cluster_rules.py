@@ -1,0 +1,87 @@
+"""Rules about where the processes of a run are: what one of several cannot do, and what a Ray cluster does not do yet."""
+
+from __future__ import annotations
+
+from rollwright.config.experiment import PPOConfig
+from rollwright.config.sections import ClusterConfig
+from rollwright.config.task_rules import Rule
+
+#: Keys of ``cluster`` that only ``kind: ray`` reads.
+_OF_RAY = (
+    ("address", ""),
+    ("nodes", 1),
+    ("workers", 1),
+    *((f"cpus_per_{role}", 1.0) for role in ("rank", "server", "worker")),
+    *((f"gpus_per_{role}", 0 if role == "worker" else None) for role in ("rank", "server", "worker")),
+)
+
+
+def placement(cluster: ClusterConfig) -> list[Rule]:
+    """Keys that nothing would read."""
+    return [
+        (
+            cluster.kind != "ray" and getattr(cluster, name) != default,
+            name,
+            f"is of kind ray, and kind is {cluster.kind}; take it out",
+        )
+        for name, default in _OF_RAY
+    ]
+
+
+def ray(config: PPOConfig) -> list[Rule]:
+    """What a run on a Ray cluster does not do."""
+    if config.cluster.kind != "ray":
+        return []
+    rollout = config.rollout
+    return [
+        (config.mode != "both", "mode", f"is {config.mode}; cluster.kind ray is for mode both"),
+        (
+            config.deterministic,
+            "deterministic",
+            "is true, and episodes in several processes do not repeat bit for bit; take it out",
+        ),
+        (
+            rollout.backend == "builtin",
+            "rollout.backend",
+            "is builtin, an engine in the process that trains; with cluster.kind ray episodes ask servers: set builtin_process, "
+            "sglang or vllm",
+        ),
+        (
+            bool(rollout.addresses),
+            "rollout.addresses",
+            "names servers; cluster.kind ray starts its own (rollout.servers); take it out",
+        ),
+        (rollout.first_gpu is not None, "rollout.first_gpu", "is chosen by Ray where cluster.kind is ray; take it out"),
+        (
+            rollout.weight_update == "shared",
+            "rollout.weight_update",
+            "is shared memory, which processes on several nodes do not have; set disk, xccl or auto",
+        ),
+        (
+            bool(config.tasksets or config.eval_tasksets or config.auxiliary_models),
+            "tasksets",
+            "and auxiliary models need services that workers on a Ray cluster do not start yet; give workflow and train_dataset",
+        ),
+        (
+            config.recover.in_background,
+            "recover.in_background",
+            "is true, and on a Ray cluster a lost rank is replaced from a checkpoint that is whole; take it out",
+        ),
+        (
+            config.journal.keep is not None,
+            "journal.keep",
+            "removes files that other processes of a Ray cluster may still write; take it out",
+        ),
+    ]
+
+
+def processes(config: PPOConfig) -> list[Rule]:
+    """Several ranks."""
+    several, mode = config.cluster.processes, config.mode
+    return [
+        (
+            several > 1 and mode not in ("both", "train"),
+            "cluster.processes",
+            f"is {several}, but mode {mode} is one process; take it out",
+        )
+    ]

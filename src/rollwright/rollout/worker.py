@@ -1,0 +1,142 @@
+"""A process that runs episodes for another one: the executor's runner and a client of the servers, asked for one episode at a time.
+
+Who asks leases (ordinal, index, attempt) and decides on retries; what comes back are the episode's rows, packed. Nothing here knows how
+the two processes reach each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+from concurrent.futures import Future
+from typing import Any
+
+from rollwright.config.sections import RolloutConfig
+from rollwright.errors import RolloutError
+from rollwright.experience.journal.files import Journal
+from rollwright.experience.journal.records import unpack_value
+from rollwright.experience.packed import pack_rows
+from rollwright.experience.trajectory import Trajectory
+from rollwright.inference.engine import InferenceEngine
+from rollwright.inference.weights.publication import RemoteClient
+from rollwright.rollout.event_loop import LoopThread
+from rollwright.rollout.runner import Runner
+from rollwright.rollout.sample_engine import SampleEngine
+from rollwright.rollout.seeds import SampleName
+from rollwright.rollout.task_group import Group, GroupFactory, GroupState
+from rollwright.tracking.metrics import get_tracker
+
+#: An episode's rows, packed (None: it was rejected), and the metrics that it reported meanwhile.
+Answer = tuple[bytes | None, list[Any]]
+
+
+class RolloutWorker:
+    """Runs episodes of one workflow with one engine.
+
+    Args:
+        engine: an engine, connected; it is destroyed with the worker.
+        config: limits of episodes (``rollout``).
+        workflow: class, instance, registered name or import path.
+        workflow_kwargs: arguments of its constructor.
+        group_size: samples of a task, which a workflow must not make by itself.
+        seed: the run's.
+        journal: what episodes are asked and answered is written there.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        config: RolloutConfig,
+        workflow: Any,
+        workflow_kwargs: dict[str, Any] | None = None,
+        *,
+        group_size: int = 1,
+        seed: int = 1,
+        journal: Journal | None = None,
+    ) -> None:
+        self.engine = engine
+        self._workflow = workflow, workflow_kwargs
+        self._group_size = group_size
+        self._factory = GroupFactory()
+        self._thread = LoopThread(at_exit=self.close)
+        self._runner = _Episodes(engine, config, self._thread.loop, seed, deterministic=False, journal=journal)
+        self._journal = journal
+        self._drains = config.on_weight_update == "wait"
+        self._thread.start()
+
+    async def run(self, name: tuple[Any, ...], task: bytes, samples_asked: int) -> Answer:
+        """Run one episode to its end.
+
+        Args:
+            name: the fields of its ``SampleName``.
+            task: the row, by ``pack_value``.
+            samples_asked: samples that the workflow is asked for.
+
+        Raises:
+            RolloutError: it failed; the message is the cause in one line, and the traceback is a note.
+        """
+        sample = SampleName(*name)
+        group = self._factory.make(unpack_value(task), *self._workflow, group_size=self._group_size)
+        group.ordinal, group.runs = sample.ordinal, [samples_asked] * (sample.index + 1)
+        ended: Future[Trajectory | None] = Future()
+        self._thread.loop.call_soon_threadsafe(self._runner.begin, group, sample, ended)
+        rows = await asyncio.wrap_future(ended)
+        return None if rows is None else pack_rows(rows), get_tracker().take()
+
+    def cancel(self, name: tuple[Any, ...]) -> None:
+        """End an episode whose rows are not wanted any more."""
+        self._thread.loop.call_soon_threadsafe(self._runner.cut, SampleName(*name))
+
+    def hold(self) -> None:
+        """Weights are about to change: nothing more is asked. With ``on_weight_update: wait``, return when all is answered."""
+        if isinstance(self.engine, RemoteClient):
+            self.engine.hold(drained=self._drains)
+
+    def release(self, addresses: list[str]) -> None:
+        """Go on, with the servers at these addresses and the version that they hold now."""
+        if isinstance(self.engine, RemoteClient):
+            self.engine.use_servers(addresses)
+            self.engine.adopt_version()
+            self.engine.resume_asking()
+        self._thread.call(setattr, self._runner.delivery.staleness, "version", self.engine.get_version())
+
+    def close(self) -> None:
+        """Cancel what runs, and end the engine. Idempotent."""
+        self._thread.stop(lambda: self._runner.stop(RolloutError("the worker was closed.")))
+        self.engine.destroy()
+        if self._journal is not None:
+            self._journal.close()
+
+
+class _Episodes(Runner):
+    """Runs single episodes; what becomes of their groups is decided elsewhere."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._ends: dict[Group, Future[Trajectory | None]] = {}
+
+    def begin(self, group: Group, name: SampleName, ended: Future[Trajectory | None]) -> None:
+        """Start an episode whose end is told to ``ended``."""
+        group.state = GroupState.RUNNING
+        self._ends[group] = ended
+        self._start(group, name.index, name.attempt)
+
+    def cut(self, name: SampleName) -> None:
+        """Cancel an episode."""
+        for group in list(self._ends):
+            if any(sample.name == name for sample in group.running.values()):
+                self._abandon_later(group, group.cancel("is not wanted any more"))
+
+    def _sample_ended(self, group: Group, sample: SampleEngine, outcome: Trajectory | BaseException | None) -> None:
+        ended = self._ends.pop(group)
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            if isinstance(outcome, BaseException):
+                failure = self._failed(group, outcome, str(sample.name), is_final=False)
+                sample.episode.end("failed", f"{type(outcome).__name__}: {outcome}"[:2000])
+                error = RolloutError(failure.cause)
+                error.add_note(failure.traceback)
+                ended.set_exception(error)
+            else:
+                sample.episode.end("rejected" if outcome is None else "accepted", rows=outcome)
+                ended.set_result(outcome)

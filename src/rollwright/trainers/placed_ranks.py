@@ -1,0 +1,369 @@
+"""The ranks of a training on a cluster, and the process that is none of them and tells them what to do.
+
+The ranks make the same calls as those that torchrun starts (``rollwright.training.ranks``), told by the controller instead of the first
+of them. A batch is divided there, and each rank fetches its own rows, packed.
+
+A rank that is lost takes the gang with it: all are placed again, load the newest recover checkpoint, and make the calls since then once
+more, on the same rows. Servers, workers and running episodes do not notice; no version is published twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import fcntl
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollwright.cluster.placement import demands_of, place
+from rollwright.config.experiment import FinetuneSpec, PPOConfig
+from rollwright.config.sections import RolloutConfig
+from rollwright.data.tokenizer import load_tokenizer
+from rollwright.errors import CheckpointError, LostProcessError, LostRankError
+from rollwright.experience.packed import pack_rows, unpack_rows
+from rollwright.experience.trajectory import Trajectory, tensor_container_to
+from rollwright.inference.backends import BACKENDS
+from rollwright.inference.engine import WeightReceiver
+from rollwright.inference.network import find_free_ports
+from rollwright.inference.weights.publication import RemoteClient
+from rollwright.tracking.logging import getLogger
+from rollwright.tracking.run_directory import RunDirectory
+from rollwright.trainers.ranks import load_ranks
+from rollwright.training import parallel
+from rollwright.training.checkpoint import RecoverCheckpoints
+from rollwright.training.model import resolve_device
+from rollwright.training.publish import Publication
+from rollwright.training.ranks import CALLS, TrainRanks, merge_written, sent_columns
+from rollwright.training.ranks import shares as divided
+
+logger = getLogger("ranks")
+
+#: Version of the weights, and how they were published.
+_State = tuple[int, Publication | None]
+#: Longest start of a gang: interpreters, torch, the model.
+START_SECONDS = 600.0
+#: How often in a row a gang may be lost before a call of it succeeds.
+RESTARTS = 3
+#: Calls that change what the ranks hold; they are made again after a gang was lost.
+_CHANGES = ("policy_step", "publish", "skip_publication")
+
+
+# -- in a rank's process -------------------------------------------------------------------------------------------------
+
+
+class TrainRank:
+    """One rank: joins the others, loads its part of the model, and makes the calls that it is told.
+
+    Args:
+        where: it was placed (``cluster.ray.Place``).
+    """
+
+    def __init__(self, where: Any) -> None:
+        self._address = where.address
+        self._thread = ThreadPoolExecutor(1)  # all calls in one thread, as torch keeps state in threads
+        self._ranks: TrainRanks
+        self._client: RemoteClient | None = None
+
+    def meeting_place(self) -> tuple[str, int]:
+        """Where the ranks can find each other, if this one is the first."""
+        return self._address, find_free_ports(1)[0]
+
+    async def open(
+        self, config: PPOConfig, spec: dict[str, Any], recover: str, rank: int, world: int, meeting: tuple[str, int]
+    ) -> str:
+        """Join the other ranks and load this one's part of the model; returns the type that it computes in."""
+        here = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "MASTER_ADDR": meeting[0], "MASTER_PORT": meeting[1]}
+        os.environ.update({name: str(value) for name, value in here.items()})
+        if interface := _interface_of(self._address):  # a host's name may stand for another address than the cluster's
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+        def load() -> str:
+            if config.cluster.threads is not None:
+                torch.set_num_threads(config.cluster.threads)
+            parallel.join_processes(resolve_device(config.actor.device))
+            self._config = config
+            with parallel.watched():
+                self._ranks = load_ranks(config, FinetuneSpec(**spec), Path(recover), shares_weights=False)
+            return str(self._ranks.engine.compute_dtype).removeprefix("torch.")
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, load)
+
+    async def connect(self, rollout: RolloutConfig, addresses: list[str]) -> None:
+        """On the first rank: connect to the servers that weights are published to. On the others: take part in it."""
+
+        def connect() -> None:
+            engine: Any = WeightReceiver()  # stands for the first rank's, and is never asked
+            if parallel.rank() == 0:
+                backend = BACKENDS.get(rollout.backend)
+                assert issubclass(backend, RemoteClient)
+                engine = self._client = backend(rollout, addresses=addresses)
+                engine.initialize()
+            self._ranks.engine.connect_engine(engine)
+
+        await asyncio.get_running_loop().run_in_executor(self._thread, connect)
+
+    def use_servers(self, addresses: list[str]) -> None:
+        """On the first rank: publish to these servers from now on; answered beside calls."""
+        if self._client is not None:  # otherwise it connects to them
+            self._client.use_servers(addresses)
+
+    async def call(self, name: str, share: bytes | None, arguments: dict[str, Any]) -> tuple[Any, bytes, _State]:
+        """Make a call of ``CALLS``.
+
+        Args:
+            name: of the call.
+            share: this rank's rows; None: the call takes none.
+            arguments: of the call.
+
+        Returns:
+            What it returned, the columns that it wrote into the rows, and the version of the weights and how they were published.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._make, name, share, arguments)
+
+    def _make(self, name: str, share: bytes | None, arguments: dict[str, Any]) -> tuple[Any, bytes, _State]:
+        call, written, result = CALLS[name], b"", None
+        if name == "save" and parallel.rank() == 0:
+            arguments["tokenizer"] = load_tokenizer(
+                self._config.tokenizer_path or self._config.actor.path, self._config.actor.trust_remote_code
+            )
+        with parallel.watched():
+            if share is None:
+                result = call.make(self._ranks, **arguments)
+            else:
+                result, written = self._ranks.make_with(call, unpack_rows(share), arguments)
+        if name == "load_recover":  # the engine's part stays here
+            step, state = result
+            result = step, {key: value for key, value in state.items() if key != arguments["part"]}
+        engine = self._ranks.engine
+        return result if parallel.rank() == 0 else None, written, (engine.version, engine.publication)
+
+
+def _interface_of(address: str) -> str | None:
+    """The network interface that has an IPv4 address; None where the system does not say."""
+    if address.startswith("127."):
+        return "lo0" if sys.platform == "darwin" else "lo"
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                found = fcntl.ioctl(asked.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None
+
+
+# -- in the controller ---------------------------------------------------------------------------------------------------
+
+
+class PlacedPolicy:
+    """The trained policy as the controller sees it: its version and its type, and nothing of its weights."""
+
+    def __init__(self, ranks: PlacedRanks) -> None:
+        self._ranks = ranks
+        self.version = 0
+        self.publication: Publication | None = None  # the last
+        self.compute_dtype = torch.float32  # until the ranks have said
+
+    def connect_engine(self, engine: Any) -> None:
+        """Connect the first rank to the servers of the rollout engine."""
+        self._ranks.connect(engine)
+
+    def destroy(self) -> None:
+        """End the ranks, and the cluster's other processes with them."""
+        self._ranks.close()
+
+
+class PlacedRanks:
+    """The ranks of a training on a cluster, with the face of ``TrainRanks``.
+
+    Args:
+        config: of the run, whose ``cluster.kind`` is ``ray``.
+        spec: how long it is.
+        directory: of the run, which all nodes see.
+
+    Attributes:
+        engine: the policy, as far as this process knows it.
+        model: None: no engine in this process can share it.
+        cluster: where the ranks are; the rollout engine places its processes there, too.
+        recover: the recover checkpoints of the run, which the ranks write.
+    """
+
+    model = None
+
+    def __init__(self, config: PPOConfig, spec: FinetuneSpec, directory: RunDirectory) -> None:
+        from rollwright.cluster.ray import RayCluster
+
+        self._config, self._spec = config, spec
+        self.recover = RecoverCheckpoints(directory.recover, keep=config.recover.keep)
+        self.engine = PlacedPolicy(self)
+        self._since: list[tuple[str, list[Any]]] = []  # calls since the newest recover checkpoint
+        self._checkpoint: int | None = None  # its step; None: there is none
+        self._connection: Callable[[], tuple[RolloutConfig, list[str]]] | None = None
+        self._gang: list[Any] = []
+        self.cluster = RayCluster(config.cluster, directory.logs)
+        try:
+            nodes = self.cluster.nodes
+            self.demands = {demand.role: demand for demand in demands_of(config, any(node.gpus for node in nodes))}
+            for process, address in place(list(self.demands.values()), nodes, config.cluster.nodes):
+                logger.info("%s fits on %s", process, address)
+            self._opening = ThreadPoolExecutor(1).submit(self._start_gang)  # while servers and workers start
+        except BaseException:
+            self.cluster.close()
+            raise
+
+    # -- the face of TrainRanks ------------------------------------------------------------------------------------------
+
+    def placed(self, batch: Trajectory) -> Trajectory:
+        """A batch where it is divided: in the memory of the host."""
+        return tensor_container_to(batch, "cpu")
+
+    def save(self, path: Any, tokenizer: Any = None) -> None:
+        """Write the model in Hugging Face form, with the tokenizer of the config."""
+        self.call("save", path=os.fspath(Path(path).absolute()))
+
+    def finish(self) -> None:
+        """Nothing is left to do: the ranks wait for calls, and end with ``close``."""
+
+    def call(self, name: str, batch: Trajectory | None = None, *, here: dict[str, Any] | None = None, **arguments: Any) -> Any:
+        """Make a call of ``CALLS`` on all ranks; see ``TrainRanks.call``. ``here`` reaches the first rank alone."""
+        self._opening.result()
+        world, own = len(self._gang), dict(here or {})
+        if (before := own.pop("before_visible", None)) is not None:
+            before()  # what the checkpoint builds on is written first
+        if batch is None:
+            return self._call(name, [None] * world, own, arguments)[0]
+        call = CALLS[name]
+        assert call.units is not None
+        minibatches = call.minibatches(_Section(self._config.actor))
+        batch_rows = divided(batch, call.units(batch), world, minibatches)
+        sent = sent_columns(batch, minibatches)
+        references = [self.cluster.put(pack_rows(sent, rows)) for rows in batch_rows]
+        result, written = self._call(name, references, own, arguments)
+        merge_written(batch, batch_rows, [unpack_rows(part) for part in written])
+        return result
+
+    def connect(self, rollout: Any) -> None:
+        """Connect the first rank to the servers that ``rollout`` asks."""
+        self._opening.result()
+        self._connection = lambda: (rollout.config, rollout.watch.addresses)
+        self._ask_all("connect", *self._connection())
+
+    def use_servers(self, addresses: list[str]) -> None:
+        """Tell the first rank which servers there are, beside what it does."""
+        with contextlib.suppress(LostProcessError):  # the next one is told when it connects
+            self._gang[0].call("use_servers", addresses).result(60.0)
+
+    def close(self) -> None:
+        """End the ranks, and all else on the cluster. Idempotent."""
+        self.cluster.close()
+
+    # -- a gang ----------------------------------------------------------------------------------------------------------
+
+    def _start_gang(self) -> None:
+        demand = self.demands["rank"]
+        self._gang = self.cluster.gang(
+            "rank", "rollwright.trainers.placed_ranks:TrainRank", demand.count, cpus=demand.cpus, gpus=demand.gpus
+        )
+        for process in self._gang:
+            process.started.result(START_SECONDS)
+        meeting = self._gang[0].call("meeting_place").result(60.0)
+        spec, recover = dataclasses.asdict(self._spec), str(self.recover.directory.absolute())
+        world = len(self._gang)
+        opened = [
+            process.call("open", self._config, spec, recover, rank, world, meeting) for rank, process in enumerate(self._gang)
+        ]
+        self.engine.compute_dtype = getattr(torch, _together(opened)[0])
+
+    def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
+        return _together([process.call(method, *arguments) for process in self._gang])
+
+    def _call(
+        self, name: str, shares: Sequence[Any], own: dict[str, Any], arguments: dict[str, Any]
+    ) -> tuple[Any, list[bytes]]:
+        """Make a call; where the gang is lost, with another one, which first gets to where this one was."""
+        restarts, began = 0, time.monotonic()
+        while True:
+            try:
+                if restarts:
+                    self._replace_gang(arguments.get("step") if name == "save_recover" else None)
+                answers = self._make(name, shares, own, arguments)
+                break
+            except (LostProcessError, LostRankError) as error:
+                restarts += 1
+                if self._config.recover.mode == "off":
+                    raise LostRankError(f"{error}; with recover.mode off there is no checkpoint to go on from.") from error
+                if restarts > RESTARTS:
+                    raise LostRankError(
+                        f"the ranks were lost {restarts} times in call {name}; the last time: {error}"
+                    ) from error
+                logger.error("%s: all ranks are placed again and go on from the newest checkpoint", error)
+        if restarts:
+            logger.info("the ranks are where they were %.1f s ago", time.monotonic() - began)
+        if name == "save_recover":
+            self._since.clear()
+            self._checkpoint = arguments["step"]
+        elif name == "load_recover":
+            self._checkpoint = answers[0][0][0]
+        elif name in _CHANGES and self._config.recover.mode != "off":
+            self._since.append((name, list(shares)))
+        result, _, (self.engine.version, self.engine.publication) = answers[0]
+        return result, [written for _, written, _ in answers]
+
+    def _make(
+        self, name: str, shares: Sequence[Any], own: dict[str, Any], arguments: dict[str, Any]
+    ) -> list[tuple[Any, bytes, _State]]:
+        return _together(
+            [
+                process.call("call", name, share, {**arguments, **(own if rank == 0 else {})})
+                for rank, (process, share) in enumerate(zip(self._gang, shares, strict=True))
+            ]
+        )
+
+    def _replace_gang(self, being_saved: int | None) -> None:
+        """Place the ranks again and have them get to where the lost ones were; ``being_saved``: the step whose checkpoint was written."""
+        self.cluster.remove(self._gang)
+        self._start_gang()
+        nothing = [None] * len(self._gang)
+        if self.recover.steps():
+            (step, _), _, _ = self._make("load_recover", nothing, {}, {"part": "actor"})[0]
+            if step == being_saved:
+                self._since.clear()
+            elif step != self._checkpoint:
+                raise CheckpointError(
+                    f"the newest whole recover checkpoint is of step {step}, and the batches since step {self._checkpoint} are at hand: "
+                    "start the run again, which goes on from there."
+                )
+            self._checkpoint = step
+        for name, shares in self._since:  # what was published stays published: the servers hold it
+            self._make("skip_publication" if name == "publish" else name, shares, {}, {})
+        if self._connection is not None:
+            self._ask_all("connect", *self._connection())
+            self._make("republish", nothing, {}, {})  # so that a server that comes back can be given them
+
+
+class _Section:
+    """What says into how many minibatches a call divides its batch: an engine, as far as its config goes."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+
+def _together(answers: Sequence[Any]) -> list[Any]:
+    """What all ranks answer. The first failure is raised at once: the others may wait for ever for the rank that failed."""
+    left = set(answers)
+    while left:
+        done, left = wait(left, return_when=FIRST_COMPLETED)
+        failed = [error for answer in done if (error := answer.exception()) is not None]
+        if failed:
+            raise next((error for error in failed if not isinstance(error, LostRankError)), failed[0])
+    return [answer.result() for answer in answers]

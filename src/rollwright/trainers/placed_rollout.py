@@ -1,0 +1,165 @@
+"""What samples for a run on a cluster: servers and workers in processes of their own, and the engine that holds both."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from rollwright.cluster.local import LocalServers
+from rollwright.config.experiment import PPOConfig
+from rollwright.config.secrets import hidden_texts
+from rollwright.config.sections import RolloutConfig
+from rollwright.data.tokenizer import load_tokenizer
+from rollwright.errors import ConfigError
+from rollwright.experience.journal.files import Journal
+from rollwright.inference.backends import BACKENDS
+from rollwright.inference.weights.publication import RemoteClient
+from rollwright.registry import PLUGINS
+from rollwright.rollout.worker import RolloutWorker
+from rollwright.rollout.workers import PlacedRollout, ServerWatch, WorkerPool
+from rollwright.tracking.run_directory import RunDirectory
+from rollwright.trainers.placed_ranks import PlacedRanks
+from rollwright.trainers.tasks import workflow_arguments
+
+
+def make_placed_rollout(config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, directory: RunDirectory) -> PlacedRollout:
+    """Place the servers and the workers of a run, and connect to them.
+
+    Args:
+        config: of the run.
+        ranks: train the model; their cluster is used.
+        tokenizer: the model's.
+        directory: of the run, which all nodes see: weights that are published by disk are below it.
+
+    Raises:
+        ConfigError: the backend has no servers that could be started.
+    """
+    backend = BACKENDS.get(config.rollout.backend)
+    if not issubclass(backend, RemoteClient):
+        raise ConfigError(f"rollout.backend {config.rollout.backend!r} has no servers to start; see docs/cluster.md.")
+    rollout, path = config.rollout, directory.path.absolute()
+    # Made for this run alone, and never written: it is neither in the config of the run nor on a command line.
+    key = rollout.api_key or os.environ.get("ROLLWRIGHT_API_KEY") or secrets.token_urlsafe(24)
+    rollout = dataclasses.replace(rollout, api_key=key)
+    if rollout.weight_update == "auto":  # memory is not shared by nodes
+        (path / "weights").mkdir(exist_ok=True)
+        rollout = dataclasses.replace(rollout, weight_update="disk", weight_update_path=str(path / "weights"))
+    model_path = config.actor.path
+    if config.actor.init_from_scratch:  # random weights, which exist nowhere yet
+        model_path = str(path / "engine_model")
+        ranks.save(model_path, tokenizer)
+    of_server, of_worker = ranks.demands["server"], ranks.demands["worker"]
+    servers = [
+        ranks.cluster.process(
+            f"server {index}",
+            "rollwright.trainers.placed_rollout:PlacedServer",
+            lambda index=index: (config, rollout, model_path, str(directory.logs.absolute() / f"server-{index}")),
+            cpus=of_server.cpus,
+            gpus=of_server.gpus,
+        )
+        for index in range(of_server.count)
+    ]
+    for server in servers:
+        server.started.result(rollout.setup_timeout)
+    addresses = [server.call("address").result(rollout.setup_timeout) for server in servers]
+    client = backend(rollout, addresses=addresses)
+    told = dataclasses.replace(config, rollout=rollout)
+    made: list[PlacedRollout] = []
+    workers = [
+        ranks.cluster.process(
+            f"worker {index}",
+            "rollwright.trainers.placed_rollout:open_worker",
+            lambda: (told, made[0].in_service() if made else addresses, str(path)),
+            cpus=of_worker.cpus,
+            gpus=of_worker.gpus,
+            concurrency=rollout.max_concurrent_samples + 16,
+        )
+        for index in range(of_worker.count)
+    ]
+    engine = PlacedRollout(rollout, client, WorkerPool(workers, rollout.setup_timeout), seed=config.seed)
+
+    def changed(present: list[str]) -> None:
+        client.use_servers(present)
+        ranks.use_servers(present)
+
+    engine.watch = ServerWatch(
+        servers,
+        addresses,
+        changed=changed,
+        in_service=engine.in_service,
+        tell=engine.pool.use_servers,
+        timeout=rollout.setup_timeout,
+    )
+    if config.journal.enabled:  # what becomes of groups; episodes are in the journals of the workers, beside it
+        engine.journal = Journal(directory.journal, config.journal, hidden_texts(config))
+    made.append(engine)
+    return engine
+
+
+class PlacedServer:
+    """An inference server in a process of its own, ended with that process.
+
+    Args:
+        where: it was placed (``cluster.ray.Place``).
+        config: of the run.
+        rollout: its section, with the key that requests carry.
+        model_path: of the model.
+        logs: directory of its log.
+    """
+
+    def __init__(self, where: Any, config: PPOConfig, rollout: RolloutConfig, model_path: str, logs: str) -> None:
+        roots = () if rollout.weight_update_path is None else (rollout.weight_update_path,)
+        self._servers = LocalServers(
+            rollout,
+            model_path=model_path,
+            logs=logs,
+            tensor_parallel=rollout.tensor_parallel,
+            threads=max(1, int(config.cluster.cpus_per_server)),
+            weights_roots=roots,
+            host=where.address,
+            sglang=config.sglang,
+            vllm=config.vllm,
+        )
+
+    def address(self) -> str:
+        """``host:port``."""
+        return self._servers.addresses[0]
+
+    def check(self) -> None:
+        """Raise where the server has ended."""
+        self._servers.check()
+
+
+def open_worker(where: Any, config: PPOConfig, addresses: list[str], directory: str) -> RolloutWorker:
+    """A worker that runs the config's workflow with the servers at these addresses.
+
+    Args:
+        where: it was placed (``cluster.ray.Place``); not used.
+        config: of the run; its ``rollout`` has the key that requests carry.
+        addresses: of the servers.
+        directory: of the run.
+    """
+    PLUGINS.load()
+    rollout = config.rollout
+    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, config.actor.trust_remote_code)
+    backend = BACKENDS.get(rollout.backend)
+    assert issubclass(backend, RemoteClient)
+    client = backend(rollout, addresses=addresses)
+    client.only_asks = True
+    client.initialize()
+    journal = None
+    if config.journal.enabled:  # old files are removed by the controller's alone
+        kept = dataclasses.replace(config.journal, keep=None)
+        journal = Journal(Path(directory) / "journal", kept, hidden_texts(config))
+    return RolloutWorker(
+        client,
+        rollout,
+        config.workflow,
+        workflow_arguments(config, config.workflow, config.workflow_kwargs, tokenizer),
+        group_size=config.gconfig.n_samples,
+        seed=config.seed,
+        journal=journal,
+    )

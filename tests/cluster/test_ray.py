@@ -1,0 +1,144 @@
+"""One config in one process and on a Ray cluster of three nodes: the same samples and updates, also where processes are killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from ranks_runs import GRPO, compare, metrics, run, start, write_parts
+
+from rollwright.experience.journal.files import read_records
+from rollwright.experience.journal.records import GroupEnd, Trained
+
+pytest.importorskip("ray", reason="the extra `ray` is not installed")
+
+LIMIT = 300.0
+STEPS = 10  # that are compared
+PLACED = (
+    "cluster.kind=ray",
+    "cluster.processes=2",
+    "cluster.workers=2",
+    "cluster.nodes=3",
+    "rollout.backend=builtin_process",
+    "rollout.servers=2",
+    "recover.every_steps=3",
+)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A head and two nodes, as processes of this machine; its address."""
+    from ray.cluster_utils import Cluster
+
+    # Loopback, and not 127.0.0.1, in whose place Ray puts the machine's address where it joins a cluster.
+    made = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, "node_ip_address": "127.0.0.2"}
+    )
+    for number in (3, 4):
+        made.add_node(num_cpus=3, node_ip_address=f"127.0.0.{number}")
+    yield made.address
+    made.shutdown()
+
+
+@pytest.fixture
+def grpo(tmp_path, tiny_model):
+    """Writes the config of a GRPO run; returns its directory."""
+    write_parts(tmp_path)
+    (tmp_path / "grpo.yaml").write_text(GRPO.format(root=tmp_path / "runs", model=tiny_model))
+    return tmp_path
+
+
+def trial(directory: Path, name: str) -> Path:
+    return directory / "runs" / "ranks" / name
+
+
+def process_of(directory: Path, name: str) -> int:
+    """Process id of the newest process of a name."""
+    return int(re.findall(r"is process (\d+)", (directory / "logs" / f"{name}.log").read_text())[-1])
+
+
+def trained_ordinals(directory: Path) -> list[int]:
+    """The ordinals of the groups that steps trained on, in their order."""
+    ordinals: dict[int, int] = {}
+    groups: list[int] = []
+    for _, record in read_records(directory / "journal"):
+        if isinstance(record, GroupEnd) and record.state == "delivered":
+            ordinals[record.group] = record.ordinal
+        elif isinstance(record, Trained):
+            groups.append(record.group)
+    return [ordinals[group] for group in dict.fromkeys(groups)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_ray_cluster_is_one_process_also_where_processes_are_killed(grpo, cluster, tiny_model, pytestconfig):
+    """A worker, a rank and a server are killed in turn; tokens, rewards and updates are those of one process that was left alone."""
+    for seed in (1, 2, 3)[: pytestconfig.getoption("--seeds")]:
+        run(grpo, "grpo.yaml", f"seed={seed}", f"trial_name=one-{seed}", f"total_train_steps={STEPS}")
+        directory = trial(grpo, f"ray-{seed}")
+        arguments = (f"seed={seed}", f"trial_name=ray-{seed}", "total_train_steps=1000", f"cluster.address={cluster}")
+        process = start(grpo, "grpo.yaml", *arguments, *PLACED)
+        try:
+            kill_in_turn(grpo, directory, process)
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            assert process.wait(120) == 128 + signal.SIGINT
+        finally:
+            process.kill()
+        made = list(metrics(directory))
+        assert made == list(range(1, made[-1] + 1))
+        assert trained_ordinals(directory) == list(range(5 * made[-1]))
+        flips = compare(trial(grpo, f"one-{seed}"), directory, steps=STEPS, seed=seed, model=tiny_model)
+        print(f"seed {seed}: {flips or 'no flip'}")
+
+
+def kill_in_turn(grpo: Path, directory: Path, process) -> None:
+    """Kill a process of each kind within the steps that are compared, and wait until it was replaced."""
+
+    def made(step: int) -> bool:
+        return (directory / "rollouts" / f"step-{step:06d}.jsonl").exists()
+
+    for step, name, words in (
+        (1, "worker-0", "worker 0 runs again"),
+        (4, "rank-1", "the ranks are where they were"),
+        (7, "server-1", "server 1 runs again, at"),
+    ):
+        wait_for(grpo, process, lambda step=step: made(step))
+        os.kill(process_of(directory, name), signal.SIGKILL)
+        killed = time.monotonic()
+        wait_for(grpo, process, lambda words=words: words in (grpo / "said.txt").read_text())
+        print(f"{name}: {time.monotonic() - killed:.1f} s until it was replaced")
+    wait_for(grpo, process, lambda: made(STEPS))
+
+
+def wait_for(directory: Path, process, condition) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        said = (directory / "said.txt").read_text()[-6000:]
+        assert process.poll() is None, said
+        assert time.monotonic() < deadline, said
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["cluster.processes=9"], r"rank \d needs 1 CPUs and 0 GPUs, and no node has them left"),
+        (["cluster.nodes=4"], "cluster.nodes is 4, and the cluster has 3"),
+    ],
+)
+def test_what_the_cluster_has_no_room_for_is_refused_before_anything_starts(grpo, cluster, arguments, sentence):
+    process = start(grpo, "grpo.yaml", f"cluster.address={cluster}", *PLACED, *arguments)
+    assert process.wait(LIMIT) == 1
+    assert re.search(sentence, (grpo / "said.txt").read_text())
+
+
+@pytest.mark.slow
+def test_a_dry_run_says_who_goes_where(grpo, cluster):
+    said = run(grpo, "grpo.yaml", "--dry-run", f"cluster.address={cluster}", *PLACED)
+    assert re.search(r"rank 0 \(1 CPUs, 0 GPUs\): \d+\.\d+\.\d+\.\d+", said)
+    assert "worker 1 (1 CPUs, 0 GPUs)" in said

@@ -1,0 +1,64 @@
+"""What a run asks of a cluster, and where it fits."""
+
+import dataclasses
+
+import pytest
+
+from rollwright.cluster.placement import Demand, Node, demands_of, place
+from rollwright.config.experiment import GRPOConfig
+from rollwright.config.rules import validate
+from rollwright.config.sections import ClusterConfig, RolloutConfig
+from rollwright.errors import ConfigError
+
+
+def config(cluster=None, rollout=None, **more):
+    return GRPOConfig(
+        cluster=ClusterConfig(**{"kind": "ray", **(cluster or {})}),
+        rollout=RolloutConfig(**{"backend": "builtin_process", **(rollout or {})}),
+        **more,
+    )
+
+
+def test_ranks_are_close_together_and_the_rest_is_spread():
+    demands = [Demand("rank", 2, 1.0, 1), Demand("server", 2, 1.0, 0), Demand("worker", 2, 1.0, 0)]
+    nodes = [Node("10.0.0.1", 4.0, 2), Node("10.0.0.2", 4.0, 4)]
+    where = dict(place(demands, nodes))
+    assert where["rank 0"] == where["rank 1"] == "10.0.0.1"
+    assert {where["server 0"], where["server 1"], where["worker 0"], where["worker 1"]} == {"10.0.0.1", "10.0.0.2"}
+
+
+def test_what_does_not_fit_is_named_with_what_is_left():
+    with pytest.raises(
+        ConfigError, match=r"server 1 needs 1 CPUs and 1 GPUs.*10\.0\.0\.1: 6 CPUs and 0 GPUs.*rollout\.servers"
+    ):
+        place([Demand("rank", 1, 1.0, 1), Demand("server", 2, 1.0, 1)], [Node("10.0.0.1", 8.0, 2)])
+    with pytest.raises(ConfigError, match=r"cluster\.nodes is 3, and the cluster has 1"):
+        place([], [Node("10.0.0.1", 8.0, 2)], 3)
+
+
+def test_gpus_follow_the_backend_and_the_device():
+    def gpus(cfg, has_gpus):
+        return {demand.role: demand.gpus for demand in demands_of(cfg, has_gpus)}
+
+    assert gpus(config(), False) == {"rank": 0, "server": 0, "worker": 0}
+    sglang = config(rollout={"backend": "sglang", "tensor_parallel": 4})
+    assert gpus(sglang, True) == {"rank": 1, "server": 4, "worker": 0}
+    on_cpu = dataclasses.replace(sglang, actor=dataclasses.replace(sglang.actor, device="cpu"))
+    assert gpus(on_cpu, True)["rank"] == 0
+    assert gpus(config({"gpus_per_rank": 2, "gpus_per_worker": 1}), True) == {"rank": 2, "server": 0, "worker": 1}
+
+
+@pytest.mark.parametrize(
+    ("cfg", "sentence"),
+    [
+        (config({"kind": "local", "workers": 2}), "cluster.workers: is of kind ray, and kind is local"),
+        (config(rollout={"backend": "builtin"}), "rollout.backend: is builtin"),
+        (config(rollout={"weight_update": "shared"}), "rollout.weight_update: is shared memory"),
+        (config(rollout={"addresses": ["10.0.0.1:3000"]}), "rollout.addresses: names servers"),
+        (config(mode="bench"), "mode: is bench"),
+        (config(deterministic=True), "deterministic: is true"),
+    ],
+)
+def test_what_a_ray_cluster_does_not_do_is_refused(cfg, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        validate(cfg)

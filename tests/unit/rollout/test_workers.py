@@ -1,0 +1,257 @@
+"""Episodes that run in other processes: leased, leased again where a process is lost, and one run all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+import torch
+from echo import EchoEngine
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.config.sections import RolloutConfig
+from rollwright.errors import LostProcessError, RolloutError
+from rollwright.inference.request import ModelRequest
+from rollwright.rollout.executor import RolloutExecutor
+from rollwright.rollout.worker import RolloutWorker
+from rollwright.rollout.workers import ServerWatch, WorkerPool
+from rollwright.tracking.metrics import get_tracker
+
+
+class OneTurn:
+    async def arun_episode(self, engine, data):
+        if data.get("does") == "raise":
+            raise ValueError("a bug in the workflow")
+        if data.get("does") == "reject":
+            return None
+        if data.get("does") == "hang":
+            await asyncio.sleep(3600)
+        request = ModelRequest(input_ids=[1, 2, data["id"] + 1], gconfig=GenerationHyperparameters(max_new_tokens=3))
+        response = await engine.agenerate(request)
+        get_tracker("rollout").scalar(length=len(response.output_tokens))
+        return {"input_ids": response.input_tokens, "output_ids": response.output_tokens, "reward": float(data["id"])}
+
+
+class Process:
+    """A worker in a thread of its own, which can be lost as a process can."""
+
+    def __init__(self, number, **config):
+        self.name = f"worker {number}"
+        self._config = config
+        self.made = []
+        self.asked = []
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.restart()
+
+    def restart(self):
+        self.is_lost = False
+        self.waiting = []
+        self.started = Future()
+        self.worker = RolloutWorker(EchoEngine(), RolloutConfig(**self._config), OneTurn())
+        self.made.append(self.worker)
+        self.started.set_result(None)
+
+    def lose(self):
+        self.is_lost = True
+        for answer in self.waiting:
+            if not answer.done():
+                answer.set_exception(LostProcessError(f"{self.name} was lost"))
+
+    def call(self, method, *arguments):
+        answer = Future()
+        self.asked.append((method, *arguments))
+        if self.is_lost:
+            answer.set_exception(LostProcessError(f"{self.name} was lost"))
+            return answer
+        self.waiting.append(answer)
+
+        async def work():
+            function = getattr(self.worker, method)
+            try:
+                result = await function(*arguments) if asyncio.iscoroutinefunction(function) else function(*arguments)
+                if not answer.done():
+                    answer.set_result(result)
+            except Exception as error:
+                if not answer.done():
+                    answer.set_exception(error)
+
+        asyncio.run_coroutine_threadsafe(work(), self.loop)
+        return answer
+
+    def close(self):
+        for worker in self.made:
+            worker.close()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+@pytest.fixture
+def make():
+    opened = []
+
+    def build(count=2, **config):
+        processes = [Process(number, **config) for number in range(count)]
+        executor = RolloutExecutor(EchoEngine(), RolloutConfig(**config), elsewhere=WorkerPool(processes, 10.0))
+        opened.extend([executor.destroy, *(process.close for process in processes)])
+        return executor, processes
+
+    yield build
+    for close in opened:
+        close()
+
+
+def rows(count, **more):
+    return [{"id": number, "ordinal": number, **more} for number in range(count)]
+
+
+def runs(process):
+    return [tuple(words[1])[:2] for words in process.asked if words[0] == "run"]
+
+
+def test_rows_of_workers_are_those_of_one_process(make):
+    executor, processes = make()
+    here = RolloutExecutor(EchoEngine(), RolloutConfig())
+    try:
+        ours = here.rollout_batch(rows(4), OneTurn(), group_size=2)
+    finally:
+        here.destroy()
+    get_tracker().export(reset=True)
+    theirs = executor.rollout_batch(rows(4), OneTurn(), group_size=2)
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        assert torch.equal(value, theirs[key]) if isinstance(value, torch.Tensor) else value == theirs[key], key
+    assert get_tracker().export()["rollout/length"] == 3.0  # reported there, told here
+    assert sorted(runs(processes[0])) == [(0, 0), (0, 1), (2, 0), (2, 1)]  # a task's samples are with one worker
+    assert sorted(runs(processes[1])) == [(1, 0), (1, 1), (3, 0), (3, 1)]
+
+
+def test_episodes_of_a_lost_worker_are_leased_again_as_the_same_attempt(make):
+    executor, processes = make()
+    ids = [executor.submit(row, OneTurn(), group_size=2) for row in rows(2, does="hang")]
+    deadline = time.monotonic() + 10
+    while len(runs(processes[0])) + len(runs(processes[1])) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    leased = runs(processes[0])
+    processes[0].lose()
+    while len(runs(processes[1])) < 4 or len(processes[0].made) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert runs(processes[1])[2:] == leased
+    assert all(words[1][2] == 0 for words in processes[1].asked if words[0] == "run")  # attempt
+    assert executor.counters()["samples/retried"] == 0
+    assert ids == [0, 1]
+    while len(executor._runner.elsewhere._living) < 2:  # it came back
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_all_workers_lost_are_waited_for(make):
+    executor, processes = make(count=1)
+    processes[0].lose()
+    batch = executor.rollout_batch(rows(3), OneTurn())
+    assert batch["rewards"].tolist() == [0.0, 1.0, 2.0]
+    assert len(processes[0].made) == 2
+
+
+def test_what_fails_or_is_rejected_there_is_counted_here(make):
+    executor, processes = make(max_sample_retries=1, max_failed_share=1.0)
+    with pytest.raises(RolloutError, match=r"a bug in the workflow.*test_workers\.py"):
+        executor.rollout_batch(rows(1, does="raise"), OneTurn())
+    assert executor.counters()["samples/retried"] == 1
+    attempts = [words[1][2] for words in processes[0].asked if words[0] == "run"]
+    assert attempts == [0, 1]
+    with pytest.raises(RolloutError, match="rejected by its workflow"):
+        executor.rollout_batch(rows(1, does="reject"), OneTurn())
+
+
+def test_an_episode_that_is_not_wanted_any_more_is_ended_there(make):
+    executor, processes = make(count=1, sample_timeout=60.0)
+    task = executor.submit(rows(1, does="hang")[0], OneTurn())
+    deadline = time.monotonic() + 10
+    while not processes[0].worker._runner._ends:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    group = executor._runner.tasks[task]
+    executor._thread.call(executor._runner._drop, group, "test", "not wanted")
+    while processes[0].worker._runner._ends:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_row_that_cannot_travel_is_named(make):
+    executor, _ = make(max_failed_share=1.0)
+    with pytest.raises(RolloutError, match="cannot travel to a worker"):
+        executor.rollout_batch([{"id": 0, "image": object()}], OneTurn())
+
+
+def test_evaluation_runs_here(make):
+    executor, processes = make()
+    batch = executor.rollout_batch(rows(2), OneTurn(), is_eval=True)
+    assert batch["rewards"].tolist() == [0.0, 1.0]
+    assert not runs(processes[0])
+    assert not runs(processes[1])
+
+
+class ServerProcess:
+    """A server that can be lost, as ``ServerWatch`` sees it."""
+
+    def __init__(self, number):
+        self.name = f"server {number}"
+        self.number, self.starts = number, 0
+        self.is_lost = False
+        self.started = Future()
+        self.started.set_result(None)
+
+    def restart(self):
+        self.starts += 1
+        self.is_lost = False
+        self.started = Future()
+
+    def call(self, method):
+        answer = Future()
+        if self.is_lost:
+            answer.set_exception(LostProcessError(f"{self.name} was lost"))
+        else:
+            answer.set_result(f"10.0.0.{self.number}:{self.starts}" if method == "address" else None)
+        return answer
+
+
+def test_a_lost_server_is_left_out_at_once_and_told_when_it_is_back():
+    processes = [ServerProcess(number) for number in range(2)]
+    changed, told, failing = [], [], [1]
+
+    def change(addresses):
+        if failing:
+            failing.pop()
+            raise LostProcessError("the first rank was not there to be told")
+        changed.append(addresses)
+
+    watch = ServerWatch(
+        processes,
+        ["10.0.0.0:0", "10.0.0.1:0"],
+        changed=change,
+        in_service=lambda: changed[-1] if changed else ["10.0.0.0:0", "10.0.0.1:0"],
+        tell=told.append,
+        timeout=5.0,
+    )
+    watch.start()
+    try:
+        processes[1].is_lost = True
+        deadline = time.monotonic() + 20
+        while not told:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert changed == told == [["10.0.0.0:0"]]
+        assert watch.addresses == ["10.0.0.0:0"]
+        processes[1].started.set_result(None)
+        while len(told) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert changed[1] == told[1] == ["10.0.0.0:0", "10.0.0.1:1"]
+        assert processes[1].starts == 1
+    finally:
+        watch.close()
