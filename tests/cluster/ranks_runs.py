@@ -15,6 +15,7 @@ import torch
 from rollwright.inference.backends.builtin.rows import counter_uniforms
 from rollwright.rollout.seeds import SampleName, request_seed
 from rollwright.rollout.task_group import SAMPLE_BITS
+from rollwright.viewer.run import Run
 
 LIMIT = 300.0
 TEMPERATURE = 0.8
@@ -104,9 +105,22 @@ def metrics(directory: Path) -> dict[int, dict[str, float]]:
 
 
 def samples(directory: Path, step: int) -> dict[int, dict]:
-    """The rows that a step trained on, by sample."""
-    lines = (directory / "rollouts" / f"step-{step:06d}.jsonl").read_text().splitlines()
-    return {record["sample_ids"]: record for record in map(json.loads, lines)}
+    """The rows that a step trained on, by sample, as the journal has them."""
+    found = {}
+    with Run(directory) as run:
+        run.refresh()
+        for sample in run.search(step=step, limit=-1)["samples"]:
+            (row,) = run.sample(sample["key"])["rows"]
+            number = (sample["ordinal"] << SAMPLE_BITS) + sample["index"]
+            found[number] = {
+                "sample_ids": number,
+                "input_ids": row["ids"],
+                "loss_mask": row["mask"],
+                "rewards": row["reward"],
+                "advantages": [value or 0.0 for value in row["advantages"]],
+                "prompt_tokens": sample["prompt_tokens"],
+            }
+    return found
 
 
 def compare(one: Path, other: Path, *, steps: int, seed: int, model: Path) -> list[str]:

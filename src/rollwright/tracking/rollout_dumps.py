@@ -1,7 +1,7 @@
 """Rollout dumps: trajectories of a step, readable by people and by machines.
 
-For every dumped step there are two files below ``<run>/rollouts/``: ``step-000012.txt`` to read, and
-``step-000012.jsonl`` with all tokens, masks, log-probabilities and versions, one row a line, for programs.
+For every dumped step there is ``<run>/rollouts/step-000012.txt`` to read. Where no journal holds the same (evaluations of their own),
+``step-000012.jsonl`` beside it has all tokens, masks, log-probabilities and versions, one row a line, for programs.
 """
 
 from __future__ import annotations
@@ -98,15 +98,17 @@ class RolloutDumper:
         directory: ``RunDirectory.rollouts``.
         tokenizer: decodes the tokens.
         limit: rows of a step, spread evenly over the batch so that several groups are seen; 0: none, -1: all.
+        for_programs: also as JSON lines; not needed where the run keeps a journal (``rollwright.Run``).
     """
 
-    def __init__(self, directory: str | Path, tokenizer: Any, limit: int = 4) -> None:
+    def __init__(self, directory: str | Path, tokenizer: Any, limit: int = 4, *, for_programs: bool = True) -> None:
+        self._for_programs = for_programs
         self._directory = Path(directory)
         self._tokenizer = tokenizer
         self._limit = limit
 
     def dump(self, step: int, batch: Mapping[str, Any], name: str = "step") -> Path | None:
-        """Writes rows of a batch to ``<name>-<step>.txt`` and ``.jsonl``; returns the first, or None where nothing is dumped.
+        """Writes rows of a batch to ``<name>-<step>.txt`` (and ``.jsonl``); returns the first, or None where nothing is dumped.
 
         An earlier dump of the same step (before a resume) is replaced.
         """
@@ -123,6 +125,7 @@ class RolloutDumper:
         stem = self._directory / f"{name}-{step:06d}"
         readable = f"{name} {step}: {len(rows)} of {count} rows; ⟦…⟧ is text that the policy did not sample\n"
         readable += "".join(format_record(record, self._tokenizer) for record in records)
-        write_text(stem.with_suffix(".jsonl"), "".join(json.dumps(record) + "\n" for record in records))
+        if self._for_programs:
+            write_text(stem.with_suffix(".jsonl"), "".join(json.dumps(record) + "\n" for record in records))
         write_text(stem.with_suffix(".txt"), readable)
         return stem.with_suffix(".txt")

@@ -105,7 +105,8 @@ class StageRun:
             start_step=resume_step or 0,
             timer=self.timer,
         )
-        self.dumper = RolloutDumper(directory.rollouts, tokenizer, logger_config.dump_rollouts)
+        has_journal = isinstance(config, PPOConfig) and config.journal.enabled and config.mode == "both"
+        self.dumper = RolloutDumper(directory.rollouts, tokenizer, logger_config.dump_rollouts, for_programs=not has_journal)
         save_config(config, directory.path / "config.yaml")
 
     def __enter__(self) -> StageRun:

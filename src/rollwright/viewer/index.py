@@ -93,6 +93,7 @@ class Index:
         self._lock = threading.RLock()
         self._inode = 0
         self._is_complete = False
+        self._seen: dict[str, tuple[int, int]] = {}  # names of files -> inode and time of the last look at their beginning
 
     # -- reading -----------------------------------------------------------------------------------------------------------
 
@@ -203,11 +204,20 @@ class Index:
                 insert = "INSERT INTO files (name, writer, position, head, head_digest) VALUES (?, ?, 0, ?, ?)"
                 number = connection.execute(insert, (path.name, writer, head, digest)).lastrowid
                 grown.append((int(number or 0), path, writer, 0))
-            elif size < row["position"] or _head(path, row["head"])[1] != row["head_digest"]:
+            elif size < row["position"] or self._is_another(path, row):
                 raise sqlite3.DatabaseError(f"{path.name} is not the file that was indexed")
             elif size > row["position"]:
                 grown.append((row["id"], path, row["writer"], row["position"]))
         return grown
+
+    def _is_another(self, path: Path, row: sqlite3.Row) -> bool:
+        """A file begins otherwise than when it was indexed; looked at again when it was written to."""
+        found = path.stat()
+        seen = (found.st_ino, found.st_mtime_ns)
+        if self._seen.get(path.name) == seen:
+            return False
+        self._seen[path.name] = seen
+        return _head(path, row["head"])[1] != row["head_digest"]
 
     def _read_file(self, collector: Collector, deadline: float | None, number: int, path: Path, writer: int, begin: int) -> int:
         """Take the records of a file; returns how many bytes were read."""
@@ -306,6 +316,7 @@ class Index:
         for file, _ in self._opened.values():
             os.close(file)
         self._opened.clear()
+        self._seen.clear()
 
     def close(self) -> None:
         """Close the database and the journal's files."""

@@ -62,6 +62,7 @@ class Run:
         self.curves = Curves(self.path / "metrics.jsonl")
         self._following: threading.Event | None = None
         self._lock = threading.Lock()
+        self._config: tuple[int, dict[str, Any]] = (-1, {})  # when the file was written, and what it says
 
     # -- who it is ---------------------------------------------------------------------------------------------------------
 
@@ -77,10 +78,14 @@ class Run:
     def config(self) -> dict[str, Any]:
         """Its config, flat: ``{"actor.optimizer.lr": 1e-5, …}``; secrets are hidden in the file already."""
         file = self.path / "config.yaml"
-        if file.exists():
+        if not file.exists():
+            return flattened(self._marker.get("config") or {})
+        written = file.stat().st_mtime_ns
+        if self._config[0] != written:
             loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-            return flattened(yaml.load(file.read_text(encoding="utf-8"), loader) or {})
-        return flattened(self._marker.get("config") or {})
+            found = yaml.load(file.read_text(encoding="utf-8", errors="replace"), loader)
+            self._config = written, flattened(found) if isinstance(found, dict) else {}
+        return dict(self._config[1])
 
     @property
     def _marker(self) -> dict[str, Any]:

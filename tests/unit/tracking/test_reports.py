@@ -52,6 +52,8 @@ def test_only_so_many_rows_and_none_at_zero(tmp_path):
     assert RolloutDumper(tmp_path, Letters(), limit=0).dump(1, batch()) is None
     path = RolloutDumper(tmp_path, Letters(), limit=1).dump(1, batch())
     assert len(path.with_suffix(".jsonl").read_text().splitlines()) == 1
+    RolloutDumper(tmp_path, Letters(), limit=1, for_programs=False).dump(2, batch())
+    assert [each.name for each in sorted(tmp_path.glob("step-000002.*"))] == ["step-000002.txt"]
 
 
 def test_without_matplotlib_nothing_is_drawn_and_it_is_said(tmp_path, monkeypatch):

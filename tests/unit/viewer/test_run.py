@@ -170,6 +170,10 @@ def test_the_timeline_has_the_phases_and_every_call(run):
         assert 0.0 <= drawn["busy"][lane["name"]] <= 1.0
 
 
+def test_tokens_are_written_once(recorded_run):
+    assert [path.suffix for path in sorted((recorded_run / "rollouts").glob("step-*"))] == [".txt"] * STEPS
+
+
 def test_frames_are_for_notebooks(run):
     samples, tokens = run.frame("samples"), run.frame("tokens", step=1)
     assert samples[samples.step.notna()].groupby("step").size().tolist() == [16] * STEPS
