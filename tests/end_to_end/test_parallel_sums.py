@@ -9,7 +9,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.timeout(2400)
 def test_the_example_learns_to_add_on_two_paths(run_example):
-    run = run_example("parallel_sums")
+    run = run_example("parallel_sums", *(f"stages.{name}.dataset.kwargs.size=128" for name in ("before", "after")))  # of 256
     scores = run.evaluations
     assert scores["before"]["greedy"] < 0.6
     assert scores["after"]["greedy"] > scores["before"]["greedy"] + 0.2

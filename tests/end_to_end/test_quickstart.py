@@ -16,7 +16,14 @@ def test_the_quickstart_learns(run_example):
     assert scores["after"]["mean@8"] > scores["before"]["mean@8"]
 
     # what the user reads
-    for shown in ("tasks never seen in training", "run directory", "reward.png", "checkpoint", "step 1/"):
+    for shown in (
+        "tasks never seen in training",
+        f"rollwright view {run.directory}",
+        "run directory",
+        "reward.png",
+        "checkpoint",
+        "step 1/",
+    ):
         assert shown in run.output
     assert (run.directory / "grpo" / "reward.png").stat().st_size > 10_000
     assert list((run.directory / "grpo" / "rollouts").glob("step-*.txt"))

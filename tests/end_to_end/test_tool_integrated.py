@@ -11,7 +11,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("bubblewrap")]
 
 @pytest.mark.timeout(1800)
 def test_the_example_learns_to_compute(run_example):
-    run = run_example("tool_integrated", "stages.grpo.total_train_steps=12")  # of 30: by then it has learned
+    few = (f"stages.{name}.dataset.kwargs.size=128" for name in ("before", "after", "without_python"))  # of 256
+    run = run_example("tool_integrated", *few, "stages.grpo.total_train_steps=12")  # of 30: by then it has learned
     scores = run.evaluations
     assert scores["before"]["greedy"] < 0.2
     assert scores["after"]["greedy"] >= 0.8

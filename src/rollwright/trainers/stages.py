@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -323,12 +325,15 @@ def _show(summary: dict[str, Any], directory: RunDirectory) -> None:
         "samples to read": [path for path in dumps if path.parent.name in policies] or dumps[-1:],
         "checkpoint": trained,
     }
-    places = Table(title="where to look", title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
-    places.add_column(style="dim", no_wrap=True)
-    places.add_column(overflow="fold")
-    for name, paths in found.items():
-        for path in paths:
-            places.add_row(name, str(path))
-    if trained:
-        places.add_row("", "[dim]for transformers.AutoModelForCausalLM.from_pretrained[/]")
-    console.print(places)
+    console.print("[bold]where to look[/]")  # in lines that nothing folds, so that they can be copied
+    lines = [("see it all", f"{_command()} view {directory.path}")]
+    lines += [(name, str(path)) for name, paths in found.items() for path in paths]
+    lines += [("", "for transformers.AutoModelForCausalLM.from_pretrained")] if trained else []
+    for name, said in lines:
+        console.print(f"[dim]{name:<15}[/]  {escape(said)}", soft_wrap=True, highlight=False)
+
+
+def _command() -> str:
+    """``rollwright`` as this process was called: a virtual environment's may be on no path."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "rollwright" and shutil.which("rollwright") is None else "rollwright"

@@ -59,7 +59,15 @@ def test_stopped_resumed_finished(tmp_path):
     second = subprocess.run(again, capture_output=True, text=True, timeout=200, env=environment)
     assert second.returncode == 0, second.stderr
     assert "stage warmup was finished before" in second.stderr
-    said = ["3/4 grpo ──", "4 tasks × 2 samples a step", "4/4 after ──", " over 4 tasks", "where to look", "samples to read"]
+    said = [
+        "3/4 grpo ──",
+        "4 tasks × 2 samples a step",
+        "4/4 after ──",
+        " over 4 tasks",
+        "where to look",
+        f"rollwright view {run}",
+        "samples to read",
+    ]
     places = [second.stdout.find(each) for each in said]
     assert places == sorted(places), second.stdout
     assert -1 not in places, second.stdout
