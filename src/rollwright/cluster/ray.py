@@ -41,6 +41,8 @@ logger = getLogger("ray")
 
 #: Variables of this process that placed processes are given; a node has its own for the rest.
 _PASSED_ON = ("ROLLWRIGHT_", "HF_", "OMP_", "NCCL_", "GLOO_", "TOKENIZERS_", "PYTHONPATH")
+#: Where a Ray of one machine listens. In place of 127.0.0.1 Ray takes the machine's address, which other machines reach.
+_LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 #: Longest wait for a place on the cluster, for a process or a gang of them.
 PLACE_SECONDS = 120.0
 
@@ -74,7 +76,7 @@ class RayCluster:
         self._began = not ray.is_initialized()
         if self._began:
             address = config.address or os.environ.get("RAY_ADDRESS") or "local"
-            here = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"} if address == "local" else {}
+            here = {"include_dashboard": False, "_node_ip_address": _LOOPBACK} if address == "local" else {}
             try:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **here)
             except (ConnectionError, RuntimeError, ValueError) as error:
@@ -226,7 +228,7 @@ class PlacedProcess:
     def _start(self) -> None:
         environment = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
         make = ray.remote(_Host).options(**self._options)
-        self._actor = make.remote(self._log_path, environment, [os.getcwd(), *_own_paths()])
+        self._actor: Any = make.remote(self._log_path, environment, [os.getcwd(), *_own_paths()])
         self.place: Future[Place] = self._asked("place")
         self.started: Future[None] = self._asked("start", self._path, tuple(self._arguments()))
 
@@ -282,8 +284,8 @@ def _settle(answer: Future[Any], name: str, log_path: str, got: Future[Any]) -> 
 def _error_of(kind: str, message: str, trace: str) -> RollwrightError:
     """The error that a process told: of our class where it is one of ours."""
     known = getattr(errors, kind, None)
-    ours = isinstance(known, type) and issubclass(known, RollwrightError)
-    error = known(message) if ours else RolloutError(f"{kind}: {message}")
+    is_ours = isinstance(known, type) and issubclass(known, RollwrightError)
+    error: RollwrightError = known(message) if is_ours and known else RolloutError(f"{kind}: {message}")
     error.add_note(trace)
     return error
 

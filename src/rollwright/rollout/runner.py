@@ -48,8 +48,9 @@ GRACE_SECONDS = 10.0  # that a cancelled sample gets to end
 class Elsewhere(Protocol):
     """Runs episodes of training in other processes."""
 
-    async def run(self, group: Group, sample: SampleName) -> Trajectory | None:
-        """The rows of an episode, normalised and checked; None where it was rejected. Raises why it failed."""
+    async def run(self, group: Group, sample: SampleEngine) -> Trajectory | None:
+        """The rows of an episode, normalised and checked; None where it was rejected. Raises why it failed; where it did not run as
+        its past did, ``sample.episode.diverged`` is set, too."""
         ...
 
 
@@ -183,7 +184,7 @@ class Runner:
             timer = self.loop.call_later(limit, self._cancel_late, group, sample)
         try:
             if self.elsewhere is not None and not group.is_eval:
-                return await self.elsewhere.run(group, sample.name)
+                return await self.elsewhere.run(group, sample)
             with sandboxed(self.config.sandbox):
                 result = await group.workflow.arun_episode(sample, dict(group.data))
             name = str(sample.name)

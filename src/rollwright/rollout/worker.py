@@ -14,6 +14,7 @@ from typing import Any
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import RolloutError
+from rollwright.experience.journal.episodes import RecordedEpisode
 from rollwright.experience.journal.files import Journal
 from rollwright.experience.journal.records import unpack_value
 from rollwright.experience.packed import pack_rows
@@ -65,20 +66,24 @@ class RolloutWorker:
         self._drains = config.on_weight_update == "wait"
         self._thread.start()
 
-    async def run(self, name: tuple[Any, ...], task: bytes, samples_asked: int) -> Answer:
+    async def run(self, name: tuple[Any, ...], task: bytes, samples_asked: int, past: RecordedEpisode | None = None) -> Answer:
         """Run one episode to its end.
 
         Args:
             name: the fields of its ``SampleName``.
             task: the row, by ``pack_value``.
             samples_asked: samples that the workflow is asked for.
+            past: of the episode, where it goes on.
 
         Raises:
+            ReplayError: it does not run as its past did.
             RolloutError: it failed; the message is the cause in one line, and the traceback is a note.
         """
         sample = SampleName(*name)
         group = self._factory.make(unpack_value(task), *self._workflow, group_size=self._group_size)
         group.ordinal, group.runs = sample.ordinal, [samples_asked] * (sample.index + 1)
+        if past is not None:
+            group.past = {sample.index: past.rewind()}
         ended: Future[Trajectory | None] = Future()
         self._thread.loop.call_soon_threadsafe(self._runner.begin, group, sample, ended)
         rows = await asyncio.wrap_future(ended)
@@ -131,7 +136,10 @@ class _Episodes(Runner):
     def _sample_ended(self, group: Group, sample: SampleEngine, outcome: Trajectory | BaseException | None) -> None:
         ended = self._ends.pop(group)
         with contextlib.suppress(concurrent.futures.InvalidStateError):
-            if isinstance(outcome, BaseException):
+            if sample.episode.diverged is not None:
+                sample.episode.end("diverged", str(sample.episode.diverged)[:2000])
+                ended.set_exception(sample.episode.diverged)
+            elif isinstance(outcome, BaseException):
                 failure = self._failed(group, outcome, str(sample.name), is_final=False)
                 sample.episode.end("failed", f"{type(outcome).__name__}: {outcome}"[:2000])
                 error = RolloutError(failure.cause)

@@ -17,13 +17,13 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from rollwright.config.sections import RolloutConfig
-from rollwright.errors import LostProcessError, RolloutError, RollwrightError
+from rollwright.errors import LostProcessError, ReplayError, RolloutError, RollwrightError
 from rollwright.experience.journal.records import pack_value
 from rollwright.experience.packed import unpack_rows
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.weights.publication import RemoteClient
 from rollwright.rollout.engines import RemoteEngine
-from rollwright.rollout.seeds import SampleName
+from rollwright.rollout.sample_engine import SampleEngine
 from rollwright.rollout.task_group import Group
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.metrics import get_tracker
@@ -76,24 +76,29 @@ class WorkerPool:
         for process in self._processes:
             process.started.result(self._timeout)
 
-    async def run(self, group: Group, sample: SampleName) -> Trajectory | None:
+    async def run(self, group: Group, sample: SampleEngine) -> Trajectory | None:
         """See ``Elsewhere``: the samples of a task go to one worker, tasks to one after the other."""
+        name = sample.name
         try:
             task = pack_value(group.data)
         except (TypeError, OverflowError) as error:
             raise RolloutError(
-                f"the row of {sample} cannot travel to a worker: {error}; give numbers, text, lists and dicts."
+                f"the row of {name} cannot travel to a worker: {error}; give numbers, text, lists and dicts."
             ) from error
+        lease = tuple(name), task, group.runs[name.index], group.past.get(name.index)
         while True:
-            process = await self._process_of(sample.ordinal)
+            process = await self._process_of(name.ordinal)
             try:
-                packed, metrics = await asyncio.wrap_future(process.call("run", tuple(sample), task, group.runs[sample.index]))
+                packed, metrics = await asyncio.wrap_future(process.call("run", *lease))
             except LostProcessError as error:
-                logger.warning("%s; %s is leased again", error, sample)
+                logger.warning("%s; %s is leased again", error, name)
                 self._lose(process)
                 continue
+            except ReplayError as error:
+                sample.episode.diverged = error
+                raise
             except asyncio.CancelledError:
-                process.call("cancel", tuple(sample))
+                process.call("cancel", tuple(name))
                 raise
             self._lost.pop(process.name, None)
             get_tracker().merge(metrics)

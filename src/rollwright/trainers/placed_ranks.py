@@ -72,6 +72,7 @@ class TrainRank:
         self._address = where.address
         self._thread = ThreadPoolExecutor(1)  # all calls in one thread, as torch keeps state in threads
         self._ranks: TrainRanks
+        self._config: PPOConfig
         self._client: RemoteClient | None = None
 
     def meeting_place(self) -> tuple[str, int]:

@@ -14,8 +14,10 @@ from echo import EchoEngine
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import LostProcessError, RolloutError
+from rollwright.experience.journal.files import Journal
 from rollwright.inference.request import ModelRequest
 from rollwright.rollout.executor import RolloutExecutor
+from rollwright.rollout.resume import read_past
 from rollwright.rollout.worker import RolloutWorker
 from rollwright.rollout.workers import ServerWatch, WorkerPool
 from rollwright.tracking.metrics import get_tracker
@@ -186,6 +188,44 @@ def test_a_row_that_cannot_travel_is_named(make):
     executor, _ = make(max_failed_share=1.0)
     with pytest.raises(RolloutError, match="cannot travel to a worker"):
         executor.rollout_batch([{"id": 0, "image": object()}], OneTurn())
+
+
+class Asks(OneTurn):
+    """Asks for what its class says."""
+
+    first = 1
+
+    async def arun_episode(self, engine, data):
+        request = ModelRequest(input_ids=[self.first, data["id"]], gconfig=GenerationHyperparameters(max_new_tokens=3))
+        response = await engine.agenerate(request)
+        return {"input_ids": response.input_tokens, "output_ids": response.output_tokens, "reward": 1.0}
+
+
+def test_an_episode_goes_on_there_from_its_past_and_begins_anew_where_it_diverges(make, tmp_path, monkeypatch):
+    journal = Journal(tmp_path)
+    before = RolloutExecutor(EchoEngine(), RolloutConfig(), journal=journal)
+    before.wait_for_task(before.submit(rows(1)[0], Asks()))
+    before.destroy()
+    journal.close()
+    past = read_past([tmp_path], lambda ordinal: True).episodes[0]
+    executor, (process,) = make(count=1)
+    process.worker._workflow = Asks(), None
+    asked = []
+    answer = process.worker.engine.agenerate
+
+    async def agenerate(request):
+        asked.append(request)
+        return await answer(request)
+
+    monkeypatch.setattr(process.worker.engine, "agenerate", agenerate)
+    batch = executor.wait_for_task(executor.submit(rows(1)[0], Asks(), past=past))
+    assert batch["rewards"].tolist() == [1.0]
+    assert not asked  # it was answered by the past
+    monkeypatch.setattr(Asks, "first", 2)
+    batch = executor.wait_for_task(executor.submit({"id": 0, "ordinal": 1}, Asks(), past=past))
+    assert [request.input_ids[0] for request in asked] == [2]
+    assert batch["input_ids"][0, 0] == 2
+    assert executor.counters()["samples/retried"] == 0
 
 
 def test_evaluation_runs_here(make):
