@@ -132,6 +132,7 @@ def compare(one: Path, other: Path, *, steps: int, seed: int, model: Path) -> li
     ours, theirs = metrics(one), metrics(other)
     for step in range(1, steps + 1):
         mine, its = samples(one, step), samples(other, step)
+        assert mine
         assert mine.keys() == its.keys()
         flips = []
         for sample, row in mine.items():

@@ -99,7 +99,7 @@ def kill_in_turn(grpo: Path, directory: Path, process) -> None:
     """Kill a process of each kind within the steps that are compared, and wait until it was replaced."""
 
     def made(step: int) -> bool:
-        return (directory / "rollouts" / f"step-{step:06d}.jsonl").exists()
+        return (directory / "rollouts" / f"step-{step:06d}.txt").exists()
 
     replaced = []
     for step, name, words in (
