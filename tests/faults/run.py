@@ -41,6 +41,7 @@ PARTS = '''
 """The workflow of the runs: two or three turns with a tool between them."""
 
 import asyncio
+import uuid
 
 from rollwright import ModelRequest, RolloutWorkflow, durable
 
@@ -69,10 +70,11 @@ class AskedTwice(RolloutWorkflow):
         self.gconfig, self.tokenizer, self.port = gconfig, tokenizer, port
 
     async def arun_episode(self, engine, data):
+        rid = uuid.uuid4().hex  # of the one conversation
         ids = list(self.tokenizer.apply_chat_template(data["messages"], tokenize=True, add_generation_prompt=True))
         mask, sampled, turns, turn = [0] * len(ids), [], 2, 0
         while turn < turns:
-            request = ModelRequest(input_ids=ids, gconfig=self.gconfig.new(n_samples=1), rid=f"{id(self)}-{id(mask)}")
+            request = ModelRequest(input_ids=ids, gconfig=self.gconfig.new(n_samples=1), rid=rid)
             response = await engine.agenerate(request)
             ids, mask = ids + response.output_tokens, mask + [1] * response.output_len
             sampled += response.output_tokens

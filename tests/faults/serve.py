@@ -36,7 +36,7 @@ class Serve(Run):
     """One service, and agents that open runs, talk, and give feedback, each until it is answered."""
 
     kinds = ("kill", "early", "stop", "disk", "drop", "delay")
-    agents, runs_each = 3, 6
+    agents, runs_each = 3, 10
 
     def open(self) -> None:
         """One part; a proxy before the service, and one before the front that agents talk to."""
