@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from dataclasses import dataclass, field
@@ -78,7 +79,7 @@ class Serve(Run):
         (service,) = self.parts
         if not service.runs:
             service.start()
-            time.sleep(1.0)
+        self._wait_until(self._is_serving, "the service listens")  # it may have been started again a moment ago
         service.look()
         os.kill(service.pid, signal.SIGTERM)
         service.wait()
@@ -104,6 +105,13 @@ class Serve(Run):
         if len(self.worked) != self.agents * self.runs_each:
             proof.wrong.append(f"{len(self.worked)} runs were worked on, not {self.agents * self.runs_each}")
         return proof
+
+    def _is_serving(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self.service.target), timeout=1).close()
+        except OSError:
+            return False
+        return True
 
     # -- an agent ------------------------------------------------------------------------------------------------------
 
