@@ -555,3 +555,21 @@ def test_every_minibatch_of_rloo_has_trls_gradient():
             torch.testing.assert_close(gradient[name], wanted, atol=1e-7, rtol=1e-5)
     assert ratios[:4] == pytest.approx([1.0] * 4, abs=1e-5)
     assert max(abs(ratio - 1.0) for ratio in ratios[4:]) > 0.2
+
+
+@pytest.mark.parametrize("keys", [{}, {"max_tokens": 40}, {"ppo_n_minibatches": 3, "recompute_logprob": True}])
+def test_an_update_leaves_what_it_computed_of_each_token_in_the_batch(keys):
+    actor, batch = tiny_actor(mask_truncated=True, **keys), tiny_batch()
+    batch["truncated"] = torch.arange(len(batch["rewards"])) % 4 == 0
+    before = actor.compute_logp(batch, loss_tokens_only=True)
+    logits = actor.model(batch["input_ids"], attention_mask=batch["attention_mask"].long()).logits.detach()
+    scaled = logits.double() / batch["temperature"][:, None, None].clamp(min=1e-3)
+    entropy = torch.distributions.Categorical(logits=scaled).entropy()
+    actor.ppo_update(actor.compute_advantages(batch))
+    trained = (batch["loss_mask"] > 0) & ~batch["truncated"][:, None] & batch["attention_mask"].bool()
+    torch.testing.assert_close(batch["trainer_logprobs"], (before * trained).float(), atol=1e-5, rtol=1e-5)
+    assert bool(((batch["entropies"] > 0) == trained).all())
+    if not keys.get("ppo_n_minibatches"):
+        expected = torch.zeros_like(entropy)
+        expected[:, 1:] = entropy[:, :-1]
+        torch.testing.assert_close(batch["entropies"], (expected * trained).float(), atol=1e-5, rtol=1e-5)
