@@ -121,6 +121,7 @@ class Samples:
         return {
             "key": self._key(row),
             "index": row["idx"],
+            "process": row["writer"],
             "is_eval": bool(row["is_eval"]),
             "version": None if first is None else [first, last],
             "truncated": bool(row["truncated"]),

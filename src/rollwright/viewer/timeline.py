@@ -22,7 +22,7 @@ def timeline(index: Index, samples: Samples, start: float | None, end: float | N
 
     Args:
         start, end: seconds since the epoch; None: of the run.
-        lanes: in which samples are drawn; of those that overlap more often, the rest is left out.
+        lanes: in which samples are drawn, divided among the processes that ran them; of those that overlap more often, the rest is left out.
 
     Returns:
         ``start``, ``end``, ``lanes`` (``name``, ``kind``, ``spans`` of ``start``, ``end``, ``kind``, ``label`` and ``key``), ``busy`` (share
@@ -35,7 +35,12 @@ def timeline(index: Index, samples: Samples, start: float | None, end: float | N
     every = max(1, -(-counted[0] // MOST_SAMPLES))
     rows = index.rows(f"{SELECT} WHERE began < ? AND ended > ? AND samples.id % ? = 0 ORDER BY began", end, start, every)
     plain = [samples.plain(row) for row in rows]
-    drawn = _lanes_of(plain, lanes)
+    processes = sorted({sample["process"] for sample in plain})
+    drawn: list[dict[str, Any]] = []
+    for process in processes:
+        own = [sample for sample in plain if sample["process"] == process]
+        name = f"process {process}, sampling" if len(processes) > 1 else "sampling"
+        drawn += _lanes_of(own, max(1, lanes // len(processes)), name)
     engines = _engines(index, [row["id"] for row in rows], plain) if len(rows) <= MOST_READ else []
     trainer = {"name": "trainer", "kind": "trainer", "spans": _phases(index, start, end)}
     shown = [lane for lane in [*([trainer] if trainer["spans"] else []), *engines, *drawn] if lane["spans"]]
@@ -48,9 +53,9 @@ def timeline(index: Index, samples: Samples, start: float | None, end: float | N
     }
 
 
-def _lanes_of(samples: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+def _lanes_of(samples: Sequence[dict[str, Any]], count: int, name: str) -> list[dict[str, Any]]:
     """Samples in lanes in which none overlap; one that finds no lane is left out."""
-    lanes = [{"name": f"sampling {number + 1}", "kind": "sampling", "spans": []} for number in range(count)]
+    lanes: list[dict[str, Any]] = [{"name": f"{name} {number + 1}", "kind": "sampling", "spans": []} for number in range(count)]
     free = list(range(count))
     taken: list[tuple[float, int]] = []
     for sample in samples:

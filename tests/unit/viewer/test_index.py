@@ -233,6 +233,10 @@ def test_samples_that_other_processes_wrote_are_found_for_what_was_trained(tmp_p
         run.refresh()
         assert (run.steps()[1]["samples"], run.steps()[1]["reward"]) == (2, 0.5)
         assert {sample["trained"] for sample in run.group(1)["samples"]} == {1}
+        write_sample(controller, 2, began=0.5)
+        run.refresh()
+        names = {lane["name"] for lane in run.timeline(lanes=4)["lanes"] if lane["kind"] == "sampling"}
+        assert names == {"process 0, sampling 1", "process 1, sampling 1", "process 1, sampling 2"}
     controller.close()
     worker.close()
 
