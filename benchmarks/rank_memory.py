@@ -167,7 +167,7 @@ def main() -> None:
     hidden, layers, vocabulary = QUICK if arguments.quick else FULL
     report = Report("memory of each rank")
     with tempfile.TemporaryDirectory() as directory:
-        size = _write_model(Path(directory) / "model", hidden, layers, vocabulary)
+        size = write_model(Path(directory) / "model", hidden, layers, vocabulary)
         report.machine["parameters"] = size
         first: dict[str, Any] = {}
         for ranks in map(int, arguments.ranks.split(",")):
@@ -189,7 +189,7 @@ def main() -> None:
     return None
 
 
-def _write_model(path: Path, hidden: int, layers: int, vocabulary: int) -> int:
+def write_model(path: Path, hidden: int, layers: int, vocabulary: int) -> int:
     """Write a model in a process of its own, whose memory does not count; returns its size."""
     code = (
         "import sys; from rollwright.training.model import new_model, parameter_count\n"

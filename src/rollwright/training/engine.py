@@ -56,6 +56,7 @@ from rollwright.training.sharding import (
     whole_weights,
     with_whole_weights,
 )
+from rollwright.training.tree_attention import leave_uncompiled
 
 logger = getLogger("training")
 
@@ -125,9 +126,10 @@ class TrainEngine:
         if config.gradient_checkpointing:
             checkpoint_layers(self.model, layers, config.gradient_checkpointing_every)
         if config.compile_layers:
+            leave_uncompiled()
             for layer in layers:
                 layer.compile()
-        if self.device.type == "cpu" and self.compute_dtype == next(self.model.parameters()).dtype == torch.float32:
+        elif self.device.type == "cpu" and self.compute_dtype == next(self.model.parameters()).dtype == torch.float32:
             use_fast_layers(self.model)
         self._scorer = TokenScorer(self.model, chunk_bytes=config.logits_chunk_mib << 20)
         if not shards:

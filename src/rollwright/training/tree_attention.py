@@ -6,6 +6,7 @@ a tree computes what it computed before.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -291,6 +292,18 @@ def use_tree_attention(model: nn.Module) -> None:
 _NAME = "prefix_tree"
 
 
+def _over_tree(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scaling: float, softcap: float | None) -> Tensor:
+    tree.uses += 1
+    return attend(query.squeeze(0), key.squeeze(0), value.squeeze(0), tree, scaling, softcap)[None]
+
+
+@functools.cache
+def leave_uncompiled() -> None:
+    """Have ``torch.compile`` leave out the attention over a tree, whose calls are others for every batch: it would be compiled anew for each."""
+    global _over_tree
+    _over_tree = torch.compiler.disable(_over_tree)
+
+
 def _attention(otherwise: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
     def forward(
         module: nn.Module,
@@ -305,8 +318,7 @@ def _attention(otherwise: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tu
     ) -> tuple[Tensor, Any]:
         scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
         if prefix_tree is not None:
-            prefix_tree.uses += 1
-            return attend(query.squeeze(0), key.squeeze(0), value.squeeze(0), prefix_tree, scaling, softcap)[None], None
+            return _over_tree(query, key, value, prefix_tree, scaling, softcap), None
         if softcap is not None:
             groups = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))

@@ -193,14 +193,23 @@ def test_random_weights_are_drawn_one_module_at_a_time(path, group):
     assert not torch.equal(first["model.layers.0.mlp.up_proj.weight"], first["model.layers.1.mlp.up_proj.weight"])
 
 
-def test_compiled_layers_compute_the_same(monkeypatch):
+def test_compiled_layers_give_the_same_gradient(monkeypatch):
     compiled, compile_module = [], torch.nn.Module.compile
-    monkeypatch.setattr(  # traced, but not handed to the C++ compiler, which takes minutes
-        torch.nn.Module, "compile", lambda module: compiled.append(module) or compile_module(module, backend="eager")
+    monkeypatch.setattr(  # forward and backward are traced, but not handed to the C++ compiler, which takes minutes
+        torch.nn.Module, "compile", lambda module: compiled.append(module) or compile_module(module, backend="aot_eager")
     )
-    plain, actor = (tiny_actor(share_prefixes=False, compile_layers=flag) for flag in (False, True))
+    found = []
+    for flag in (False, True):
+        actor = tiny_actor(dtype=torch.float32, compile_layers=flag)  # where it would get fast layers, and share prefixes
+        caught, batch = gradients(actor), tiny_batch()
+        found.append((actor.compute_logp(batch), caught))
+        actor.ppo_update(actor.compute_advantages(batch))
     assert compiled == list(actor.model.model.layers)
-    torch.testing.assert_close(actor.compute_logp(tiny_batch()), plain.compute_logp(tiny_batch()), atol=1e-6, rtol=0)
+    (plain, expected), (logprobs, gradient) = found
+    torch.testing.assert_close(logprobs, plain, atol=2e-6, rtol=0)
+    assert gradient.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(gradient[name], expected[name], atol=1e-7, rtol=0, msg=name)
 
 
 def test_activations_of_every_second_layer_are_recomputed_to_the_same_gradient():
@@ -212,6 +221,22 @@ def test_activations_of_every_second_layer_are_recomputed_to_the_same_gradient()
     assert [layer.gradient_checkpointing for layer in actor.model.model.layers] == [False, True]
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, atol=1e-9, rtol=0)
+
+
+def test_shards_that_are_offloaded_train_the_same(path, tmp_path, monkeypatch, group):
+    """The way of a GPU's shards through the host's memory, on a CPU: loaded, trained, kept and published."""
+    expected = train(actor_of(path))
+    monkeypatch.setattr("rollwright.training.engine.wants_sharding", lambda *_, **__: True)  # which refuses it on a CPU
+    actor = actor_of(path, cpu_offload=True)
+    weights = train(actor)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor, atol=1e-6, rtol=0)
+    RecoverCheckpoints(tmp_path / "recover").save(2, {"actor": actor.state_dict()})
+    again = actor_of(path, cpu_offload=True)
+    again.load_state_dict(RecoverCheckpoints(tmp_path / "recover").load()[1]["actor"])
+    expected = train(actor, 1, start=2)
+    for name, tensor in train(again, 1, start=2).items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 def test_settings_that_do_not_fit_are_refused(path, group):
