@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from rollwright.config.cluster_rules import ray_keys
 from rollwright.config.secrets import command_line
 from rollwright.config.sections import ClusterConfig
 from rollwright.errors import ClusterError, ConfigError
@@ -72,12 +73,14 @@ def job_script(cluster: ClusterConfig, run_directory: Path, words: Sequence[str]
         "mem": slurm.memory,
     }
     asked = [f"--{key}={shlex.quote(str(value))}" for key, value in options.items() if value is not None]
-    command = [sys.executable, "-P", "-m", "rollwright", *words, "cluster.kind=local"]
+    inside = "ray" if ray_keys(cluster) else "local"
+    command = [sys.executable, "-P", "-m", "rollwright", *words, f"cluster.kind={inside}"]
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in [*asked, *slurm.arguments]),
         "set -e",
         *slurm.setup,
+        *(["unset RAY_ADDRESS"] if inside == "ray" else []),
         f"exec {command_line(command) if hides_secrets else shlex.join(command)}",
     ]
     return "\n".join(lines) + "\n"

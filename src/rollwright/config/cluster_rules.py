@@ -6,7 +6,7 @@ from rollwright.config.experiment import PPOConfig
 from rollwright.config.sections import ClusterConfig
 from rollwright.config.task_rules import Rule
 
-#: Keys of ``cluster`` that only ``kind: ray`` reads.
+#: Keys of ``cluster`` that only a Ray cluster reads.
 _OF_RAY = (
     ("address", ""),
     ("nodes", 1),
@@ -16,16 +16,20 @@ _OF_RAY = (
 )
 
 
+def ray_keys(cluster: ClusterConfig) -> list[str]:
+    """Keys that are set and that only a Ray cluster reads: a run in a job of Slurm has a Ray of its own where there are some."""
+    return [name for name, default in _OF_RAY if getattr(cluster, name) != default]
+
+
 def placement(cluster: ClusterConfig) -> list[Rule]:
     """Keys that nothing would read."""
-    return [
-        (
-            cluster.kind != "ray" and getattr(cluster, name) != default,
-            name,
-            f"is of kind ray, and kind is {cluster.kind}; take it out",
-        )
-        for name, default in _OF_RAY
-    ]
+    if cluster.kind == "ray":
+        return []
+    of_clusters = ("address", "nodes")
+    if cluster.kind == "slurm":
+        message = "is of a Ray that runs, and a job of Slurm has one node with a Ray of its own; take it out"
+        return [(name in of_clusters, name, message) for name in ray_keys(cluster)]
+    return [(True, name, f"is of kind ray, and kind is {cluster.kind}; take it out") for name in ray_keys(cluster)]
 
 
 def ray(config: PPOConfig) -> list[Rule]:

@@ -133,6 +133,12 @@ def test_the_script_says_what_is_asked_for(programs, monkeypatch):
     assert not any(line.startswith(("SLURM_NTASKS", "SLURM_JOB_ID")) for line in environment)
 
 
+def test_a_run_with_workers_has_a_ray_of_its_own_in_the_job(tmp_path):
+    script = slurm.job_script(ClusterConfig(kind="slurm", workers=2), tmp_path / "r", ["run", "config.yaml"]).splitlines()
+    assert script[-2] == "unset RAY_ADDRESS"
+    assert script[-1].endswith("run config.yaml cluster.kind=ray")
+
+
 def test_what_is_shown_of_a_script_hides_secrets(tmp_path):
     words = ["run", "config.yaml", "rollout.api_key=swordfish"]
     assert "swordfish" not in slurm.job_script(ClusterConfig(kind="slurm"), tmp_path / "r", words, hides_secrets=True)

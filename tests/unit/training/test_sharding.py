@@ -199,17 +199,14 @@ def test_compiled_layers_give_the_same_gradient(monkeypatch):
         torch.nn.Module, "compile", lambda module: compiled.append(module) or compile_module(module, backend="aot_eager")
     )
     found = []
-    for flag in (False, True):
-        actor = tiny_actor(dtype=torch.float32, compile_layers=flag)  # where it would get fast layers, and share prefixes
-        caught, batch = gradients(actor), tiny_batch()
-        found.append((actor.compute_logp(batch), caught))
-        actor.ppo_update(actor.compute_advantages(batch))
+    for flag in (False, True):  # in float32 a CPU would have fast layers
+        actor = tiny_actor(dtype=torch.float32, compile_layers=flag)
+        found.append(gradients(actor))
+        actor.ppo_update(actor.compute_advantages(tiny_batch()))
     assert compiled == list(actor.model.model.layers)
-    (plain, expected), (logprobs, gradient) = found
-    torch.testing.assert_close(logprobs, plain, atol=2e-6, rtol=0)
-    assert gradient.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(gradient[name], expected[name], atol=1e-7, rtol=0, msg=name)
+    assert found[0].keys() == found[1].keys()
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected, atol=1e-7, rtol=0)
 
 
 def test_activations_of_every_second_layer_are_recomputed_to_the_same_gradient():
