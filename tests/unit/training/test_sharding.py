@@ -193,6 +193,7 @@ def test_random_weights_are_drawn_one_module_at_a_time(path, group):
     assert not torch.equal(first["model.layers.0.mlp.up_proj.weight"], first["model.layers.1.mlp.up_proj.weight"])
 
 
+@pytest.mark.slow
 def test_compiled_layers_give_the_same_gradient(monkeypatch):
     compiled, compile_module = [], torch.nn.Module.compile
     monkeypatch.setattr(  # forward and backward are traced, but not handed to the C++ compiler, which takes minutes
