@@ -146,8 +146,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_a_trainer_killed_several_times_trains_each_sample_once_and_samples_nothing_twice(tmp_path, staleness):
+@pytest.mark.parametrize(("staleness", "kills"), [(0, 1), (1, 3)])
+def test_a_trainer_killed_several_times_trains_each_sample_once_and_samples_nothing_twice(tmp_path, staleness, kills):
     model, runs, script, log = (tmp_path / name for name in ("model", "runs", "trainer.py", "trainer.log"))
     write_model(model)
     script.write_text(TURNS)
@@ -157,7 +157,7 @@ def test_a_trainer_killed_several_times_trains_each_sample_once_and_samples_noth
     def calls():
         return sum(isinstance(record, Call) for _, record in read_records(journal)) if journal.is_dir() else 0
 
-    draw, kills = random.Random(staleness), 3
+    draw = random.Random(staleness)
     for number in range(kills + 1):
         before = calls()
         after = before + draw.randint(10, 60)

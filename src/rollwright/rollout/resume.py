@@ -50,6 +50,11 @@ class PastEpisodes:
     tokens: int = 0
     redacted: Callable[[bytes], bytes] = lambda packed: packed
 
+    @property
+    def count(self) -> int:
+        """Episodes that have a past."""
+        return sum(map(len, self.episodes.values()))
+
     def row(self, row: dict[str, Any]) -> dict[str, Any]:
         """The task that the ordinal of ``row`` was, should another be drawn for it now.
 
@@ -119,13 +124,16 @@ def recall(runner: Runner, directories: Iterable[str | Path]) -> PastEpisodes:
     if runner.journal is not None:
         past.redacted = runner.journal.redacted
         runner.journal.goes_on_to = max([*past.episodes, *past.order], default=-1)
+    if runner.elsewhere is not None and past.episodes:
+        logger.warning("%d episodes that were sampled or under way begin anew: workers do not go on yet", past.count)
+        past.episodes, past.newest_version, past.tokens = {}, -1, 0
     for group in delivery.ready:  # the checkpoint has their rows
         past.episodes.pop(group.ordinal, None)
     delivery.again, runner.given_up = dict.fromkeys(past.order), dict(past.given_up)
     if past.episodes or past.order:
         logger.info(
             "going on from the journal: %d episodes have a past, of %d tokens; %d groups were taken after the checkpoint, and are again",
-            sum(map(len, past.episodes.values())),
+            past.count,
             past.tokens,
             len(past.order),
         )

@@ -176,8 +176,7 @@ class PPOTrainer(PolicyTrainer):
         executor, version = self.rollout.executor, self.actor.version
         past = executor.recall([journal.directory])
         self.made_again = range(version + 1, past.newest_version + 1)
-        episodes = sum(map(len, past.episodes.values()))
-        journal.write(Resumed(self.step, version, executor.frontier, episodes, past.tokens, time.time()))
+        journal.write(Resumed(self.step, version, executor.frontier, past.count, past.tokens, time.time()))
 
     def samples_with_own_weights(self) -> bool:
         """False for a version that is made again: its tokens were sampled before the run was stopped."""
