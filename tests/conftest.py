@@ -29,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--seeds", type=int, default=1, help="Seeds with which several ranks are compared with one process, up to 3."
     )
     parser.addoption("--fuzz", type=int, default=3, help="Cases that schemathesis makes of each operation of a service.")
+    parser.addoption("--view-runs", default=None, help="A directory of runs, every view of which tests/viewer visits.")
     parser.addoption("--write-pictures", action="store_true", help="Write the pictures of docs/viewer.md.")
     parser.addoption("--write-agents-table", action="store_true", help="Write docs/agents.md's table of what was shown.")
 

@@ -64,3 +64,5 @@ def test_a_new_workflow_trains_from_the_wheel_alone(tmp_path):
     assert "two_readers.yaml" in call(rollwright, "new", "workflow", "two_readers", cwd=mine)
     call(rollwright, "run", "two_readers.yaml", "stats_logger.display=none", cwd=mine)
     assert list(mine.glob("runs/two_readers/first/grpo/checkpoints/final/*.safetensors"))
+    call(rollwright, "view", "runs/two_readers/first/grpo", "--export", "report.html", cwd=mine)
+    assert "uPlot" in (mine / "report.html").read_text()  # templates and static files are in the wheel

@@ -41,6 +41,13 @@ def test_from_the_list_to_a_token_of_the_worst_sample_in_five_clicks(watched, vi
     assert f"reward {min(rewards):g}" in shown
 
 
+def test_the_run_says_what_stands_out_and_which_setting_changes_it(watched):
+    tab = watched()
+    tab.visit(RUN)
+    assert "gconfig.n_samples" in tab.page.locator(".signs").inner_text()
+    assert tab.page.locator(".signs li b").first.inner_text() != ""  # said in words, not by colour
+
+
 def test_a_bar_filters_the_groups_and_the_address_says_so(watched, viewer):
     tab = watched()
     tab.visit(f"{RUN}/step/4")

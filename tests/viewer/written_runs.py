@@ -113,6 +113,7 @@ class WrittenRun:
         numbers |= {
             "actor/entropy": 1.2 / self.step,
             "actor/logprob_difference/mean": 1e-6,
+            "actor/groups_without_variance": 0.8,
             "tokens_per_second/generate": 900.0,
         }
         if self.step % 2 == 0:

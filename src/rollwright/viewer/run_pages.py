@@ -188,7 +188,7 @@ def _curves(runs: Sequence[tuple[str, Run]]) -> list[tuple[str, list[dict[str, A
     shown = []
     for title, names in groups.items():
         charts = []
-        for name in names:
+        for name in sorted(names, key=lambda name: (name.count("/"), name)):
             series = [
                 {"label": label, "points": [point for point in metrics["series"][name] if point[1] is not None]}
                 for label, metrics in found

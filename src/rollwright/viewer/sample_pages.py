@@ -18,6 +18,7 @@ from rollwright.viewer.shown import as_json, clipped, count, number, seconds, si
 
 #: Results on one page of the search, and samples of one file of it.
 RESULTS, IN_FILE = 50, 10_000
+GROUPS = 100  # of a step on one page
 #: Filters of the search that are ranges.
 _RANGES = ("step", "reward", "tokens", "version")
 
@@ -183,7 +184,9 @@ def step_context(run: Run, found: Mapping[str, Any], url: str, request: Request)
         return high is None or reward < high or (reward == high and (is_last or low == high))
 
     low, high = _bounds(_samples_of(found["groups"]))
-    groups = [decorated(each, (low, high), fits) for each in found["groups"] if any(map(fits, each["samples"]))]
+    fitting = [each for each in found["groups"] if chosen is None or any(map(fits, each["samples"]))]
+    offset = offset_of(request)
+    groups = [decorated(each, (low, high), fits) for each in fitting[offset : offset + GROUPS]]
     steps = [each["step"] for each in run.steps()]
     before, after = (
         max((s for s in steps if s < found["step"]), default=None),
@@ -204,7 +207,9 @@ def step_context(run: Run, found: Mapping[str, Any], url: str, request: Request)
     if evaluations:
         held = [sample["reward"] for sample in _samples_of(evaluations) if sample["reward"] is not None]
         facts.append(("held out", f"{number(sum(held) / len(held))} over {len(evaluations)} tasks" if held else None))
-    worst = min((s for s in _samples_of(found["groups"]) if s["reward"] is not None), key=lambda s: s["reward"], default=None)
+    lowest = run.search(step=found["step"], is_eval=False, order="reward", limit=1)["samples"]
+    worst = lowest[0] if lowest else None
+    filtered = here + (f"?{urlencode({'reward': asked})}" if asked else "")
     from_the_worst = {"list": urlencode({"step": found["step"], "eval": 0, "order": "reward"}), "at": 0}
     return {
         "step": {"step": found["step"], "about": f"{len(rewards)} samples in {len(found['groups'])} groups"},
@@ -214,10 +219,12 @@ def step_context(run: Run, found: Mapping[str, Any], url: str, request: Request)
         "facts": facts,
         "groups": groups,
         "total": len(found["groups"]),
+        "fitting": len(fitting),
+        "pager": pager(filtered, offset, GROUPS, len(fitting), len(groups)),
         "without_variance": counts["without_variance"],
         "query": "",
         "worst": f"{url}/sample/{key_in_address(worst['key'])}?{urlencode(from_the_worst)}" if worst else None,
-        "address": here + (f"?{urlencode({'reward': asked})}" if asked else ""),
+        "address": filtered,
         "neighbours": {
             "before": f"{url}/step/{before}" if before is not None else None,
             "after": f"{url}/step/{after}" if after is not None else None,

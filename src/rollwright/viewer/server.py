@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import mimetypes
 import secrets
+import sqlite3
 from collections.abc import Sequence
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
@@ -123,9 +124,12 @@ def make_app(places: Sequence[str | Path], settings: ServiceSettings | None = No
         if isinstance(error, DataError):
             return pages.error(404, "Not found", str(error))
         logger.warning("%s: %s", request.url.path, error)
+        if isinstance(error, sqlite3.Error):
+            said = f"The index beside the journal cannot be used ({error}). It is derived: delete journal/index.sqlite of this run."
+            return pages.error(500, "This cannot be read", said)
         return pages.error(422 if isinstance(error, ValueError) else 500, "This cannot be read", str(error))
 
-    for kind in (HTTPException, RollwrightError, OSError, ValueError):
+    for kind in (HTTPException, RollwrightError, OSError, ValueError, sqlite3.Error):
         app.add_exception_handler(kind, show_error)
     app.router.on_shutdown.append(pages.runs.close)
     app.state.pages = pages

@@ -75,6 +75,7 @@
     }
     if (!button) return;
     if (button.dataset.copy !== undefined) copy(button.dataset.copy);
+    else if (button.dataset.do === "link") copy(location.href);
     else if (button.dataset.do === "theme") toggleTheme();
     else if (button.dataset.do === "help") document.getElementById("help").showModal();
   });
