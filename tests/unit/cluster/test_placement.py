@@ -57,6 +57,7 @@ def test_gpus_follow_the_backend_and_the_device():
         (config(rollout={"weight_update": "shared"}), "rollout.weight_update: is shared memory"),
         (config(rollout={"addresses": ["10.0.0.1:3000"]}), "rollout.addresses: names servers"),
         (config(mode="bench"), "mode: is bench"),
+        (config(rollout={"openai_front": True}), "rollout.openai_front: is for task-style workflows"),
         (config(deterministic=True), "deterministic: is true"),
     ],
 )
