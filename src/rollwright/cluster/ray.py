@@ -76,6 +76,7 @@ class RayCluster:
         self._began = not ray.is_initialized()
         if self._began:
             address = config.address or os.environ.get("RAY_ADDRESS") or "local"
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a Ray that is started here tells its makers nothing
             here = {"include_dashboard": False, "_node_ip_address": _LOOPBACK} if address == "local" else {}
             try:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **here)
