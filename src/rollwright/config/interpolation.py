@@ -130,6 +130,7 @@ class _Resolver:
         above = self._open[-1][: len(bare) - len(key)] if bare != key else ()
         node, is_resolved = self.whole, False
         path: KeyPath = ()
+        found: Any = None
         for part in (*above, *undotted(bare.replace("[", ".").replace("]", ""))):
             if isinstance(node, str) and not is_resolved:  # the way leads through another interpolation
                 node, is_resolved = self.value(node, path), True
@@ -140,7 +141,7 @@ class _Resolver:
             node, path = inner[found], (*path, found)
         if node == "???":
             raise _UnresolvedError(f"Interpolation key {key!r} has no value yet (???). Give it one.")
-        return hidden_by_name(path[-1], node if is_resolved else self.value(node, path))
+        return hidden_by_name(found, node if is_resolved else self.value(node, path))
 
 
 def _split(text: str) -> Iterator[tuple[str, bool]]:
