@@ -69,11 +69,11 @@ def run(
 
             typer.echo("\nIt would be the job of this script:\n")
             typer.echo(job_script(cluster, run_directory_of(stages).absolute(), words, hides_secrets=True))
-        for config in (stage.config for stage in stages if isinstance(stage.config, PPOConfig)):
-            if config.cluster.kind == "ray":
+        for policy in (stage.config for stage in stages if isinstance(stage.config, PPOConfig)):
+            if policy.cluster.kind == "ray":
                 from rollwright.cluster.placement import placement_in_words
 
-                typer.echo("\n".join(placement_in_words(config)))
+                typer.echo("\n".join(placement_in_words(policy)))
         return
     if cluster.kind == "slurm":
         look_up_names(stages)
