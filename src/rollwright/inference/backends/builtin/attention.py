@@ -43,6 +43,8 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> T
 
 def _weighted(weights: Tensor, values: Tensor) -> Tensor:
     """The sum of values by weights, in the order of the columns, ``SUMMED`` at a time: columns of weight 0 behind add nothing."""
+    if weights.shape[2] <= SUMMED:
+        return torch.bmm(weights, values)
     total = torch.bmm(weights[:, :, :SUMMED], values[:, :SUMMED])
     for begin in range(SUMMED, weights.shape[2], SUMMED):
         total.baddbmm_(weights[:, :, begin : begin + SUMMED], values[:, begin : begin + SUMMED])

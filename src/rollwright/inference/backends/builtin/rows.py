@@ -137,7 +137,7 @@ class StepPlan:
         steps: tokens that each row was given by this plan.
         temperature_B1: None where all are 1.
         kinds: ``whole`` (all tokens may come), ``greedy`` or ``truncated``, each with the rows that are sampled so; None: all.
-        is_plain_B: rows from which any token may come, and that have no adjustment.
+        is_plain_B: rows from which any token may come, and that have no adjustment; None: all.
         limits: ``top_k``, ``top_p`` and ``min_p`` of the truncated rows.
         begins: sequences whose first token is the plan's first.
         adjusted, watched, heard, detailed: rows with an adjustment, with stop strings, with a listener, and with alternatives.
@@ -152,7 +152,7 @@ class StepPlan:
         self.temperature_B1: Tensor | None = None
         self.kinds: dict[str, Tensor | None] = {"whole": None}
         self.limits: list[Tensor] = []
-        self.is_plain_B = np.ones(last - first, dtype=bool)
+        self.is_plain_B: np.ndarray | None = None
         if not settings["is_plain"].all():
             self._read_kinds(settings)
         self.begins = [running[first + index] for index in (self._generated == 0).nonzero()[0].tolist()]
@@ -161,7 +161,9 @@ class StepPlan:
         self.watched = [(index, s.stop_strings) for index, s in sequences if s.stop_strings is not None]
         self.heard = [(index, s) for index, s in sequences if s.on_token is not None]
         self.detailed = [(i, s, min(count, vocabulary)) for i, s in sequences if (count := s.request.top_logprobs)]
-        self.is_plain_B[[index for index, _ in self.adjusted]] = False
+        if self.adjusted:
+            self.is_plain_B = np.ones(last - first, dtype=bool) if self.is_plain_B is None else self.is_plain_B
+            self.is_plain_B[[index for index, _ in self.adjusted]] = False
         self._stop_ids = table.stop_ids[first:last].copy()
         self._until_minimum = settings["min_new_tokens"] - self._generated
         self._until_limit = settings["max_new_tokens"] - self._generated
@@ -177,8 +179,9 @@ class StepPlan:
         if not (temperatures == 1.0).all():
             self.temperature_B1 = to_tensor(temperatures, self._device)[:, None]
         is_truncated = ((settings["top_k"] > 0) | (settings["top_p"] < 1.0) | (settings["min_p"] > 0)) & ~is_greedy
-        self.is_plain_B = ~(is_greedy | is_truncated)
-        kinds = {"whole": self.is_plain_B, "greedy": is_greedy, "truncated": is_truncated}
+        is_whole = ~(is_greedy | is_truncated)
+        self.is_plain_B = None if is_whole.all() else is_whole
+        kinds = {"whole": is_whole, "greedy": is_greedy, "truncated": is_truncated}
         self.kinds = {
             kind: None if chosen.all() else to_tensor(chosen.nonzero()[0], self._device)
             for kind, chosen in kinds.items()

@@ -256,12 +256,13 @@ def sample(logits_BV: Tensor, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
     if plan.temperature_B1 is not None:
         scores_BV = scores_BV / plan.temperature_B1
     uniforms_B, forbidden, is_plain_B = plan.uniforms(), plan.forbidden(), plan.is_plain_B
-    if not is_plain_B.any():
+    if is_plain_B is not None and not is_plain_B.any():
         return _sample_any(scores_BV, uniforms_B, forbidden, plan)
     tokens_B, logprobs_B = _sample_plain(scores_BV, uniforms_B, forbidden)
     if forbidden is not None:  # what is allowed may be too unlikely for float32
-        is_plain_B = is_plain_B & np.isfinite(logprobs_B)
-    if is_plain_B.all():
+        is_finite_B = np.isfinite(logprobs_B)
+        is_plain_B = is_finite_B if is_plain_B is None else is_plain_B & is_finite_B
+    if is_plain_B is None or is_plain_B.all():
         return tokens_B, logprobs_B
     others = _sample_any(scores_BV, uniforms_B, forbidden, plan)  # a row is drawn in one way, whatever the others ask for
     return np.where(is_plain_B, tokens_B, others[0]), np.where(is_plain_B, logprobs_B, others[1])
@@ -273,9 +274,9 @@ def _sample_plain(scores_BV: Tensor, uniforms_B: Tensor, forbidden: Tensor | Non
     if forbidden is not None:
         probs_BV.view(-1).index_fill_(0, forbidden, 0.0)
     tokens_B = inverse_cdf(probs_BV, uniforms_B)
-    chosen = probs_BV.gather(1, tokens_B[:, None]).squeeze(1).cpu().numpy()
-    with np.errstate(divide="ignore"):  # in float64: a vectorised logarithm may round the last rows otherwise than the others
-        return tokens_B.cpu().numpy(), np.log(chosen, dtype=np.float64).astype(np.float32)
+    # In float64: a vectorised logarithm may round the last rows otherwise than the others.
+    logprobs_B = probs_BV.gather(1, tokens_B[:, None]).squeeze(1).double().log_()
+    return tokens_B.cpu().numpy(), logprobs_B.float().cpu().numpy()
 
 
 def _sample_any(
