@@ -301,7 +301,7 @@ def _over_tree(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scal
 def leave_uncompiled() -> None:
     """Have ``torch.compile`` leave out the attention over a tree, whose calls are others for every batch: it would be compiled anew for each."""
     global _over_tree
-    _over_tree = torch.compiler.disable(_over_tree)
+    _over_tree = torch.compiler.disable(_over_tree)  # type: ignore[assignment]
 
 
 def _attention(otherwise: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
