@@ -28,6 +28,13 @@
     });
   }
 
+  // Values that differ by their last bits only are one value: between them there is no room for ticks.
+  function range(_, low, high) {
+    if (low === null || high === null) return [0, 1];
+    const room = Math.max(Math.abs(low), Math.abs(high));
+    return high - low > 1e-6 * room ? uPlot.rangeNum(low, high, 0.1, true) : [low - (room || 1) / 2, high + (room || 1) / 2];
+  }
+
   function draw(figure) {
     drawn.get(figure)?.destroy();
     const chart = JSON.parse(figure.dataset.chart);
@@ -55,7 +62,7 @@
     };
     const options = {
       width: Math.max(200, plot.clientWidth), height: 170, series, padding: [8, 8, 0, 0], legend: { show: false },
-      scales: { x: { time: false } },
+      scales: { x: { time: false }, y: { range } },
       axes: [{ ...axis, size: 26 }, { ...axis, size: 46, values: (_, ticks) => ticks.map(short) }],
       cursor: { sync: { key: "steps" }, points: { size: 7 }, drag: { x: true, y: false, setScale: true } },
       hooks: {
