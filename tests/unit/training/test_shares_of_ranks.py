@@ -11,7 +11,7 @@ from rollwright.experience.packed import pack_rows, unpack_rows
 from rollwright.experience.trajectory import select_rows
 from rollwright.training.checkpoint import RecoverCheckpoints
 from rollwright.training.micro_batches import MINIBATCH_IDS, split_minibatches
-from rollwright.training.ranks import Call, TrainRanks, _groups, _merge, _sent_columns, shares
+from rollwright.training.ranks import Call, TrainRanks, _groups, merge_written, sent_columns, shares
 
 
 @st.composite
@@ -31,7 +31,7 @@ def test_each_row_goes_to_one_rank_with_its_group_and_stays_in_its_minibatch(bat
     holders = {int(batch["group_ids"][row]): rank for rank, rows in enumerate(divided) for row in rows}
     assert all(holders[int(batch["group_ids"][row])] == rank for rank, rows in enumerate(divided) for row in rows)
 
-    sent, whole = _sent_columns(batch, minibatches), split_minibatches(batch, minibatches)
+    sent, whole = sent_columns(batch, minibatches), split_minibatches(batch, minibatches)
     assert (MINIBATCH_IDS in sent) == (minibatches > 1)
     for number, rows in enumerate(whole):
         parts = [split_minibatches(select_rows(sent, share), minibatches)[number] for share in divided]
@@ -53,7 +53,7 @@ def test_columns_of_the_ranks_come_back_to_their_rows():
         {"input_ids": torch.zeros(1, 2), "advantages": torch.tensor([[1.0, 2.0]]), "returns": torch.tensor([5.0])},
         {"input_ids": torch.zeros(2, 4), "advantages": torch.ones(2, 4) * 3, "returns": torch.tensor([6.0, 7.0])},
     ]
-    _merge(batch, [[1], [2, 0]], parts)
+    merge_written(batch, [[1], [2, 0]], parts)
     assert batch["advantages"].tolist() == [[3.0] * 4, [1.0, 2.0, 0.0, 0.0], [3.0] * 4]
     assert batch["returns"].tolist() == [7.0, 5.0, 6.0]
 
@@ -65,8 +65,8 @@ def test_a_column_that_the_call_replaced_comes_back_too():
     ranks = TrainRanks(tiny_actor(), RecoverCheckpoints("unused"))
     call = Call(lambda ranks, batch: ranks.engine.compute_advantages(batch))
     divided = shares(batch, _groups(batch), 2)
-    parts = [ranks._make_with(call, unpack_rows(pack_rows(batch, rows)), {})[1] for rows in divided]
-    _merge(batch, divided, [unpack_rows(part) for part in parts])
+    parts = [ranks.make_with(call, unpack_rows(pack_rows(batch, rows)), {})[1] for rows in divided]
+    merge_written(batch, divided, [unpack_rows(part) for part in parts])
     assert torch.equal(batch["advantages"], alone["advantages"])
 
 
