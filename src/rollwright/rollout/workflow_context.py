@@ -53,6 +53,7 @@ async def get_aiohttp_session() -> Any:
 
 @contextlib.asynccontextmanager
 async def _httpx_client() -> AsyncIterator[Any]:
+    httpx: Any  # of the core, or the one that a workflow's own packages brought
     try:
         import httpx
     except ImportError:

@@ -70,7 +70,7 @@ class SupervisedTrainer(Trainer):
 
     def open(self, opened: ExitStack) -> None:
         """Start the engine that evaluates the model, where there are tasks for it."""
-        self.model = self.trained
+        self.model: Any = self.trained
         self.rollout: RolloutEngine | None = None
         self.weights: Publisher | None = None
         if self.evaluates:
