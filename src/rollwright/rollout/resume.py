@@ -18,7 +18,7 @@ from typing import Any
 
 from rollwright.errors import RolloutError
 from rollwright.experience.journal.episodes import RecordedEpisode, read_episodes
-from rollwright.experience.journal.files import Place
+from rollwright.experience.journal.files import Journal, Place
 from rollwright.experience.journal.records import AnyRecord, GroupEnd, pack_value, unpack_value
 from rollwright.rollout.runner import Runner
 from rollwright.rollout.task_group import Group, GroupFactory
@@ -120,13 +120,9 @@ def load_state(runner: Runner, factory: GroupFactory, state: dict[str, Any]) -> 
 def recall(runner: Runner, directories: Iterable[str | Path]) -> PastEpisodes:
     """Have a runner go on with what earlier processes recorded beyond the state that it was loaded with."""
     delivery = runner.delivery
-    past = read_past(directories, lambda ordinal: not delivery.frontier.is_done(ordinal))
+    past = read_past(directories, lambda ordinal: not delivery.frontier.is_done(ordinal), runner.journal)
     if runner.journal is not None:
-        past.redacted = runner.journal.redacted
-        runner.journal.goes_on_to = max([*past.episodes, *past.order], default=-1)
-    if runner.elsewhere is not None and past.episodes:
-        logger.warning("%d episodes that were sampled or under way begin anew: workers do not go on yet", past.count)
-        past.episodes, past.newest_version, past.tokens = {}, -1, 0
+        runner.journal.goes_on_to = max([*past.episodes, *past.order, *past.given_up], default=-1)
     for group in delivery.ready:  # the checkpoint has their rows
         past.episodes.pop(group.ordinal, None)
     delivery.again, runner.given_up = dict.fromkeys(past.order), dict(past.given_up)
@@ -140,12 +136,15 @@ def recall(runner: Runner, directories: Iterable[str | Path]) -> PastEpisodes:
     return past
 
 
-def read_past(directories: Iterable[str | Path], is_open: Callable[[int], bool]) -> PastEpisodes:
+def read_past(
+    directories: Iterable[str | Path], is_open: Callable[[int], bool], journal: Journal | None = None
+) -> PastEpisodes:
     """Read what earlier processes recorded; memory grows with the episodes of open tasks only.
 
     Args:
         directories: of journals.
         is_open: says of an ordinal whether its task is still to be done.
+        journal: of this process, which hides the same secrets as those before it; None: there were none to hide.
     """
     found: dict[tuple[int, int], list[RecordedEpisode]] = defaultdict(list)
     ends: dict[int, GroupEnd] = {}
@@ -161,6 +160,8 @@ def read_past(directories: Iterable[str | Path], is_open: Callable[[int], bool])
         for episode in read_episodes(directory, lambda writer, begin: not begin.is_eval and is_open(begin.ordinal), note):
             found[episode.begin.ordinal, episode.begin.index].append(episode)
     past = PastEpisodes(given_up={ordinal: end for ordinal, end in ends.items() if end.state not in DECIDED_ANEW})
+    if journal is not None:
+        past.redacted = journal.redacted
     past.order = [ordinal for ordinal in delivered if ordinal not in past.given_up]
     for (ordinal, index), episodes in sorted(found.items()):
         furthest = _furthest(episodes)

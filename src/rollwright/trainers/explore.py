@@ -194,7 +194,7 @@ class Explorer:
         """What explorers had been answered, this one or others, in tasks that are claimed again: their journals have it."""
         again = {claim.ordinal for claim in claims if claim.attempt > 0}
         journals = sorted(trial_path(self.config).glob(f"{PARTS['explore']}-*/journal")) if again else []
-        past = read_past(journals, again.__contains__)
+        past = read_past(journals, again.__contains__, self.rollout.journal)
         oldest = self.rollout_version - self.config.rollout.max_head_offpolicyness if self._drops_old_groups else 0
         for ordinal, samples in past.episodes.items():
             kept = {index: each for index, each in samples.items() if _oldest_version(each) >= oldest}

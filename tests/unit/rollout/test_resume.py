@@ -384,6 +384,59 @@ def test_the_task_of_an_ordinal_is_the_one_that_it_was(tmp_path, caplog):
     assert sampled == [3 * turns[number] for number in (0, 0, 1, 1)]
 
 
+def test_a_task_with_a_secret_is_the_one_that_it_was(tmp_path):
+    task = {"ordinal": 0, "turns": 2, "key": "a-secret-key"}
+    run = Run(tmp_path, [task], batch=1)
+    journal = Journal(tmp_path, secrets=[task["key"]])
+    with RolloutExecutor(EchoEngine(), run.config, journal=journal) as executor:
+        executor.wait_for_task(executor.submit(task, Turns()))
+    past = read_past([tmp_path], lambda ordinal: True, journal)
+    assert past.row(task) == task
+    assert 0 in past.episodes  # and it goes on
+
+
+def test_files_stay_as_long_as_they_say_which_tasks_were_given_up(tmp_path):
+    before, journal = Journal(tmp_path), Journal(tmp_path)
+    before.write(GroupEnd(7, 0, False, "rejected", "", 0, time.time()))
+    before.close()
+    with RolloutExecutor(EchoEngine(), RolloutConfig(), journal=journal) as executor:
+        assert executor.recall([tmp_path]).given_up.keys() == {7}
+        assert journal.goes_on_to == 7
+
+
+def test_a_conversation_that_was_in_flight_keeps_its_number(tmp_path):
+    """Its seed comes of it. Three begin with one prompt, or come in another order: only the first was not answered."""
+
+    class Three:
+        async def arun_episode(self, engine, data):
+            async def ask(number):
+                if number == 0:
+                    await asyncio.sleep(data["late"])
+                request = ModelRequest(input_ids=data["prompts"][number], gconfig=GCONFIG)
+                return await engine.agenerate(request)
+
+            answers = await asyncio.gather(*map(ask, range(3)))
+            return {"input_ids": answers[0].input_tokens, "output_ids": answers[0].output_tokens, "reward": 1.0}
+
+    def seeds(past, task):
+        engine = NeverTheSame()
+        engine.journal = journal = Journal(tmp_path / str(next(numbers)))
+        with RolloutExecutor(engine, RolloutConfig(sandbox="none"), journal=journal) as executor:
+            executor.wait_for_task(executor.submit(task, Three(), past=past))
+        (episode,) = read_past([journal.directory], lambda ordinal: True).episodes[0].values()
+        return {each.call.conversation: each.call.seed for each in episode.calls}, episode
+
+    numbers = itertools.count()
+    for prompts in ([[1, 2]] * 3, [[1, 2], [3, 4], [5, 6]]):
+        task = {"ordinal": 0, "prompts": prompts, "late": 0.0}
+        whole, episode = seeds({}, task)
+        assert len(whole) == 3
+        episode.calls = [each for each in episode.calls if each.call.conversation]  # the answer to the first was on its way
+        episode.end = None
+        task["late"] = 0.2
+        assert seeds({0: episode.rewind()}, task)[0] == whole
+
+
 def test_what_a_journal_cannot_hold_begins_anew(tmp_path):
     tasks = [{"ordinal": number, "turns": 2, "image": object()} for number in range(4)]
     run = Run(tmp_path, tasks, every=100).live(steps=1)

@@ -228,6 +228,20 @@ def test_an_episode_goes_on_there_from_its_past_and_begins_anew_where_it_diverge
     assert executor.counters()["samples/retried"] == 0
 
 
+def test_a_resumed_run_goes_on_in_its_workers(make, tmp_path):
+    journal = Journal(tmp_path)
+    before = RolloutExecutor(EchoEngine(), RolloutConfig(), journal=journal)
+    then = before.prepare_batch(iter(rows(4)), OneTurn(), group_size=2, batch_size=4)
+    before.destroy()
+    journal.close()
+    executor, processes = make()
+    assert executor.recall([tmp_path]).count == 8
+    now = executor.prepare_batch(iter(rows(4)), OneTurn(), group_size=2, batch_size=4)
+    leases = [words for process in processes for words in process.asked if words[0] == "run"]
+    assert sorted((*words[1][:2], words[4].tokens) for words in leases) == [(task, i, 3) for task in range(4) for i in range(2)]
+    assert torch.equal(then["input_ids"], now["input_ids"])
+
+
 def test_evaluation_runs_here(make):
     executor, processes = make()
     batch = executor.rollout_batch(rows(2), OneTurn(), is_eval=True)

@@ -344,6 +344,8 @@ class RecordedEpisode:
     def conversation_of(self, prompt: np.ndarray, number: int) -> int:
         """The number of a conversation that begins with this prompt: the recorded one that did, though they may come in another order.
 
+        Numbers below that no record has are of conversations that were never answered: what has no record is one of them.
+
         Args:
             prompt: ``[P]`` ids of its first request.
             number: in order of appearance, which is its number where none that is left began so.
@@ -354,6 +356,8 @@ class RecordedEpisode:
             if np.array_equal(prompt, self._places[each, 0].prompt):
                 self._numbers.add(each)
                 return each
+        numbered = self._numbers | {place[0] for place in self._places}
+        number = next((below for below in range(number) if below not in numbered), number)
         while number in self._numbers:
             number += 1
         self._numbers.add(number)
