@@ -108,10 +108,14 @@ class _Resolver:
         if name == "oc.env":
             if first not in os.environ and not arguments[1:]:
                 raise _UnresolvedError(f"Environment variable {first!r} not found. Set it, or give a default behind a comma.")
-            value = os.environ.get(first, *arguments[1:2])
+            if arguments[2:]:
+                raise _UnresolvedError(
+                    f"Interpolation oc.env has one default, not {len(arguments) - 1}: quote one with commas."
+                )
+            value = os.environ.get(first, *arguments[1:])
             value = None if value is None else str(value)
         elif name == "oc.decode":
-            value = parse_value(first)
+            value = None if arguments[0] is None else parse_value(first)
             if not isinstance(arguments[0], Secret):
                 return value
         else:
@@ -126,6 +130,7 @@ class _Resolver:
 
     def _named(self, key: str) -> Any:
         """The value of another key."""
+        key = key.strip()
         bare = key.lstrip(".")
         above = self._open[-1][: len(bare) - len(key)] if bare != key else ()
         node, is_resolved = self.whole, False

@@ -361,6 +361,8 @@ def _words(problem: Any) -> str:
         hint = f"; write [{value}]"
     elif kind == "string_type" and isinstance(value, (int, float)):
         hint = "; put it in quotes"
+    elif isinstance(value, Secret) and value.written.startswith("${oc.env:"):
+        hint = "; what comes from the environment is text, and ${oc.decode:${oc.env:NAME}} reads it as YAML"
     return f"expected {expected}, got {_shown(value)}{hint}"
 
 

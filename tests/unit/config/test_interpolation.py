@@ -2,6 +2,7 @@
 
 import pytest
 
+from rollwright import GRPOConfig, load_expr_config
 from rollwright.config.interpolation import resolve
 from rollwright.config.secrets import HIDDEN, Secret
 from rollwright.config.source import Origins, parse_yaml, plain
@@ -39,6 +40,8 @@ def resolved(text):
         ("it: ${oc.env:OUR_TEXT}\nseed: 1", "${seed}"),  # what comes from outside is no notation
         ("it: ${oc.decode:${oc.env:OUR_LIST}}", [1, {"a": "x"}]),
         ("it: ${oc.decode:1e-3}", 1e-3),
+        ("it: ${oc.decode:${oc.env:OUR_NOTHING,null}}", None),
+        ("it: ${ n }\nn: 5", 5),
     ],
 )
 def test_values(text, value):
@@ -72,6 +75,7 @@ def test_what_is_written_of_a_secret(text, written):
         ("it: [1, '${it}']", r"it\.1: Interpolation of 'it\.1' leads back to itself"),
         ("it: ${HOME:-x}", "it: Interpolation type 'HOME' is not known; known: oc.decode, oc.env"),
         ("it: ${oc.env:OUR_NOTHING}", "it: Environment variable 'OUR_NOTHING' not found"),
+        ("it: '${oc.env:OUR_NOTHING,a,b}'", "it: Interpolation oc.env has one default, not 2: quote one with commas"),
         ("it: '${a'", "it: Interpolation '${a' is not closed"),
         ("it: ${}", "it: Interpolation key '' not found"),
     ],
@@ -79,3 +83,13 @@ def test_what_is_written_of_a_secret(text, written):
 def test_messages(text, message):
     with pytest.raises(ConfigError, match=message.replace("${", r"\$\{")):
         resolved(text)
+
+
+def test_a_number_of_the_environment_is_refused_with_how_to_read_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUR_SEED", "5")
+    file = tmp_path / "run.yaml"
+    file.write_text("experiment_name: x\nseed: ${oc.env:OUR_SEED}\n")
+    with pytest.raises(ConfigError, match=r"seed: expected a whole number.*\$\{oc\.decode:\$\{oc\.env:NAME\}\} reads it"):
+        load_expr_config(["--config", str(file)], GRPOConfig)
+    config, _ = load_expr_config(["--config", str(file), "seed=${oc.decode:${oc.env:OUR_SEED}}"], GRPOConfig)
+    assert config.seed == 5
