@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from rollwright.config.cluster_rules import ray_keys
+from rollwright.config.cluster_rules import uses_ray
 from rollwright.config.secrets import command_line
 from rollwright.config.sections import ClusterConfig
 from rollwright.errors import ClusterError, ConfigError
@@ -59,7 +59,7 @@ def job_script(cluster: ClusterConfig, run_directory: Path, words: Sequence[str]
     options = {
         "job-name": name,
         "chdir": os.getcwd(),
-        "output": str(run_directory).replace("%", "%%") + ".slurm-%j.log",
+        "output": _log_pattern(run_directory),
         "open-mode": "append",  # a job that is put back in the queue goes on where it stopped
         "export": "ALL",
         "nodes": 1,
@@ -73,7 +73,7 @@ def job_script(cluster: ClusterConfig, run_directory: Path, words: Sequence[str]
         "mem": slurm.memory,
     }
     asked = [f"--{key}={shlex.quote(str(value))}" for key, value in options.items() if value is not None]
-    inside = "ray" if ray_keys(cluster) else "local"
+    inside = "ray" if uses_ray(cluster) else "local"
     command = [sys.executable, "-P", "-m", "rollwright", *words, f"cluster.kind={inside}"]
     lines = [
         "#!/bin/bash",
@@ -136,9 +136,9 @@ class State:
     @property
     def status(self) -> int:
         """The exit status of a job that has ended."""
-        if self.name == "COMPLETED":
-            return 0
-        return self.code or (128 + self.signal if self.signal else 0) or _STATUS_OF.get(self.name, 1)
+        if self.name == "FAILED":  # of the others Slurm says no status, or one of its own, such as 0:125 of OUT_OF_MEMORY
+            return self.code or (128 + self.signal if self.signal else 1)
+        return _STATUS_OF.get(self.name, 1)
 
     def __str__(self) -> str:
         return self.name if self.reason in ("", "None") else f"{self.name} ({self.reason})"
@@ -178,7 +178,9 @@ class Job:
         if told.returncode:
             raise ClusterError(f"squeue failed: {_last_line(told.stderr)}; see that Slurm's controller runs (scontrol ping).")
         jobs = [cls._numbered(number, run_directory) for number in told.stdout.split()]
-        return next((job for job in jobs if f"StdOut={job.log}" in job._shown().stdout), None)
+        pattern = _log_pattern(run_directory)  # of a job that waits, a Slurm may show it as it was given
+        shown = [(job, job._shown().stdout) for job in jobs]
+        return next((job for job, text in shown if any(f"StdOut={name}" in text for name in (job.log, pattern))), None)
 
     @classmethod
     def _numbered(cls, number: str, run_directory: Path) -> Job:
@@ -309,6 +311,11 @@ def _noticed() -> Iterator[list[int]]:
 
 def _name_of(run_directory: Path) -> str:
     return f"{run_directory.parent.name}.{run_directory.name}"
+
+
+def _log_pattern(run_directory: Path) -> str:
+    """The file of a job's output, as ``sbatch`` takes it."""
+    return str(run_directory).replace("%", "%%") + ".slurm-%j.log"
 
 
 def _field(name: str, text: str) -> str:

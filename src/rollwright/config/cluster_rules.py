@@ -21,6 +21,11 @@ def ray_keys(cluster: ClusterConfig) -> list[str]:
     return [name for name, default in _OF_RAY if getattr(cluster, name) != default]
 
 
+def uses_ray(cluster: ClusterConfig) -> bool:
+    """Whether a run is placed by Ray: by one that runs, or by its own in a job of Slurm."""
+    return cluster.kind == "ray" or (cluster.kind == "slurm" and bool(ray_keys(cluster)))
+
+
 def placement(cluster: ClusterConfig) -> list[Rule]:
     """Keys that nothing would read."""
     if cluster.kind == "ray":
@@ -33,8 +38,8 @@ def placement(cluster: ClusterConfig) -> list[Rule]:
 
 
 def ray(config: PPOConfig) -> list[Rule]:
-    """What a run on a Ray cluster does not do."""
-    if config.cluster.kind != "ray":
+    """What a run on a Ray cluster does not do, nor one that has a Ray of its own in a job of Slurm."""
+    if not uses_ray(config.cluster):
         return []
     rollout = config.rollout
     return [

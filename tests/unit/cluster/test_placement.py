@@ -6,7 +6,7 @@ import pytest
 
 from rollwright.cluster.placement import Demand, Node, demands_of, place
 from rollwright.config.experiment import GRPOConfig
-from rollwright.config.rules import validate
+from rollwright.config.rules import faults_of, validate
 from rollwright.config.sections import ClusterConfig, RolloutConfig
 from rollwright.errors import ConfigError
 
@@ -59,8 +59,15 @@ def test_gpus_follow_the_backend_and_the_device():
         (config(mode="bench"), "mode: is bench"),
         (config(rollout={"openai_front": True}), "rollout.openai_front: is for task-style workflows"),
         (config(deterministic=True), "deterministic: is true"),
+        (config({"kind": "slurm", "workers": 2}, {"backend": "builtin"}), "rollout.backend: is builtin"),  # a Ray in the job
     ],
 )
 def test_what_a_ray_cluster_does_not_do_is_refused(cfg, sentence):
     with pytest.raises(ConfigError, match=sentence):
         validate(cfg)
+
+
+def test_a_job_without_workers_of_its_own_is_a_run_of_one_machine():
+    assert not [
+        message for _, message in faults_of(config({"kind": "slurm"}, {"backend": "builtin"})) if "is builtin" in message
+    ]

@@ -60,7 +60,9 @@ def run(programs: Path, **settings) -> int:
         ("CANCELLED", "0:0", 143),
         ("TIMEOUT", "0:0", 124),
         ("DEADLINE", "0:0", 124),
-        ("OUT_OF_MEMORY", "0:125", 253),
+        ("OUT_OF_MEMORY", "0:125", 137),
+        ("TIMEOUT", "0:15", 124),
+        ("NODE_FAIL", "0:1", 1),
         ("OUT_OF_MEMORY", "0:0", 137),
         ("NODE_FAIL", "0:0", 1),
         ("BOOT_FAIL", "0:0", 1),
@@ -172,10 +174,11 @@ def test_a_signal_ends_the_run_and_a_second_one_the_job(programs, monkeypatch, s
     assert (programs / "cancelled").read_text().splitlines() == [first, "7"]
 
 
-def test_a_job_that_is_there_already_is_followed(programs, monkeypatch):
+@pytest.mark.parametrize("number", ["7", "%j"])  # whether Slurm shows the file's name, or its pattern
+def test_a_job_that_is_there_already_is_followed(programs, monkeypatch, number):
     monkeypatch.setattr(slurm, "_LOG_SECONDS", 0.0)
     (programs / "jobs").write_text("7\n")
-    (programs / "state").write_text(shown("COMPLETED", log=f"{programs}/runs/x/y.slurm-7.log"))
+    (programs / "state").write_text(shown("COMPLETED", log=f"{programs}/runs/x/y.slurm-{number}.log"))
     assert run(programs) == 0
     assert not (programs / "script").exists()
     (programs / "state").write_text(shown("COMPLETED", log="/elsewhere/x/y.slurm-7.log"))  # of the same name in another place
