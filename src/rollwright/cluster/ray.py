@@ -224,6 +224,7 @@ class PlacedProcess:
         self.name = name
         self._path, self._arguments, self._options, self._log_path = path, arguments, options, log_path
         self._lock = threading.Lock()
+        self._is_ended = False
         self._start()
 
     def _start(self) -> None:
@@ -242,13 +243,24 @@ class PlacedProcess:
         return self._asked("call", method, *arguments)
 
     def restart(self) -> None:
-        """End the process and place another one, which begins anew."""
+        """End the process and place another one, which begins anew.
+
+        Raises:
+            LostProcessError: it was ended for good: without a cluster, Ray would start one here.
+        """
         with self._lock:
-            self.end()
+            if self._is_ended:
+                raise LostProcessError(f"{self.name} has been ended; its log is {self._log_path}")
+            self._kill()
             self._start()
 
     def end(self) -> None:
-        """End the process and what it started. Idempotent."""
+        """End the process and what it started, for good. Idempotent."""
+        with self._lock:
+            self._is_ended = True
+            self._kill()
+
+    def _kill(self) -> None:
         with contextlib.suppress(RayError, ValueError):
             ray.kill(self._actor)
 
@@ -275,6 +287,8 @@ def _settle(answer: Future[Any], name: str, log_path: str, got: Future[Any]) -> 
         except (RayError, concurrent.futures.CancelledError) as error:
             lost = "its node or the process itself has ended" if isinstance(error, RayActorError) else type(error).__name__
             answer.set_exception(LostProcessError(f"{name} was lost ({lost}); its log is {log_path}"))
+        except Exception as error:  # what it answered cannot be read here
+            answer.set_exception(RolloutError(f"{name}: {type(error).__name__}: {error}"))
         else:
             if failure is None:
                 answer.set_result(value)

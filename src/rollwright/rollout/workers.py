@@ -54,13 +54,15 @@ class WorkerPool:
     Args:
         processes: of the workers; they may be starting yet.
         timeout: seconds that the start of a worker may take.
+        drain_timeout: seconds that what workers have asked may take to be answered.
     """
 
-    def __init__(self, processes: Sequence[Process], timeout: float) -> None:
+    def __init__(self, processes: Sequence[Process], timeout: float, drain_timeout: float = 3600.0) -> None:
         self._processes = list(processes)
-        self._timeout = timeout
+        self._timeout, self._drain_timeout = timeout, timeout + drain_timeout
         self._living = list(processes)
         self._lock = threading.Lock()
+        self._telling = threading.Lock()  # so that the last word that workers hear is the last that was said
         self._lost: dict[str, int] = {}  # by name: times in a row
         self._addresses: list[str] = []
         self._is_held = False
@@ -120,7 +122,7 @@ class WorkerPool:
             self._living = [other for other in self._living if other is not process]
             self._lost[process.name] = self._lost.get(process.name, 0) + 1
             if self._lost[process.name] > RESTARTS:
-                self._failure = RolloutError(f"{process.name} was lost {RESTARTS} times before it had run an episode.")
+                self._failure = RolloutError(f"{process.name} was lost {RESTARTS + 1} times before it had run an episode.")
                 logger.error("%s It is not started again.", self._failure)
                 return
         threading.Thread(target=self._bring_back, args=(process,), name=f"restart {process.name}", daemon=True).start()
@@ -131,7 +133,8 @@ class WorkerPool:
             self._wait_for(process)
             with self._lock:
                 held, addresses = self._is_held, self._addresses
-            process.call("hold" if held else "release", *([] if held else [addresses])).result(self._timeout)
+            for _, error in self._tell_to([process], held, addresses):
+                raise error
         except (RollwrightError, TimeoutError) as error:
             if not self._is_closed:
                 self._failure = RolloutError(f"{process.name} could not be started again: {error}")
@@ -142,7 +145,7 @@ class WorkerPool:
             missed = (held, addresses) != (self._is_held, self._addresses)
         logger.info("%s runs again", process.name)
         if missed:
-            self._tell("hold" if self._is_held else "release")
+            self._tell()
 
     def _wait_for(self, process: Process) -> None:
         """Return when it runs: while others do, however long it takes until a node has room for it."""
@@ -164,13 +167,13 @@ class WorkerPool:
         """Weights are about to change; see ``RolloutWorker.hold``."""
         with self._lock:
             self._is_held = True
-        self._tell("hold")
+        self._tell()
 
     def release(self, addresses: Sequence[str]) -> None:
         """Go on with the servers at these addresses."""
         with self._lock:
             self._is_held, self._addresses = False, list(addresses)
-        self._tell("release")
+        self._tell()
 
     def use_servers(self, addresses: Sequence[str]) -> None:
         """Other servers are in service now."""
@@ -178,16 +181,31 @@ class WorkerPool:
             self._addresses = list(addresses)
             if self._is_held:
                 return  # they are told when it ends
-        self._tell("release")
+        self._tell()
 
-    def _tell(self, word: str) -> None:
-        arguments = [self._addresses] if word == "release" else []
-        for process, answer in [(process, process.call(word, *arguments)) for process in self._living]:
-            try:
-                answer.result(self._timeout)
-            except LostProcessError as error:
+    def _tell(self) -> None:
+        with self._telling:
+            with self._lock:
+                told = self._living, self._is_held, self._addresses
+            for process, error in self._tell_to(*told):
                 logger.warning("%s", error)
                 self._lose(process)
+
+    def _tell_to(
+        self, processes: Sequence[Process], is_held: bool, addresses: list[str]
+    ) -> list[tuple[Process, LostProcessError]]:
+        """Have workers ask nothing, or these servers; returns those that were lost."""
+        word, timeout = ("hold", self._drain_timeout) if is_held else ("release", self._timeout)
+        arguments = [] if is_held else [addresses]
+        lost = list[tuple[Process, LostProcessError]]()
+        for process, answer in [(process, process.call(word, *arguments)) for process in processes]:
+            try:
+                answer.result(timeout)
+            except LostProcessError as error:
+                lost.append((process, error))
+            except TimeoutError as error:
+                raise RolloutError(f"{process.name} did not {word} within {timeout:g} s; its log says what it does.") from error
+        return lost
 
 
 class ServerWatch:

@@ -79,7 +79,9 @@ def make_placed_rollout(config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, d
         )
         for index in range(of_worker.count)
     ]
-    engine = PlacedRollout(rollout, client, WorkerPool(workers, rollout.setup_timeout), seed=config.seed)
+    engine = PlacedRollout(
+        rollout, client, WorkerPool(workers, rollout.setup_timeout, rollout.request_timeout), seed=config.seed
+    )
 
     def changed(present: list[str]) -> None:
         client.use_servers(present)

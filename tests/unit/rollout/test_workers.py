@@ -242,6 +242,46 @@ def test_a_resumed_run_goes_on_in_its_workers(make, tmp_path):
     assert torch.equal(then["input_ids"], now["input_ids"])
 
 
+class Hears:
+    """A worker that hears words, one of which it may be slow to take or to answer."""
+
+    def __init__(self, number, takes=None, answers=0.0):
+        self.name = f"worker {number}"
+        self.heard, self.is_taking = [], threading.Event()
+        self._takes, self._answers = takes, answers
+
+    def call(self, word, *arguments):
+        if self._takes is not None:
+            self.is_taking.set()
+            self._takes.wait(10.0)
+        self.heard.append(word)
+        answer = Future()
+        threading.Timer(self._answers, answer.set_result, [None]).start()
+        return answer
+
+
+def test_the_last_word_that_workers_hear_is_the_last_that_was_said():
+    goes_on = threading.Event()
+    workers = [Hears(0, takes=goes_on), Hears(1)]
+    pool = WorkerPool(workers, 10.0)
+    watch = threading.Thread(target=pool.use_servers, args=(["10.0.0.1:1"],))
+    watch.start()
+    assert workers[0].is_taking.wait(10.0)
+    trainer = threading.Thread(target=pool.hold)  # weights are about to change while servers are told
+    trainer.start()
+    time.sleep(0.1)
+    goes_on.set()
+    watch.join(10.0)
+    trainer.join(10.0)
+    assert [worker.heard for worker in workers] == [["release", "hold"]] * 2
+
+
+def test_what_was_asked_may_take_longer_to_be_answered_than_a_worker_to_start():
+    WorkerPool([Hears(0, answers=0.3)], 0.1, 10.0).hold()
+    with pytest.raises(RolloutError, match=r"worker 0 did not hold within 0\.2 s"):
+        WorkerPool([Hears(0, answers=1.0)], 0.1, 0.1).hold()
+
+
 def test_evaluation_runs_here(make):
     executor, processes = make()
     batch = executor.rollout_batch(rows(2), OneTurn(), is_eval=True)

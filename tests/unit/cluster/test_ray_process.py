@@ -1,0 +1,66 @@
+"""A process on a Ray cluster, without the cluster (tests/cluster has one)."""
+
+from concurrent.futures import Future
+
+import pytest
+
+from rollwright.errors import LostProcessError, RolloutError
+
+pytest.importorskip("ray", reason="the extra `ray` is not installed")
+
+from rollwright.cluster import ray as module
+
+
+class Actor:
+    """What Ray gives for a process: calls of its methods, which ``answers`` settle."""
+
+    made = 0
+
+    def __init__(self, *arguments):
+        type(self).made += 1
+        self.answers = []
+
+    @classmethod
+    def options(cls, **options):
+        return cls
+
+    @classmethod
+    def remote(cls, *arguments):
+        return cls(*arguments)
+
+    def __getattr__(self, word):
+        actor = self
+
+        class Call:
+            def remote(self, *arguments):
+                return self
+
+            def future(self):
+                actor.answers.append(Future())
+                return actor.answers[-1]
+
+        return Call()
+
+
+@pytest.fixture
+def process(monkeypatch):
+    monkeypatch.setattr(module.ray, "remote", lambda cls: Actor)
+    monkeypatch.setattr(module.ray, "kill", lambda actor: None)
+    monkeypatch.setattr(Actor, "made", 0)
+    return module.PlacedProcess("worker 0", "nowhere:Nothing", lambda: (), {}, "worker-0.log")
+
+
+def test_what_was_ended_for_good_is_not_placed_again(process):
+    process.restart()
+    assert Actor.made == 2
+    process.end()
+    with pytest.raises(LostProcessError, match="worker 0 has been ended"):
+        process.restart()
+    assert Actor.made == 2
+
+
+def test_an_answer_that_cannot_be_read_is_an_error_and_no_silence(process):
+    answer = process.call("run")
+    process._actor.answers[-1].set_exception(TypeError("a class that is not here"))
+    with pytest.raises(RolloutError, match="worker 0: TypeError: a class that is not here"):
+        answer.result(1.0)
