@@ -24,7 +24,7 @@ from typing import Any
 from rollwright import errors
 from rollwright.cluster.placement import Node
 from rollwright.config.sections import ClusterConfig
-from rollwright.errors import ConfigError, LostProcessError, RolloutError, RollwrightError
+from rollwright.errors import ClusterError, ConfigError, LostProcessError, RolloutError, RollwrightError
 from rollwright.tracking.logging import getLogger
 
 try:
@@ -176,7 +176,7 @@ class RayCluster:
             for index in range(count)
         ]
         try:
-            places = [process.place.result(PLACE_SECONDS) for process in processes]
+            places = [process.answer(process.place, PLACE_SECONDS, "begin") for process in processes]
         except BaseException:
             self.remove(processes)
             raise
@@ -187,7 +187,8 @@ class RayCluster:
         """End processes, and give back the place of a gang that they were."""
         for process in processes:
             process.end()
-            self._processes.remove(process)
+            if process in self._processes:  # a gang that could not be placed was removed before
+                self._processes.remove(process)
         for group in [group for group in self._groups if any(process.is_in(group) for process in processes)]:
             self._remove(group)
 
@@ -233,6 +234,24 @@ class PlacedProcess:
         self._actor: Any = make.remote(self._log_path, environment, [os.getcwd(), *_own_paths()])
         self.place: Future[Place] = self._asked("place")
         self.started: Future[None] = self._asked("start", self._path, tuple(self._arguments()))
+
+    def wait_started(self, timeout: float) -> None:
+        """Return when its object was made.
+
+        Raises:
+            ClusterError: it was not within ``timeout`` seconds.
+        """
+        self.answer(self.started, timeout, "start")
+
+    def answer(self, asked: Future[Any], timeout: float, what: str) -> Any:
+        """What it answers, or a ``ClusterError`` that says that it did not ``what`` within ``timeout`` seconds."""
+        try:
+            return asked.result(timeout)
+        except TimeoutError as error:
+            raise ClusterError(
+                f"{self.name} did not {what} within {timeout:g} s: its node is busy, or something else took its place there; its log "
+                f"is {self._log_path}"
+            ) from error
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         """Call a method of the object, a coroutine or not. An argument that is a reference (``RayCluster.put``) is fetched there.

@@ -43,6 +43,8 @@ class Process(Protocol):
     @property
     def started(self) -> Future[None]: ...
 
+    def wait_started(self, timeout: float) -> None: ...
+
     def call(self, method: str, *arguments: Any) -> Future[Any]: ...
 
     def restart(self) -> None: ...
@@ -76,7 +78,7 @@ class WorkerPool:
             RollwrightError: one could not start.
         """
         for process in self._processes:
-            process.started.result(self._timeout)
+            process.wait_started(self._timeout)
 
     async def run(self, group: Group, sample: SampleEngine) -> Trajectory | None:
         """See ``Elsewhere``: the samples of a task go to one worker, tasks to one after the other."""

@@ -276,7 +276,7 @@ class PlacedRanks:
             "rank", "rollwright.trainers.placed_ranks:TrainRank", demand.count, cpus=demand.cpus, gpus=demand.gpus
         )
         for process in self._gang:
-            process.started.result(START_SECONDS)
+            process.wait_started(START_SECONDS)
         meeting = self._gang[0].call("meeting_place").result(60.0)
         spec, recover = dataclasses.asdict(self._spec), str(self.recover.directory.absolute())
         world = len(self._gang)

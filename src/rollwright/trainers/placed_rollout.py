@@ -24,6 +24,9 @@ from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.placed_ranks import PlacedRanks
 from rollwright.trainers.tasks import workflow_arguments
 
+#: What the process of a server may take until it starts the server.
+_BEGIN_SECONDS = 120.0
+
 
 def make_placed_rollout(config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, directory: RunDirectory) -> PlacedRollout:
     """Place the servers and the workers of a run, and connect to them.
@@ -63,7 +66,7 @@ def make_placed_rollout(config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, d
         for index in range(of_server.count)
     ]
     for server in servers:
-        server.started.result(rollout.setup_timeout)
+        server.wait_started(rollout.setup_timeout + _BEGIN_SECONDS)  # one that does not get healthy says so itself
     addresses = [server.call("address").result(rollout.setup_timeout) for server in servers]
     client = backend(rollout, addresses=addresses)
     told = dataclasses.replace(config, rollout=rollout)

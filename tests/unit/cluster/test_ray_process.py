@@ -4,7 +4,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from rollwright.errors import LostProcessError, RolloutError
+from rollwright.config.sections import ClusterConfig
+from rollwright.errors import ClusterError, LostProcessError, RolloutError
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
@@ -64,3 +65,16 @@ def test_an_answer_that_cannot_be_read_is_an_error_and_no_silence(process):
     process._actor.answers[-1].set_exception(TypeError("a class that is not here"))
     with pytest.raises(RolloutError, match="worker 0: TypeError: a class that is not here"):
         answer.result(1.0)
+
+
+def test_a_process_that_does_not_start_is_named_with_its_log(process):
+    with pytest.raises(ClusterError, match=r"worker 0 did not start within 0\.01 s.*worker-0\.log"):
+        process.wait_started(0.01)
+
+
+def test_a_gang_that_was_not_placed_can_be_given_up_again(monkeypatch, process):
+    monkeypatch.setattr(module.ray, "is_initialized", lambda: True)
+    cluster = module.RayCluster(ClusterConfig(kind="ray"), "logs")
+    gang = [cluster.process("rank 0", "nowhere:Nothing", lambda: (), cpus=1.0, gpus=0)]
+    cluster.remove(gang)  # the next one is lost while it is placed, so this one is still the last that is known
+    cluster.remove(gang)
