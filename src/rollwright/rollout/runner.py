@@ -41,7 +41,7 @@ from rollwright.tracking.metrics import get_tracker
 logger = getLogger("rollout")
 
 RESULTS_KEPT = 65_536  # outcomes of dropped tasks that wait_for_task can still tell
-_TRACEBACK_KEPT = 8_000  # characters of a failure's, in the journal
+TRACEBACK_KEPT = 8_000  # characters of a failure's, in the journal
 GRACE_SECONDS = 10.0  # that a cancelled sample gets to end
 
 
@@ -272,7 +272,7 @@ class Runner:
             is_final = name.attempt >= self.config.max_sample_retries
             failure = self._failed(group, outcome, str(name), is_final)
             reason = f"{type(outcome).__name__}: {outcome}"[:2000]
-            sample.episode.end("failed", reason, traceback=failure.traceback[-_TRACEBACK_KEPT:])
+            sample.episode.end("failed", reason, traceback=failure.traceback[-TRACEBACK_KEPT:])
             if is_final:
                 self.samples["failed"] += 1
                 self._give_up(group, failure, f"sample {name.index} failed: {failure.cause}")

@@ -22,7 +22,7 @@ from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.weights.publication import RemoteClient
 from rollwright.rollout.event_loop import LoopThread
-from rollwright.rollout.runner import Runner
+from rollwright.rollout.runner import TRACEBACK_KEPT, Runner
 from rollwright.rollout.sample_engine import SampleEngine
 from rollwright.rollout.seeds import SampleName
 from rollwright.rollout.task_group import Group, GroupFactory, GroupState
@@ -123,9 +123,21 @@ class _Episodes(Runner):
 
     def begin(self, group: Group, name: SampleName, ended: Future[Trajectory | None]) -> None:
         """Start an episode whose end is told to ``ended``."""
+        if self.fatal is not None:
+            ended.set_exception(self.fatal)
+            return
         group.state = GroupState.RUNNING
         self._ends[group] = ended
-        self._start(group, name.index, name.attempt)
+        with self._faults_stop():
+            self._start(group, name.index, name.attempt)
+
+    def stop(self, error: BaseException) -> None:
+        """As ``Runner.stop``; who asked for the episodes gets ``error``, too."""
+        super().stop(error)
+        ends, self._ends = self._ends, {}
+        for ended in ends.values():
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                ended.set_exception(error)
 
     def cut(self, name: SampleName) -> None:
         """Cancel an episode."""
@@ -134,17 +146,19 @@ class _Episodes(Runner):
                 self._abandon_later(group, group.cancel("is not wanted any more"))
 
     def _sample_ended(self, group: Group, sample: SampleEngine, outcome: Trajectory | BaseException | None) -> None:
-        ended = self._ends.pop(group)
+        ended = self._ends[group]  # it stays there until its end is written, so that ``stop`` knows who waits
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             if sample.episode.diverged is not None:
                 sample.episode.end("diverged", str(sample.episode.diverged)[:2000])
                 ended.set_exception(sample.episode.diverged)
             elif isinstance(outcome, BaseException):
                 failure = self._failed(group, outcome, str(sample.name), is_final=False)
-                sample.episode.end("failed", f"{type(outcome).__name__}: {outcome}"[:2000])
+                reason = f"{type(outcome).__name__}: {outcome}"[:2000]
+                sample.episode.end("failed", reason, traceback=failure.traceback[-TRACEBACK_KEPT:])
                 error = RolloutError(failure.cause)
                 error.add_note(failure.traceback)
                 ended.set_exception(error)
             else:
                 sample.episode.end("rejected" if outcome is None else "accepted", rows=outcome)
                 ended.set_result(outcome)
+        del self._ends[group]

@@ -13,7 +13,8 @@ from echo import EchoEngine
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
-from rollwright.errors import LostProcessError, RolloutError
+from rollwright.errors import JournalError, LostProcessError, RolloutError
+from rollwright.experience.journal.episodes import read_episodes
 from rollwright.experience.journal.files import Journal
 from rollwright.inference.request import ModelRequest
 from rollwright.rollout.executor import RolloutExecutor
@@ -280,6 +281,28 @@ def test_what_was_asked_may_take_longer_to_be_answered_than_a_worker_to_start():
     WorkerPool([Hears(0, answers=0.3)], 0.1, 10.0).hold()
     with pytest.raises(RolloutError, match=r"worker 0 did not hold within 0\.2 s"):
         WorkerPool([Hears(0, answers=1.0)], 0.1, 0.1).hold()
+
+
+def test_the_journal_of_a_worker_says_where_an_episode_failed(make, tmp_path):
+    executor, (process,) = make(count=1, max_sample_retries=0)
+    process.worker._runner.journal = Journal(tmp_path)
+    with pytest.raises(RolloutError, match="a bug in the workflow"):
+        executor.rollout_batch([{"id": 0, "does": "raise"}], OneTurn())
+    (episode,) = read_episodes(tmp_path)
+    assert episode.end.traceback.rstrip().endswith("ValueError: a bug in the workflow")
+
+
+def test_a_worker_that_cannot_write_its_journal_says_so_and_nobody_waits(make, tmp_path, monkeypatch):
+    def is_full(*_):
+        raise JournalError("the disk is full")
+
+    executor, (process,) = make(count=1, max_sample_retries=0)
+    process.worker._runner.journal = journal = Journal(tmp_path)
+    monkeypatch.setattr(journal, "_append", is_full)
+    for _ in range(2):  # of an episode that was under way, and of one that comes later
+        task = executor.submit({"id": 0}, OneTurn())
+        with pytest.raises(RolloutError, match="the disk is full"):
+            executor.wait_for_task(task, timeout=20)
 
 
 def test_evaluation_runs_here(make):
