@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from rollwright.cli.failures import keep_tracebacks_in
+from rollwright.config.cluster_rules import ONLY_RL, uses_ray
 from rollwright.config.experiment import PPOConfig
 from rollwright.config.loading import Stage, load_eval_stages, load_stages, split_arguments
 from rollwright.config.plan import describe, resolved_yaml, run_directory_of
@@ -97,6 +98,9 @@ def _cluster_of(stages: Sequence[Stage]) -> ClusterConfig:
             raise ConfigError(
                 f"the stages of a run have {' and '.join(asked)} as cluster.{name}: set it once, at the top level."
             )
+    placed = [stage for stage in stages if stage.kind in ("sft", "dpo") and uses_ray(stage.config.cluster)]
+    if placed:
+        raise ConfigError(f"stage {placed[0].name}: {ONLY_RL}")
     return found[0] if found else ClusterConfig()
 
 

@@ -15,6 +15,12 @@ _OF_RAY = (
     *((f"gpus_per_{role}", 0 if role == "worker" else None) for role in ("rank", "server", "worker")),
 )
 
+#: Said of other stages that train.
+ONLY_RL = (
+    "cluster.kind ray carries out rl stages in mode both, and this run has another that trains: carry that out before, with "
+    "cluster.kind local."
+)
+
 
 def ray_keys(cluster: ClusterConfig) -> list[str]:
     """Keys that are set and that only a Ray cluster reads: a run in a job of Slurm has a Ray of its own where there are some."""
