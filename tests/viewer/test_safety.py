@@ -169,3 +169,76 @@ def test_a_report_of_several_runs_is_refused(runs, tmp_path):
 
     with pytest.raises(ConfigError, match="there are 2"):
         write_report([runs], tmp_path / "report.html")
+
+
+def test_a_link_with_a_token_leads_nowhere_else_and_takes_no_cookie(runs):
+    from starlette.testclient import TestClient
+
+    from rollwright.viewer.server import make_app, settings_of
+
+    settings = settings_of("0.0.0.0", 0)
+    client = TestClient(make_app([runs], settings), base_url="http://localhost", follow_redirects=False)
+    key = settings.api_key
+    assert client.get(f"http://localhost//evil.example/x?token={key}").headers["location"] == "/evil.example/x"
+    assert client.get(f"{RUN}/sample/6/3%230?view=chat&token={key}").headers["location"] == f"{RUN}/sample/6/3%230?view=chat"
+    answer = client.get("/?token=of-somebody-else")  # the cookie of before is good, and stays
+    assert answer.status_code == 200
+    assert "set-cookie" not in answer.headers
+
+
+def test_other_accounts_of_this_machine_are_asked_for_a_token_where_it_is_wanted(runs):
+    from starlette.testclient import TestClient
+
+    from rollwright.viewer.server import first_page, make_app, settings_of
+
+    settings = settings_of("127.0.0.1", 0, with_token=True)
+    app = make_app([runs], settings)
+    client = TestClient(app, base_url="http://localhost")
+    assert client.get("/").status_code == 401
+    assert client.get(first_page(app, settings)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("address", "status"),
+    [
+        (f"{RUN}/step/99999999999999999999", 404),
+        (f"{RUN}/group/99999999999999999999", 404),
+        (f"{RUN}/sample/1/99999999999999999999", 404),
+        (f"{RUN}/timeline?start=1e308&end=-1e308", 404),
+        (f"{RUN}/search?text=%00a", 200),
+        (f"{RUN}/sample/1/1?at=1&list=order%3Dcolour", 200),
+    ],
+)
+def test_what_an_address_asks_is_bounded(viewer, address, status):
+    answer = httpx.get(viewer.url + address)
+    assert answer.status_code == status
+    assert "<h1>" in answer.text
+
+
+def test_a_pattern_without_end_keeps_nobody_waiting(viewer):
+    asked = {"regex": "1", "text": r"(?s:.|..|...)+\x07"}
+    answer = httpx.get(f"{viewer.url}{RUN}/search", params=asked, timeout=60)
+    assert "the pattern takes long" in answer.text
+    assert "None so far" in answer.text
+
+
+def test_a_long_hit_is_shown_by_its_beginning(hostile):
+    answer = httpx.get(f"{hostile.url}/run/hostile~run/search", params={"regex": "1", "text": "(?s).+"}, timeout=60)
+    assert answer.text.count("<mark>") > 1
+    assert len(answer.text) < 200_000
+
+
+def test_a_run_with_a_broken_config_hides_no_other(tmp_path):
+    for name in ("good", "bad"):
+        run = WrittenRun(tmp_path / "runs" / name)
+        run.write_step(1)
+        run.close()
+    (tmp_path / "runs" / "bad" / "config.yaml").write_text("actor: [1, 2\n: }")
+    served = serve([tmp_path / "runs"])
+    try:
+        listed = httpx.get(served.url + "/")
+        assert listed.status_code == 200
+        assert "good" in listed.text
+        assert httpx.get(f"{served.url}/run/bad/config").status_code == 200
+    finally:
+        served.stop()

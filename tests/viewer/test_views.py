@@ -196,3 +196,25 @@ def test_the_page_follows_a_run_that_writes(watched, tmp_path):
     finally:
         served.stop()
         run.close()
+
+
+def test_a_link_in_a_drawing_keeps_the_page(watched):
+    tab = watched()
+    for view, pattern in ((f"{RUN}/step/4", "reward="), (f"{RUN}/group/10", "/sample/"), (f"{RUN}/timeline", "/sample/")):
+        tab.visit(view)
+        tab.page.evaluate("window.kept = true")
+        tab.page.locator("svg a[href]").last.evaluate(
+            "link => link.querySelector('rect').dispatchEvent(new MouseEvent('click', {bubbles: true, cancelable: true}))"
+        )
+        tab.arrive(pattern)
+        assert tab.page.evaluate("window.kept"), view
+
+
+def test_the_keys_go_on_to_the_next_group_of_the_step(watched, viewer):
+    groups = viewer.pages.runs.get("sums/first").step(4)["groups"]
+    last, following = groups[0]["samples"][-1]["key"], groups[1]["samples"][0]["key"]
+    tab = watched()
+    tab.visit(f"{RUN}/sample/{last}?view=tokens")
+    for key, leads_to in (("j", following), ("k", last)):
+        tab.page.keyboard.press(key)
+        tab.arrive(f"/sample/{leads_to}\\?view=tokens")

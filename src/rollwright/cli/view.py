@@ -30,6 +30,9 @@ def view(
         list[str] | None,
         typer.Option(help="Name besides its own that it may be asked by, such as that of a proxy (repeatable)."),
     ] = None,
+    token: Annotated[
+        bool, typer.Option("--token", help="Ask for a token on this machine, too: its other accounts can reach the port.")
+    ] = False,
     export: Annotated[Path | None, typer.Option(help="Write one HTML file that needs no server or network, and end.")] = None,
     samples: Annotated[int, typer.Option(min=0, help="Samples in the file of --export: half best, half worst.")] = 40,
     browser: Annotated[bool, typer.Option(help="Open the page where there is a desktop.")] = True,
@@ -56,7 +59,7 @@ def view(
             f"{written} ({written.stat().st_size / 2**20:.1f} MiB): open it in a browser", markup=False, soft_wrap=True
         )
         return
-    settings = server.settings_of(host, PORT if port is None else port, allowed_host or [])
+    settings = server.settings_of(host, PORT if port is None else port, allowed_host or [], token)
     try:
         sockets = service.bind(settings)
     except ConfigError:

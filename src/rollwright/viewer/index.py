@@ -14,6 +14,7 @@ import sqlite3
 import threading
 import time
 import uuid
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from rollwright.viewer.tokens import Vocabulary
 
 logger = getLogger("viewer")
 
-VERSION = 1  # of the tables; an index of another one is built anew
 PLACE_BITS = 44  # of a place: the number of the file, shifted by these, and the byte where the record begins
 _READERS = 4  # connections for reading; each keeps some MiB
 _HEAD = 4096  # bytes by which a file is recognised
@@ -69,6 +69,9 @@ CREATE TABLE checkpoints (step INT, writer INT, frontier INT, time REAL, beyond 
 """
     + TEXTS
 )
+_CONTENT = 1  # of what the tables hold; to be raised where it changes and they do not
+#: Of tables and content; an index of another one is built anew.
+VERSION = (zlib.crc32(_SCHEMA.encode()) + _CONTENT) & 0x7FFF_FFFF
 
 
 class Index:
@@ -93,6 +96,7 @@ class Index:
         self._lock = threading.RLock()
         self._inode = 0
         self._is_complete = False
+        self._is_damaged = False
         self._seen: dict[str, tuple[int, int]] = {}  # names of files -> inode and time of the last look at their beginning
 
     # -- reading -----------------------------------------------------------------------------------------------------------
@@ -110,6 +114,9 @@ class Index:
             inode = self._inode
             try:
                 yield connection
+            except sqlite3.DatabaseError as error:
+                self._is_damaged |= type(error) is sqlite3.DatabaseError  # not what is wrong with one query, or with a lock
+                raise
             finally:
                 if inode == self._inode:
                     self._readers.put(connection)
@@ -157,6 +164,8 @@ class Index:
         with self._writing:
             try:
                 self._open()
+                if self._is_damaged:
+                    raise sqlite3.DatabaseError("a page of it cannot be read")
                 return self._advance_records(deadline) and self._advance_texts(deadline)
             except sqlite3.DatabaseError as error:
                 if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
@@ -270,26 +279,40 @@ class Index:
             if self._writer is not None and inode == self._inode:
                 return
             self._close()  # it was deleted, or moved away with its run
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            self._writer = self._connect()
-            self._inode = self.path.stat().st_ino
-            self._make_tables(self._writer)
+            try:
+                is_made = self._make()
+            except sqlite3.OperationalError:
+                raise  # locked, or no room
+            except sqlite3.DatabaseError:
+                is_made = False  # it is no database
+            if not is_made:
+                self._close()
+                for path in _parts(self.path):
+                    path.unlink(missing_ok=True)
+                self._make()
 
-    def _make_tables(self, connection: sqlite3.Connection) -> None:
+    def _make(self) -> bool:
+        """Open the database, with its tables; False where those of another version are in it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        inode = self.path.stat().st_ino
+        connection = self._connect()
         try:
             found = connection.execute("PRAGMA user_version").fetchone()[0]
-        except sqlite3.DatabaseError:
-            found = -1
-        if found == VERSION:
-            return
-        if found:
+            if not found:
+                connection.execute("BEGIN IMMEDIATE")
+                found = connection.execute("PRAGMA user_version").fetchone()[0]
+                if not found:  # nor has another process made them meanwhile
+                    for statement in filter(str.strip, _SCHEMA.split(";")):
+                        connection.execute(statement)
+                    connection.execute(f"PRAGMA user_version = {VERSION}")
+                    found = VERSION
+                connection.execute("COMMIT")
+        except BaseException:
             connection.close()
-            for path in _parts(self.path):
-                path.unlink(missing_ok=True)
-            self._writer = connection = self._connect()
-            self._inode = self.path.stat().st_ino
-        connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+            raise
+        self._writer, self._inode = connection, inode
+        return found == VERSION
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.path, timeout=5.0, isolation_level=None, check_same_thread=False)
@@ -310,6 +333,7 @@ class Index:
             self._writer.close()
         self._writer = self._collector = None
         self._inode = 0
+        self._is_complete = self._is_damaged = False
         with contextlib.suppress(queue.Empty):
             while True:
                 self._readers.get_nowait().close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
+import sqlite3
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -83,7 +85,11 @@ class Run:
         written = file.stat().st_mtime_ns
         if self._config[0] != written:
             loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-            found = yaml.load(file.read_text(encoding="utf-8", errors="replace"), loader)
+            try:
+                found = yaml.load(file.read_text(encoding="utf-8", errors="replace"), loader)
+            except yaml.YAMLError as error:
+                logger.warning("%s cannot be read, so its values are not shown: %s", file, error)
+                found = None
             self._config = written, flattened(found) if isinstance(found, dict) else {}
         return dict(self._config[1])
 
@@ -109,7 +115,7 @@ class Run:
             "kind": results.get("kind") or self._stage().get("kind") or ("rl" if self.has_journal else "sft"),
             "state": "finished" if finished else "running" if self.is_running else "stopped",
             "began": _unix_time(marker.get("began")),
-            "updated": max((path.stat().st_mtime for path in self._files()), default=None),
+            "updated": self._updated(),
             "last_step": times[-1][0] if times else 0,
             "total_steps": self._total_steps(results),
             "reward": self.curves.last("reward"),
@@ -119,6 +125,13 @@ class Run:
             "has_journal": self.has_journal,
             "samples": self._index.progress()["samples"] if self._has_index() else None,
         }
+
+    def _updated(self) -> float | None:
+        """When it wrote last: as it said itself where it has ended, because a copy's files are new."""
+        times = self.curves.times
+        if times and times[-1][1] and not self.is_running:
+            return times[-1][1]
+        return max((path.stat().st_mtime for path in self._files()), default=None)
 
     def _results(self) -> dict[str, Any]:
         """What the stage said at its end; nothing before."""
@@ -199,14 +212,19 @@ class Run:
 
     def _follow(self, ended: threading.Event) -> None:
         while not ended.is_set():
+            is_complete = True
             try:
-                before = self._index.progress() if self.has_journal else {}
-                self.refresh(_WORKED_FOR)
-                if self.has_journal and self._index.progress() == before:
+                before = self.progress()
+                after = self.refresh(_WORKED_FOR)
+                if after == before and self.has_journal:
                     self._grown -= 1  # nothing new
+                is_complete = after["is_complete"]
+            except sqlite3.Error as error:
+                logger.warning("the index of %s cannot be read: %s", self.path, error)
+                with contextlib.suppress(OSError, JournalError, DataError, sqlite3.Error):
+                    self._index.advance(_WORKED_FOR)  # builds a damaged one anew
             except (OSError, JournalError, DataError) as error:
                 logger.warning("the index of %s does not go on: %s", self.path, error)
-            is_complete = not self.has_journal or self._index.progress()["is_complete"]
             ended.wait(_FOLLOWED_EVERY if is_complete else 0.0)
 
     def close(self) -> None:
@@ -379,7 +397,8 @@ class Run:
 
         Returns:
             ``total`` (None: not all texts were looked through), ``samples`` with ``snippet`` (parts of text, each with whether it was
-            found), ``scanned``, and ``indexed``: the share of samples whose text is in the index.
+            found), ``scanned``, ``is_cut`` (the time was over before there was enough), and ``indexed``: the share of samples whose text
+            is in the index.
 
         Raises:
             DataError: a filter or pattern is wrong.
@@ -410,7 +429,10 @@ class Run:
             return pandas.DataFrame(series).rename_axis("step")
         if what == "publications":
             return pandas.json_normalize(self.publications())
-        found = self.search(**{"limit": -1, **query})["samples"]
+        answer = self.search(**{"limit": -1, **query})
+        if answer["is_cut"]:
+            raise DataError(f"the pattern takes too long: {answer['scanned']} samples were looked through; add filters.")
+        found = answer["samples"]
         if what == "samples":
             return pandas.DataFrame(found).drop(columns=["snippet", "preview"], errors="ignore")
         return pandas.DataFrame([token for sample in found for token in self._tokens_of(sample["key"])])

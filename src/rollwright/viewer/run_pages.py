@@ -14,7 +14,7 @@ from rollwright.viewer.drawings import range_box, sparkline, swimlanes
 from rollwright.viewer.pages import Pages, address, as_file, key_in_address, offset_of, pager, url_of_run, wants_file
 from rollwright.viewer.run import Run
 from rollwright.viewer.runs import config_difference
-from rollwright.viewer.shown import count, number, seconds, share, visible
+from rollwright.viewer.shown import count, counted, number, seconds, share, visible
 
 #: Rows of a table on one page.
 ROWS = 200
@@ -98,7 +98,7 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
         for each in shown:
             each["audits"] = [each["audit"].get(key) for key in audits]
         around = pager(f"{context['run']['url']}/weights", offset, ROWS, len(publications), len(shown))
-        about = f"{count(len(publications))} publications, {count(len(checkpoints))} recover checkpoints"
+        about = f"{counted(len(publications), 'publication')}, {counted(len(checkpoints), 'recover checkpoint')}"
         names = [key.removeprefix("logprob_difference/") for key in audits]
         return pages.page(
             "weights.html",

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rollwright.errors import DataError
+from rollwright.tracking.logging import getLogger
 from rollwright.viewer.run import Run, is_part
+
+logger = getLogger("viewer")
 
 _DEEPEST = 5  # directories below the root in which runs are looked for
 #: Directories of a run in which no stage is.
@@ -70,10 +73,15 @@ class Runs:
 
 def parts_below(root: Path, depth: int = 0) -> Iterator[Path]:
     """Directories with metrics or a journal; links are not followed."""
-    if is_part(root):
+    try:
+        is_run, children = is_part(root), sorted(root.iterdir()) if depth < _DEEPEST else []
+    except OSError as error:  # of others, or removed meanwhile
+        logger.info("%s is left out: %s", root, error)
+        return
+    if is_run:
         yield root
     if depth < _DEEPEST:
-        for child in sorted(root.iterdir()):
+        for child in children:
             if child.is_dir() and not child.is_symlink() and child.name not in _NOT_STAGES and not child.name.startswith("."):
                 yield from parts_below(child, depth + 1)
 

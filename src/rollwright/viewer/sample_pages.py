@@ -14,7 +14,7 @@ from rollwright.viewer import sample_view
 from rollwright.viewer.drawings import histogram, prefix_tree, shade
 from rollwright.viewer.pages import Pages, address, as_file, key_in_address, offset_of, pager, span, wants_file, without
 from rollwright.viewer.run import Run
-from rollwright.viewer.shown import as_json, clipped, count, number, seconds, signed
+from rollwright.viewer.shown import as_json, clipped, count, counted, number, seconds, signed
 
 #: Results on one page of the search, and samples of one file of it.
 RESULTS, IN_FILE = 50, 10_000
@@ -72,7 +72,7 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
         run = pages.run(name)
         offset, problem = offset_of(request), ""
         limit = IN_FILE if wants_file(request) else RESULTS
-        found: dict[str, Any] = {"samples": [], "total": 0, "indexed": 1.0}
+        found: dict[str, Any] = {"samples": [], "total": 0, "indexed": 1.0, "is_cut": False}
         try:
             found = run.search(**filters(request.query_params), offset=offset, limit=limit)
         except (DataError, ValueError) as error:
@@ -103,6 +103,7 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
             problem=problem,
             samples=shown,
             heading=heading,
+            cut=f"the pattern takes long: {counted(found['scanned'], 'sample')} looked through" if found["is_cut"] else "",
             indexed=found["indexed"],
             address=here,
             pager=pager(here, offset, RESULTS, total, len(shown)),
@@ -155,7 +156,7 @@ def _about(sample: Mapping[str, Any]) -> str:
     if sample["advantage"] is not None:
         parts.append(f"advantage {signed(sample['advantage'])}")
     if sample["tools"]:
-        parts.append(f"{sample['tools']} tool calls")
+        parts.append(counted(sample["tools"], "tool call"))
     if sample["ended"] and sample["began"]:
         parts.append(seconds(sample["ended"] - sample["began"]))
     return " · ".join(filter(None, [*parts, sample["reason"] or ""]))
@@ -360,7 +361,7 @@ def _first_answer(sample: Mapping[str, Any]) -> int:
 
 
 def _neighbours(run: Run, sample: Mapping[str, Any], url: str, query: Mapping[str, str]) -> dict[str, str | None]:
-    """The samples before and after: in the list that the reader came from, else in its group and the groups around it."""
+    """The samples before and after: in the list that the reader came from, else in its group and those of its step."""
     kept = {name: query[name] for name in ("view", "overlay", "list") if query.get(name)}
 
     def link(key: str | None, **more: str) -> str | None:
@@ -370,8 +371,11 @@ def _neighbours(run: Run, sample: Mapping[str, Any], url: str, query: Mapping[st
     at = query.get("at", "")
     if at.isdecimal() and len(at) < 9:
         place = int(at)
-        asked = filters(dict(parse_qsl(query.get("list", ""))))
-        around = run.search(**asked, offset=max(0, place - 1), limit=3)["samples"]
+        try:
+            asked = filters(dict(parse_qsl(query.get("list", ""))))
+            around = run.search(**asked, offset=max(0, place - 1), limit=3)["samples"]
+        except (DataError, ValueError):
+            around = []  # the address was changed by hand
         mine = next((index for index, each in enumerate(around) if each["key"] == sample["key"]), None)
         if mine is not None:
             before, after = around[:mine][-1:], around[mine + 1 :][:1]
@@ -379,7 +383,16 @@ def _neighbours(run: Run, sample: Mapping[str, Any], url: str, query: Mapping[st
                 "previous": link(before[0]["key"], at=str(place - 1)) if before else None,
                 "next": link(after[0]["key"], at=str(place + 1)) if after else None,
             }
-    return {name: link(sample["neighbours"][name]) for name in ("previous", "next")}
+    found = dict(sample["neighbours"])
+    if sample["step"] is not None and not sample["is_eval"] and not (found["previous"] and found["next"]):
+        groups = run.step(sample["step"])["groups"]
+        place = next((index for index, group in enumerate(groups) if group["key"] == sample["group"]), None)
+        if place is not None:
+            before = [each["key"] for group in groups[:place] for each in group["samples"]]
+            behind = [each["key"] for group in groups[place + 1 :] for each in group["samples"]]
+            found["previous"] = found["previous"] or (before[-1] if before else None)
+            found["next"] = found["next"] or (behind[0] if behind else None)
+    return {name: link(found[name]) for name in ("previous", "next")}
 
 
 def _row_number(request: Request, sample: Mapping[str, Any]) -> int:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
-import time
-from collections.abc import Iterator
+import subprocess
+import sys
+import threading
 from dataclasses import dataclass
 from typing import Any
 
 from rollwright.errors import DataError
+from rollwright.viewer import patterns
 from rollwright.viewer.index import Index
 from rollwright.viewer.samples import SELECT, Samples
-from rollwright.viewer.texts import SNIPPET, marked_snippet, match_query, snippet_around
+from rollwright.viewer.texts import SNIPPET, marked_snippet, match_query
 
 #: Orders of what is found; ``-`` before one turns it around.
 ORDERS = {
@@ -27,7 +30,10 @@ WHERES = ("any", "given", "said")
 _RANGES = {"step": "step", "reward": "reward", "tokens": "tokens", "length": "length", "advantage": "advantage"}
 _LONGEST_PATTERN = 1_000
 _PATTERN_SECONDS = 0.8  # in which texts are looked through for a pattern
-_AT_ONCE = 500
+_FRAME_SECONDS = 60.0  # the same where all samples are asked for
+_WAITED = 10.0  # for a process to start, or another one to end
+_PROCESSES = threading.BoundedSemaphore(2)  # that look for patterns at once
+_AT_ONCE = 10_000
 
 Bounds = int | float | tuple[float | None, float | None] | None
 
@@ -73,7 +79,7 @@ def search(index: Index, samples: Samples, query: Query) -> dict[str, Any]:
 
     Returns:
         ``total`` (None where texts were not looked through to the end), ``samples`` with a ``snippet`` each, and ``scanned`` (how many
-        samples' texts a pattern was looked for in).
+        samples' texts a pattern was looked for in), ``is_cut``: the time was over before there was enough.
 
     Raises:
         DataError: a filter, an order or a pattern is wrong; the message says which.
@@ -98,7 +104,7 @@ def search(index: Index, samples: Samples, query: Query) -> dict[str, Any]:
     for row in rows:
         snippet = marked_snippet(row["snippet"]) if match is not None else [[row["preview"], False]] if row["preview"] else []
         found.append({**samples.plain(row), "snippet": snippet})
-    return {"total": counted[0], "samples": found, "scanned": 0}
+    return {"total": counted[0], "samples": found, "scanned": 0, "is_cut": False}
 
 
 def _conditions(query: Query) -> tuple[list[str], list[Any]]:
@@ -181,32 +187,60 @@ def _scan(
         tables += " JOIN found ON found.rowid = samples.id"
         conditions, values = ["found MATCH ?", *conditions], [match, *values]
     where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
-    select = f"SELECT samples.id, texts.given, texts.said FROM samples{tables}{where} ORDER BY {order}"
-    hits: list[tuple[int, list[list[Any]]]] = []
-    scanned, is_whole, deadline = 0, True, time.monotonic() + _PATTERN_SECONDS
-    with index.reading() as connection:
-        cursor = connection.execute(select, values)
-        while rows := cursor.fetchmany(_AT_ONCE):
-            for number, given, said in rows:
-                scanned += 1
-                hits += [(number, snippet) for snippet in _hit(pattern, given, said, query.where)]
-            if len(hits) > query.offset + query.limit or time.monotonic() > deadline:
-                is_whole = False
-                break
-        cursor.close()
-    shown = hits[query.offset : query.offset + query.limit]
+    is_limited = query.limit >= 0
+    lines = _looked_through(
+        {
+            "index": str(index.path),
+            "select": f"SELECT samples.id, texts.given, texts.said FROM samples{tables}{where} ORDER BY {order}",
+            "values": values,
+            "pattern": pattern.pattern,
+            "where": query.where,
+            "enough": query.offset + query.limit + 1 if is_limited else None,
+            "seconds": _PATTERN_SECONDS if is_limited else _FRAME_SECONDS,
+        }
+    )
+    hits = [(line["hit"], line["snippet"]) for line in lines if "hit" in line]
+    is_whole = any("is_whole" in line for line in lines)
+    shown = hits[query.offset : query.offset + query.limit if is_limited else None]
     rows_of = {row["id"]: row for row in _by_number(index, [number for number, _ in shown])}
-    found = [{**samples.plain(rows_of[number]), "snippet": snippet} for number, snippet in shown]
-    return {"total": len(hits) if is_whole else None, "samples": found, "scanned": scanned}
+    found = [{**samples.plain(rows_of[number]), "snippet": snippet} for number, snippet in shown if number in rows_of]
+    return {
+        "total": len(hits) if is_whole else None,
+        "samples": found,
+        "scanned": max((line["scanned"] for line in lines if "scanned" in line), default=0),
+        "is_cut": not is_whole and (not is_limited or len(hits) <= query.offset + query.limit),
+    }
 
 
-def _hit(pattern: re.Pattern[str], given: str, said: str, where: str) -> Iterator[list[list[Any]]]:
-    """The first place where a sample has the pattern."""
-    for name, text in (("said", said), ("given", given)):
-        if where in ("any", name) and (found := pattern.search(text)):
-            yield snippet_around(text, found.start(), found.end())
-            return
+def _looked_through(asked: dict[str, Any]) -> list[dict[str, Any]]:
+    """What ``viewer.patterns`` says, in a process that ends when its time is over.
+
+    Raises:
+        DataError: too many look for patterns at once.
+    """
+    if not _PROCESSES.acquire(timeout=_WAITED):
+        raise DataError("other patterns are being looked for: try again in a moment.")
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-I", patterns.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as process:
+            try:
+                said, _ = process.communicate(json.dumps(asked).encode() + b"\n", timeout=asked["seconds"] + _WAITED)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                said, _ = process.communicate()
+            except BaseException:
+                process.kill()
+                raise
+    finally:
+        _PROCESSES.release()
+    whole_lines = said[: said.rfind(b"\n") + 1].splitlines()
+    return [json.loads(line) for line in whole_lines]
 
 
 def _by_number(index: Index, numbers: list[int]) -> list[Any]:
-    return index.rows(f"{SELECT} WHERE samples.id IN ({', '.join('?' * len(numbers))})", *numbers) if numbers else []
+    rows: list[Any] = []
+    for start in range(0, len(numbers), _AT_ONCE):
+        some = numbers[start : start + _AT_ONCE]
+        rows += index.rows(f"{SELECT} WHERE samples.id IN ({', '.join('?' * len(some))})", *some)
+    return rows

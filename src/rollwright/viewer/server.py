@@ -65,13 +65,18 @@ class ViewGuard(Guard):
         """Answer a request that nothing was found against; a token in the address moves to a cookie."""
         asked = parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
         token = dict(asked).get(_TOKEN)
-        if self.settings.api_key and token:
+        if token and self._is_key(token):
             rest = urlencode([(name, value) for name, value in asked if name != _TOKEN])
-            response = RedirectResponse(scope["path"] + (f"?{rest}" if rest else ""), status_code=303)
+            path = "/" + scope["raw_path"].decode("latin-1").lstrip("/")  # "//name" would be another host
+            response = RedirectResponse(path + (f"?{rest}" if rest else ""), status_code=303)
             response.set_cookie(self._cookie, token, httponly=True, samesite="lax", max_age=30 * 86400)
             await response(scope, receive, send)
         else:
             await super().answer(scope, receive, send)
+
+    def _is_key(self, given: str) -> bool:
+        key = self.settings.api_key
+        return bool(key) and hmac.compare_digest(given.encode(), str(key).encode())
 
     @property
     def _cookie(self) -> str:
@@ -79,8 +84,7 @@ class ViewGuard(Guard):
 
     def is_known(self, scope: Scope, headers: Headers) -> bool:
         """True where no key is needed, or the address, a cookie or a header has it."""
-        key = self.settings.api_key
-        if not key or super().is_known(scope, headers):
+        if not self.settings.api_key or super().is_known(scope, headers):
             return True
         asked = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
         given = [asked.get(_TOKEN, "")]
@@ -90,7 +94,7 @@ class ViewGuard(Guard):
             cookies = SimpleCookie()
         if self._cookie in cookies:
             given.append(cookies[self._cookie].value)
-        return any(hmac.compare_digest(each.encode(), key.encode()) for each in given)
+        return any(map(self._is_key, given))
 
     def refusal(self, scope: Scope, headers: Headers) -> RequestError | None:
         """Why a request is refused, or None."""
@@ -125,11 +129,13 @@ def make_app(places: Sequence[str | Path], settings: ServiceSettings | None = No
             return pages.error(404, "Not found", str(error))
         logger.warning("%s: %s", request.url.path, error)
         if isinstance(error, sqlite3.Error):
-            said = f"The index beside the journal cannot be used ({error}). It is derived: delete journal/index.sqlite of this run."
+            said = f"The index beside the journal cannot be read now ({error}). Load this page again; an index that is damaged is built anew."
             return pages.error(500, "This cannot be read", said)
+        if isinstance(error, OverflowError):
+            return pages.error(404, "Not found", "A number in the address is larger than any of a run.")
         return pages.error(422 if isinstance(error, ValueError) else 500, "This cannot be read", str(error))
 
-    for kind in (HTTPException, RollwrightError, OSError, ValueError, sqlite3.Error):
+    for kind in (HTTPException, RollwrightError, OSError, ValueError, OverflowError, sqlite3.Error):
         app.add_exception_handler(kind, show_error)
     app.router.on_shutdown.append(pages.runs.close)
     app.state.pages = pages
@@ -145,9 +151,9 @@ def _static_file(name: str, content: bytes) -> Any:
     return answer
 
 
-def settings_of(host: str, port: int, allowed_hosts: Sequence[str] = ()) -> ServiceSettings:
-    """Address of a viewer; with a token of its own where others can reach it."""
-    token = None if host in LOOPBACK else secrets.token_urlsafe(24)
+def settings_of(host: str, port: int, allowed_hosts: Sequence[str] = (), with_token: bool = False) -> ServiceSettings:
+    """Address of a viewer; with a token of its own where other machines can reach it, or where one is wanted."""
+    token = None if host in LOOPBACK and not with_token else secrets.token_urlsafe(24)
     return ServiceSettings(host=host, port=port, api_key=token, allowed_hosts=list(allowed_hosts))
 
 

@@ -60,6 +60,11 @@ def count(value: int) -> str:
     return f"{value:,}"
 
 
+def counted(value: int, name: str) -> str:
+    """A number of things that have a name: ``1 step``, ``2 steps``."""
+    return f"{value:,} {name}{'' if value == 1 else 's'}"
+
+
 def share(value: float) -> str:
     """A share in percent."""
     return f"{value:.0%}".replace("%", " %")

@@ -24,7 +24,6 @@ _AT_ONCE = 500  # samples of a transaction
 _PROMPTS_KEPT = 256  # decoded ones: the samples of a group share theirs
 _GAP = "\n"  # between the parts of a text
 _MARKS = ("\x02", "\x03")  # around what was found, for SQLite's snippets
-_AROUND = 60  # characters shown before and behind a hit
 
 
 class TextIndex:
@@ -106,7 +105,7 @@ def match_query(text: str, where: str) -> str | None:
         text: as a person types it.
         where: any, given or said.
     """
-    terms = re.findall(r'"([^"]*)"|(\S+)', text)
+    terms = re.findall(r'"([^"]*)"|(\S+)', text.replace("\0", " "))
     words = [phrase or word for phrase, word in terms]
     kept = ['"{}"'.format(word.replace('"', " ")) for word in words if re.search(r"\w", word)]
     if not kept:
@@ -125,11 +124,3 @@ def marked_snippet(text: str) -> list[list[Any]]:
 
 
 SNIPPET = f"snippet(found, -1, '{_MARKS[0]}', '{_MARKS[1]}', '…', 24)"
-
-
-def snippet_around(text: str, start: int, stop: int) -> list[list[Any]]:
-    """The characters around a hit, in parts as of ``marked_snippet``."""
-    before, behind = text[max(0, start - _AROUND) : start], text[stop : stop + _AROUND]
-    before = f"…{before}" if start > _AROUND else before
-    behind = f"{behind}…" if stop + _AROUND < len(text) else behind
-    return [part for part in ([before, False], [text[start:stop], True], [behind, False]) if part[0]]

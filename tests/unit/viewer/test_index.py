@@ -130,6 +130,30 @@ def test_one_that_is_damaged_or_of_another_version_is_built_anew(copied_run, who
         assert contents(run._index) == whole
 
 
+def test_one_with_tables_of_before_is_built_anew_by_who_reads(copied_run, whole):
+    path = copied_run / "journal" / "index.sqlite"
+    path.unlink(missing_ok=True)
+    with sqlite3.connect(path) as connection:
+        connection.executescript("CREATE TABLE samples (id INTEGER PRIMARY KEY, writer INT); PRAGMA user_version = 1;")
+    with Run(copied_run) as run:
+        assert run.search()["samples"] == []  # nothing is indexed yet; no error
+        assert run.steps()
+        run.refresh()
+        assert contents(run._index) == whole
+        assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_page_that_is_damaged_ends_the_index_and_not_who_follows(copied_run, whole):
+    with Run(copied_run) as run:
+        run.refresh()
+        index = run._index
+        with pytest.raises(sqlite3.DatabaseError, match="malformed"), index.reading():
+            raise sqlite3.DatabaseError("database disk image is malformed")
+        run.refresh()
+        run.refresh()
+        assert contents(run._index) == whole
+
+
 def test_a_journal_that_cannot_be_written_has_its_index_elsewhere(copied_run, whole, monkeypatch, tmp_path):
     monkeypatch.setattr(module.os, "access", lambda *_: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -16,6 +16,7 @@ from rollwright.errors import DataError
 from rollwright.experience.journal.episodes import read_episodes
 from rollwright.experience.journal.files import read_records
 from rollwright.experience.journal.records import Trained
+from rollwright.viewer import search
 
 
 @pytest.fixture
@@ -127,12 +128,25 @@ def test_search_finds_words_patterns_and_what_filters_let_pass(run):
     found = run.search(regex=r"4\+4", where="given", is_eval=False, limit=100)
     assert found["total"] == len(found["samples"]) >= 4
     assert all(["4+4", True] in sample["snippet"] for sample in found["samples"])
+    whole = run.search(regex=r"4\+4", where="given", is_eval=False, limit=-1)
+    assert [sample["key"] for sample in whole["samples"]] == [sample["key"] for sample in found["samples"]]
     assert {sample["reward"] for sample in run.search(reward=(2, None), limit=-1)["samples"]} == {2.0}
     ordered = run.search(order="-reward", step=2, limit=-1)["samples"]
     assert [sample["reward"] for sample in ordered] == sorted((sample["reward"] for sample in ordered), reverse=True)
     assert run.search(is_eval=True)["total"] == 2 * STEPS
     assert run.search(tool="calc", version=2, is_eval=False)["total"] == 16
     assert run.search(offset=3, limit=4)["samples"] == run.search(limit=10)["samples"][3:7]
+
+
+def test_a_pattern_without_end_is_ended(run, monkeypatch):
+    endless = r"(?s:.|..|...)+\x07"
+    found = run.search(regex=endless)
+    assert found["is_cut"]
+    assert found["total"] is None
+    assert not run.search(regex="4", limit=1)["is_cut"]
+    monkeypatch.setattr(search, "_FRAME_SECONDS", 0.5)
+    with pytest.raises(DataError, match="takes too long"):
+        run.frame("samples", regex=endless)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,9 @@
     return size !== 0 && size < 0.001 ? value.toExponential(1) : String(+value.toPrecision(3));
   }
 
+  // Steps are whole numbers, so are the ticks below them.
+  const STEPS = Array.from({ length: 27 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3));
+
   // An exponential mean without the bias of its first values.
   function smooth(values, weight) {
     let mean = 0, total = 0;
@@ -63,7 +66,7 @@
     const options = {
       width: Math.max(200, plot.clientWidth), height: 170, series, padding: [8, 8, 0, 0], legend: { show: false },
       scales: { x: { time: false }, y: { range } },
-      axes: [{ ...axis, size: 26 }, { ...axis, size: 46, values: (_, ticks) => ticks.map(short) }],
+      axes: [{ ...axis, size: 26, incrs: STEPS }, { ...axis, size: 46, values: (_, ticks) => ticks.map(short) }],
       cursor: { sync: { key: "steps" }, points: { size: 7 }, drag: { x: true, y: false, setScale: true } },
       hooks: {
         setCursor: [(u) => { output.textContent = u.cursor.idx === null || u.cursor.idx === undefined ? chart.last : says(u.cursor.idx); }],

@@ -68,6 +68,13 @@
   });
 
   // -- clicks -------------------------------------------------------------------------------------------------------
+  // htmx takes links of HTML only; those in drawings go the same way, but for a click that asks for another tab.
+  document.addEventListener("click", (event) => {
+    const link = event.target.closest("svg a[href]");
+    if (!link || event.defaultPrevented || event.button || event.ctrlKey || event.metaKey || event.shiftKey || event.altKey || !window.htmx) return;
+    event.preventDefault();
+    go(link.getAttribute("href"));
+  });
   document.addEventListener("click", (event) => {
     const button = event.target.closest("[data-do], [data-copy]");
     for (const menu of document.querySelectorAll("details.menu[open]")) {
