@@ -120,12 +120,15 @@ class _Resolver:
                 return value
         else:
             raise _UnresolvedError(f"Interpolation type {name!r} is not known; known: oc.decode, oc.env.")
+        if any(isinstance(argument, Secret) and HIDDEN in argument.written for argument in arguments):
+            return _secret(value, HIDDEN)
         written = (_written(value) if "${" in source else source for source, value in zip(sources, arguments, strict=True))
         return _secret(value, f"${{{name}:{','.join(written)}}}")
 
     def _argument(self, source: str) -> Any:
         if quoted := _QUOTED.fullmatch(source):
-            return str(self._text(quoted[2].replace("\\" + quoted[1], quoted[1])))
+            value = self._text(quoted[2].replace("\\" + quoted[1], quoted[1]))
+            return value if isinstance(value, Secret) else str(value)
         return None if source == "null" else self._text(source)
 
     def _named(self, key: str) -> Any:
