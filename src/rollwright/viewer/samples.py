@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sqlite3
 from collections import Counter
@@ -265,7 +266,7 @@ def plain_publication(row: sqlite3.Row) -> dict[str, Any]:
 
 def reward_bins(samples: Iterable[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
     """A histogram of rewards: a bin for each value where there are few, else bins of one width."""
-    rewards = [(reward, sample["trained"] > 0) for sample in samples for reward in sample["rewards"]]
+    rewards = [(reward, sample["trained"] > 0) for sample in samples for reward in sample["rewards"] if math.isfinite(reward)]
     if not rewards:
         return []
     values = sorted({reward for reward, _ in rewards})

@@ -26,6 +26,7 @@ from rollwright.experience.journal.records import (
 from rollwright.viewer import index as module
 from rollwright.viewer.index import Index
 from rollwright.viewer.run import Run
+from rollwright.viewer.samples import reward_bins
 
 
 def contents(index: Index) -> dict[str, list]:
@@ -280,3 +281,10 @@ def test_what_is_shown_is_what_the_journal_has(copied_run, whole):
     connection = sqlite3.connect(copied_run / "journal" / "index.sqlite")
     assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     connection.close()
+
+
+def test_rewards_that_are_no_numbers_are_in_no_bin():
+    rewards = [float("inf"), float("nan"), float("-inf"), *map(float, range(30))]
+    bins = reward_bins([{"rewards": rewards, "trained": 1}], 20)
+    assert sum(each["count"] for each in bins) == 30
+    assert bins[-1]["high"] == 29
