@@ -92,11 +92,12 @@ class WorkerPool:
         lease = tuple(name), task, group.runs[name.index], group.past.get(name.index)
         while True:
             process = await self._process_of(name.ordinal)
+            start = process.started
             try:
                 packed, metrics = await asyncio.wrap_future(process.call("run", *lease))
             except LostProcessError as error:
                 logger.warning("%s; %s is leased again", error, name)
-                self._lose(process)
+                self._lose(process, start)
                 continue
             except ReplayError as error:
                 sample.episode.diverged = error
@@ -117,9 +118,10 @@ class WorkerPool:
 
     # -- lost workers ----------------------------------------------------------------------------------------------------
 
-    def _lose(self, process: Process) -> None:
+    def _lose(self, process: Process, start: Future[None]) -> None:
+        """A call failed that a process was given after this start; where it was started again since, it is not lost."""
         with self._lock:
-            if process not in self._living or self._is_closed:
+            if process not in self._living or process.started is not start or self._is_closed:
                 return
             self._living = [other for other in self._living if other is not process]
             self._lost[process.name] = self._lost.get(process.name, 0) + 1
@@ -189,9 +191,10 @@ class WorkerPool:
         with self._telling:
             with self._lock:
                 told = self._living, self._is_held, self._addresses
+            starts = {process.name: process.started for process in told[0]}
             for process, error in self._tell_to(*told):
                 logger.warning("%s", error)
-                self._lose(process)
+                self._lose(process, starts[process.name])
 
     def _tell_to(
         self, processes: Sequence[Process], is_held: bool, addresses: list[str]

@@ -134,7 +134,7 @@ def test_rows_of_workers_are_those_of_one_process(make):
 def test_episodes_of_a_lost_worker_are_leased_again_as_the_same_attempt(make):
     executor, processes = make()
     ids = [executor.submit(row, OneTurn(), group_size=2) for row in rows(2, does="hang")]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(runs(processes[0])) + len(runs(processes[1])) < 4:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -160,6 +160,20 @@ def test_all_workers_lost_are_waited_for(make):
     assert len(processes[0].made) == 2
 
 
+def test_what_is_heard_late_of_a_lost_worker_does_not_end_the_one_that_took_its_place(make):
+    executor, (process,) = make(count=1)
+    pool, start = executor._runner.elsewhere, process.started
+    process.lose()
+    pool._lose(process, start)
+    deadline = time.monotonic() + 60
+    while not pool._living:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    pool._lose(process, start)  # of another sample that was with it
+    assert pool._living == [process]
+    assert len(process.made) == 2
+
+
 def test_what_fails_or_is_rejected_there_is_counted_here(make):
     executor, processes = make(max_sample_retries=1, max_failed_share=1.0)
     with pytest.raises(RolloutError, match=r"a bug in the workflow.*test_workers\.py"):
@@ -174,7 +188,7 @@ def test_what_fails_or_is_rejected_there_is_counted_here(make):
 def test_an_episode_that_is_not_wanted_any_more_is_ended_there(make):
     executor, processes = make(count=1, sample_timeout=60.0)
     task = executor.submit(rows(1, does="hang")[0], OneTurn())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not processes[0].worker._runner._ends:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -247,7 +261,7 @@ class Hears:
     """A worker that hears words, one of which it may be slow to take or to answer."""
 
     def __init__(self, number, takes=None, answers=0.0):
-        self.name = f"worker {number}"
+        self.name, self.started = f"worker {number}", Future()
         self.heard, self.is_taking = [], threading.Event()
         self._takes, self._answers = takes, answers
 
