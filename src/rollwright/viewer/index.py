@@ -69,7 +69,7 @@ CREATE TABLE checkpoints (step INT, writer INT, frontier INT, time REAL, beyond 
 """
     + TEXTS
 )
-_CONTENT = 1  # of what the tables hold; to be raised where it changes and they do not
+_CONTENT = 2  # of what the tables hold; to be raised where it changes and they do not
 #: Of tables and content; an index of another one is built anew.
 VERSION = (zlib.crc32(_SCHEMA.encode()) + _CONTENT) & 0x7FFF_FFFF
 

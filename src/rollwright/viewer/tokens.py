@@ -38,7 +38,7 @@ class Vocabulary:
         if kind.get("type") not in ("ByteLevel", "Fuse"):
             return None
         byte_of = {chr(code): code for code in _LEGIBLE}
-        byte_of |= {chr(256 + place): code for place, code in enumerate(set(range(256)) - set(_LEGIBLE))}
+        byte_of |= {chr(256 + place): code for place, code in enumerate(sorted(set(range(256)) - set(_LEGIBLE)))}
         parts = [b""] * self._tokenizer.get_vocab_size(with_added_tokens=True)
         is_bytes = kind["type"] == "ByteLevel"
         for token, number in self._tokenizer.get_vocab(with_added_tokens=True).items():

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer
@@ -140,6 +141,18 @@ def test_texts_of_tokens_join_to_the_text(vocabulary):
 )
 def test_characters_of_several_tokens_are_in_the_last_of_them(parts, texts):
     assert _characters(parts) == texts
+
+
+def test_any_text_is_read_back_from_byte_level_tokens(tmp_path):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text = "".join(map(chr, range(0x500))) + "中文 \u202e😀"
+    ids = tokenizer.encode(text).ids
+    vocabulary = Vocabulary(tmp_path / "tokenizer.json")
+    assert vocabulary.text(ids) == "".join(vocabulary.texts(ids)) == tokenizer.decode(ids) == text
 
 
 def test_marks_of_roles_are_messages(tmp_path):
