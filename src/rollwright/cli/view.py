@@ -36,8 +36,9 @@ def view(
     export: Annotated[Path | None, typer.Option(help="Write one HTML file that needs no server or network, and end.")] = None,
     samples: Annotated[int, typer.Option(min=0, help="Samples in the file of --export: half best, half worst.")] = 40,
     browser: Annotated[bool, typer.Option(help="Open the page where there is a desktop.")] = True,
+    terminal: Annotated[bool, typer.Option("--terminal", help="Show the runs on this terminal, without a browser.")] = False,
 ) -> None:
-    """Look at runs in the browser: curves, groups, every token, weight updates and reasons.
+    """Look at runs in the browser or on the terminal: curves, groups, every token, weight updates and reasons.
 
     Nothing is written to a run. It works while a run trains, after a crash, and on a copied directory.
     """
@@ -45,7 +46,17 @@ def view(
     for place in places:
         if runs and not place.is_dir():
             raise ConfigError(f"{place} is no directory: name the directory of a run, or one above it.")
+    if terminal:
+        if export is not None or port is not None or allowed_host or host != "127.0.0.1":
+            raise ConfigError("--terminal serves no pages: leave out --host, --port, --allowed-host and --export.")
+        if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
+            raise ConfigError("--terminal needs a terminal: over ssh, `ssh -t host rollwright view --terminal` has one.")
     try:
+        if terminal:
+            from rollwright.viewer.terminal import show
+
+            show(places)
+            return
         from rollwright.inference.server import service
         from rollwright.viewer import report, server
     except ModuleNotFoundError as error:

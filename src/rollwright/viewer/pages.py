@@ -6,7 +6,6 @@ import csv
 import hashlib
 import io
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
@@ -187,25 +186,3 @@ def _cell(value: Any) -> Any:
     if isinstance(value, str):
         return f"'{value}" if value.startswith(_FORMULA) else value
     return json.dumps(value, default=str) if isinstance(value, Mapping | list | tuple) else value
-
-
-def span(text: str) -> tuple[float | None, float | None] | None:
-    """A range as addresses have it: ``12``, ``5-20``, ``0.5..1``, ``100..``, ``..3``; empty: None.
-
-    Raises:
-        ValueError: it is no range.
-    """
-    text = text.strip().replace("…", "..").replace("−", "-")
-    if not text:
-        return None
-    low, dots, high = text.partition("..")
-    if not dots and not text.startswith("-") and "e-" not in text:
-        low, dots, high = text.partition("-")
-    try:
-        first = float(low) if low.strip() else None
-        last = (float(high) if high.strip() else None) if dots else first
-        if not all(value is None or math.isfinite(value) for value in (first, last)):
-            raise ValueError
-    except ValueError:
-        raise ValueError(f"{text!r} is no number and no range: write 12, 5-20, 0.5..1, 100.. or ..3.") from None
-    return first, last

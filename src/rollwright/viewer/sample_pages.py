@@ -12,15 +12,14 @@ from fastapi.responses import Response
 from rollwright.errors import DataError
 from rollwright.viewer import sample_view
 from rollwright.viewer.drawings import histogram, prefix_tree, shade
-from rollwright.viewer.pages import Pages, address, as_file, key_in_address, offset_of, pager, span, wants_file, without
+from rollwright.viewer.pages import Pages, address, as_file, key_in_address, offset_of, pager, wants_file, without
 from rollwright.viewer.run import Run
+from rollwright.viewer.search import ASKED, filters, span
 from rollwright.viewer.shown import as_json, clipped, count, counted, number, seconds, signed
 
 #: Results on one page of the search, and samples of one file of it.
 RESULTS, IN_FILE = 50, 10_000
 GROUPS = 100  # of a step on one page
-#: Filters of the search that are ranges.
-_RANGES = ("step", "reward", "tokens", "version")
 
 
 def add_routes(router: APIRouter, pages: Pages) -> None:
@@ -119,36 +118,6 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
 
 
 # -- search --------------------------------------------------------------------------------------------------------------
-
-#: What an address may ask the search for.
-ASKED = ("text", "regex", "where", *_RANGES, "status", "tool", "tag", "eval", "truncated", "order")
-
-
-def filters(query: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments of ``Run.search`` that an address asks for.
-
-    Raises:
-        ValueError: a range is none.
-    """
-    text = query.get("text", "").strip()
-    found: dict[str, Any] = {}
-    if text:
-        found["regex" if query.get("regex") else "text"] = text
-    if query.get("where") in ("given", "said"):
-        found["where"] = query["where"]
-    for name in _RANGES:
-        if (asked := span(query.get(name, ""))) is not None:
-            found[name] = asked
-    for name in ("status", "tool", "tag"):
-        if query.get(name, "").strip():
-            found[name] = query[name].strip()
-    if query.get("eval") in ("0", "1"):
-        found["is_eval"] = query["eval"] == "1"
-    if query.get("truncated") in ("0", "1"):
-        found["truncated"] = query["truncated"] == "1"
-    if query.get("order"):
-        found["order"] = query["order"]
-    return found
 
 
 def _about(sample: Mapping[str, Any]) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,3 +246,59 @@ def _by_number(index: Index, numbers: list[int]) -> list[Any]:
         some = numbers[start : start + _AT_ONCE]
         rows += index.rows(f"{SELECT} WHERE samples.id IN ({', '.join('?' * len(some))})", *some)
     return rows
+
+
+# -- what an address asks for ---------------------------------------------------------------------------------------------
+
+_ASKED_RANGES = ("step", "reward", "tokens", "version")
+#: What an address may ask the search for.
+ASKED = ("text", "regex", "where", *_ASKED_RANGES, "status", "tool", "tag", "eval", "truncated", "order")
+
+
+def filters(query: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments of ``Run.search`` that an address asks for.
+
+    Raises:
+        ValueError: a range is none.
+    """
+    text = query.get("text", "").strip()
+    found: dict[str, Any] = {}
+    if text:
+        found["regex" if query.get("regex") else "text"] = text
+    if query.get("where") in ("given", "said"):
+        found["where"] = query["where"]
+    for name in _ASKED_RANGES:
+        if (asked := span(query.get(name, ""))) is not None:
+            found[name] = asked
+    for name in ("status", "tool", "tag"):
+        if query.get(name, "").strip():
+            found[name] = query[name].strip()
+    if query.get("eval") in ("0", "1"):
+        found["is_eval"] = query["eval"] == "1"
+    if query.get("truncated") in ("0", "1"):
+        found["truncated"] = query["truncated"] == "1"
+    if query.get("order"):
+        found["order"] = query["order"]
+    return found
+
+
+def span(text: str) -> tuple[float | None, float | None] | None:
+    """A range as addresses have it: ``12``, ``5-20``, ``0.5..1``, ``100..``, ``..3``; empty: None.
+
+    Raises:
+        ValueError: it is no range.
+    """
+    text = text.strip().replace("…", "..").replace("−", "-")
+    if not text:
+        return None
+    low, dots, high = text.partition("..")
+    if not dots and not text.startswith("-") and "e-" not in text:
+        low, dots, high = text.partition("-")
+    try:
+        first = float(low) if low.strip() else None
+        last = (float(high) if high.strip() else None) if dots else first
+        if not all(value is None or math.isfinite(value) for value in (first, last)):
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"{text!r} is no number and no range: write 12, 5-20, 0.5..1, 100.. or ..3.") from None
+    return first, last

@@ -1,0 +1,157 @@
+"""What the screens of the terminal viewer have in common: foreign text made harmless, curves of characters, tables, and reading again."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from rich.text import Text
+from textual.binding import Binding
+from textual.screen import Screen
+from textual.widgets import DataTable, Static
+from textual.worker import Worker, WorkerState
+
+from rollwright.errors import RollwrightError
+from rollwright.viewer.run import Run
+from rollwright.viewer.shown import clipped, visible
+
+_EVERY = 2.0  # seconds between two looks at the files
+#: What reading a run raises where its files are damaged, moved or no run.
+PROBLEMS = (RollwrightError, OSError, ValueError, sqlite3.Error)
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def line(text: Any, limit: int = 300) -> Text:
+    """Foreign text as one harmless line."""
+    return Text(visible(clipped(str(text), limit)).replace("\n", "↵").replace("\t", "⇥"), no_wrap=True)
+
+
+def blocks(values: Sequence[float | None], width: int) -> str:
+    """A curve of one line."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    known = [known[place * len(known) // width] for place in range(width)] if len(known) > width else known
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    return "".join(_BLOCKS[round(7 * (value - low) / (high - low))] if high > low else _BLOCKS[3] for value in known)
+
+
+def curve(points: Sequence[Sequence[float]], width: int, height: int) -> list[str]:
+    """A curve of braille dots, two columns and four rows of them in each cell."""
+    known = [(step, value) for step, value in points if math.isfinite(value)]
+    rows = [[0] * width for _ in range(height)]
+    if known:
+        first, last = known[0][0], known[-1][0]
+        low, high = min(value for _, value in known), max(value for _, value in known)
+
+        def place(step: float, value: float) -> tuple[int, int]:
+            across = (step - first) / (last - first) if last > first else 0.5
+            up = (value - low) / (high - low) if high > low else 0.5
+            return round(across * (2 * width - 1)), round((1 - up) * (4 * height - 1))
+
+        before = place(*known[0])
+        for point in known:
+            x, y = place(*point)
+            dots = max(abs(x - before[0]), abs(y - before[1]), 1)
+            for dot in range(dots + 1):
+                column = round(before[0] + (x - before[0]) * dot / dots)
+                row = round(before[1] + (y - before[1]) * dot / dots)
+                rows[row // 4][column // 2] |= (0x01, 0x02, 0x04, 0x40, 0x08, 0x10, 0x20, 0x80)[row % 4 + 4 * (column % 2)]
+            before = x, y
+    return ["".join(chr(0x2800 + cell) if cell else " " for cell in row) for row in rows]
+
+
+class Table(DataTable[Text]):
+    """A table of which one row is chosen."""
+
+    BINDINGS: ClassVar[list[Any]] = [
+        Binding("j", "cursor_down", "Next", key_display="j k"),
+        Binding("k", "cursor_up", "Previous", show=False),
+        Binding("home", "scroll_top", "First", show=False),
+        Binding("end", "scroll_bottom", "Last", show=False),
+    ]
+
+    def __init__(self, *columns: str) -> None:
+        super().__init__(cursor_type="row", zebra_stripes=True)
+        self.names = columns
+
+    def on_mount(self) -> None:
+        self.add_columns(*(Text(name, style="bold") for name in self.names))
+
+    def fill(self, rows: dict[str, Sequence[Text | str]], first: str | None = None) -> None:
+        """Show other rows; the one that was chosen stays so, ``first`` is chosen at the beginning."""
+        before = self.chosen or first
+        self.clear()
+        for key, cells in rows.items():
+            self.add_row(*(cell if isinstance(cell, Text) else line(cell) for cell in cells), key=key)
+        if before in rows:
+            self.move_cursor(row=list(rows).index(before))
+
+    @property
+    def chosen(self) -> str | None:
+        """Key of the row that is chosen."""
+        return self.coordinate_to_cell_key(self.cursor_coordinate).row_key.value if self.row_count else None
+
+
+class View(Screen[None]):
+    """Reads in a thread, again whenever the run has written, and shows in the event loop."""
+
+    BINDINGS: ClassVar[list[Any]] = [Binding("escape", "up", "Up", show=False), ("u", "up", "Up")]
+    is_followed = True
+    _seen: Any = None
+
+    def __init__(self, run: Run | None = None) -> None:
+        super().__init__()
+        self.watched = run
+
+    def on_mount(self) -> None:
+        """Read, and go on looking."""
+        self.read_again()
+        self.set_interval(_EVERY, self._look)
+
+    def _look(self) -> None:
+        if self.is_current and self.is_followed and (self.watched is None or self._stamp() != self._seen):
+            self.read_again()
+
+    def _stamp(self) -> Any:
+        try:
+            return self.watched.stamp if self.watched else None
+        except OSError:  # a file was moved meanwhile
+            return None
+
+    def read_again(self) -> None:
+        """Read what is shown."""
+        self._seen = self._stamp()
+        self.run_worker(self._read, thread=True, exclusive=True)
+
+    def _read(self) -> Any:
+        try:
+            return self.read()
+        except PROBLEMS as error:
+            return error
+
+    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
+        """Show what was read, or why it cannot be."""
+        if event.state is not WorkerState.SUCCESS:
+            return
+        if isinstance(event.worker.result, Exception):
+            self.head(f"! {event.worker.result}")
+        else:
+            self.show(event.worker.result)
+
+    def read(self) -> Any:
+        """What is shown; called in a thread."""
+        raise NotImplementedError
+
+    def show(self, found: Any) -> None:
+        """Show what was read."""
+        raise NotImplementedError
+
+    def head(self, *parts: Any) -> None:
+        """Write the line above."""
+        self.query_one("#head", Static).update(Text(line(" · ".join(str(part) for part in parts if part)).plain))
+
+    def action_up(self) -> None:
+        """One level up; the first level stays."""
+        if len(self.app.screen_stack) > 2:
+            self.dismiss()

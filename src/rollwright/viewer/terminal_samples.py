@@ -1,0 +1,281 @@
+"""Samples on a terminal: sorted and filtered, and one token by token."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import VerticalScroll
+from textual.widgets import Footer, Input, Static
+
+from rollwright.viewer import sample_view
+from rollwright.viewer.run import Run
+from rollwright.viewer.search import ASKED, filters
+from rollwright.viewer.shown import clipped, number, share, signed, visible
+from rollwright.viewer.terminal_parts import Table, View, line
+from rollwright.viewer.terminal_tokens import Tokens, style_of
+
+_LISTED = 500  # samples of a list
+
+
+class SamplesView(View):
+    """Samples sorted by reward: those that a filter finds, or those of one group.
+
+    Args:
+        run: theirs.
+        asked: the filter.
+        typing: the reader means to write another.
+        group: key of a group; then there is no filter.
+    """
+
+    BINDINGS: ClassVar[list[Any]] = [
+        ("g", "group", "Group"),
+        ("o", "turn", "Turn order"),
+        Binding("slash", "search", "Search", key_display="/"),
+    ]
+
+    def __init__(self, run: Run, asked: str = "", *, typing: bool = False, group: str | None = None) -> None:
+        super().__init__(run)
+        self.asked, self.typing, self.group, self.order = asked, typing, group, "reward"
+        self.groups: dict[str, str] = {}  # of each sample that is listed
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="head", markup=False)
+        if self.group is None:
+            yield Input(
+                self.asked, placeholder="words, step=12, reward=0..0.5, status=failed, tool=add, order=-tokens", compact=True
+            )
+        yield Table("sample", "step", "reward", "advantage", "tokens", "status", "said")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        super().on_mount()
+        self.query_one(Input if self.typing else Table).focus()
+
+    def read(self) -> Any:
+        assert self.watched is not None
+        if self.group is not None:
+            found = self.watched.group(self.group)
+            order = sorted(found["samples"], key=lambda each: (each["reward"] is None, each["reward"] or 0.0))
+            known = [each for each in order if each["reward"] is not None]
+            turned = known[::-1] + order[len(known) :] if self.order == "-reward" else order
+            return {**found, "samples": turned, "total": len(turned), "indexed": 1.0, "order": self.order}
+        query = {"order": self.order, **filters(query_of(self.asked)), "limit": _LISTED}
+        return {**self.watched.search(**query), "order": query["order"]}
+
+    def show(self, found: Any) -> None:
+        total, samples = found["total"], found["samples"]
+        counted = f"{total:,} samples" if total is not None else f"at least {len(samples):,} samples"
+        self.head(
+            f"group {self.group}, {found['state']}" if self.group is not None else "",
+            counted + (f", {len(samples):,} shown" if total is None or total > len(samples) else ""),
+            {"reward": "lowest reward first", "-reward": "highest reward first"}.get(found["order"], f"order {found['order']}"),
+            "the pattern takes long: not all were looked through" if found.get("is_cut") else "",
+            "" if found["indexed"] >= 1 else f"texts indexed: {share(found['indexed'])}",
+        )
+        self.groups = {each["key"]: each["group"] for each in samples}
+        rows = {}
+        for each in samples:
+            said = Text(no_wrap=True)
+            for part, is_found in each.get("snippet") or [[each["reason"] or each["preview"] or "", False]]:
+                said.append_text(line(part)).stylize("bold underline" if is_found else "", len(said) - len(line(part)))
+            step = "–" if each["step"] is None else str(each["step"])
+            numbers = number(each["reward"]), signed(each["advantage"]), number(each["tokens"])
+            rows[each["key"]] = [each["key"], step, *numbers, each["status"], said]
+        self.query_one(Table).fill(rows)
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        self.asked = event.value
+        self.query_one(Table).focus()
+        self.read_again()
+
+    def on_data_table_row_selected(self) -> None:
+        assert self.watched is not None
+        if key := self.query_one(Table).chosen:
+            self.app.push_screen(SampleView(self.watched, key, list(self.groups)))
+
+    def action_search(self) -> None:
+        if self.group is None:
+            self.query_one(Input).focus()
+
+    def action_turn(self) -> None:
+        self.order = "reward" if self.order == "-reward" else "-reward"
+        if self.group is None:  # an order that was typed would win
+            self.asked = " ".join(part for part in self.asked.split() if not part.startswith("order="))
+            self.query_one(Input).value = self.asked
+        self.read_again()
+
+    def action_group(self) -> None:
+        assert self.watched is not None
+        if self.group is None and (key := self.query_one(Table).chosen):
+            self.app.push_screen(SamplesView(self.watched, group=self.groups[key]))
+
+    def action_up(self) -> None:
+        """Out of the filter, else one level up."""
+        if isinstance(self.focused, Input):
+            self.query_one(Table).focus()
+        else:
+            super().action_up()
+
+
+def query_of(asked: str) -> dict[str, str]:
+    """A filter as it is typed, as addresses have it: ``step=12 status=failed some words``."""
+    query, words = {}, []
+    for part in asked.split():
+        name, equals, value = part.partition("=")
+        if equals and name in ASKED:
+            query[name] = value
+        else:
+            words.append(part)
+    return {**query, "text": " ".join(words)} if words else query
+
+
+class SampleView(View):
+    """One sample, token by token.
+
+    Args:
+        run: its.
+        key: its.
+        keys: of the list that it is in.
+    """
+
+    BINDINGS: ClassVar[list[Any]] = [
+        Binding("j", "other(1)", "Next", key_display="j k"),
+        Binding("k", "other(-1)", "Previous", show=False),
+        ("o", "overlay(1)", "Overlay"),
+        Binding("O", "overlay(-1)", "Overlay before", show=False),
+        ("v", "values", "Values"),
+        ("c", "chat", "Chat"),
+        Binding("r", "row", "Next row", show=False),
+        ("g", "group", "Group"),
+        Binding("slash", "search", "Search", key_display="/", show=False),
+    ]
+
+    def __init__(self, run: Run, key: str, keys: Sequence[str]) -> None:
+        super().__init__(run)
+        self.key, self.keys, self.row, self.overlay = key, list(keys), 0, "advantage"
+        self.has_values = bool(os.environ.get("NO_COLOR"))
+        self.found: dict[str, Any] | None = None
+        self.facts: list[Any] = []
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="head", markup=False)
+        yield Static(id="overlays", markup=False)
+        yield Tokens()
+        with VerticalScroll(id="chat"):
+            yield Static(id="said", markup=False)
+        yield Static(id="facts", markup=False)
+        yield Footer()
+
+    def on_mount(self) -> None:
+        super().on_mount()
+        self.query_one("#chat").display = False
+        self.watch(self.query_one(Tokens), "cursor", self.tell, init=False)
+
+    def read(self) -> Any:
+        assert self.watched is not None
+        return self.watched.sample(self.key)
+
+    def show(self, found: Any) -> None:
+        self.found, self.is_followed = found, found["status"] == "running" or found["step"] is None
+        place = f"{self.keys.index(self.key) + 1} of {len(self.keys)}" if self.key in self.keys else ""
+        about = [
+            f"{name} {value}" for name, value in sample_view.facts(found) if value and name in ("weights", "sampled", "took")
+        ]
+        numbers = f"reward {number(found['reward'])}", f"advantage {signed(found['advantage'])}"
+        rows = f"row {self.row + 1} of {len(found['rows'])}" if len(found["rows"]) > 1 else ""
+        step = f"step {found['step']}" if found["step"] is not None else ""
+        self.head(f"sample {self.key}", place, step, *numbers, found["status"], rows, *about)
+        if not found["rows"]:
+            self.query_one("#overlays", Static).update("No tokens were kept of it.")
+            self.query_one(Tokens).show([], False)
+            self.show_chat(True)
+            return
+        row = found["rows"][min(self.row, len(found["rows"]) - 1)]
+        names = sample_view.overlays_of(row)
+        self.overlay = self.overlay if self.overlay in names else names[0]
+        shown = sample_view.tokens(row, self.overlay, None)
+        text = Text()
+        for name in names:
+            title = sample_view.OVERLAYS[name][0]
+            text.append(f"[{title}]" if name == self.overlay else f" {title} ", "bold" if name == self.overlay else "dim")
+        text.append("\n" + shown["key"].replace("dotted", "italic"))  # terminals have no dots
+        for shade, example in shown["scale"]:
+            text.append("  ").append(f" {example} ", style_of(shade, self.background_colors[1]))
+        self.query_one("#overlays", Static).update(text)
+        self.facts = shown["facts"]
+        self.query_one(Tokens).show(shown["tokens"], self.has_values)
+        self.tell()
+        self.show_chat(bool(self.query_one("#chat").display))
+
+    def tell(self) -> None:
+        """All there is to say of the token that is pointed at."""
+        index, text = self.query_one(Tokens).cursor, Text()
+        if self.found and self.found["rows"] and index < len(self.facts[0][1]):
+            text.append(f"#{index}", "bold")
+            for name, column in self.facts:
+                if column[index] is not None:
+                    text.append(f"  {name} ", "dim").append(
+                        line(f"“{column[index]}”" if name == "text" else number(column[index]), 60)
+                    )
+        self.query_one("#facts", Static).update(text)
+
+    def show_chat(self, is_shown: bool) -> None:
+        """As a conversation, or as tokens."""
+        self.query_one("#chat").display = is_shown
+        self.query_one(Tokens).display = not is_shown
+        (self.query_one("#chat") if is_shown else self.query_one(Tokens)).focus()
+        text = Text()
+        for message in sample_view.chat(self.found) if self.found and is_shown else []:
+            name = f" {message['name']}" if message["name"] else ""
+            text.append(visible(f"── {message['role']}{name} {message['about']}".rstrip()) + "\n", "bold")
+            said = "\n".join(filter(None, [message["text"], message["arguments"]]))
+            text.append(visible(said) + "\n\n", "bold red" if message["is_error"] else "")
+        for attempt in self.found["attempts"] if self.found and is_shown else []:
+            if attempt["traceback"] or attempt["message"]:
+                text.append(f"── attempt {attempt['attempt'] + 1}, {attempt['status']}\n", "bold")
+                text.append(visible(clipped(attempt["traceback"] or attempt["message"])) + "\n", "red")
+        self.query_one("#said", Static).update(text)
+
+    def _change(self, change: Callable[[dict[str, Any]], None]) -> None:
+        if self.found is not None:
+            change(self.found)
+            self.show(self.found)
+
+    def action_other(self, by: int) -> None:
+        place = self.keys.index(self.key) + by if self.key in self.keys else -1
+        if 0 <= place < len(self.keys):
+            self.key, self.row = self.keys[place], 0
+            self.query_one(Tokens).cursor = 0
+            self.read_again()
+
+    def action_overlay(self, by: int) -> None:
+
+        def change(found: dict[str, Any]) -> None:
+            names = sample_view.overlays_of(found["rows"][self.row]) if found["rows"] else [self.overlay]
+            self.overlay = names[(names.index(self.overlay) + by) % len(names)]
+
+        self._change(change)
+
+    def action_values(self) -> None:
+        """The value behind each token."""
+        self._change(lambda found: setattr(self, "has_values", not self.has_values))
+
+    def action_row(self) -> None:
+        self._change(lambda found: setattr(self, "row", (self.row + 1) % max(1, len(found["rows"]))))
+
+    def action_chat(self) -> None:
+        """As a conversation, or as tokens."""
+        self.show_chat(not self.query_one("#chat").display)
+
+    def action_group(self) -> None:
+        if self.watched is not None and self.found is not None:
+            self.app.push_screen(SamplesView(self.watched, group=self.found["group"]))
+
+    def action_search(self) -> None:
+        assert self.watched is not None
+        self.app.push_screen(SamplesView(self.watched, typing=True))
