@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from rollwright.config.sections import RolloutConfig
+from rollwright.config.servers import BUILT_COMMANDS, BuiltCommand
 from rollwright.errors import EngineError
 from rollwright.inference.backends.sglang import SGLangClient
 from rollwright.inference.launcher import Launcher
@@ -216,7 +217,7 @@ def test_no_process_is_left_however_the_owner_ends(server_script, tmp_path, endi
             child.kill()
 
 
-def test_a_client_is_told_at_once_which_of_its_servers_ended(server_script, tmp_path):
+def test_a_client_is_told_at_once_which_of_its_servers_ended(server_script, tmp_path, monkeypatch):
     """The other one lives: waiting for the one that is gone would take all of ``setup_timeout``."""
     dies = "import time; time.sleep(0.5); print('out of memory'); raise SystemExit(3)"
     with Launcher(tmp_path) as launcher:
@@ -224,6 +225,9 @@ def test_a_client_is_told_at_once_which_of_its_servers_ended(server_script, tmp_
         addresses = launcher.start(lambda host, port, index: [*commands[index], str(port)], count=2)
         client = SGLangClient(RolloutConfig(setup_timeout=300), addresses=addresses)
         client.own(launcher)
+        port = int(addresses[1].rpartition(":")[2])  # that a server which build_cmd was asked for had before
+        stale = BuiltCommand("127.0.0.1", [sys.executable, "-m", "sglang.launch_server"], 0.0, None)
+        monkeypatch.setitem(BUILT_COMMANDS, port, stale)
         started = time.monotonic()
         with pytest.raises(EngineError, match=rf"{addresses[1]} ended with status 3\.[\s\S]*out of memory"):
             client.initialize()

@@ -220,7 +220,7 @@ class RemoteRequests(InferenceEngine):
         while not self._is_healthy(server):
             for launched in self._owned:
                 launched.check(server.address)
-            if command := ended_child(server.address):
+            if not self._owned and (command := ended_child(server.address)):
                 raise EngineError(
                     f"The server at {server.address} ended before it was healthy: no child of this process runs the command that "
                     f"build_cmd gave for it. Look at its output, and start it again ({command}); where it was started elsewhere, call "

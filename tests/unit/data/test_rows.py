@@ -146,5 +146,5 @@ def test_a_hub_that_does_not_answer_is_told_soon_with_the_way_out(monkeypatch, a
         reason = {"refuses": "cannot be reached", "is silent": "did not answer within 0.5 s", "is offline": "offline mode"}
         with pytest.raises(DataError, match=rf"{reason[answers]}.*give a local path: a file that ends in \.jsonl"):
             read_rows("nobody/nothing-at-all")
-        assert time.monotonic() - started < 8
+        assert time.monotonic() - started < 30  # the hub's client would try for minutes
     assert (answers == "is offline") == datasets.config.HF_HUB_OFFLINE
