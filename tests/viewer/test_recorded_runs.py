@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -60,7 +61,8 @@ def test_every_view_of_every_recorded_run(watched, recorded):
 
 def test_the_command_prints_its_address_and_ends_with_ctrl_c(runs):
     command = [sys.executable, "-m", "rollwright", "view", str(runs), "--port", "0", "--no-browser"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a suite that runs in the background is started deaf to it
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heard) as process:
         assert process.stdout is not None
         address = re.match(r"(http://127\.0\.0\.1:\d+)/", process.stdout.readline())
         assert address is not None
