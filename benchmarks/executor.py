@@ -31,6 +31,7 @@ PROMPT, OUTPUT, TOOL, TURNS = 64, 32, 16, 3
 def run(samples: int, group_size: int, journaled: bool) -> dict[str, Any]:
     """One run; its figures."""
     import torch
+    from instant_engine import InstantEngine
 
     from rollwright.config.generation import GenerationHyperparameters
     from rollwright.config.sections import RolloutConfig
@@ -41,7 +42,7 @@ def run(samples: int, group_size: int, journaled: bool) -> dict[str, Any]:
 
     gconfig = GenerationHyperparameters(max_new_tokens=OUTPUT)
 
-    class InstantEngine(InferenceEngine):
+    class SeededEngine(InstantEngine):
         """Answers without waiting; tokens depend on the seed, so that no two samples are alike."""
 
         async def agenerate(self, request: ModelRequest) -> ModelResponse:
@@ -55,17 +56,6 @@ def run(samples: int, group_size: int, journaled: bool) -> dict[str, Any]:
                 rid=request.rid,
                 seed=request.seed,
             )
-
-        def get_version(self) -> int:
-            return 0
-
-        def set_version(self, version: int) -> None: ...
-
-        def pause(self) -> None: ...
-
-        def resume(self) -> None: ...
-
-        def abort(self, rid: str | None = None) -> None: ...
 
     class ThreeTurns:
         async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -87,7 +77,7 @@ def run(samples: int, group_size: int, journaled: bool) -> dict[str, Any]:
     config = RolloutConfig(max_concurrent_samples=samples)
     directory = tempfile.TemporaryDirectory()
     journal = Journal(directory.name) if journaled else None
-    executor = RolloutExecutor(InstantEngine(), config, journal=journal)
+    executor = RolloutExecutor(SeededEngine(), config, journal=journal)
     tasks = [{"question": f"question {number}", "answer": str(number)} for number in range(samples // group_size)]
     executor.rollout_batch(tasks[:8], ThreeTurns(), group_size=group_size)  # imports and first uses
     before = _peak_mib()

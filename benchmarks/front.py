@@ -97,7 +97,8 @@ def make_tokenizer() -> Any:
 
 async def measure(dialect: str, together: int, conversations: int) -> dict[str, Any]:
     """Run the conversations, ``together`` at once; the front's processor time."""
-    from rollwright.inference.engine import InferenceEngine
+    from instant_engine import InstantEngine
+
     from rollwright.inference.request import ModelRequest, ModelResponse
     from rollwright.rollout.openai_front import OpenAIFront
     from rollwright.rollout.sample_engine import SampleEngine
@@ -107,7 +108,7 @@ async def measure(dialect: str, together: int, conversations: int) -> dict[str, 
     texts = [CALL] * (TURNS - 1) + [ANSWER]
     outputs = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts]
 
-    class InstantEngine(InferenceEngine):
+    class ToolEngine(InstantEngine):
         """Three tool calls and an answer in each conversation, without waiting."""
 
         def __init__(self) -> None:
@@ -123,18 +124,7 @@ async def measure(dialect: str, together: int, conversations: int) -> dict[str, 
                 request.input_ids, list(tokens), [-0.5] * count, [0] * count, stop_match=tokens[-1], rid=request.rid
             )
 
-        def get_version(self) -> int:
-            return 0
-
-        def set_version(self, version: int) -> None: ...
-
-        def pause(self) -> None: ...
-
-        def resume(self) -> None: ...
-
-        def abort(self, rid: str | None = None) -> None: ...
-
-    engine, loop = InstantEngine(), asyncio.get_running_loop()
+    engine, loop = ToolEngine(), asyncio.get_running_loop()
     with OpenAIFront(tokenizer, "policy") as front:
 
         def opened(count: int) -> list[Any]:

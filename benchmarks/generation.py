@@ -285,17 +285,19 @@ def measure(name: str, arguments: argparse.Namespace, report: Report) -> None:
 
     settings: dict[str, Any] = {"max_running_requests": MOST_AT_ONCE, "kv_cache_bytes": 1 << 30}
     engine = BuiltinEngine(model, **settings)
-    invariant = BuiltinEngine(model, batch_invariant=True, **settings)
+    is_asked = "batch-invariant" in arguments.peers.split(",")
+    invariant = BuiltinEngine(model, batch_invariant=True, **settings) if is_asked else None
     server = (
         VLLMServer(arguments.vllm_python, model, torch.get_num_threads()) if arguments.vllm_python else contextlib.nullcontext()
     )
-    with engine, invariant, server, quiet():
-        for each in (engine, invariant):
+    with engine, invariant or contextlib.nullcontext(), server, quiet():
+        for each in filter(None, (engine, invariant)):
             engine_seconds(each, prompts[:32], lengths[:32])
         before = engine.stats()
         for round_index in range(arguments.rounds):
             timed("rollwright", lambda: engine_seconds(engine, prompts, lengths))
-            timed("batch-invariant", lambda: engine_seconds(invariant, prompts, lengths))
+            if invariant is not None:
+                timed("batch-invariant", lambda: engine_seconds(invariant, prompts, lengths))
             if round_index == 0:
                 after = engine.stats()
                 mean_batch = round(
@@ -321,7 +323,8 @@ def measure(name: str, arguments: argparse.Namespace, report: Report) -> None:
             rollwright_is=best["rollwright"] / rate,
             rounds=" ".join(f"{r:,.0f}" for r in rates[column]),
         )
-    report.ratio(f"batch_invariant/{name}", best["batch-invariant"] / best["rollwright"])
+    if invariant is not None:
+        report.ratio(f"batch_invariant/{name}", best["batch-invariant"] / best["rollwright"])
     peers = {
         "transformers_generate": max((r for c, r in best.items() if c.startswith("generate")), default=None),
         "transformers_continuous": best.get("transformers continuous"),
@@ -336,7 +339,12 @@ def measure(name: str, arguments: argparse.Namespace, report: Report) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="1M,5M,26M", help="comma-separated, of: " + ", ".join(SIZES))
-    parser.add_argument("--peers", default="generate,continuous", help="comma-separated, of: generate, continuous; or none")
+    parser.add_argument(
+        "--peers",
+        default="generate,continuous",
+        help="comma-separated, of: generate, continuous, batch-invariant (the engine of a deterministic run, which may compute requests "
+        "one at a time with several threads); or none",
+    )
     parser.add_argument("--rounds", type=int, default=2, help="interleaved repeats; the best of each column counts")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of every side (default: all cores)")
     parser.add_argument(

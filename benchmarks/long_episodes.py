@@ -30,10 +30,10 @@ TOKENS_A_TURN, TOOL = 1_000, 200  # so many of a turn's tokens are a tool's
 def run(turns: int, kind: str) -> dict[str, Any]:
     """One line of the table."""
     import torch
+    from instant_engine import InstantEngine
 
     from rollwright.config.generation import GenerationHyperparameters
     from rollwright.experience.normaliser import normalise
-    from rollwright.inference.engine import InferenceEngine
     from rollwright.inference.request import ModelRequest, ModelResponse
     from rollwright.rollout.sample_engine import SampleEngine
     from rollwright.rollout.seeds import SampleName
@@ -46,23 +46,12 @@ def run(turns: int, kind: str) -> dict[str, Any]:
     answers = [[1_000 + (turn * 31 + place * 7919) % 150_000 for place in range(count)] for turn in range(turns)]
     logprobs, versions = [-0.5 - place / 1024 for place in range(count)], [0] * count
 
-    class InstantEngine(InferenceEngine):
+    class ScriptedEngine(InstantEngine):
         """Answers without waiting."""
 
         async def agenerate(self, request: ModelRequest) -> ModelResponse:
             answer = answers[len(request.tokens) // TOKENS_A_TURN]
             return ModelResponse(request.tokens, answer, logprobs, versions, rid=request.rid)  # type: ignore[arg-type]
-
-        def get_version(self) -> int:
-            return 0
-
-        def set_version(self, version: int) -> None: ...
-
-        def pause(self) -> None: ...
-
-        def resume(self) -> None: ...
-
-        def abort(self, rid: str | None = None) -> None: ...
 
     tool = list(range(TOOL))
 
@@ -80,7 +69,7 @@ def run(turns: int, kind: str) -> dict[str, Any]:
         return row_of(ids, mask)
 
     async def recorded() -> Any:
-        engine = SampleEngine(InstantEngine(), SampleName(0, 0), run_seed=1, loop=asyncio.get_running_loop())
+        engine = SampleEngine(ScriptedEngine(), SampleName(0, 0), run_seed=1, loop=asyncio.get_running_loop())
         if kind == "turns":
             sequence = Turns(engine, tool, gconfig, None, max_turns=turns)
             async for _ in sequence:

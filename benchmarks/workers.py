@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from instant_engine import InstantEngine
 from report import Report
 
 from rollwright.config.generation import GenerationHyperparameters
@@ -42,24 +43,13 @@ def work(kind: str, share: int, start: Any, figures: Any) -> None:
     tool = list(range(tool_tokens))
     logprobs, versions = [-0.5 - place / 1024 for place in range(sampled)], [0] * sampled
 
-    class InstantEngine(InferenceEngine):
+    class SeededEngine(InstantEngine):
         """Answers without waiting; tokens depend on the seed, so that no two samples are alike."""
 
         async def agenerate(self, request: ModelRequest) -> ModelResponse:
             first = (request.seed or 0) % 40_000
             answer = list(range(first, first + sampled))
             return ModelResponse(request.tokens, answer, logprobs, versions, rid=request.rid)  # type: ignore[arg-type]
-
-        def get_version(self) -> int:
-            return 0
-
-        def set_version(self, version: int) -> None: ...
-
-        def pause(self) -> None: ...
-
-        def resume(self) -> None: ...
-
-        def abort(self, rid: str | None = None) -> None: ...
 
     class Conversation:
         async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +59,7 @@ def work(kind: str, share: int, start: Any, figures: Any) -> None:
                     sequence.append_context(tool)
             return sequence.row(1.0)
 
-    executor = RolloutExecutor(InstantEngine(), RolloutConfig(max_concurrent_samples=share))
+    executor = RolloutExecutor(SeededEngine(), RolloutConfig(max_concurrent_samples=share))
 
     def episodes(first: int, count: int) -> int:
         """Run and pack episodes; returns bytes."""
