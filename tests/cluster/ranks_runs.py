@@ -173,3 +173,8 @@ def _flip(row: dict, other: dict, weights: Path, seed: int, step: int) -> str:
     distance = max(abs(float(running_V[low]) - uniform), abs(float(running_V[high - 1]) - uniform))
     assert distance < FLIP, f"step {step}: tokens {low} and {high} at {at}, the border is {distance:.2e} from what was drawn"
     return f"step {step}, sample {row['sample_ids']}, token {at}: {distance:.1e} from the border"
+
+
+def trial(directory: Path, name: str) -> Path:
+    """The directory of a trial of the runs that the fixture ``grpo`` configures."""
+    return directory / "runs" / "ranks" / name

@@ -10,25 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks_runs import GRPO, LIMIT, compare, metrics, run, start, write_parts
+from ranks_runs import LIMIT, compare, metrics, run, start, trial, write_parts
 
 from rollwright.experience.experience import Experience, ExperienceId
 from rollwright.processes.tree import descendants
 from rollwright.store import FileStore
 
 TWO = "cluster.processes=2"
-
-
-@pytest.fixture
-def grpo(tmp_path, tiny_model):
-    """Writes the config of a GRPO run; returns its directory."""
-    write_parts(tmp_path)
-    (tmp_path / "grpo.yaml").write_text(GRPO.format(root=tmp_path / "runs", model=tiny_model))
-    return tmp_path
-
-
-def trial(directory: Path, name: str) -> Path:
-    return directory / "runs" / "ranks" / name
 
 
 @pytest.mark.slow

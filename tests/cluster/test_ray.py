@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks_runs import GRPO, compare, metrics, run, start, write_parts
+from ranks_runs import compare, metrics, run, start, trial
 
 from rollwright.experience.journal.files import read_records
 from rollwright.experience.journal.records import GroupEnd, Trained
@@ -42,18 +42,6 @@ def cluster():
         made.add_node(num_cpus=3, node_ip_address=f"127.0.0.{number}")
     yield made.address
     made.shutdown()
-
-
-@pytest.fixture
-def grpo(tmp_path, tiny_model):
-    """Writes the config of a GRPO run; returns its directory."""
-    write_parts(tmp_path)
-    (tmp_path / "grpo.yaml").write_text(GRPO.format(root=tmp_path / "runs", model=tiny_model))
-    return tmp_path
-
-
-def trial(directory: Path, name: str) -> Path:
-    return directory / "runs" / "ranks" / name
 
 
 def process_of(directory: Path, name: str) -> int:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks_runs import GRPO, LIMIT, compare, run, start, write_parts
+from ranks_runs import LIMIT, compare, run, start
 from slurm_machine import slurm
 
 from rollwright.cluster.slurm import run_job
@@ -33,13 +33,11 @@ def machine(tmp_path_factory):
 
 
 @pytest.fixture
-def grpo(tmp_path, tiny_model, machine, monkeypatch):
+def grpo(grpo, machine, monkeypatch):
     """The directory with the config of a GRPO run, from which jobs can be submitted."""
-    write_parts(tmp_path)
-    (tmp_path / "grpo.yaml").write_text(GRPO.format(root=tmp_path / "runs", model=tiny_model))
     for name, value in machine.items():
         monkeypatch.setenv(name, value)
-    return tmp_path
+    return grpo
 
 
 def said(directory: Path) -> str:
