@@ -36,9 +36,9 @@ def viewer(runs) -> Iterator[Any]:
     served.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    """A headless Chromium."""
+    """A headless Chromium; it ends with the file that asked for it, as its driver holds an event loop that other tests need."""
     if CHROMIUM is None:
         pytest.skip("there is no Chromium: apt-get install chromium")
     playwright = pytest.importorskip(
