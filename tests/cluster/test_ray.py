@@ -29,21 +29,6 @@ PLACED = (
 )
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    """A head and two nodes, as processes of this machine; its address."""
-    from ray.cluster_utils import Cluster
-
-    # Loopback, and not 127.0.0.1, in whose place Ray puts the machine's address where it joins a cluster.
-    made = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, "node_ip_address": "127.0.0.2"}
-    )
-    for number in (3, 4):
-        made.add_node(num_cpus=3, node_ip_address=f"127.0.0.{number}")
-    yield made.address
-    made.shutdown()
-
-
 def process_of(directory: Path, name: str) -> int:
     """Process id of the newest process of a name."""
     return int(re.findall(r"is process (\d+)", (directory / "logs" / f"{name}.log").read_text())[-1])
