@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,16 @@ class FinishedRun:
         return max((self.directory / stage / "rollouts").glob("step-*.txt")).read_text()
 
 
-@pytest.fixture
-def run_example(tmp_path) -> Callable[..., FinishedRun]:
-    """Carries out ``rollwright run examples/NAME.yaml key=value …``."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Runs that learn come first: side by side with others, the longest must not begin last."""
+    items.sort(key=lambda item: "run_example" not in getattr(item, "fixturenames", ()))
 
-    def run(name: str, *overrides: str) -> FinishedRun:
+
+@pytest.fixture
+def run_example(request, tmp_path) -> Callable[..., FinishedRun]:
+    """Carries out ``rollwright run examples/NAME.yaml key=value …``; ``shortened``: left out with ``--whole-examples``."""
+
+    def run(name: str, *overrides: str, shortened: Sequence[str] = ()) -> FinishedRun:
         command = [
             sys.executable,
             "-m",
@@ -51,6 +56,7 @@ def run_example(tmp_path) -> Callable[..., FinishedRun]:
             f"examples/{name}.yaml",
             f"cluster.fileroot={tmp_path}",
             *overrides,
+            *(() if request.config.getoption("--whole-examples") else shortened),
         ]
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"})
         assert done.returncode == 0, done.stderr[-3000:]
