@@ -18,13 +18,14 @@ from rollwright.rewards.text import last_tagged
 
 _USER, _ASSISTANT, _END = "<|user|>", "<|assistant|>", "<|end|>"
 _LARGEST = 50_000
+_SHARE = 0.5  # of a split: random draws soon find that many
 
 
 @DATASET_REGISTRY.register("larger_sums")
 def tasks(
-    split: str = "train", size: int = 2000, seed: int = 1, worked: bool = False, isolated: bool = True
+    split: str = "train", size: int = 2000, seed: int = 1, worked: bool = False, isolated: bool = True, digits: int = 2
 ) -> list[dict[str, Any]]:
-    """A taskset of distinct pairs of sums of two two-digit numbers.
+    """A taskset of distinct pairs of sums of two numbers.
 
     Args:
         split: train, valid or test; no two share a task.
@@ -32,18 +33,23 @@ def tasks(
         seed: which tasks, and in which order.
         worked: add ``segments``, the worked episode, for supervised training.
         isolated: worked episodes have the layout of ``branch_attention="isolated"``; else they are plain text.
+        digits: of each number, 1 to 9. With 1 a model learns in a fraction of the time.
 
     Raises:
-        DataError: there is no such split, or the size is out of range.
+        DataError: there is no such split, or the size or the number of digits is out of range.
     """
     if split not in SPLIT_SHARES:
         raise DataError(f"larger_sum: there is no split {split!r}; choose {', '.join(SPLIT_SHARES)}.")
-    if not 1 <= size <= _LARGEST:
-        raise DataError(f"larger_sum: size is {size}; it is between 1 and {_LARGEST}.")
+    if not 1 <= digits <= 9:
+        raise DataError(f"larger_sum: digits is {digits}; it is between 1 and 9.")
+    low, high = 10 ** (digits - 1), 10**digits - 1
+    largest = min(_LARGEST, int(_SHARE * SPLIT_SHARES[split] / 100 * (high - low + 1) ** 4))
+    if not 1 <= size <= largest:
+        raise DataError(f"larger_sum: size is {size}; with {digits} digits, {split} has 1 to {largest} tasks.")
     generator = random.Random(f"{split} {seed}")
     found: dict[tuple[int, ...], dict[str, Any]] = {}
     while len(found) < size:
-        numbers = tuple(generator.randint(10, 99) for _ in range(4))
+        numbers = tuple(generator.randint(low, high) for _ in range(4))
         task = _task(*numbers)
         if numbers[0] + numbers[1] != numbers[2] + numbers[3] and split_of(task["query_id"]) == split:
             found[numbers] = task
@@ -87,11 +93,13 @@ def episode(task: dict[str, Any], isolated: bool = True) -> list[dict[str, Any]]
 
 def _worked(one: str) -> str:
     """``47+25``: ``47+25 7+5=12 4+2+1=7 72``."""
-    left, right = map(int, one.split("+"))
-    units = left % 10 + right % 10
-    carried = "+1" if units > 9 else ""
-    tens = left // 10 + right // 10 + (units > 9)
-    return f"{one} {left % 10}+{right % 10}={units} {left // 10}+{right // 10}{carried}={tens} {left + right}"
+    left, right = one.split("+")
+    columns, carried = [], 0
+    for a, b in zip(reversed(left), reversed(right), strict=True):
+        total = int(a) + int(b) + carried
+        columns.append(f"{a}+{b}{'+1' * carried}={total}")
+        carried = total // 10
+    return " ".join([one, *columns, str(int(left) + int(right))])
 
 
 @REWARD_FUNCTIONS.register("conclusion_reward", runs_inline=True)

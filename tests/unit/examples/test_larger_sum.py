@@ -28,6 +28,24 @@ def test_answers_are_right_and_splits_share_no_task():
 
 
 @pytest.mark.parametrize(
+    ("digits", "one", "worked"),
+    [(1, "7+5", "7+5=12 12"), (2, "47+25", "7+5=12 4+2+1=7 72"), (3, "950+149", "0+9=9 5+4=9 9+1=10 1099")],
+)
+def test_numbers_have_as_many_digits_as_asked(digits, one, worked):
+    assert all(
+        len(number) == digits for row in tasks(size=50, digits=digits) for number in row["query_id"].replace("+", " ").split()
+    )
+    task = {"messages": [{"role": "user", "content": f"{one} {one}"}], "answer": ""}
+    assert f" {one} {worked}</Path>" in [part["text"] for part in episode(task)]
+
+
+def test_more_tasks_than_there_are_is_an_error():
+    assert len(tasks("test", size=328, digits=1)) == 328
+    with pytest.raises(DataError, match="with 1 digits, test has 1 to 328 tasks"):
+        tasks("test", size=329, digits=1)
+
+
+@pytest.mark.parametrize(
     ("completion", "reward"),
     [
         ("<Path>\n1. 80</Path>\n<Conclusion>\n80</Conclusion>\n", 1.0),
