@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as processors run tests: one thread for each
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -21,6 +24,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"
+MOST_PROCESSES = 4  # of ``-n auto``: each holds torch, and what its tests start
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,10 +32,60 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--seeds", type=int, default=1, help="Seeds with which several ranks are compared with one process, up to 3."
     )
+    parser.addoption("--whole-examples", action="store_true", help="Runs of examples are as long as their files say.")
     parser.addoption("--fuzz", type=int, default=3, help="Cases that schemathesis makes of each operation of a service.")
     parser.addoption("--view-runs", default=None, help="A directory of runs, every view of which tests/viewer visits.")
     parser.addoption("--write-pictures", action="store_true", help="Write the pictures of docs/viewer.md.")
     parser.addoption("--write-agents-table", action="store_true", help="Write docs/agents.md's table of what was shown.")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """``-n auto`` of ``make test``: one process for each processor that may be used."""
+    from rollwright.processes.pool import processor_count
+
+    return min(MOST_PROCESSES, processor_count())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[None]:
+    """What failed must be found at the end of a log of which only the end is kept: no captured text of thousands of lines."""
+    report = yield
+    report.sections = [(title, shortened(text, 60)) for title, text in report.sections]
+    for traceback, crash, _ in getattr(report.longrepr, "chain", ()):
+        for entry in traceback.reprentries:
+            entry.lines = shortened("\n".join(entry.lines), 80).split("\n")
+        if crash is not None:
+            crash.message = shortened(crash.message, 20)
+    return report
+
+
+def shortened(text: str, most: int) -> str:
+    """The first third and the end of a text of more than ``most`` lines, each of at most 400 characters."""
+    lines = [line if len(line) <= 400 else f"{line[:400]} … {len(line) - 400} characters" for line in text.split("\n")]
+    if len(lines) > most:
+        head = most // 3
+        lines = [*lines[:head], f"… {len(lines) - most} lines …", *lines[head - most :]]
+    return "\n".join(lines)
+
+
+class FailuresAtOnce:
+    """Names each failure when it happens: a run that is cut off has no summary."""
+
+    def __init__(self, terminal: pytest.TerminalReporter):
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            cause = (crash.message if crash else str(report.longrepr)).split("\n")[0]
+            self._terminal.write_line(f"\nFAILED {report.nodeid} ({report.when}): {cause[:200]}")
+
+
+@pytest.hookimpl(trylast=True)  # the reporter is registered by then
+def pytest_configure(config: pytest.Config) -> None:
+    if terminal := config.pluginmanager.get_plugin("terminalreporter"):
+        config.pluginmanager.register(FailuresAtOnce(terminal))
 
 
 def shared_file(name: str) -> Path:
