@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shlex
 import sqlite3
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rollwright.errors import DataError, JournalError
-from rollwright.experience.journal.files import journal_files
-from rollwright.tracking.learning_signs import signs_of
 from rollwright.tracking.logging import getLogger
-from rollwright.tracking.run_directory import MARKER, flattened, is_claimed
-from rollwright.viewer import reading, search
-from rollwright.viewer.curves import Curves, groups_of
+from rollwright.viewer import frames, reading, search
 from rollwright.viewer.index import Index
 from rollwright.viewer.messages import chat_of
+from rollwright.viewer.run_files import RunFiles
 from rollwright.viewer.samples import Samples, plain_publication
 from rollwright.viewer.timeline import timeline
 from rollwright.viewer.tokens import Vocabulary, find_vocabulary
@@ -32,13 +25,11 @@ from rollwright.viewer.tree import prefix_tree
 
 logger = getLogger("viewer")
 
-_POINTS_OF_SPARKLINE = 40
 _FOLLOWED_EVERY = 1.0  # seconds between two looks at the files
 _WORKED_FOR = 0.5  # seconds of a transaction, after which readers see more
-_FRAMES = ("samples", "tokens", "metrics", "publications")
 
 
-class Run:
+class Run(RunFiles):
     """A run, or one stage or process of it: a directory with ``metrics.jsonl`` or a journal.
 
     Opening reads nothing. What is asked is answered from the files as they are now, also while the run trains or after it crashed. Steps,
@@ -60,110 +51,20 @@ class Run:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = find_part(Path(path))
-        self.curves = Curves(self.path / "metrics.jsonl")
+        super().__init__(path)
         self._following: threading.Event | None = None
         self._lock = threading.Lock()
-        self._config: tuple[int, dict[str, Any]] = (-1, {})  # when the file was written, and what it says
-
-    # -- who it is ---------------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def name(self) -> str:
-        """Experiment and trial, and the stage or process."""
-        root = self.path if (self.path / MARKER).exists() else self.path.parent
-        marker = _read_json(root / MARKER)
-        names = [str(marker.get("experiment", "")), str(marker.get("trial", ""))] if marker else []
-        return "/".join([*names, *([self.path.name] if root != self.path else [])]) or self.path.name
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Its config, flat: ``{"actor.optimizer.lr": 1e-5, …}``; secrets are hidden in the file already."""
-        file = self.path / "config.yaml"
-        if not file.exists():
-            return flattened(self._marker.get("config") or {})
-        written = file.stat().st_mtime_ns
-        if self._config[0] != written:
-            loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-            try:
-                found = yaml.load(file.read_text(encoding="utf-8", errors="replace"), loader)
-            except yaml.YAMLError as error:
-                logger.warning("%s cannot be read, so its values are not shown: %s", file, error)
-                found = None
-            self._config = written, flattened(found) if isinstance(found, dict) else {}
-        return dict(self._config[1])
-
-    @property
-    def _marker(self) -> dict[str, Any]:
-        return _read_json(self.path / MARKER) or _read_json(self.path.parent / MARKER)
-
-    @property
-    def is_running(self) -> bool:
-        """A process owns its directory."""
-        return is_claimed(self.path) or is_claimed(self.path.parent)
+        self._grown = 0
 
     def info(self) -> dict[str, Any]:
-        """What lists of runs show: state, dates, last step and values, and the curve of its reward (or loss)."""
-        marker, results = self._marker, self._results()
-        curve = "reward" if self.curves.points("reward") else "loss"
-        points = self.curves.series([curve], _POINTS_OF_SPARKLINE, 0.0)[curve]
-        finished = bool(results) or bool(marker.get("finished"))
-        times = self.curves.times
-        return {
-            "path": str(self.path),
-            "name": self.name,
-            "kind": results.get("kind") or self._stage().get("kind") or ("rl" if self.has_journal else "sft"),
-            "state": "finished" if finished else "running" if self.is_running else "stopped",
-            "began": _unix_time(marker.get("began")),
-            "updated": self._updated(),
-            "last_step": times[-1][0] if times else 0,
-            "total_steps": self._total_steps(results),
-            "reward": self.curves.last("reward"),
-            "eval": self.curves.last("eval/reward"),
-            "sparkline": [value for _, value in points],
-            "curve": curve,
-            "has_journal": self.has_journal,
-            "samples": self._index.progress()["samples"] if self._has_index() else None,
-        }
-
-    def _updated(self) -> float | None:
-        """When it wrote last: as it said itself where it has ended, because a copy's files are new."""
-        times = self.curves.times
-        if times and times[-1][1] and not self.is_running:
-            return times[-1][1]
-        return max((path.stat().st_mtime for path in self._files()), default=None)
-
-    def _results(self) -> dict[str, Any]:
-        """What the stage said at its end; nothing before."""
-        for place, name in ((self.path.parent, self.path.name), (self.path, None)):
-            stages = _read_json(place / "stages.json")
-            if name in stages or (name is None and len(stages) == 1):
-                return stages[name] if name is not None else next(iter(stages.values()))
-        return {}
-
-    def _stage(self) -> dict[str, Any]:
-        stages = (self._marker.get("config") or {}).get("stages") or []
-        return next((stage for stage in stages if stage.get("name") == self.path.name), stages[0] if len(stages) == 1 else {})
-
-    def _total_steps(self, results: Mapping[str, Any]) -> int | None:
-        said = results.get("steps") or self.config.get("total_train_steps")
-        return int(said) if said else None
-
-    @property
-    def has_journal(self) -> bool:
-        """Episodes were recorded."""
-        return bool(journal_files(self.path / "journal"))
-
-    def _files(self) -> list[Path]:
-        return [*([self.curves.path] if self.curves.path.exists() else []), *journal_files(self.path / "journal")[-1:]]
+        """What lists of runs show: state, dates, last step and values, the curve of its reward (or loss), and how many samples are indexed."""
+        return {**super().info(), "samples": self._index.progress()["samples"] if self._has_index() else None}
 
     @property
     def stamp(self) -> str:
         """Changes when something new can be asked: the run wrote metrics, or its index has grown."""
         found = [(path.stat().st_mtime_ns, path.stat().st_size) for path in self._files()]
         return f"{hash(tuple(found)) & (2**64 - 1):016x}-{self._grown}"
-
-    _grown = 0
 
     # -- its index ---------------------------------------------------------------------------------------------------------
 
@@ -246,22 +147,6 @@ class Run:
     def _samples(self) -> Samples:
         return Samples(self._index, self.is_running)
 
-    # -- curves ------------------------------------------------------------------------------------------------------------
-
-    def metrics(self, names: Iterable[str] | None = None, points: int = 600, smoothing: float = 0.0) -> dict[str, Any]:
-        """Curves: ``{"series": {name: [[step, value], …]}, "groups": {title: [name, …]}}``.
-
-        Args:
-            names: of metrics; None: all.
-            points: of each at most; peaks are kept.
-            smoothing: weight of the past in a moving average, from 0 to below 1.
-        """
-        return {"series": self.curves.series(names, points, smoothing), "groups": groups_of(self.curves.names())}
-
-    def diagnosis(self) -> list[dict[str, Any]]:
-        """What is wrong and which setting changes it: ``rule``, ``level`` (bad, warn or info), ``message``, ``setting`` and ``step``."""
-        return [sign.plain() for sign in signs_of(self.curves.points, self.config)]
-
     # -- steps, groups and samples -----------------------------------------------------------------------------------------
 
     def steps(self, offset: int = 0, limit: int | None = None) -> list[dict[str, Any]]:
@@ -327,7 +212,6 @@ class Run:
         """
         sample, places, trained = self._samples.find(key)
         episode = self._episode(key, places)
-        rows = [self._plain_row(row) for row in reading.rows_of(episode, reading.read_trained(self._index, trained))]
         group = self._samples.group(sample["group"])["samples"]
         return {
             **sample,
@@ -335,7 +219,7 @@ class Run:
             "task_error": episode.begin.task_error,
             "gconfig": episode.calls[0].gconfig if episode.calls else {},
             "calls": [reading.plain_call(each) for each in episode.calls],
-            "rows": rows,
+            "rows": self._rows(episode, trained),
             "messages": chat_of(episode, self.text),
             "results": [reading.plain_result(each) for each in episode.results],
             "attempts": [self._attempt(each) for each in group if each["index"] == sample["index"]],
@@ -343,17 +227,20 @@ class Run:
             "replay": f"rollwright replay {shlex.quote(str(self.path))} {sample['key'].partition('#')[0]}",
         }
 
-    def _plain_row(self, row: reading.RowTokens) -> dict[str, Any]:
+    def _rows(self, episode: reading.RecordedEpisode, trained: bytes | None) -> list[dict[str, Any]]:
         special = self.vocabulary.special if self.vocabulary else frozenset()
-        plain = row.plain()
-        trained = [] if row.advantages is None else row.advantages[row.mask].tolist()
-        return {
-            **plain,
-            "reward": None if row.reward != row.reward else row.reward,
-            "texts": self.texts(plain["ids"]),
-            "special": [token in special for token in plain["ids"]],
-            "advantage": sum(trained) / len(trained) if trained else None,
-        }
+        plain = []
+        for row in reading.rows_of(episode, reading.read_trained(self._index, trained)):
+            ids = row.ids.tolist()
+            advantages = [] if row.advantages is None else row.advantages[row.mask].tolist()
+            said = {
+                "reward": None if row.reward != row.reward else row.reward,
+                "texts": self.texts(ids),
+                "special": [token in special for token in ids],
+                "advantage": sum(advantages) / len(advantages) if advantages else None,
+            }
+            plain.append({**row.plain(), **said})
+        return plain
 
     def _attempt(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """An attempt of the sample, and what it raised."""
@@ -416,14 +303,7 @@ class Run:
         Raises:
             DataError: ``what`` is none of these, or pandas is not installed.
         """
-        if what not in _FRAMES:
-            raise DataError(f"there is no frame of {what!r}: choose from {', '.join(_FRAMES)}.")
-        try:
-            import pandas
-        except ModuleNotFoundError:
-            raise DataError(
-                "frames need pandas: pip install pandas; run.steps(), run.search() and run.sample() do not."
-            ) from None
+        pandas = frames.import_pandas(what)
         if what == "metrics":
             series = {name: pandas.Series(dict(self.curves.points(name))) for name in self.curves.names()}
             return pandas.DataFrame(series).rename_axis("step")
@@ -439,43 +319,11 @@ class Run:
 
     def _tokens_of(self, key: str) -> Iterable[dict[str, Any]]:
         _, places, trained = self._samples.find(key)
-        for number, row in enumerate(reading.rows_of(self._episode(key, places), reading.read_trained(self._index, trained))):
-            plain = self._plain_row(row)
-            named = {"ids": "token", "texts": "text", "mask": "trained", "logprobs": "logprob", "versions": "version"}
-            named |= {"advantages": "advantage", "trainer_logprobs": "trainer_logprob", "entropies": "entropy"}
-            columns = {name: plain[column] or [None] * len(plain["ids"]) for column, name in named.items()}
-            for position, values in enumerate(zip(*columns.values(), strict=True)):
-                place = {"key": key, "step": row.step, "row": number, "position": position}
-                yield {**place, **dict(zip(columns, values, strict=True))}
+        return frames.tokens_of(key, self._rows(self._episode(key, places), trained))
 
     def last_samples(self, limit: int = 50) -> list[dict[str, Any]]:
         """The samples that ended last, for a run that has not trained yet."""
         return [*self._samples.running(), *self._samples.listed("ORDER BY samples.id DESC LIMIT ?", limit)][:limit]
-
-
-def find_part(path: Path) -> Path:
-    """The directory itself, or of a run of several stages or processes the one that has a journal, else metrics.
-
-    Raises:
-        DataError: there is none, or there are several.
-    """
-    if not path.is_dir():
-        raise DataError(f"{path} is no directory: give that of a run, such as runs/quickstart/trial.")
-    if is_part(path):
-        return path
-    parts = [child for child in sorted(path.iterdir()) if child.is_dir() and is_part(child)]
-    journaled = [part for part in parts if journal_files(part / "journal")]
-    for some in (journaled, parts):
-        if len(some) == 1:
-            return some[0]
-    if not parts:
-        raise DataError(f"{path} is no run: it has neither metrics.jsonl nor a journal.")
-    raise DataError(f"{path} has several stages or processes: give one of {', '.join(map(str, journaled or parts))}.")
-
-
-def is_part(path: Path) -> bool:
-    """A directory that a run, a stage or a process wrote metrics or episodes to."""
-    return (path / "metrics.jsonl").exists() or bool(journal_files(path / "journal"))
 
 
 def _neighbours(sample: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
@@ -489,19 +337,3 @@ def _neighbours(sample: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -
         "best": rewarded[-1]["key"] if rewarded else None,
         "worst": rewarded[0]["key"] if rewarded else None,
     }
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none, or one that is being written or damaged."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _unix_time(text: Any) -> float | None:
-    try:
-        return datetime.strptime(str(text), "%Y-%m-%dT%H:%M:%S%z").timestamp()
-    except ValueError:
-        return None

@@ -1,0 +1,182 @@
+"""What the files of a run say without its index: who it is, its config, how far it came, and its curves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rollwright.errors import DataError
+from rollwright.experience.journal.files import journal_files
+from rollwright.tracking.learning_signs import signs_of
+from rollwright.tracking.logging import getLogger
+from rollwright.tracking.run_directory import MARKER, flattened, is_claimed
+from rollwright.viewer.curves import Curves, groups_of
+
+logger = getLogger("viewer")
+
+_POINTS_OF_SPARKLINE = 40
+
+
+class RunFiles:
+    """A run as its marker, config and metrics describe it.
+
+    Args:
+        path: of the directory; of a run of several stages or processes the one of them that has a journal (else metrics) is taken.
+
+    Raises:
+        DataError: it is no run, or several of its stages or processes are.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = find_part(Path(path))
+        self.curves = Curves(self.path / "metrics.jsonl")
+        self._config: tuple[int, dict[str, Any]] = (-1, {})  # when the file was written, and what it says
+
+    @cached_property
+    def name(self) -> str:
+        """Experiment and trial, and the stage or process."""
+        root = self.path if (self.path / MARKER).exists() else self.path.parent
+        marker = _read_json(root / MARKER)
+        names = [str(marker.get("experiment", "")), str(marker.get("trial", ""))] if marker else []
+        return "/".join([*names, *([self.path.name] if root != self.path else [])]) or self.path.name
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its config, flat: ``{"actor.optimizer.lr": 1e-5, …}``; secrets are hidden in the file already."""
+        file = self.path / "config.yaml"
+        if not file.exists():
+            return flattened(self._marker.get("config") or {})
+        written = file.stat().st_mtime_ns
+        if self._config[0] != written:
+            loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+            try:
+                found = yaml.load(file.read_text(encoding="utf-8", errors="replace"), loader)
+            except yaml.YAMLError as error:
+                logger.warning("%s cannot be read, so its values are not shown: %s", file, error)
+                found = None
+            self._config = written, flattened(found) if isinstance(found, dict) else {}
+        return dict(self._config[1])
+
+    @property
+    def _marker(self) -> dict[str, Any]:
+        return _read_json(self.path / MARKER) or _read_json(self.path.parent / MARKER)
+
+    @property
+    def is_running(self) -> bool:
+        """A process owns its directory."""
+        return is_claimed(self.path) or is_claimed(self.path.parent)
+
+    def info(self) -> dict[str, Any]:
+        """What lists of runs show: state, dates, last step and values, and the curve of its reward (or loss)."""
+        marker, results = self._marker, self._results()
+        curve = "reward" if self.curves.points("reward") else "loss"
+        points = self.curves.series([curve], _POINTS_OF_SPARKLINE, 0.0)[curve]
+        finished = bool(results) or bool(marker.get("finished"))
+        times = self.curves.times
+        return {
+            "path": str(self.path),
+            "name": self.name,
+            "kind": results.get("kind") or self._stage().get("kind") or ("rl" if self.has_journal else "sft"),
+            "state": "finished" if finished else "running" if self.is_running else "stopped",
+            "began": _unix_time(marker.get("began")),
+            "updated": self._updated(),
+            "last_step": times[-1][0] if times else 0,
+            "total_steps": self._total_steps(results),
+            "reward": self.curves.last("reward"),
+            "eval": self.curves.last("eval/reward"),
+            "sparkline": [value for _, value in points],
+            "curve": curve,
+            "has_journal": self.has_journal,
+        }
+
+    def _updated(self) -> float | None:
+        """When it wrote last: as it said itself where it has ended, because a copy's files are new."""
+        times = self.curves.times
+        if times and times[-1][1] and not self.is_running:
+            return times[-1][1]
+        return max((path.stat().st_mtime for path in self._files()), default=None)
+
+    def _results(self) -> dict[str, Any]:
+        """What the stage said at its end; nothing before."""
+        for place, name in ((self.path.parent, self.path.name), (self.path, None)):
+            stages = _read_json(place / "stages.json")
+            if name in stages or (name is None and len(stages) == 1):
+                return stages[name] if name is not None else next(iter(stages.values()))
+        return {}
+
+    def _stage(self) -> dict[str, Any]:
+        stages = (self._marker.get("config") or {}).get("stages") or []
+        return next((stage for stage in stages if stage.get("name") == self.path.name), stages[0] if len(stages) == 1 else {})
+
+    def _total_steps(self, results: Mapping[str, Any]) -> int | None:
+        said = results.get("steps") or self.config.get("total_train_steps")
+        return int(said) if said else None
+
+    @property
+    def has_journal(self) -> bool:
+        """Episodes were recorded."""
+        return bool(journal_files(self.path / "journal"))
+
+    def _files(self) -> list[Path]:
+        return [*([self.curves.path] if self.curves.path.exists() else []), *journal_files(self.path / "journal")[-1:]]
+
+    def metrics(self, names: Iterable[str] | None = None, points: int = 600, smoothing: float = 0.0) -> dict[str, Any]:
+        """Curves: ``{"series": {name: [[step, value], …]}, "groups": {title: [name, …]}}``.
+
+        Args:
+            names: of metrics; None: all.
+            points: of each at most; peaks are kept.
+            smoothing: weight of the past in a moving average, from 0 to below 1.
+        """
+        return {"series": self.curves.series(names, points, smoothing), "groups": groups_of(self.curves.names())}
+
+    def diagnosis(self) -> list[dict[str, Any]]:
+        """What is wrong and which setting changes it: ``rule``, ``level`` (bad, warn or info), ``message``, ``setting`` and ``step``."""
+        return [sign.plain() for sign in signs_of(self.curves.points, self.config)]
+
+
+def find_part(path: Path) -> Path:
+    """The directory itself, or of a run of several stages or processes the one that has a journal, else metrics.
+
+    Raises:
+        DataError: there is none, or there are several.
+    """
+    if not path.is_dir():
+        raise DataError(f"{path} is no directory: give that of a run, such as runs/quickstart/trial.")
+    if is_part(path):
+        return path
+    parts = [child for child in sorted(path.iterdir()) if child.is_dir() and is_part(child)]
+    journaled = [part for part in parts if journal_files(part / "journal")]
+    for some in (journaled, parts):
+        if len(some) == 1:
+            return some[0]
+    if not parts:
+        raise DataError(f"{path} is no run: it has neither metrics.jsonl nor a journal.")
+    raise DataError(f"{path} has several stages or processes: give one of {', '.join(map(str, journaled or parts))}.")
+
+
+def is_part(path: Path) -> bool:
+    """A directory that a run, a stage or a process wrote metrics or episodes to."""
+    return (path / "metrics.jsonl").exists() or bool(journal_files(path / "journal"))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is none, or one that is being written or damaged."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _unix_time(text: Any) -> float | None:
+    try:
+        return datetime.strptime(str(text), "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except ValueError:
+        return None
