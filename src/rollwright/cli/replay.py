@@ -67,7 +67,8 @@ def replay(
         )
     means = {"recorded": before / rows, "now": after / rows} if rows else {}
     told = ", ".join(f"mean reward {name} {value:.4f}" for name, value in means.items())
-    console().print(f"{total} episodes in {seconds:.1f} s: {', '.join(f'{n} {name}' for name, n in counts.items())}; {told}")
+    said = f"{total} episodes in {seconds:.1f} s: {', '.join(f'{n} {name}' for name, n in counts.items())}; {told}"
+    console().print(said, soft_wrap=True)
     if sampled:
         console().print(f"{repeated} of {total} have the recorded tokens")
     if json_file is not None:

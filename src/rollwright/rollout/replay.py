@@ -20,6 +20,7 @@ from rollwright.errors import ReplayError
 from rollwright.experience.contract import Trajectory, check_trajectory
 from rollwright.experience.durable import EPISODE
 from rollwright.experience.journal.episodes import EpisodeWriter, RecordedEpisode, row_digests
+from rollwright.experience.journal.tasks import ImageDigest, with_images
 from rollwright.experience.normaliser import normalise
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
@@ -84,6 +85,7 @@ class Replayer:
         engine: samples again, in place of the journal's answers; None: nothing is sampled.
         fresh: what the names of durable calls begin with that are made again.
         compares_rewards: rewards have to be the recorded ones, too.
+        find_image: the image of a task, by its digest.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Replayer:
         engine: InferenceEngine | None = None,
         fresh: tuple[str, ...] = (),
         compares_rewards: bool = True,
+        find_image: Callable[[ImageDigest], Any] = lambda image: image,
     ) -> None:
         self.choose = choose
         self.seed = seed
@@ -102,6 +105,7 @@ class Replayer:
         self.engine = engine
         self.fresh = fresh
         self.compares_rewards = compares_rewards
+        self.find_image = find_image
         self._factory = GroupFactory()
 
     def replay(self, episodes: Iterable[RecordedEpisode]) -> Iterator[Replayed]:
@@ -130,6 +134,7 @@ class Replayer:
         begin, task = recorded.begin, recorded.task()
         if task is None:
             raise ReplayError(f"{recorded.name}: its task is not in the journal ({begin.task_error}), so it cannot run again.")
+        task = with_images(task, self.find_image)
         workflow, kwargs, group_size = self.choose(recorded)
         group = self._factory.make(task, workflow, kwargs, None, group_size, begin.is_eval)
         recorded.ignored = self.fresh

@@ -19,7 +19,8 @@ from typing import Any
 from rollwright.errors import RolloutError
 from rollwright.experience.journal.episodes import RecordedEpisode, read_episodes
 from rollwright.experience.journal.files import Journal, Place
-from rollwright.experience.journal.records import AnyRecord, GroupEnd, pack_value, unpack_value
+from rollwright.experience.journal.records import AnyRecord, GroupEnd
+from rollwright.experience.journal.tasks import images_in, pack_task, unpack_task
 from rollwright.rollout.runner import Runner
 from rollwright.rollout.task_group import Group, GroupFactory
 from rollwright.tracking.logging import getLogger
@@ -65,14 +66,15 @@ class PastEpisodes:
         then = next(iter(self.episodes.get(ordinal, {}).values()), None)  # type: ignore[arg-type]
         if ordinal is None or then is None or then.begin.task is None or _is_same(row, then.begin.task, self.redacted):
             return row
-        if b"***" in then.begin.task:
+        recorded = then.task() or {}
+        if b"***" in then.begin.task or any(images_in(recorded)):
             logger.warning(
                 "task %d was another one before the stop, of which the journal has no whole copy: it begins anew", ordinal
             )
             del self.episodes[ordinal]
             return row
         logger.info("task %d is the one that it was before the stop, though another was drawn for it now", ordinal)
-        return {**(then.task() or {}), "ordinal": ordinal}
+        return {**recorded, "ordinal": ordinal}
 
     def give(self, group: Group) -> Group:
         """Let the group's samples go on from their pasts, once. Returns the group."""
@@ -189,11 +191,11 @@ def _furthest(episodes: list[RecordedEpisode]) -> RecordedEpisode | None:
 def _is_same(row: dict[str, Any], packed: bytes, redacted: Callable[[bytes], bytes]) -> bool:
     """Whether a row is the task that was packed then; its ordinal may stand in it or not."""
     try:
-        now = unpack_value(redacted(pack_value(row)))
+        now = unpack_task(redacted(pack_task(row)))
     except (TypeError, OverflowError):
         return False
-    return _without_ordinal(now) == _without_ordinal(unpack_value(packed))
+    return _without_ordinal(now) == _without_ordinal(unpack_task(packed))
 
 
 def _without_ordinal(task: dict[str, Any]) -> bytes:
-    return pack_value({key: value for key, value in task.items() if key != "ordinal"})
+    return pack_task({key: value for key, value in task.items() if key != "ordinal"})

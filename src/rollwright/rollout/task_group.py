@@ -25,7 +25,8 @@ from rollwright.errors import DataError, RolloutError, WorkflowError
 from rollwright.experience.contract import COLUMNS
 from rollwright.experience.journal.episodes import EpisodeWriter, RecordedEpisode
 from rollwright.experience.journal.files import Journal
-from rollwright.experience.journal.records import GroupEnd, pack_value
+from rollwright.experience.journal.records import GroupEnd
+from rollwright.experience.journal.tasks import pack_task
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.rollout.failure_budget import Failure
 from rollwright.rollout.sample_engine import SampleEngine
@@ -116,7 +117,7 @@ class Group:
         if journal is not None:
             if self.packed_task is None:
                 try:
-                    self.packed_task = pack_value(self.data), ""
+                    self.packed_task = pack_task(self.data), ""
                 except (TypeError, OverflowError) as error:
                     self.packed_task = None, str(error)
             task, task_error = self.packed_task

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from rollwright.config.loading import load_expr_config
 from rollwright.config.recipes import apply_recipe
 from rollwright.config.secrets import HIDDEN
 from rollwright.data.tokenizer import load_tokenizer
-from rollwright.errors import ConfigError, JournalError
+from rollwright.errors import ConfigError, JournalError, ReplayError
 from rollwright.experience.journal.episodes import RecordedEpisode, Wanted, last_of_each_name, read_episodes
 from rollwright.experience.journal.files import journal_files
+from rollwright.experience.journal.tasks import ImageDigest, digest_of, images_in
 from rollwright.rewards.wrapper import REWARD_CALLS
 from rollwright.rollout.replay import Replayed, Replayer
 from rollwright.trainers import tasks
@@ -140,7 +142,10 @@ class RunReplay:
             engine=engine,
             fresh=(REWARD_CALLS,) if reward_fn is not None else (),
             compares_rewards=reward_fn is None,
+            find_image=self._find_image,
         )
+        self._rows: Iterator[dict[str, Any]] | None = None
+        self._images: dict[ImageDigest, Any] = {}
 
     def __enter__(self) -> RunReplay:
         return self
@@ -160,6 +165,20 @@ class RunReplay:
     def replay(self, samples: str) -> Iterator[Replayed]:
         """How each of them runs now."""
         return self.replayer.replay(self.episodes(samples))
+
+    def _find_image(self, wanted: ImageDigest) -> Any:
+        """An image of a recorded task: one of the run's datasets with the same pixels."""
+        if self._rows is None:
+            self._rows = chain(tasks.training_rows(self.config), tasks.evaluation_rows(self.config))
+        while wanted not in self._images:
+            row = next(self._rows, None)
+            if row is None:
+                raise ReplayError(
+                    f"{wanted} is in no row of the run's datasets any more, and the journal has images by the digest of their pixels: "
+                    "replay the run where its datasets are what they were."
+                )
+            self._images.update((digest_of(image), image) for image in images_in(row))
+        return self._images[wanted]
 
     def _runner(self, episode: RecordedEpisode) -> tuple[Any, dict[str, Any] | None, int]:
         is_eval = episode.begin.is_eval

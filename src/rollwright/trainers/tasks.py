@@ -73,6 +73,14 @@ def evaluation_rows(config: PPOConfig) -> list[Row]:
     return get_dataset(config.valid_dataset, config.tokenizer_path or config.actor.path)
 
 
+def training_rows(config: PPOConfig) -> Iterator[Row]:
+    """All rows that training tasks are drawn from."""
+    if not config.tasksets:
+        yield from get_dataset(config.train_dataset, config.tokenizer_path or config.actor.path)
+    for taskset in config.tasksets:
+        yield from taskset_rows(taskset)
+
+
 def training_workflow(config: PPOConfig, tokenizer: Any, source: Any, services: TaskServices) -> Any:
     """What runs training tasks: the config's workflow, or a runner that tells each task's reward to the mixture's selectors.
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from echo import EchoEngine
+from PIL import Image
 
 from rollwright import GenerationHyperparameters, ModelRequest, ModelResponse, RolloutConfig, durable
 from rollwright.errors import JournalError, PromptTooLongError, ReplayError
@@ -21,6 +22,7 @@ from rollwright.experience.journal import episodes
 from rollwright.experience.journal.episodes import EpisodeWriter, read_episodes
 from rollwright.experience.journal.files import Journal, read_records
 from rollwright.experience.journal.records import Arguments, Call, GroupEnd
+from rollwright.experience.journal.tasks import digest_of
 from rollwright.experience.recorder import Recorder
 from rollwright.rollout.executor import RolloutExecutor
 from rollwright.rollout.replay import Replayer
@@ -250,13 +252,35 @@ def test_a_journal_that_cannot_be_written_stops_the_run(tmp_path, monkeypatch):
         executor.rollout_batch([{"turns": 1, "ordinal": 0}], Chat())
 
 
-def test_images_and_other_objects_in_a_task_are_said(tmp_path):
+def test_objects_in_a_task_that_no_journal_holds_are_said(tmp_path):
     journal = Journal(tmp_path)
     with RolloutExecutor(EchoEngine(), RolloutConfig(), journal=journal) as executor:
         executor.rollout_batch([{"turns": 1, "ordinal": 0, "image": object(), "size": torch.tensor(3)}], Chat())
     journal.close()
     (failed,) = replay(tmp_path, Chat(), 1)
     assert "its task is not in the journal (builtins.object is neither" in failed.why
+
+
+def test_a_task_with_images_runs_again_with_those_of_its_dataset(tmp_path):
+    images = [Image.new("RGB", (8, 8), (shade, 0, 0)) for shade in (10, 200)]
+    seen = []
+
+    class Look(Chat):
+        async def arun_episode(self, engine, data):
+            seen.append([image.getpixel((0, 0))[0] for image in data["images"]])
+            return await super().arun_episode(engine, data)
+
+    journal = Journal(tmp_path)
+    with RolloutExecutor(EchoEngine(), RolloutConfig(), seed=3, journal=journal) as executor:
+        executor.rollout_batch([{"turns": 1, "ordinal": 0, "images": images}], Look(), group_size=2)
+    journal.close()
+    assert journal.size < 64 * 8 * 8  # pixels are not in it
+    by_digest = {digest_of(image): image for image in images}
+    replayed = replay(tmp_path, Look(), find_image=by_digest.__getitem__)
+    assert [(each.verdict, each.why) for each in replayed] == [("equal", "")] * 2
+    assert seen == [[10, 200]] * 4
+    (episode, _) = read_episodes(tmp_path)
+    assert "RGB image of 8×8 pixels" in str(episode.task())
 
 
 def test_calls_that_end_in_several_threads_are_numbered_as_they_are_written(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from collections import defaultdict
 import pytest
 import torch
 from echo import EchoEngine
+from PIL import Image
 
 from rollwright import GenerationHyperparameters, ModelRequest, RolloutConfig, durable
 from rollwright.config.sections import JournalConfig
@@ -443,3 +444,16 @@ def test_what_a_journal_cannot_hold_begins_anew(tmp_path):
     run.live()
     assert sorted(run.ordinals()) == list(range(4))
     assert all(len(answers) == 2 for (ordinal, *_), answers in outputs(tmp_path).items() if ordinal < 2)
+
+
+def test_a_task_with_images_goes_on_as_any_other(tmp_path):
+    """The journal has their digests, which say that the task is the same."""
+    tasks = [{"ordinal": number, "turns": 2, "images": [Image.new("RGB", (4, 4), (number, 0, 0))]} for number in range(4)]
+    run = Run(tmp_path, tasks, every=100).live(steps=1)
+    run.live()
+    assert sorted(run.ordinals()) == list(range(4))
+    assert all(len(answers) == 1 for answers in outputs(tmp_path).values())
+    other = {**tasks[0], "images": [Image.new("RGB", (4, 4), (9, 9, 9))]}
+    past = read_past([tmp_path / "journal"], lambda ordinal: True)
+    assert past.row(other) is other  # and another image is another task, which the journal has no copy of
+    assert 0 not in past.episodes

@@ -33,9 +33,9 @@ from rollwright.experience.journal.records import (
     pack_versions,
     tokens_in,
     unpack_floats,
-    unpack_value,
     unpack_versions,
 )
+from rollwright.experience.journal.tasks import unpack_task
 from rollwright.experience.recorder import RequestRecord
 from rollwright.experience.token_buffers import TOKEN_TYPE, Tokens
 
@@ -339,7 +339,7 @@ class RecordedEpisode:
 
     def task(self) -> dict[str, Any] | None:
         """The row; None where it holds what a journal cannot."""
-        return None if self.begin.task is None else unpack_value(self.begin.task)
+        return None if self.begin.task is None else unpack_task(self.begin.task)
 
     def conversation_of(self, prompt: np.ndarray, number: int) -> int:
         """The number of a conversation that begins with this prompt: the recorded one that did, though they may come in another order.

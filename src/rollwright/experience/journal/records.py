@@ -174,7 +174,12 @@ class Resumed(Record, tag="resumed"):
     time: float
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
+    """What MessagePack has a form for, of texts and mappings of other classes, numbers and arrays.
+
+    Raises:
+        TypeError: it is something else.
+    """
     if isinstance(value, str):  # a subclass, such as a secret, which the journal redacts
         return str(value)
     if isinstance(value, Mapping):
@@ -187,7 +192,7 @@ def _plain(value: Any) -> Any:
 KINDS = (Arguments, Begin, Call, Result, End, GroupEnd, Trained, Published, Phase, Checkpoint, Resumed)
 AnyRecord = Arguments | Begin | Call | Result | End | GroupEnd | Trained | Published | Phase | Checkpoint | Resumed
 
-encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+encode = msgspec.msgpack.Encoder(enc_hook=plain_value).encode
 decode = msgspec.msgpack.Decoder(AnyRecord).decode
 
 
@@ -209,7 +214,7 @@ def unpack_value(packed: bytes) -> Any:
     return msgspec.msgpack.decode(packed, strict=False)
 
 
-_VALUES = msgspec.msgpack.Encoder(enc_hook=_plain)
+_VALUES = msgspec.msgpack.Encoder(enc_hook=plain_value)
 
 
 def pack_floats(values: np.ndarray) -> bytes:
