@@ -45,11 +45,23 @@ stats_logger: {{{{display: none, dump_rollouts: -1}}}}
 PARTS = """
 import os
 
-from rollwright import POLICY_LOSSES
+from rollwright import POLICY_LOSSES, Workflow
 
 
 def share_of_digits(prompt, completion, prompt_ids, completion_ids, **data):
     return sum(character.isdigit() for character in completion) / 8
+
+
+class Judged(Workflow):
+    def run(self):
+        answered = [self.model.get_openai_client(), self.auxiliary_models[0]]
+        said = [
+            client.chat.completions.create(model=client.model_path, messages=self.task.messages(), max_tokens=8)
+            for client in answered
+        ]
+        assert said[1].usage.completion_tokens
+        self.model.set_reward(sum(character.isdigit() for character in said[0].choices[0].message.content) / 8)
+        return self.model.extract_experience_from_history()
 
 
 @POLICY_LOSSES.register("fails_on_one_rank")

@@ -1,4 +1,4 @@
-"""What a run on a Ray cluster can be told beside the plain one: sampling that runs ahead, and evaluation on the way."""
+"""What a run on a Ray cluster can be told beside the plain one: sampling that runs ahead, evaluation on the way, tasksets."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ from ranks_runs import metrics, run, trial
 
 from rollwright.experience.journal.files import read_records
 from rollwright.experience.journal.records import Begin, GroupEnd
+from rollwright.training.checkpoint import RecoverCheckpoints
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
 PLACED = ("cluster.kind=ray", "cluster.workers=2", "rollout.backend=builtin_process")
+#: In place of the workflow and the dataset: tasks whose workflow asks the policy through the front, and a judge that is served beside it.
+JUDGED = """
+train_dataset: {{batch_size: 5}}
+rollout: {{openai_front: true}}
+auxiliary_models: [{{model_path: {model}, device: cpu, threads: 1, kv_cache_bytes: 4194304}}]
+tasksets: [{{path: arithmetic, kwargs: {{digits: 2}}, workflow: parts_of_ranks.Judged, selector: difficulty}}]
+eval_tasksets: [{{path: arithmetic, split: test, limit: 4, workflow: parts_of_ranks.Judged, group_size: 1}}]
+evaluator: {{every_steps: 2}}
+"""
 
 
 @pytest.mark.slow
@@ -40,3 +50,18 @@ def test_sampling_runs_ahead_and_evaluates_on_the_way(grpo, cluster):
     assert sorted(end.ordinal for end in ends if end.is_eval) == sorted([*range(6)] * 3)
     assert len(begun[False]) == 2  # both workers
     assert not begun[True] & begun[False]  # held-out tasks are run by the process that decides
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_tasksets_with_a_judge_and_openai_clients(grpo, cluster, tiny_model):
+    plain = (grpo / "grpo.yaml").read_text().splitlines()
+    kept = [line for line in plain if not line.startswith(("workflow:", "reward_fn:", "train_dataset:"))]
+    (grpo / "judged.yaml").write_text("\n".join([*kept, JUDGED.format(model=tiny_model)]))
+    run(grpo, "judged.yaml", *PLACED, f"cluster.address={cluster}", "total_train_steps=2")
+    directory = trial(grpo, "trial")
+    made = metrics(directory)
+    assert all(made[step]["samples"] == 20 for step in (1, 2))  # five tasks, four samples of each
+    assert "eval/reward" in made[2]
+    _, state = RecoverCheckpoints(directory / "recover").load()
+    assert len(state["loader"]["selectors"][0]["means"]) == 10  # rewards of workers reach the selector here

@@ -15,7 +15,7 @@ from rollwright.inference.weights.publication import RemoteClient
 class Demand:
     """Processes of one kind: how many, and what each is placed with."""
 
-    role: str  # rank, server or worker
+    role: str  # rank, server, worker or auxiliary
     count: int
     cpus: float
     gpus: int
@@ -44,9 +44,13 @@ def demands_of(config: PPOConfig, cluster_has_gpus: bool) -> list[Demand]:
     if of_server is None:
         backend = BACKENDS.get(rollout.backend)
         of_server = rollout.tensor_parallel if issubclass(backend, RemoteClient) and backend.needs_gpu else 0
+    served = [model for model in config.auxiliary_models if model.model_path]
+    of_model = int(cluster_has_gpus and any(model.device != "cpu" for model in served))
+    threads = max((model.threads or 1 for model in served), default=1)
     return [
         Demand("rank", cluster.processes, cluster.cpus_per_rank, of_rank),
         Demand("server", rollout.servers, cluster.cpus_per_server, of_server),
+        *([Demand("auxiliary", len(served), float(threads), of_model)] if served else []),
         Demand("worker", cluster.workers, cluster.cpus_per_worker, cluster.gpus_per_worker),
     ]
 
@@ -81,7 +85,7 @@ def place(demands: Sequence[Demand], nodes: Sequence[Node], least_nodes: int = 1
                 )
                 raise ConfigError(
                     f"{demand.role} {index} needs {demand.cpus:g} CPUs and {demand.gpus} GPUs, and no node has them left ({free}). "
-                    f"Give the cluster more, or lower {_KEYS[demand.role]} or cluster.cpus_per_{demand.role}."
+                    f"Give the cluster more, or lower {_KEYS[demand.role]}."
                 )
             most = -1 if demand.role != "rank" else 1
             chosen = min(fitting, key=lambda number: (most * left[number][bool(demand.gpus)], number))
@@ -91,7 +95,12 @@ def place(demands: Sequence[Demand], nodes: Sequence[Node], least_nodes: int = 1
     return placed
 
 
-_KEYS = {"rank": "cluster.processes", "server": "rollout.servers", "worker": "cluster.workers"}
+_KEYS = {
+    "rank": "cluster.processes or cluster.cpus_per_rank",
+    "server": "rollout.servers or cluster.cpus_per_server",
+    "worker": "cluster.workers or cluster.cpus_per_worker",
+    "auxiliary": "the threads of auxiliary_models, or serve them elsewhere (base_url)",
+}
 
 
 def placement_in_words(config: PPOConfig) -> list[str]:

@@ -73,16 +73,6 @@ def ray(config: PPOConfig) -> list[Rule]:
             "is shared memory, which processes on several nodes do not have; set disk, xccl or auto",
         ),
         (
-            bool(config.tasksets or config.eval_tasksets or config.auxiliary_models),
-            "tasksets",
-            "and auxiliary models need services that workers on a Ray cluster do not start yet; give workflow and train_dataset",
-        ),
-        (
-            rollout.openai_front,
-            "rollout.openai_front",
-            "is for task-style workflows, which workers on a Ray cluster do not run yet; take it out",
-        ),
-        (
             config.recover.in_background,
             "recover.in_background",
             "is true, and on a Ray cluster a lost rank is replaced from a checkpoint that is whole; take it out",

@@ -27,6 +27,7 @@ from rollwright.rollout.sample_engine import SampleEngine
 from rollwright.rollout.task_group import Group
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.metrics import get_tracker
+from rollwright.workflows.task_runner import TaskRunner
 
 logger = getLogger("rollout")
 
@@ -107,7 +108,10 @@ class WorkerPool:
                 raise
             self._lost.pop(process.name, None)
             get_tracker().merge(metrics)
-            return None if packed is None else unpack_rows(packed)
+            rows = None if packed is None else unpack_rows(packed)
+            if rows is not None and isinstance(group.workflow, TaskRunner):
+                group.workflow.ran_elsewhere(group.data, group.runs[name.index], rows)
+            return rows
 
     async def _process_of(self, ordinal: int) -> Process:
         while not (living := self._living):

@@ -10,19 +10,22 @@ from typing import Any
 
 from rollwright.cluster.local import LocalServers
 from rollwright.config.experiment import PPOConfig
+from rollwright.config.modes import AuxiliaryModelConfig
 from rollwright.config.secrets import hidden_texts
 from rollwright.config.sections import RolloutConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError
 from rollwright.experience.journal.files import Journal
 from rollwright.inference.backends import BACKENDS
+from rollwright.inference.launcher import Launcher
 from rollwright.inference.weights.publication import RemoteClient
 from rollwright.registry import PLUGINS
 from rollwright.rollout.worker import RolloutWorker
 from rollwright.rollout.workers import PlacedRollout, ServerWatch, WorkerPool
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.placed_ranks import PlacedRanks
-from rollwright.trainers.tasks import workflow_arguments
+from rollwright.trainers.task_services import TaskServices, serve
+from rollwright.trainers.tasks import training_workflow
 
 #: What the process of a server may take until it starts the server.
 _BEGIN_SECONDS = 120.0
@@ -104,6 +107,58 @@ def make_placed_rollout(config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, d
     return engine
 
 
+def with_placed_models(config: PPOConfig, ranks: PlacedRanks, directory: RunDirectory) -> PPOConfig:
+    """The config with a server of each auxiliary model that has none, placed on the cluster.
+
+    Args:
+        config: of the run.
+        ranks: train the model; their cluster is used.
+        directory: of the run.
+    """
+    if not any(model.model_path for model in config.auxiliary_models):
+        return config
+    demand = ranks.demands["auxiliary"]
+    places = [number for number, model in enumerate(config.auxiliary_models) if model.model_path]
+    processes = [
+        ranks.cluster.process(
+            f"auxiliary {index}",
+            "rollwright.trainers.placed_rollout:PlacedModel",
+            lambda index=index, number=number: (
+                config.auxiliary_models[number],
+                int(demand.cpus),
+                str(directory.logs.absolute() / f"auxiliary-{index}"),
+            ),
+            cpus=demand.cpus,
+            gpus=demand.gpus,
+        )
+        for index, number in enumerate(places)
+    ]
+    models = list(config.auxiliary_models)
+    for number, process in zip(places, processes, strict=True):
+        process.wait_started(models[number].setup_timeout + _BEGIN_SECONDS)
+        models[number] = process.call("model").result(models[number].setup_timeout)
+    return dataclasses.replace(config, auxiliary_models=models)
+
+
+class PlacedModel:
+    """A server of a model that is not trained, in a process of its own, ended with that process.
+
+    Args:
+        where: it was placed (``cluster.ray.Place``).
+        model: its section.
+        threads: where the section sets none.
+        logs: directory of its log.
+    """
+
+    def __init__(self, where: Any, model: AuxiliaryModelConfig, threads: int, logs: str) -> None:
+        self._launcher = Launcher(logs, host=where.address)
+        (self._model,) = serve([model], self._launcher, max(1, threads))
+
+    def model(self) -> AuxiliaryModelConfig:
+        """Its section, with the URL and the key of the server."""
+        return self._model
+
+
 class PlacedServer:
     """An inference server in a process of its own, ended with that process.
 
@@ -139,11 +194,11 @@ class PlacedServer:
 
 
 def open_worker(where: Any, config: PPOConfig, addresses: list[str], directory: str) -> RolloutWorker:
-    """A worker that runs the config's workflow with the servers at these addresses.
+    """A worker that runs the config's workflow, or its tasksets, with the servers at these addresses.
 
     Args:
         where: it was placed (``cluster.ray.Place``); not used.
-        config: of the run; its ``rollout`` has the key that requests carry.
+        config: of the run; its ``rollout`` has the key that requests carry, and each auxiliary model the URL of its server.
         addresses: of the servers.
         directory: of the run.
     """
@@ -159,11 +214,11 @@ def open_worker(where: Any, config: PPOConfig, addresses: list[str], directory: 
     if config.journal.enabled:  # old files are removed by the controller's alone
         kept = dataclasses.replace(config.journal, keep=None)
         journal = Journal(Path(directory) / "journal", kept, hidden_texts(config))
+    services = TaskServices(config, tokenizer, Path(directory) / "logs")  # a front of its own; it ends with the process
     return RolloutWorker(
         client,
         rollout,
-        config.workflow,
-        workflow_arguments(config, config.workflow, config.workflow_kwargs, tokenizer),
+        training_workflow(config, tokenizer, None, services),
         group_size=config.gconfig.n_samples,
         seed=config.seed,
         journal=journal,

@@ -28,10 +28,12 @@ from rollwright.tracking.learning_signs import LearningWatch
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.evaluation import evaluate
 from rollwright.trainers.loop import Part, StopSignal, Trainer
-from rollwright.trainers.placed_ranks import PlacedPolicy
+from rollwright.trainers.placed_ranks import PlacedPolicy, PlacedRanks
+from rollwright.trainers.placed_rollout import with_placed_models
 from rollwright.trainers.reporting import EvaluationResult, StageRun, check_agreement, report_step
 from rollwright.trainers.rollout_backend import make_rollout_engine
-from rollwright.trainers.tasks import task_loader, workflow_arguments
+from rollwright.trainers.task_services import TaskServices
+from rollwright.trainers.tasks import evaluation_runner, task_loader, training_workflow, workflow_arguments
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.workflows.registry import resolve_workflow
 
@@ -148,7 +150,11 @@ class PPOTrainer(PolicyTrainer):
 
     def open(self, opened: ExitStack) -> None:
         """Start the engine, and connect the policy to it."""
-        self.rollout: RolloutEngine = make_rollout_engine(self.config, self.ranks, self.tokenizer, self.directory)
+        config = self.config
+        if isinstance(self.ranks, PlacedRanks):
+            config = with_placed_models(config, self.ranks, self.directory)
+        self.services = opened.enter_context(TaskServices(config, self.tokenizer, self.directory.logs))
+        self.rollout: RolloutEngine = make_rollout_engine(config, self.ranks, self.tokenizer, self.directory)
         opened.callback(self.rollout.destroy)
         self.rollout.initialize()
         self.actor.connect_engine(self.rollout)
@@ -192,7 +198,7 @@ class PPOTrainer(PolicyTrainer):
         """Run the loop to its end, or until a signal asks to stop.
 
         Args:
-            workflow: class, instance, import string or registered name; None: the config's.
+            workflow: class, instance, import string or registered name; None: the config's, or that of its tasksets.
             workflow_kwargs: constructor arguments; ``reward_fn``, ``gconfig`` and ``tokenizer`` are filled in from the config
                 where the workflow takes them and they are left out.
             eval_workflow: workflow of evaluation; None: the same.
@@ -207,6 +213,10 @@ class PPOTrainer(PolicyTrainer):
                 "train() was given a workflow, which workers on a cluster cannot be handed: name it as `workflow:` in the config, and its "
                 "arguments as `workflow_kwargs:`."
             )
+        if workflow is None and config.tasksets:
+            workflow = training_workflow(config, self.tokenizer, self.loader, self.services)
+        if eval_workflow is None and config.eval_tasksets:
+            eval_workflow = evaluation_runner(config, self.tokenizer, self.services)
         workflow = workflow or config.workflow
         if workflow is None:
             raise ConfigError("no workflow: set `workflow:` in the config, or pass one to PPOTrainer.train().")

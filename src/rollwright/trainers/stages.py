@@ -221,19 +221,12 @@ def _train_supervised(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
 def _train_policy(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
     from rollwright.trainers import tasks
     from rollwright.trainers.rl import PPOTrainer
-    from rollwright.trainers.task_services import TaskServices
 
     config = stage.config
     if config.mode != "both":
         return _play_part(config, directory)
-    source = tasks.task_source(config)
-    with (
-        PPOTrainer(config, source, tasks.evaluation_rows(config), directory=directory) as trainer,
-        TaskServices(config, trainer.tokenizer, directory.logs) as services,
-    ):
-        workflow = tasks.training_workflow(config, trainer.tokenizer, source, services) if config.tasksets else None
-        evaluated = tasks.evaluation_runner(config, trainer.tokenizer, services) if config.eval_tasksets else None
-        return trainer.train(workflow, eval_workflow=evaluated)
+    with PPOTrainer(config, tasks.task_source(config), tasks.evaluation_rows(config), directory=directory) as trainer:
+        return trainer.train()
 
 
 def _play_part(config: PPOConfig, directory: RunDirectory) -> dict[str, Any]:

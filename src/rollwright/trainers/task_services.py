@@ -1,6 +1,7 @@
 """What runs beside a run for its task-style workflows: the OpenAI front, and servers of models that are not trained.
 
-Both start when they are first asked for, and end with ``close``, with the object, or with the process.
+Both start when they are first asked for, and end with ``close``, with the object, or with the process. On a Ray cluster each process that
+runs episodes has a front of its own, and the servers are placed like other processes (``trainers.placed_rollout``).
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import os
 import secrets
 import threading
 import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,27 +89,42 @@ class TaskServices:
                 "auxiliary_models are reached through the openai package, which is not installed: pip install "
                 "'rollwright[openai]'."
             ) from error
-        key = secrets.token_urlsafe(24)
         launcher = Launcher(self._logs)
         self._opened.callback(launcher.close)
-        for model in models:
-            if model.model_path:
-                threads = model.threads or max(1, len(os.sched_getaffinity(0)) // 2)
-                environment = {"ROLLWRIGHT_API_KEY": key, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads)}
-                launcher.start(_command(model, threads), name="auxiliary", environment=environment)
-        served = iter(launcher.wait_healthy(max(model.setup_timeout for model in models)))
         clients = []
-        for model in models:
-            own = bool(model.model_path)
+        for model in serve(models, launcher):
             client = openai.OpenAI(
-                base_url=f"http://{next(served)}/v1" if own else model.base_url,
-                api_key=key if own else model.api_key or "none",
+                base_url=model.base_url,
+                api_key=model.api_key or "none",
                 timeout=model.timeout,
                 max_retries=model.max_retries,
             )
-            client.model_path = model.model_path or model.model or _first_model(client)  # type: ignore[attr-defined]
+            client.model_path = model.model or _first_model(client)  # type: ignore[attr-defined]
             clients.append(client)
         return clients
+
+
+def serve(models: Sequence[AuxiliaryModelConfig], launcher: Launcher, threads: int | None = None) -> list[AuxiliaryModelConfig]:
+    """Start a server of each model that has none; returns the models, each with the URL and the key of its server.
+
+    Args:
+        models: with a ``model_path``, or with a ``base_url``.
+        launcher: starts the servers, and ends them.
+        threads: of a server whose section sets none; None: half of the cores here.
+    """
+    key = secrets.token_urlsafe(24)
+    for model in models:
+        if model.model_path:
+            own = model.threads or threads or max(1, len(os.sched_getaffinity(0)) // 2)
+            environment = {"ROLLWRIGHT_API_KEY": key, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(own)}
+            launcher.start(_command(model, own), name="auxiliary", environment=environment)
+    served = iter(launcher.wait_healthy(max(model.setup_timeout for model in models)))
+    return [
+        replace(model, model_path="", base_url=f"http://{next(served)}/v1", api_key=key, model=model.model_path)
+        if model.model_path
+        else model
+        for model in models
+    ]
 
 
 def _command(model: AuxiliaryModelConfig, threads: int) -> Any:

@@ -82,7 +82,8 @@ def training_rows(config: PPOConfig) -> Iterator[Row]:
 
 
 def training_workflow(config: PPOConfig, tokenizer: Any, source: Any, services: TaskServices) -> Any:
-    """What runs training tasks: the config's workflow, or a runner that tells each task's reward to the mixture's selectors.
+    """What runs training tasks: the config's workflow, or a runner of its tasksets, which tells each task's reward to the selectors of
+    ``source`` where that is their mixture.
 
     A taskset's task is sampled as often as its taskset's ``group_size`` says, else the run's ``gconfig.n_samples``, else
     the taskset's; with the taskset's ``gconfig``, or the run's where it sets none.
@@ -90,7 +91,7 @@ def training_workflow(config: PPOConfig, tokenizer: Any, source: Any, services: 
     Raises:
         ConfigError: the config names neither a workflow nor tasksets.
     """
-    if not isinstance(source, TaskMixture):
+    if not config.tasksets:
         if config.workflow is None:
             raise ConfigError("no workflow: set `workflow:` in the config, or give tasksets that name theirs.")
         return resolve_workflow(config.workflow, workflow_arguments(config, config.workflow, config.workflow_kwargs, tokenizer))
@@ -101,7 +102,7 @@ def training_workflow(config: PPOConfig, tokenizer: Any, source: Any, services: 
         n_samples=config.gconfig.n_samples if config.gconfig.n_samples > 1 else None,
         services=services,
         model_path=config.actor.path,
-        feedback=source.feedback,
+        feedback=source.feedback if isinstance(source, TaskMixture) else None,
         overflow_reward=config.rollout.overflow_reward,
     )
 

@@ -20,6 +20,7 @@ import torch
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.tasksets import TasksetConfig
 from rollwright.errors import RolloutError
+from rollwright.experience.contract import Trajectory
 from rollwright.experience.durable import EPISODE
 from rollwright.experience.experience import Experience
 from rollwright.inference.engine import InferenceEngine
@@ -149,10 +150,24 @@ class TaskRunner(RolloutWorkflow):
             numbers = self._note_samples(kind, asked, experiences)
             if isinstance(engine, SampleBoundEngine):
                 engine.sample_of_row = numbers
-        rewards = [e.reward for e in experiences or [] if e.reward is not None]
+        self._tell(task, [e.reward for e in experiences or [] if e.reward is not None])
+        return experiences
+
+    def ran_elsewhere(self, data: dict[str, Any], asked: int, rows: Trajectory) -> None:
+        """Note an episode that another process ran: how many samples its class delivers, and its reward.
+
+        Args:
+            data: the row.
+            asked: samples that the workflow was asked for.
+            rows: that it became, with ``sample_ids`` that count from 0.
+        """
+        task = self.task_of(data)
+        self._note(task.workflow_class(), asked, int(rows["sample_ids"].max()))
+        self._tell(task, rows["rewards"].tolist())
+
+    def _tell(self, task: Task, rewards: Sequence[float]) -> None:
         if self.feedback is not None and rewards and task.index is not None:
             self.feedback(task.index, sum(rewards) / len(rewards))
-        return experiences
 
     def _model(self, engine: InferenceEngine, task: Task) -> ModelWrapper:
         template_kwargs = _template_arguments(task)
@@ -180,9 +195,14 @@ class TaskRunner(RolloutWorkflow):
     def _note_samples(self, kind: type, asked: int, experiences: list[Experience]) -> list[int]:
         """The sample of each experience; how many one run of the class delivers is remembered for its next tasks."""
         samples = sample_numbers(experiences, asked, delivers_one=self._delivers_one.get(kind))
-        if asked > 1 or max(samples) > 0:
-            self._delivers_one[kind] = max(samples) == 0
+        self._note(kind, asked, max(samples))
         return samples
+
+    def _note(self, kind: type, asked: int, last: int) -> None:
+        """Remember how many samples one run of a class delivers, where that tells: it was asked for ``asked``, and ``last`` is the
+        number of the last."""
+        if asked > 1 or last > 0:
+            self._delivers_one[kind] = last == 0
 
 
 def sample_numbers(experiences: Sequence[Experience], asked: int, delivers_one: bool | None = None) -> list[int]:

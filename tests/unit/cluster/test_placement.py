@@ -6,6 +6,7 @@ import pytest
 
 from rollwright.cluster.placement import Demand, Node, demands_of, place
 from rollwright.config.experiment import GRPOConfig
+from rollwright.config.modes import AuxiliaryModelConfig
 from rollwright.config.rules import faults_of, validate
 from rollwright.config.sections import ClusterConfig, RolloutConfig
 from rollwright.errors import ConfigError
@@ -46,6 +47,11 @@ def test_gpus_follow_the_backend_and_the_device():
     on_cpu = dataclasses.replace(sglang, actor=dataclasses.replace(sglang.actor, device="cpu"))
     assert gpus(on_cpu, True)["rank"] == 0
     assert gpus(config({"gpus_per_rank": 2, "gpus_per_worker": 1}), True) == {"rank": 2, "server": 0, "worker": 1}
+    judges = [AuxiliaryModelConfig(base_url="http://judge/v1"), AuxiliaryModelConfig(model_path="judge", threads=4)]
+    (demand,) = (
+        each for each in demands_of(dataclasses.replace(config(), auxiliary_models=judges), True) if each.role == "auxiliary"
+    )
+    assert demand == Demand("auxiliary", 1, 4.0, 1)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +63,6 @@ def test_gpus_follow_the_backend_and_the_device():
         (config(rollout={"weight_update": "shared"}), "rollout.weight_update: is shared memory"),
         (config(rollout={"addresses": ["10.0.0.1:3000"]}), "rollout.addresses: names servers"),
         (config(mode="bench"), "mode: is bench"),
-        (config(rollout={"openai_front": True}), "rollout.openai_front: is for task-style workflows"),
         (config(deterministic=True), "deterministic: is true"),
         (config({"kind": "slurm", "workers": 2}, {"backend": "builtin"}), "rollout.backend: is builtin"),  # a Ray in the job
     ],

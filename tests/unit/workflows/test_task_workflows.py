@@ -6,6 +6,7 @@ import asyncio
 import threading
 
 import pytest
+import torch
 
 from rollwright import Experience, ModelWrapper, Task, Workflow
 from rollwright.config.generation import GenerationHyperparameters
@@ -81,6 +82,18 @@ def test_a_trait_may_have_three_forms(form):
     assert class_trait(kind, "resettable", Task())
     assert trait(object.__new__(kind), "resettable")
     assert not class_trait(Workflow, "resettable", Task())
+
+
+def test_what_ran_in_another_process_is_learnt_from_here(tokenizer):
+    told = []
+    runner = TaskRunner(
+        [TasksetConfig(workflow=TwoAnswers)], tokenizer, n_samples=2, feedback=lambda *words: told.append(words)
+    )
+    row = {"question": "1", "answer": "1", "ordinal": 7}
+    assert runner.first_runs(row) == [2]
+    runner.ran_elsewhere(row, 2, {"sample_ids": torch.tensor([0, 0]), "rewards": torch.tensor([1.0, 0.5])})
+    assert runner.first_runs(row) == [1, 1]  # one run delivers one sample, whatever the class declares
+    assert told == [(7, 0.75)]
 
 
 def test_who_repeats(tokenizer):
