@@ -1,9 +1,10 @@
-"""What the journal costs: memory over a million records, and its share of a training step of the quickstart's size.
+"""What the journal costs: memory over a million records, its share of a training step, and running recorded episodes again.
 
-    python benchmarks/journal.py [--json FILE] [--records N]
+    python benchmarks/journal.py [--json FILE] [--records N] [--steps N] [--only WHAT]
 
 ``records`` writes that many calls of three-turn episodes and reads them again; its memory should not grow. ``step`` trains a model of the
-quickstart's size on two-digit sums, 64 tasks x 8 samples a step, and adds up the time spent in the journal. The cost of a sample beside
+quickstart's size on two-digit sums, 64 tasks x 8 samples a step, and adds up the time spent in the journal. ``replay`` runs the
+command ``rollwright replay … all --reward_fn …`` on 1,024 recorded episodes. ``--only`` names one of the three. The cost of a sample beside
 the executor's is in ``benchmarks/executor.py``.
 """
 
@@ -11,8 +12,11 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 import resource
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -73,16 +77,11 @@ def _memory() -> float:
 
 def step(steps: int) -> dict[str, Any]:
     """Train, with a watch on everything that writes to the journal."""
-    from rollwright.config.experiment import GRPOConfig, NewModelConfig
-    from rollwright.config.generation import GenerationHyperparameters
-    from rollwright.config.sections import ClusterConfig, MicroBatchSpec, OptimizerConfig, PPOActorConfig, StatsLoggerConfig
-    from rollwright.config.tasksets import DatasetConfig
-    from rollwright.data.datasets import get_dataset
+    from quickstart_run import SAMPLES, quickstart_run
+
     from rollwright.experience.journal.episodes import EpisodeWriter
     from rollwright.experience.journal.files import Journal
     from rollwright.trainers import reporting
-    from rollwright.trainers.rl import PPOTrainer
-    from rollwright.trainers.stages import make_model
 
     spent = 0.0
 
@@ -102,37 +101,44 @@ def step(steps: int) -> dict[str, Any]:
         setattr(EpisodeWriter, name, watched(getattr(EpisodeWriter, name)))
     reporting.journal_step = watched(reporting.journal_step)
     Journal.checkpoint = watched(Journal.checkpoint)  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory() as root, quickstart_run(root, steps, deterministic=True) as trainer:
+        started = time.perf_counter()
+        trainer.train()
+        seconds = time.perf_counter() - started
+    return {
+        "what": f"step of {SAMPLES} samples",
+        "seconds": round(seconds / steps, 3),
+        "journal %": round(spent / seconds * 100, 2),
+    }
+
+
+def replay() -> dict[str, Any]:
+    """Score the episodes of two steps with another reward function: the whole command, start of Python included."""
+    from quickstart_run import quickstart_run
+
     with tempfile.TemporaryDirectory() as root:
-        model = NewModelConfig(
-            path=f"{root}/model",
-            hidden_size=128,
-            layers=4,
-            heads=4,
-            kv_heads=2,
-            head_dim=32,
-            intermediate_size=384,
-            max_position_embeddings=128,
-            characters="0123456789+-*= ",
-            pieces=["<answer>", "</answer>"],
-        )
-        make_model(model)
-        config = GRPOConfig(
-            experiment_name="journal",
-            deterministic=True,
-            cluster=ClusterConfig(fileroot=root),
-            stats_logger=StatsLoggerConfig(display="none"),
-            workflow="rollwright.workflows.rlvr.RLVRWorkflow",
-            reward_fn="numeric_reward",
-            gconfig=GenerationHyperparameters(n_samples=8, max_new_tokens=32, temperature=0.7),
-            actor=PPOActorConfig(path=model.path, optimizer=OptimizerConfig(), mb_spec=MicroBatchSpec(), ppo_n_minibatches=4),
-            train_dataset=DatasetConfig(path="arithmetic", split="train", batch_size=64, kwargs={"digits": 2}),
-            total_train_steps=steps,
-        )
-        with PPOTrainer(config, get_dataset(config.train_dataset, model.path)) as trainer:
-            started = time.perf_counter()
+        with quickstart_run(root, 2) as trainer:
             trainer.train()
-            seconds = time.perf_counter() - started
-    return {"what": "step of 512 samples", "seconds": round(seconds / steps, 3), "journal %": round(spent / seconds * 100, 2)}
+        command = [sys.executable, "-m", "rollwright", "replay", f"{root}/quickstart/run", "all"]
+        paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+        subprocess.run(
+            [*command, "--reward_fn", "quickstart_run.share_of_digits", "--json", f"{root}/replay.json"],
+            env=environment,
+            check=True,
+            stdout=sys.stderr,
+        )
+        seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+        told = json.loads(Path(f"{root}/replay.json").read_text())
+        assert told["equal"] == told["episodes"]
+        assert told["mean_reward"]["now"] != told["mean_reward"]["recorded"]
+    return {
+        "what": f"replay of {told['episodes']:,} episodes, another reward",
+        "seconds": round(seconds, 2),
+        "cpu seconds": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 2),
+        "without start": round(told["seconds"], 2),
+    }
 
 
 def main() -> None:
@@ -140,14 +146,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write results to this file")
     parser.add_argument("--records", type=int, default=1_000_000)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--only", choices=["records", "step", "replay"], help="measure this alone")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     from report import Report
 
     report = Report("journal")
-    report.row(**records(arguments.records))
-    report.row(**step(arguments.steps))
+    measured = {"records": lambda: records(arguments.records), "replay": replay, "step": lambda: step(arguments.steps)}
+    for measure in [measured[arguments.only]] if arguments.only else measured.values():
+        report.row(**measure())
     report.finish(arguments.json)
 
 

@@ -213,14 +213,9 @@ def overhead(steps: int) -> dict[str, float]:
 
     The added calls are timed inside the steps, as two runs of a training differ by more than what is looked for.
     """
-    from rollwright.config.experiment import GRPOConfig, NewModelConfig
-    from rollwright.config.generation import GenerationHyperparameters
-    from rollwright.config.sections import ClusterConfig, MicroBatchSpec, OptimizerConfig, PPOActorConfig, StatsLoggerConfig
-    from rollwright.config.tasksets import DatasetConfig
-    from rollwright.data.datasets import get_dataset
+    from quickstart_run import quickstart_run
+
     from rollwright.trainers import reporting
-    from rollwright.trainers.rl import PPOTrainer
-    from rollwright.trainers.stages import make_model
     from rollwright.training import actor
 
     added = 0.0
@@ -240,35 +235,10 @@ def overhead(steps: int) -> dict[str, float]:
     actor.TokenScores.__init__ = timed(actor.TokenScores.__init__)  # type: ignore[method-assign]
     actor.TokenScores.take = timed(actor.TokenScores.take)  # type: ignore[method-assign]
     reporting.journal_step = timed(reporting.journal_step)
-    with tempfile.TemporaryDirectory() as root:
-        model = NewModelConfig(
-            path=f"{root}/model",
-            hidden_size=128,
-            layers=4,
-            heads=4,
-            kv_heads=2,
-            head_dim=32,
-            intermediate_size=384,
-            max_position_embeddings=128,
-            characters="0123456789+-*= ",
-            pieces=["<answer>", "</answer>"],
-        )
-        make_model(model)
-        config = GRPOConfig(
-            experiment_name="viewer",
-            cluster=ClusterConfig(fileroot=root),
-            stats_logger=StatsLoggerConfig(display="none"),
-            workflow="rollwright.workflows.rlvr.RLVRWorkflow",
-            reward_fn="numeric_reward",
-            gconfig=GenerationHyperparameters(n_samples=8, max_new_tokens=32, temperature=0.7),
-            actor=PPOActorConfig(path=model.path, optimizer=OptimizerConfig(), mb_spec=MicroBatchSpec(), ppo_n_minibatches=4),
-            train_dataset=DatasetConfig(path="arithmetic", split="train", batch_size=64, kwargs={"digits": 2}),
-            total_train_steps=steps,
-        )
-        with PPOTrainer(config, get_dataset(config.train_dataset, model.path)) as trainer:
-            started = time.process_time()
-            trainer.train()
-            seconds = time.process_time() - started
+    with tempfile.TemporaryDirectory() as root, quickstart_run(root, steps) as trainer:
+        started = time.process_time()
+        trainer.train()
+        seconds = time.process_time() - started
     return {"step_cpu_s": seconds / steps, "added_cpu_s": added / steps, "overhead": seconds / (seconds - added)}
 
 

@@ -28,7 +28,7 @@ def recorded(request, tmp_path_factory) -> Path:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.record_run(root)
+    module.record_run(root, request.getfixturevalue("tiny_model"))
     return root
 
 

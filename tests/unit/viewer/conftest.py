@@ -9,9 +9,9 @@ from recorded import record_run
 
 
 @pytest.fixture(scope="session")
-def recorded_run(tmp_path_factory):
+def recorded_run(tmp_path_factory, tiny_model):
     """The directory of a run of three steps, see ``record_run``."""
-    return record_run(tmp_path_factory.mktemp("recorded"))
+    return record_run(tmp_path_factory.mktemp("recorded"), tiny_model)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollwright import durable
-from rollwright.config.experiment import GRPOConfig, NewModelConfig
+from rollwright.config.experiment import GRPOConfig
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import (
     ClusterConfig,
@@ -18,7 +18,6 @@ from rollwright.config.tasksets import DatasetConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.inference.request import ModelRequest
 from rollwright.trainers.rl import PPOTrainer
-from rollwright.trainers.stages import make_model
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=6, temperature=0.7)
 TASKS = [{"question": f"{number}+{number}="} for number in range(8)]
@@ -54,28 +53,16 @@ class Adds:
         return f"= {question[0]}"
 
 
-def record_run(root):
-    """Carry out a run of three steps, of 4 groups of 4 samples each; returns its directory."""
-    model = NewModelConfig(
-        path=f"{root}/model",
-        hidden_size=32,
-        layers=2,
-        heads=2,
-        kv_heads=2,
-        head_dim=16,
-        intermediate_size=64,
-        max_position_embeddings=64,
-        characters="0123456789+-*= ",
-    )
-    make_model(model)
-    tokenizer = load_tokenizer(model.path)
+def record_run(root, model):
+    """Carry out a run of three steps, of 4 groups of 4 samples each, of the model in a directory; returns that of the run."""
+    tokenizer = load_tokenizer(model)
     config = GRPOConfig(
         experiment_name="viewed",
         trial_name="run",
         cluster=ClusterConfig(fileroot=f"{root}/runs"),
         stats_logger=StatsLoggerConfig(display="none"),
         gconfig=GCONFIG.new(n_samples=4),
-        actor=PPOActorConfig(path=model.path, optimizer=OptimizerConfig(lr=1e-3), mb_spec=MicroBatchSpec()),
+        actor=PPOActorConfig(path=str(model), optimizer=OptimizerConfig(lr=1e-3), mb_spec=MicroBatchSpec()),
         rollout=RolloutConfig(max_failed_share=1.0),
         evaluator=EvaluatorConfig(every_steps=1, gconfig=GCONFIG),
         train_dataset=DatasetConfig(batch_size=4),
