@@ -124,7 +124,7 @@ class Tokens:
     def continues(self, prompt: Tokens, output: bytes) -> bool:
         """True where these begin with ``prompt`` and, behind it, the packed tokens ``output``."""
         end = prompt.length + len(output) // TOKEN_TYPE.itemsize
-        return self.length >= end and self.array[prompt.length : end].tobytes() == output and self.begins_with(prompt)
+        return self.length >= end and self.buffer.array[prompt.length : end].tobytes() == output and self.begins_with(prompt)
 
     def shared_with(self, other: np.ndarray) -> int:
         """How many tokens these have in common with ``other`` from the first on."""

@@ -42,6 +42,8 @@ from rollwright.experience.token_buffers import TOKEN_TYPE, Tokens
 if TYPE_CHECKING:  # a reader of journals needs no torch
     from rollwright.experience.contract import Trajectory
 
+_WIDTH = TOKEN_TYPE.itemsize
+
 
 class EpisodeWriter:
     """What a running episode writes to the journal, and what it is answered from. Calls may end in several threads.
@@ -155,12 +157,13 @@ class EpisodeWriter:
         """Which call's prompt and output ``prompt`` has most in common with, how many tokens, and what follows."""
         best, kept, last = -1, 0, self._last.get(conversation, -1)
         if last >= 0 and prompt.continues(*self._calls[last]):
-            best, kept = last, len(self._calls[last][0]) + tokens_in(self._calls[last][1])
+            before, output = self._calls[last]
+            best, kept = last, before.length + tokens_in(output)
         elif self._calls:
             for index in {last, len(self._calls) - 1, 0} - {-1}:
                 if (shared := _shared(prompt, *self._calls[index])) > kept:
                     best, kept = index, shared
-        return best, kept, prompt.array[kept:].tobytes()
+        return best, kept, prompt.buffer.array[kept : prompt.length].tobytes()
 
     def result(self, name: str, key: int, kind: str, started: float, **outcome: bytes | list[str] | None) -> None:
         """A durable call ended."""
@@ -209,33 +212,43 @@ def rows_of(rows: Trajectory, calls: list[tuple[Tokens, bytes]]) -> list[Row]:
     entries = []
     for row, (ids, mask, digest) in enumerate(_packed_rows(rows)):
         base, kept = _last_call(ids, calls)
-        edges = (np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist()
-        edges = [*([0] if mask[0] else []), *edges, *([len(mask)] if mask[-1] else [])]
-        entries.append(Row(base, kept, ids[kept:].tobytes(), edges, rewards[row], bool(truncated[row]), digest))
+        entries.append(Row(base, kept, ids[kept * _WIDTH :], _edges(mask), rewards[row], bool(truncated[row]), digest))
     return entries
 
 
-def _last_call(ids: np.ndarray, calls: list[tuple[Tokens, bytes]]) -> tuple[int, int]:
+def _edges(mask: bytes) -> list[int]:
+    """Where runs of ones begin and end."""
+    edges, wanted, at = [], b"\1", mask.find(b"\1")
+    while at >= 0:
+        edges.append(at)
+        wanted = b"\0" if wanted == b"\1" else b"\1"
+        at = mask.find(wanted, at)
+    if len(edges) % 2:
+        edges.append(len(mask))
+    return edges
+
+
+def _last_call(ids: bytes, calls: list[tuple[Tokens, bytes]]) -> tuple[int, int]:
     """The call whose prompt and output a row has most in common with, from the first token on, and how many tokens."""
-    base, kept, packed = -1, 0, b""
+    base, kept, length = -1, 0, tokens_in(ids)
     for index in range(len(calls) - 1, -1, -1):
         prompt, output = calls[index]
-        end = len(prompt) + tokens_in(output)
-        if kept >= min(end, len(ids)):
+        end = prompt.length + tokens_in(output)
+        if kept >= min(end, length):
             continue
-        packed = packed or ids.tobytes()
-        if packed.startswith(prompt.array.tobytes() + output):
+        if ids.startswith(output, prompt.length * _WIDTH) and ids.startswith(prompt.array.tobytes()):
             base, kept = index, end
             if output:
                 break
         elif (shared := _shared_with_row(ids, prompt, output)) > kept:
             base, kept = index, shared
-        if kept == len(ids):
+        if kept == length:
             break
     return base, kept
 
 
-def _shared_with_row(ids: np.ndarray, prompt: Tokens, output: bytes) -> int:
+def _shared_with_row(packed: bytes, prompt: Tokens, output: bytes) -> int:
+    ids = np.frombuffer(packed, dtype=TOKEN_TYPE)
     shared = prompt.shared_with(ids)
     return shared if shared < len(prompt) else shared + _shared_with_output(ids[shared:], output)
 
@@ -245,15 +258,18 @@ def row_digests(rows: Trajectory) -> list[bytes]:
     return [digest for _, _, digest in _packed_rows(rows)]
 
 
-def _packed_rows(rows: Trajectory) -> Iterator[tuple[np.ndarray, np.ndarray, bytes]]:
-    """Ids and mask of each row without its padding, and a digest of them with log-probabilities and versions."""
-    names = ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask")
-    ids_BL, mask_BL, logprobs_BL, versions_BL, present_BL = (rows[name].numpy() for name in names)
-    for row in range(len(ids_BL)):
-        length = int(np.count_nonzero(present_BL[row]))
-        ids, mask = ids_BL[row, :length].astype(TOKEN_TYPE), mask_BL[row, :length].astype(bool)
-        parts = (ids, mask, logprobs_BL[row, :length], versions_BL[row, :length])
-        yield ids, mask, xxhash.xxh3_128_digest(b"".join([part.tobytes() for part in parts]))
+def _packed_rows(rows: Trajectory) -> Iterator[tuple[bytes, bytes, bytes]]:
+    """Ids and mask of each row without its padding, packed, and a digest of them with log-probabilities and versions.
+
+    One conversion for all rows, then bytes: an array of a row costs more than what is done with it.
+    """
+    ids_BL, mask_BL = rows["input_ids"].numpy().astype(TOKEN_TYPE), rows["loss_mask"].numpy().astype(bool)
+    logprobs_BL, versions_BL = rows["logprobs"].numpy(), rows["versions"].numpy()
+    for row, present in enumerate(rows["attention_mask"].numpy()):
+        length = np.count_nonzero(present)
+        ids, mask = ids_BL[row, :length].tobytes(), mask_BL[row, :length].tobytes()
+        parts = (ids, mask, logprobs_BL[row, :length].tobytes(), versions_BL[row, :length].tobytes())
+        yield ids, mask, xxhash.xxh3_128_digest(b"".join(parts))
 
 
 # -- read back ---------------------------------------------------------------------------------------------------------

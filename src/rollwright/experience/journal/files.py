@@ -88,15 +88,16 @@ class Journal:
             body = encode(type(record)(*map(_as_unicode, msgspec.structs.astuple(record))))
         if may_hold_secrets and self._secrets:
             body = self._redacted(body)
+        frame, kind = _FRAME.pack(len(body), xxhash.xxh3_64_intdigest(body)) + body, type(record)
         with self._lock:
             if self._is_closed or self._process != os.getpid():
                 return  # a child of this process that was forked, or a sample that goes on after the end
             if self._file is None:
                 self._open_next()
-            if isinstance(record, Begin) and self.config.keep is not None and not record.is_eval:
+            if kind is Begin and self.config.keep is not None and not record.is_eval:
                 self._first.setdefault(record.ordinal, self._segment)
-            self._append(_FRAME.pack(len(body), xxhash.xxh3_64_intdigest(body)) + body)
-            if isinstance(record, End):
+            self._append(frame)
+            if kind is End:
                 self._end_large_file()
         if not self._unflushed.is_set():
             self._unflushed.set()
@@ -115,6 +116,10 @@ class Journal:
             make: the record's class.
         """
         packed = pack_value(gconfig)
+        if (
+            known := self._arguments.get(packed)
+        ) is not None:  # numbers are given once by a process, whatever file is written now
+            return known
         with self._lock:
             if self._file is None and not self._is_closed:
                 self._open_next()

@@ -229,6 +229,8 @@ def unpack_floats(packed: bytes, count: int) -> np.ndarray:
 
 def pack_versions(versions: np.ndarray) -> int | bytes:
     """One number where all are the same, else packed."""
+    if versions.strides == (0,):  # one number in memory
+        return int(versions[0])
     packed = versions.tobytes()
     if packed and packed == packed[:4] * len(versions):
         return int(versions[0])
