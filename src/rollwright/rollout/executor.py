@@ -289,12 +289,13 @@ class RolloutExecutor:
             self._call(setattr, delivery.staleness, "batch", count)
             epochs, accepted = source.epochs, runner.groups["accepted"]
             while True:
-                drawn = (self._past.row(row) for row in source.draw(self._call(runner.wanted)))
+                wanted, is_again = self._call(lambda: (runner.wanted(), bool(delivery.again)))
+                drawn = self._past.draw(source, wanted, is_again)
                 groups = [
                     self._past.give(self._factory.make(row, workflow, workflow_kwargs, should_accept_fn, group_size))
                     for row in drawn
                 ]
-                is_over = source.is_over
+                is_over = source.is_over and not self._past.later
                 taken = self._await(Waiter(take, caller), None, "prepare_batch", groups)
                 if taken:
                     return taken
@@ -379,7 +380,7 @@ class RolloutExecutor:
             (ordinals that are done); ``pending`` (tasks drawn and not done, in order) and ``finished`` (complete groups that no
             batch has taken), by which the dataloader is ahead.
         """
-        drawn = [*self._restored, *(row for source in self._sources.values() for row in source.rows)]
+        drawn = [*self._restored, *self._past.later, *(row for source in self._sources.values() for row in source.rows)]
         return self._call(state_of, self._runner, self._factory, drawn)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

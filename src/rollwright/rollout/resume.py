@@ -4,7 +4,7 @@ One path for what was finished, what was under way and what was trained after th
 
 * every episode of a task that is not done runs again with its past: what it asked is answered from the journal, up to the first new
   request. One that was finished ends without asking a model, and its rows have the tokens, versions and log-probabilities of then;
-* an ordinal is the task that it was, and a task that was given up stays given up;
+* an ordinal is the task that it was; one that was rejected or filtered stays so, and one that failed begins anew;
 * batches that were taken after the checkpoint are taken again in the same order: steps that were lost are made again of the same groups.
 """
 
@@ -22,13 +22,14 @@ from rollwright.experience.journal.files import Journal, Place
 from rollwright.experience.journal.records import AnyRecord, GroupEnd
 from rollwright.experience.journal.tasks import images_in, pack_task, unpack_task
 from rollwright.rollout.runner import Runner
-from rollwright.rollout.task_group import Group, GroupFactory
+from rollwright.rollout.task_group import Group, GroupFactory, TaskSource
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("rollout")
 
-#: Ends of a group that the clock or the trainer decided; a run that goes on decides them anew.
-DECIDED_ANEW = ("delivered", "dropped/stale", "dropped/over_sampling", "dropped/abandoned")
+#: Ends of a group that the clock, the trainer or a fault decided; a run that goes on decides them anew. The others follow from what was
+#: answered: a workflow or a filter refused it.
+DECIDED_ANEW = ("delivered", "failed", "dropped/stale", "dropped/over_sampling", "dropped/abandoned")
 
 
 @dataclass
@@ -37,7 +38,9 @@ class PastEpisodes:
 
     Attributes:
         episodes: by ordinal and index of the sample, the attempt that came furthest.
-        given_up: groups that were rejected, filtered or given up, by ordinal.
+        given_up: groups that were rejected or filtered, by ordinal.
+        failed: ordinals of those that failed, which begin anew.
+        later: tasks of them that were drawn, and wait until no batch is taken again.
         order: ordinals of the groups that were delivered, in that order.
         newest_version: of their tokens; -1 where there are none.
         tokens: that were sampled in ``episodes``.
@@ -46,6 +49,8 @@ class PastEpisodes:
 
     episodes: dict[int, dict[int, RecordedEpisode]] = field(default_factory=dict)
     given_up: dict[int, GroupEnd] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
+    later: list[dict[str, Any]] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
     newest_version: int = -1
     tokens: int = 0
@@ -55,6 +60,23 @@ class PastEpisodes:
     def count(self) -> int:
         """Episodes that have a past."""
         return sum(map(len, self.episodes.values()))
+
+    def draw(self, source: TaskSource, count: int, is_again: bool) -> list[dict[str, Any]]:
+        """Rows of a source, each the task that its ordinal was. What failed comes behind the batches that were taken without it.
+
+        Args:
+            source: where they are drawn.
+            count: how many there are at most.
+            is_again: such batches are still to be taken.
+        """
+        if self.later and (source.is_over or not is_again):
+            source.put_back(self.later)
+            self.later, self.failed = [], set()
+        rows = source.draw(count)
+        if is_again and self.failed:
+            self.later += [row for row in rows if row.get("ordinal") in self.failed]
+            rows = [row for row in rows if row.get("ordinal") not in self.failed]
+        return [self.row(row) for row in rows]
 
     def row(self, row: dict[str, Any]) -> dict[str, Any]:
         """The task that the ordinal of ``row`` was, should another be drawn for it now.
@@ -124,7 +146,7 @@ def recall(runner: Runner, directories: Iterable[str | Path]) -> PastEpisodes:
     delivery = runner.delivery
     past = read_past(directories, lambda ordinal: not delivery.frontier.is_done(ordinal), runner.journal)
     if runner.journal is not None:
-        runner.journal.goes_on_to = max([*past.episodes, *past.order, *past.given_up], default=-1)
+        runner.journal.goes_on_to = max([*past.episodes, *past.order, *past.given_up, *past.failed], default=-1)
     for group in delivery.ready:  # the checkpoint has their rows
         past.episodes.pop(group.ordinal, None)
     delivery.again, runner.given_up = dict.fromkeys(past.order), dict(past.given_up)
@@ -151,12 +173,15 @@ def read_past(
     found: dict[tuple[int, int], list[RecordedEpisode]] = defaultdict(list)
     ends: dict[int, GroupEnd] = {}
     delivered: dict[int, None] = {}
+    failed: dict[int, float] = {}  # when each did last
 
     def note(place: Place, record: AnyRecord) -> None:
         if isinstance(record, GroupEnd) and not record.is_eval and is_open(record.ordinal):
             ends[record.ordinal] = record
             if record.state == "delivered":
                 delivered.setdefault(record.ordinal)
+            elif record.state == "failed":
+                failed[record.ordinal] = record.time
 
     for directory in directories:
         for episode in read_episodes(directory, lambda writer, begin: not begin.is_eval and is_open(begin.ordinal), note):
@@ -165,8 +190,9 @@ def read_past(
     if journal is not None:
         past.redacted = journal.redacted
     past.order = [ordinal for ordinal in delivered if ordinal not in past.given_up]
+    past.failed = {ordinal for ordinal, end in ends.items() if end.state == "failed"} - delivered.keys()
     for (ordinal, index), episodes in sorted(found.items()):
-        furthest = _furthest(episodes)
+        furthest = _furthest(episodes, failed.get(ordinal, 0.0))
         if furthest is not None and ordinal not in past.given_up:
             past.episodes.setdefault(ordinal, {})[index] = furthest
             past.newest_version = max(past.newest_version, furthest.newest_version)
@@ -174,15 +200,14 @@ def read_past(
     return past
 
 
-def _furthest(episodes: list[RecordedEpisode]) -> RecordedEpisode | None:
+def _furthest(episodes: list[RecordedEpisode], failed: float) -> RecordedEpisode | None:
     """Of the episodes of one sample the one to go on from: each began with what the one before it had been answered.
 
-    One that diverged began anew: neither it nor those before it count.
+    One that diverged, or whose group failed, began anew: neither it nor those before it count.
     """
-    diverged = max(
-        (each.begin.time for each in episodes if each.end is not None and each.end.outcome == "diverged"), default=0.0
-    )
-    later = (each for each in episodes if each.begin.time > diverged)
+    diverged = (each.begin.time for each in episodes if each.end is not None and each.end.outcome == "diverged")
+    anew = max(diverged, default=0.0)
+    later = (each for each in episodes if each.begin.time > max(anew, failed))
     return max(
         later, key=lambda each: (each.begin.attempt, each.is_finished, len(each.calls) + len(each.results)), default=None
     )

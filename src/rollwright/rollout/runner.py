@@ -97,7 +97,7 @@ class Runner:
         self._direct: deque[Group] = deque()  # groups of rollout_batch and evaluation: not subject to admission
         self._members: deque[tuple[Group, int, int]] = deque()  # samples of admitted groups that wait for a place
         self._held: list[tuple[Group, int, int]] = []  # of them, those that wait for the version that they had come to
-        self.given_up: dict[int, GroupEnd] = {}  # tasks that were given up before the run was stopped
+        self.given_up: dict[int, GroupEnd] = {}  # tasks that were rejected or filtered before the run was stopped
         self._waiters: list[Waiter] = []
         self._is_settling = False
         self._pump_asked = False
@@ -113,8 +113,7 @@ class Runner:
         with self._faults_stop():
             for group in groups:
                 if group.in_stream and (end := self.given_up.pop(group.ordinal, None)) is not None:
-                    state = GroupState.FAILED if end.state == "failed" else GroupState.DROPPED
-                    self._end(group, state, end.state, end.reason)
+                    self._end(group, GroupState.DROPPED, end.state, end.reason)
             self.pump()
 
     def pump(self) -> None:

@@ -163,6 +163,7 @@ class Delivery:
         self.in_training: list[Group] = []
         self.taken_by: int | None = None  # thread that took what is in training
         self.again: dict[int, None] = {}  # ordinals delivered after the checkpoint that the run was resumed from, in order
+        self._awaits_last_again = False  # the last of these batches was taken, and its version is not published
         self._waits_for_old = config.on_stale == "wait"
         self._deterministic = deterministic
         self._drop = drop
@@ -210,9 +211,12 @@ class Delivery:
             picked = self._taken_again(count, final)
             if picked is not None:
                 self._deliver_and_cut(picked, self._surplus(picked))
-                self._on_free()  # the last one: samples need not wait any more
+                self._awaits_last_again = not self.again
             if picked is not None or self.again:
                 return picked
+        elif self._awaits_last_again:  # a further batch is asked for before a version: nobody is to wait for that
+            self._awaits_last_again = False
+            self._on_free()
         if state.ready < count and not final:
             return None
         self._drop_stale()
@@ -272,7 +276,7 @@ class Delivery:
 
     def waits_for_version(self, group: Group, index: int) -> bool:
         """True where a sample's past has tokens of weights that are still to be made again, before which it is not to go on."""
-        if not self.again or self._deterministic or group.ordinal in self.again:
+        if not (self.again or self._awaits_last_again) or self._deterministic or group.ordinal in self.again:
             return False
         return index in group.past and group.past[index].newest_version > self.staleness.version
 
@@ -328,6 +332,7 @@ class Delivery:
             self.frontier.done(group.ordinal)
         self.in_training = []
         self.taken_by = None
+        self._awaits_last_again = False
         self.staleness.in_training = 0
         self._on_free()
 

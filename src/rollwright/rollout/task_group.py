@@ -290,6 +290,10 @@ class TaskSource:
         del self.rows[:count]
         return drawn
 
+    def put_back(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Rows that were drawn are drawn next."""
+        self._restored.extendleft(reversed(rows))
+
     def _read_batch(self) -> None:
         if self._batches is None:
             self._batches = iter(self.loader)

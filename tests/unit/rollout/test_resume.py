@@ -78,6 +78,7 @@ class Run:
         self.trained: dict[int, dict] = {}  # step -> batch, of the surviving history
         self.engines: list[NeverTheSame] = []
         self.histories: list[dict[int, dict]] = []
+        self.published_after = 0.0  # seconds from taking a batch
 
     def live(self, *, steps=10**6, killed_after=None):
         """Go on from the newest checkpoint to the end of the tasks, or until killed: after some steps, or some seconds."""
@@ -94,7 +95,7 @@ class Run:
             executor.destroy()
             journal.close()
 
-        drawn = 0
+        self.kill, drawn = kill, 0
         if state is not None:
             executor.load_state_dict(state)
             drawn = state["next_ordinal"]
@@ -116,6 +117,7 @@ class Run:
                 assert int(batch["versions"].max()) <= version  # nothing is of weights that are still to come
                 version += 1
                 self.trained[version] = self.histories[-1][version] = batch
+                time.sleep(self.published_after)
                 engine.set_version(version)
                 executor.set_version(version)
                 if version % self.every == 0:
@@ -125,7 +127,7 @@ class Run:
         except DatasetEnded:
             self.state = executor.state_dict()
         except RolloutError:
-            if killed_after is None:
+            if not journal._is_closed:
                 raise
         finally:
             timer.cancel()
@@ -268,10 +270,9 @@ def test_an_unfinished_episode_goes_on_as_the_same_attempt_and_its_tool_is_not_c
     assert sorted(run.ordinals()) == [0, 1]
 
 
-def test_tasks_that_were_given_up_stay_given_up(tmp_path):
+def test_tasks_that_were_rejected_stay_so_and_one_that_failed_begins_anew(tmp_path):
     run = Run(tmp_path, tasks_of(8, rejects={1, 3}, fails={2}), every=100, max_sample_retries=1).live(steps=2)
-    asked = len(run.engines[0].answers)
-    assert asked
+    assert run.engines[0].answers
     run.live()
     assert sorted(run.ordinals()) == [0, 4, 5, 6, 7]
     ends = [
@@ -280,8 +281,54 @@ def test_tasks_that_were_given_up_stay_given_up(tmp_path):
         if isinstance(record, GroupEnd) and place.writer == 1
     ]
     assert {(1, "rejected"), (2, "failed"), (3, "rejected")} <= set(ends)
-    begun = {each.begin.ordinal for each in read_episodes(tmp_path) if each.writer == 1}
-    assert not begun & {1, 2}
+    begun = [each.begin for each in read_episodes(tmp_path) if each.writer == 1]
+    assert not any(begin.ordinal == 1 for begin in begun)
+    assert {begin.attempt for begin in begun if begin.ordinal == 2} == {0, 1}
+
+
+def test_what_failed_after_the_checkpoint_is_decided_anew_and_what_failed_before_is_not(tmp_path):
+    """The tool is back: a task that was given up since is trained, after the batches that were taken without it."""
+    run = Run(tmp_path, tasks_of(8, fails={0, 5}), every=2, batch=1, max_sample_retries=1, max_failed_share=1.0)
+    run.live(steps=5)
+    assert run.ordinals() == [1, 2, 3, 4, 6]
+    assert run.checkpoint[0] == 4
+
+    class Repaired(Turns):
+        def scored(self, ids, mask, data):
+            return super().scored(ids, mask, {**data, "fails": False})
+
+    run.workflow = Repaired()
+    run.live(steps=1).live()
+    assert run.ordinals() == [1, 2, 3, 4, 6, 5, 7]
+    assert run.state["frontier"] == 8
+
+
+def test_an_episode_waits_until_the_version_that_it_had_come_to_is_published_again(tmp_path):
+    """However late that is: no token of an older version comes behind one of a newer."""
+
+    class OneTurnAVersion:
+        async def arun_episode(self, engine, data):
+            ids, mask, rid, lives = [1, 2, data["ordinal"]], [0, 0, 0], uuid.uuid4().hex, len(run.engines)
+            for turn in range(4 if data["ordinal"] == 1 else 1):
+                while lives == 1 and engine.get_version() < (turn or data["from"]):  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+                response = await engine.agenerate(ModelRequest(input_ids=ids, gconfig=GCONFIG, rid=rid))
+                ids, mask = [*ids, *response.output_tokens], [*mask, *[1] * response.output_len]
+                if lives == 1 and turn == 2:
+                    threading.Thread(target=run.kill).start()
+                    await asyncio.sleep(3600)
+            return {"input_ids": ids, "loss_mask": mask, "reward": 1.0}
+
+    tasks = [{"ordinal": number, "from": 3 if number > 2 else 0} for number in range(5)]
+    run = Run(tmp_path, tasks, batch=1, every=100, workflow=OneTurnAVersion(), max_head_offpolicyness=4)
+    run.live()  # 0 and 2 are trained; 1 comes to version 2
+    assert run.ordinals() == [0, 2]
+    run.published_after = 0.2
+    run.live()
+    assert sorted(run.ordinals()) == list(range(5))
+    (batch,) = [batch for batch in run.trained.values() if batch["input_ids"][0, 2] == 1]
+    for versions, mask in zip(batch["versions"], batch["loss_mask"].bool(), strict=True):
+        assert versions[mask].tolist() == sorted(versions[mask].tolist())
 
 
 def test_a_retried_sample_goes_on_with_the_attempt_that_was_under_way(tmp_path):
