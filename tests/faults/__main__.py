@@ -22,17 +22,20 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of what is drawn (1)")
     parser.add_argument("--topology", choices=list(TOPOLOGIES), default="both-sync")
     parser.add_argument("--store", choices=["postgresql", "sqlite"], default="postgresql", help="of explore-train")
-    parser.add_argument("--json", type=Path, help="where the report goes")
+    parser.add_argument("--json", type=Path, help="where the report goes, after each run that of the runs so far")
     parser.add_argument("--directory", type=Path, help="to work in; what does not hold stays there (a temporary one)")
     given = parser.parse_args()
     root = given.directory or own_directory()
     report = campaign(
-        given.topology, given.kills, given.seed, root, store=given.store, said=lambda line: print(line, flush=True)
+        given.topology,
+        given.kills,
+        given.seed,
+        root,
+        store=given.store,
+        said=lambda line: print(line, flush=True),
+        report_to=given.json,
     )
-    text = json.dumps(report, indent=2)
-    print(text)
-    if given.json:
-        given.json.write_text(text + "\n")
+    print(json.dumps(report, indent=2))
     if holds(report):
         shutil.rmtree(root, ignore_errors=True)
         return 0

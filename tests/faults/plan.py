@@ -50,7 +50,7 @@ def plan(generator: random.Random, kills: int, kinds: Iterable[str]) -> list[Fau
                 continue
             (kind,) = generator.choices(list(chosen), list(chosen.values()))
             # What goes on is written again: the shorter times are in the middle of that, the longer ones come after it.
-            after = 0.0 if kind == "early" else generator.uniform(0.0, 1.6) * generator.choice([1, 4])
+            after = 0.0 if kind == "early" else generator.uniform(0.0, 1.6) * generator.choice([0.5, 2])
             pause = generator.uniform(0.0, 0.8 if kind == "early" else 0.05)
             faults.append(Fault(kind, generator.randrange(1 << 16), after, pause, generator.uniform(0.1, 1.0)))
     return faults

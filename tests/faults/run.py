@@ -36,6 +36,7 @@ recover: {{every_steps: 2, keep: 3}}
 stats_logger: {{display: none, dump_rollouts: -1}}
 """
 BATCH, SAMPLES = 4, 2  # as above
+WITHOUT_JOURNALS = frozenset(("recover", "checkpoints", "logs", "rollouts", "__pycache__"))
 
 PARTS = '''
 """The workflow of the runs: two or three turns with a tool between them."""
@@ -206,7 +207,7 @@ class Run(ABC):
             assert time.monotonic() < deadline, f"not so after {LIMIT:.0f} s: {what}\n" + "\n".join(
                 part.said() for part in self.parts
             )
-            time.sleep(0.01)
+            time.sleep(0.03)
 
     def tend(self) -> None:
         """Start parts again that a fault ended.
@@ -223,12 +224,13 @@ class Run(ABC):
             part.start()
 
     def journaled(self) -> int:
-        """Bytes in all journals of the run."""
-        return sum(size for path, size in self._files() if path.endswith(".journal"))
+        """Bytes in all journals of the run; looked at often, so that it looks nowhere else."""
+        return sum(size for path, size in self._files(skipped=WITHOUT_JOURNALS) if path.endswith(".journal"))
 
-    def _files(self) -> Iterator[tuple[str, int]]:
-        """Paths and sizes of the run's files, of which some may go at any moment."""
-        for directory, _, names in os.walk(self.root):
+    def _files(self, skipped: frozenset[str] = frozenset()) -> Iterator[tuple[str, int]]:
+        """Paths and sizes of the run's files outside of ``skipped`` directories; some may go at any moment."""
+        for directory, inner, names in os.walk(self.root):
+            inner[:] = [name for name in inner if name not in skipped]
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     yield (path := os.path.join(directory, name)), os.stat(path).st_size

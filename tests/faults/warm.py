@@ -6,6 +6,7 @@ id, ``["poll", pid]`` the exit status or null. When its input ends, it kills wha
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -23,12 +24,18 @@ MODULES = (
     "transformers.models.qwen3.modeling_qwen3",
     "openai",
 )
+WHERE_INSTALLED = ("matplotlib.figure", "matplotlib.backends.backend_agg")
 
 
 def serve() -> list[str]:
     """Answer requests; returns only in the processes that it starts, with the arguments of theirs."""
     for name in MODULES:
         importlib.import_module(name)
+    for name in WHERE_INSTALLED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    validation, experiment = (importlib.import_module(f"rollwright.config.{name}") for name in ("validation", "experiment"))
+    validation.adapter_of(experiment.PPOConfig)  # kept by it
     _answer("ready")
     started: set[int] = set()
     for line in sys.stdin:
