@@ -4,8 +4,9 @@
 
     python -m tests.faults --kills 200 --seed 1 --topology both-sync --json report.json
 
-``topologies`` says what is run and what has to hold, ``plan`` what happens to it and when, ``parts`` starts and ends processes,
-``proxy`` stands in their connections, ``proof`` reads journals, store and metrics, ``left`` looks for what was left behind.
+``topologies`` names what is run (``run`` carries it out; ``both``, ``ranks``, ``explore_train``, ``serve`` and ``long_episodes`` say
+what has to hold), ``plan`` what happens to it and when, ``parts`` starts and ends processes, ``proxy`` stands in their connections,
+``proof`` reads journals, store and metrics, ``left`` looks for what was left behind.
 """
 
 import sys

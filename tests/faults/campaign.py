@@ -15,13 +15,11 @@ from typing import Any
 
 from postgresql_server import postgresql_programs, postgresql_server
 
+from .both import BothSync
 from .parts import Warm
-from .plan import KILLS, plan
+from .plan import KILLS
 from .proof import Proof, curve
-from .topologies import TOPOLOGIES, BothSync
-
-#: Kills of one run at most.
-A_RUN = 12
+from .topologies import TOPOLOGIES
 
 
 def write_model(path: Path) -> Path:
@@ -45,6 +43,7 @@ def campaign(
     store: str = "postgresql",
     said: Callable[[str], object] = print,
     report_to: Path | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Runs of a topology until ``kills`` processes were killed; the report.
 
@@ -58,6 +57,7 @@ def campaign(
         store: of explore-train, postgresql (where it is installed) or sqlite.
         said: is given a line for each run.
         report_to: file that has the report of the runs so far; a campaign may take hours.
+        options: of the topology.
     """
     root.mkdir(parents=True, exist_ok=True)
     generator, started = random.Random(f"{topology}/{seed}"), time.monotonic()
@@ -68,7 +68,6 @@ def campaign(
         if warm is None:
             warm = Warm()
             opened.callback(warm.close)
-        options: dict[str, Any] = {}
         if topology == "explore-train" and store == "postgresql" and postgresql_programs() is not None:
             options["postgresql"] = opened.enter_context(postgresql_server())
         if topology == "both-sync":
@@ -76,7 +75,7 @@ def campaign(
         while (left := kills - sum(counts[kind] for kind in KILLS)) > 0:
             runs += 1
             run = TOPOLOGIES[topology](warm, root / f"run-{runs}", model, generator.randrange(1 << 30), **options)
-            faults = plan(generator, min(left, A_RUN), run.kinds)
+            faults = run.plan(generator, left)
             began = time.monotonic()
             try:
                 proof = run.carry_out(faults)
@@ -94,7 +93,7 @@ def campaign(
                 "runs": runs,
                 "kills": sum(counts[kind] for kind in KILLS),
                 "faults": dict(sorted(counts.items())),
-                **{name: getattr(total, name) for name in total.__dataclass_fields__},
+                **total.report(),
                 "seconds": round(time.monotonic() - started, 1),
             }
             if topology == "explore-train":

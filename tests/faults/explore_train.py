@@ -13,7 +13,7 @@ from store_databases import new_postgresql_database
 from .parts import Part
 from .proof import History, Proof
 from .proxy import Proxy
-from .run import BATCH, CONFIG, PARTS, SAMPLES, Run, Tool
+from .run import BATCH, SAMPLES, Run, Tool
 
 
 class ExploreTrain(Run):
@@ -43,9 +43,7 @@ class ExploreTrain(Run):
             between = Proxy(url.port or 5432)
             self.proxies = [between, self.tool.proxy]
             store += f", url: '{url.set(port=between.port).render_as_string(hide_password=False)}'"
-        (self.root / "parts_of_faults.py").write_text(PARTS)
-        config = CONFIG.format(root=self.root, model=self.model, steps=self.steps, tool=self.tool.proxy.port)
-        (self.root / "config.yaml").write_text(f"{config}store: {{{store}}}\n")
+        self.write_config(self.steps, f"{{port: {self.tool.proxy.port}}}", f"store: {{{store}}}\n")
         names = {"explorer-a": "explore", "explorer-b": "explore", "trainer": "train"}
         self.parts = [Part(self.warm, name, ["run", "config.yaml", f"mode={mode}"], self.root) for name, mode in names.items()]
 

@@ -68,6 +68,7 @@ class Part:
 
     def __init__(self, warm: Warm, name: str, arguments: list[str], root: Path) -> None:
         self.name, self.arguments, self.root = name, arguments, root
+        self.environment = {"ROLLWRIGHT_FAULTS": str(root)}
         self.log = root / f"{name}.log"
         self.pid = 0
         self.status: int | None = None  # None: it runs, or was not started
@@ -78,8 +79,7 @@ class Part:
 
     def start(self) -> None:
         """Start it, or start it again."""
-        environment = {"ROLLWRIGHT_FAULTS": str(self.root)}
-        self.pid = int(str(self._warm.ask("start", self.arguments, str(self.root), str(self.log), environment)))
+        self.pid = int(str(self._warm.ask("start", self.arguments, str(self.root), str(self.log), self.environment)))
         self.status = None
         self.starts += 1
 

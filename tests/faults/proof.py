@@ -8,16 +8,28 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from rollwright.experience.journal.files import Place, journal_files, read_file
-from rollwright.experience.journal.records import Begin, Call, Checkpoint, End, GroupEnd, Trained, tokens_in
+from rollwright.experience.journal.records import (
+    Begin,
+    Call,
+    Checkpoint,
+    End,
+    GroupEnd,
+    Result,
+    Trained,
+    tokens_in,
+    unpack_value,
+)
 from rollwright.rollout.task_group import SAMPLE_BITS
 
 Sample = tuple[int, int]  # ordinal and index
 Writer = tuple[int, int]  # number of its directory, and its own there
 
 MARK_BYTES = 8  # that a journal file begins with
+HOW_LONG = "how_long"  # durable call by which a workflow draws how many calls an episode has
 
 
 @dataclass
@@ -30,6 +42,8 @@ class Proof:
     in_flight_tokens: int = 0  # of calls that were in flight at a kill, and of records that the suite damaged
     left_behind: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)  # what else did not hold
+    lengths: list[tuple[int, int]] = field(default_factory=list)  # calls and tokens of the trained episodes
+    first_drawn: list[int] = field(default_factory=list)  # calls that these were to have when they first began
 
     def __add__(self, other: Proof) -> Proof:
         return Proof(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
@@ -39,6 +53,16 @@ class Proof:
         """True where nothing was lost, repeated or left behind."""
         is_exact = not (self.lost or self.duplicated or self.left_behind or self.wrong)
         return is_exact and self.lost_tokens <= self.in_flight_tokens
+
+    def report(self) -> dict[str, Any]:
+        """Its fields, with means in place of the lengths."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        lengths, drawn = fields.pop("lengths"), fields.pop("first_drawn")
+        if lengths:
+            calls, tokens = zip(*lengths, strict=True)
+            fields["episodes"] = {"trained": len(lengths), "calls": mean(calls), "tokens": mean(tokens)}
+            fields["episodes"] |= {"first_drawn": mean(drawn)} if drawn else {}
+        return fields
 
 
 class History:
@@ -58,31 +82,28 @@ class History:
         self.last_seen: dict[Writer, float] = defaultdict(float)  # seconds since the epoch
         self.given_up: Counter[str] = Counter()  # groups by what ended them
         self.trained: dict[Writer, dict[int, list[Trained]]] = defaultdict(lambda: defaultdict(list))
+        self.lengths: dict[Writer, dict[Sample, tuple[int, int]]] = defaultdict(dict)  # calls and tokens of episodes that ended
+        self.first_drawn: dict[Sample, int] = {}  # what its first durable call HOW_LONG said
         for number, directory in enumerate(directories):
             for path in journal_files(directory):
                 self._read(number, path)
 
     def _read(self, directory: int, path: Path) -> None:
-        names: dict[int, Begin] = {}
+        begun: dict[int, Begin] = {}
+        made: dict[int, list[int]] = {}  # calls and tokens of episodes
         for place, record in read_file(path):
             writer = (directory, place.writer)
             if isinstance(record, Begin | Call | End | GroupEnd):
                 seen = record.finished if isinstance(record, Call) else record.time
                 self.last_seen[writer] = max(self.last_seen[writer], seen)
             if isinstance(record, Begin):
-                names[record.episode] = record
+                begun[record.episode], made[record.episode] = record, [0, 0]
                 if not record.is_eval:
                     self.opened[writer].add((record.ordinal, record.index))
-            elif isinstance(record, Call | End) and record.episode in names:
-                begin = names[record.episode]
-                sample = (begin.ordinal, begin.index)
-                if begin.is_eval:
-                    continue
-                if isinstance(record, Call):
-                    at = (record.conversation, record.turn)
-                    self.calls[sample][at].append((writer, record.started, tokens_in(record.output)))
-                elif record.outcome not in ("cut", "diverged"):
-                    self.ended[writer].add(sample)
+            elif isinstance(record, Call | Result | End) and record.episode in begun:
+                begin = begun[record.episode]
+                if not begin.is_eval:
+                    self._note(writer, (begin.ordinal, begin.index), record, made[record.episode])
             elif isinstance(record, GroupEnd) and not record.is_eval:
                 if record.state == "delivered":
                     self.delivered[writer][record.group] = record.ordinal
@@ -90,6 +111,18 @@ class History:
                     self.given_up[f"{record.state}: {record.reason}"] += 1
             elif isinstance(record, Trained):
                 self.trained[writer][record.step].append(record)
+
+    def _note(self, writer: Writer, sample: Sample, record: Call | Result | End, made: list[int]) -> None:
+        if isinstance(record, Call):
+            tokens = tokens_in(record.output)
+            self.calls[sample][record.conversation, record.turn].append((writer, record.started, tokens))
+            made[:] = made[0] + 1, made[1] + tokens
+        elif isinstance(record, Result):
+            if record.name == HOW_LONG and record.value is not None:
+                self.first_drawn.setdefault(sample, unpack_value(record.value))
+        elif record.outcome not in ("cut", "diverged"):
+            self.ended[writer].add(sample)
+            self.lengths[writer][sample] = (made[0], made[1])
 
     def surviving(self) -> dict[int, list[Sample]]:
         """What each step trained on, as the last process that made it says."""
@@ -99,6 +132,21 @@ class History:
                 names = self.delivered[writer]
                 steps[step] = [(names.get(each.group, -1), each.sample & ((1 << SAMPLE_BITS) - 1)) for each in records]
         return dict(sorted(steps.items()))
+
+    def trained_lengths(self) -> dict[Sample, tuple[int, int]]:
+        """Calls and tokens of the episodes that the surviving steps trained on.
+
+        The last episode counts that had ended when its step was made: what a recover checkpoint has whole does not run again.
+        """
+        made: dict[int, Writer] = {}
+        for writer in sorted(self.trained):
+            made.update(dict.fromkeys(self.trained[writer], writer))
+        lengths = {}
+        for step, samples in self.surviving().items():
+            for sample in samples:
+                ends = [writer for writer in sorted(self.lengths) if writer <= made[step] and sample in self.lengths[writer]]
+                lengths[sample] = self.lengths[ends[-1]][sample]
+        return lengths
 
     def sampled_again(self) -> int:
         """Tokens that were answered in one process and sampled again in another."""

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from .left import left_behind, shared_memory_of
 from .parts import LIMIT, Part, Warm
-from .plan import Fault
+from .plan import Fault, plan
 from .proof import Proof, damage_checkpoint, damage_tail
 from .proxy import Proxy
 
-#: What every run begins with; a topology adds its own keys. ``{tool}`` is the port of what the workflow asks.
+#: What every run begins with; a topology adds its own keys.
 CONFIG = """
 experiment_name: faults
 trial_name: trial
@@ -29,13 +29,14 @@ cluster: {{fileroot: {root}/runs, threads: 1}}
 actor: {{path: {model}, dtype: float32, device: cpu, optimizer: {{lr: 1.0e-3}}}}
 gconfig: {{n_samples: 2, max_new_tokens: 12, temperature: 0.7}}
 train_dataset: {{path: arithmetic, split: train, batch_size: 4, kwargs: {{digits: 1}}}}
-workflow: parts_of_faults.AskedTwice
-workflow_kwargs: {{port: {tool}}}
+workflow: parts_of_faults.{workflow}
+workflow_kwargs: {arguments}
 total_train_steps: {steps}
 recover: {{every_steps: 2, keep: 3}}
 stats_logger: {{display: none, dump_rollouts: -1}}
 """
 BATCH, SAMPLES = 4, 2  # as above
+KILLS_OF_A_RUN = 12
 WITHOUT_JOURNALS = frozenset(("recover", "checkpoints", "logs", "rollouts", "__pycache__"))
 
 PARTS = '''
@@ -155,6 +156,18 @@ class Run(ABC):
     def directory_of(self, part: Part) -> Path:
         """The run directory of a part as it was started last."""
 
+    def write_config(
+        self, steps: int, arguments: str, more: str = "", *, workflow: str = "AskedTwice", parts: str = PARTS
+    ) -> None:
+        """Write ``config.yaml``, with keys of the topology, and the module that has its workflow."""
+        config = CONFIG.format(root=self.root, model=self.model, steps=steps, workflow=workflow, arguments=arguments)
+        (self.root / "config.yaml").write_text(config + more)
+        (self.root / "parts_of_faults.py").write_text(parts)
+
+    def plan(self, generator: random.Random, kills: int) -> list[Fault]:
+        """What happens to it: ``kills`` kills at most."""
+        return plan(generator, min(kills, KILLS_OF_A_RUN), self.kinds)
+
     def is_over(self) -> bool:
         """True where no part has anything left to do."""
         return all(part.starts and (part.poll() == 0 or self._has_finished(part)) for part in self.parts)
@@ -218,10 +231,18 @@ class Run(ABC):
         for part in self.parts:
             if not part.starts or part.poll() in (None, 0) or self._has_finished(part):
                 continue
-            assert part in self._excused, f"ended though nothing had happened to it: {part.said()}"
-            self._excused.discard(part)
+            assert self._excused & self.bound_to(part), f"ended though nothing had happened to it: {part.said()}"
             self.counts["ended with an error"] += 1
-            part.start()
+            self.restart(part)
+
+    def bound_to(self, part: Part) -> set[Part]:
+        """Parts that cannot go on without each other: what happens to one ends all."""
+        return {part}
+
+    def restart(self, part: Part) -> None:
+        """Start a part again that has ended."""
+        self._excused.discard(part)
+        part.start()
 
     def journaled(self) -> int:
         """Bytes in all journals of the run; looked at often, so that it looks nowhere else."""
@@ -247,7 +268,6 @@ class Run(ABC):
         self.counts[fault.kind] += 1
         if fault.kills:
             part.kill()
-            self._excused.discard(part)
             if part.status != -signal.SIGKILL:  # it had just ended
                 self.counts[fault.kind] -= 1
             if fault.kind == "tail":
@@ -255,7 +275,7 @@ class Run(ABC):
             elif fault.kind == "checkpoint" and not self._has_finished(part):
                 damage_checkpoint(self.directory_of(part) / "recover", self.generator)
             if not self._has_finished(part):
-                part.start()
+                self.restart(part)
         elif fault.kind == "stop":
             part.stop_for(fault.size)
         elif fault.kind == "disk":

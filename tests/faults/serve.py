@@ -20,7 +20,7 @@ from rollwright.store import ExperienceStore
 from .parts import LIMIT, Part
 from .proof import Proof
 from .proxy import Proxy
-from .run import CONFIG, PARTS, Run
+from .run import Run
 
 
 @dataclass
@@ -43,9 +43,7 @@ class Serve(Run):
         """One part; a proxy before the service, and one before the front that agents talk to."""
         self.service, self.front = Proxy(), Proxy()
         self.proxies = [self.service, self.front]
-        (self.root / "parts_of_faults.py").write_text(PARTS)
-        config = CONFIG.format(root=self.root, model=self.model, steps=1, tool=1)
-        (self.root / "config.yaml").write_text(f"{config}store: {{}}\n")
+        self.write_config(1, "{port: 1}", "store: {}\n")
         self.parts = [Part(self.warm, "service", ["run", "config.yaml", "mode=serve"], self.root)]
         self.worked: list[Worked] = []
         self._key = ""

@@ -14,11 +14,12 @@ import numpy as np
 import psutil
 
 from rollwright.experience.journal.files import Journal, read_records
-from rollwright.experience.journal.records import Begin, Call, Checkpoint, End, GroupEnd, Trained
+from rollwright.experience.journal.records import Begin, Call, Checkpoint, End, GroupEnd, Result, Trained, pack_value
 from rollwright.rollout.task_group import SAMPLE_BITS
 
 from . import left, parts
-from .proof import History, compare, damage_tail
+from .long_episodes import compare_lengths
+from .proof import HOW_LONG, History, Proof, compare, damage_tail
 
 
 class Process:
@@ -37,6 +38,11 @@ class Process:
         output, started = np.zeros(tokens, dtype="<i4").tobytes(), at or self.tick()
         about: tuple[Any, ...] = (1.0, "stop", None, None, 0, started, started, 0.0, 0.0)
         self.journal.write(Call(self.episodes[ordinal, index], turn, 0, turn, -1, 0, b"", output, b"", 0, *about))
+
+    def draws(self, ordinal: int, index: int, turns: int) -> None:
+        self.journal.write(
+            Result(self.episodes[ordinal, index], HOW_LONG, 0, "recorded", pack_value(turns), None, None, self.tick(), 0.0)
+        )
 
     def ends(self, ordinal: int, index: int) -> None:
         self.journal.write(End(self.episodes[ordinal, index], "accepted", "", [], self.tick()))
@@ -87,6 +93,23 @@ def test_calls_that_are_made_again_are_lost_and_those_in_flight_are_not(tmp_path
     second.calls(0, 1, turn=0, tokens=5)  # sampled again
     history = History([tmp_path])
     assert (history.sampled_again(), history.in_flight()) == (5, 3)
+
+
+def test_episodes_that_became_shorter_are_found(tmp_path):
+    first, second = Process(tmp_path, 0.0), Process(tmp_path, 100.0)
+    for process, lengths in ((first, (2, 3)), (second, (2, 1))):
+        for index, turns in enumerate(lengths):
+            process.begins(0, index)
+            process.draws(0, index, turns)
+    for index, turns in enumerate((2, 1)):  # the second was drawn again
+        for turn in range(turns):
+            second.calls(0, index, turn, tokens=4)
+        second.ends(0, index)
+    second.trains(1, 0)
+    proof = Proof()
+    compare_lengths(History([tmp_path]), 1, proof)
+    assert proof.wrong == ["1 of 2 episodes are not as long as they were when they first began: 1 are shorter"]
+    assert proof.report()["episodes"] == {"trained": 2, "calls": 1.5, "tokens": 6, "first_drawn": 2.5}
 
 
 def test_a_torn_tail_takes_nothing_from_before_a_checkpoint(tmp_path):

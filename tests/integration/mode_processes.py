@@ -149,10 +149,6 @@ class Run:
         """What a part said so far."""
         return (self.root / f"log-{self.processes.index(process)}.txt").read_text()
 
-    def explorer_of(self, process: subprocess.Popen) -> str:
-        """Name of a process's run directory, by which it claims tasks; empty while there is none."""
-        return next((path.name for path in self.trial.glob(f"explorer-*-{process.pid}")), "")
-
     def rows(self, statement: str) -> list[tuple]:
         """What the store answers to a query; nothing while there is no store."""
         file, started = self.trial / "experiences.db", time.monotonic()

@@ -1,8 +1,7 @@
-"""Explorers and a trainer of one run, each a process of ``rollwright run``, killed with SIGKILL and started again."""
+"""A trainer that takes the freshest first, killed with SIGKILL and started again; tests/faults kills those that take the oldest."""
 
 from __future__ import annotations
 
-import subprocess
 from collections import defaultdict
 
 import pytest
@@ -33,37 +32,6 @@ def trained_groups(run: Run) -> dict[int, list[int]]:
     for batch, ordinal in run.rows("select uses.batch, groups.ordinal from uses join groups on groups.id = uses.group_id"):
         batches[batch].append(ordinal)
     return {batch: sorted(ordinals) for batch, ordinals in sorted(batches.items())}
-
-
-def test_two_explorers_and_a_trainer_lose_and_repeat_nothing(run_of):
-    """Synchronous, so that each batch has to be the next four tasks, whoever was killed in between."""
-    run = run_of(9)
-    run.let_tasks(0)
-    store = "store={lease_seconds: 4.0}"
-    explorers = [run.start("mode=explore", store) for _ in range(2)]
-    trainer = run.start("mode=train", store, "recover.every_steps=3")
-
-    def held(process: subprocess.Popen) -> list[tuple]:
-        return run.rows(f"select ordinal from tasks where state = 0 and owner = '{run.explorer_of(process)}'")
-
-    run.kill_while(explorers[0], lambda: held(explorers[0]) and run.rows("select 1 from versions where version >= 1"))
-    lost = held(explorers[0])
-    assert lost
-    run.let_tasks(3 * BATCH)
-    run.until(lambda: run.rows("select 1 from checkpoints"), trainer, explorers[1])  # the other one has taken over
-    explorers[0] = run.start("mode=explore", store)
-    uncommitted = "select groups.ordinal from uses join groups on groups.id = uses.group_id where uses.checkpoint is null"
-    run.kill_while(trainer, lambda: run.rows(uncommitted))
-    undone = run.rows(uncommitted)
-    trainer = run.start("mode=train", store, "recover.every_steps=3")
-    run.finished(trainer, *explorers)
-
-    assert f"{len(undone)} uses of experiences are made again" in run.log(trainer)
-    assert trained_groups(run) == {batch: list(range(BATCH * batch, BATCH * (batch + 1))) for batch in range(9)}
-    (attempts,) = run.rows(f"select min(attempt) from tasks where ordinal in ({', '.join(str(o) for (o,) in lost)})")
-    assert attempts[0] >= 1  # the other explorer's
-    stored = run.rows("select uses.batch, avg(reward) from uses join groups on groups.id = uses.group_id group by uses.batch")
-    assert run.rewards("trainer") == {batch + 1: pytest.approx(reward, abs=1e-6) for batch, reward in stored}
 
 
 def test_a_restart_that_trains_the_freshest_first(run_of):
