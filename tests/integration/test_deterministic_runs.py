@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -33,10 +34,11 @@ def digits(prompt, completion, prompt_ids, completion_ids, **data):
     return sum(character.isdigit() for character in completion) / 12
 
 
-def curve_of(model, root, *, rows, ahead=0):
+def curve_of(model, root, *, rows, ahead=0, tasks=6, steps=3):
     """Reward, length and gradient norm of each step, to the last bit."""
     settings = f"rollout: {{max_running_requests: {rows}, max_head_offpolicyness: {ahead}}}\n"
     config = build_config(parse_yaml(CONFIG + settings), [], GRPOConfig)
+    config.train_dataset.batch_size, config.total_train_steps = tasks, steps
     config.actor.path, config.cluster.fileroot, config.trial_name = str(model), str(root), f"rows-{rows}"
     with PPOTrainer(config, get_dataset(config.train_dataset, config.actor.path)) as trainer:
         trainer.train()
@@ -56,18 +58,25 @@ def test_the_curve_is_the_same_for_any_number_of_requests_at_once(tiny_model, tm
 
 @pytest.fixture(scope="module")
 def recorded(tiny_model, tmp_path_factory):
-    return curve_of(tiny_model, tmp_path_factory.mktemp("recorded"), rows=48)[1]
+    return curve_of(tiny_model, tmp_path_factory.mktemp("recorded"), rows=512, tasks=64, steps=2)[1]
 
 
-def test_an_episode_is_sampled_again_alone_to_the_same_tokens(recorded, tiny_model):
+def most_at_once(episodes):
+    """How many model requests were unanswered at once."""
+    calls = [each.call for episode in episodes for each in episode.calls]
+    changes = sorted([(call.started, 1) for call in calls] + [(call.finished, -1) for call in calls])
+    return max(itertools.accumulate(change for _, change in changes))
+
+
+def test_an_episode_among_512_is_sampled_again_alone_to_the_same_tokens(recorded, tiny_model):
     with RunReplay(recorded, model=str(tiny_model)) as replay:
         first = [episode for episode in replay.episodes("all") if episode.begin.version == 0]
         later = [episode for episode in replay.episodes("all") if episode.begin.version > 0]
-        assert len(first) == 48
-        alone = [again for episode in first[::7] for again in replay.replayer.replay([episode])]
-        assert [each.why for each in alone] == [""] * 7
+        assert len(first) == most_at_once(first) == 512
+        alone = [again for episode in first[::73] for again in replay.replayer.replay([episode])]
+        assert [each.why for each in alone] == [""] * 8
         assert all(each.repeats for each in alone)
-        others = list(replay.replayer.replay(later))
+        others = list(replay.replayer.replay(later[:48]))
     assert not all(each.repeats for each in others)  # they were sampled with other weights
 
 

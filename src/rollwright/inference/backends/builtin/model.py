@@ -17,6 +17,7 @@ import itertools
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,9 @@ from rollwright.tracking.logging import getLogger
 from rollwright.tracking.progress import without_progress_bars
 
 logger = getLogger(__name__)
+
+#: The matrices that are multiplied with.
+QKV, OUTPUT, GATE_UP, DOWN, HEAD = "query, key and value", "the output of attention", "gate and up", "down", "the head"
 
 _CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -150,11 +154,35 @@ def why_not_llama_family(model: Any, context_length: int) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Matrix:
+    """A weight that rows are multiplied with.
+
+    Attributes:
+        weight: ``[outputs, inputs]``.
+        is_added: the product is added to what is there.
+    """
+
+    name: str
+    weight: Tensor
+    bias: Tensor | None = None
+    is_added: bool = False
+
+    def product(self, rows: Tensor) -> Tensor:
+        """What a layer computes of rows, all at once."""
+        if not self.is_added:
+            return F.linear(rows, self.weight, self.bias)
+        return rows.new_zeros(len(rows), len(self.weight)).addmm_(rows, self.weight.t())
+
+
 class LlamaFamily:
     """Forward of a Llama, Mistral, Qwen2 or Qwen3 model that shares its weights.
 
     Args:
         model: the Hugging Face model; its query, key, value, gate and up parameters become views of fused tensors.
+
+    Attributes:
+        most_rows: by the name of a matrix, the most rows that are multiplied with it at once; more are cut.
     """
 
     def __init__(self, model: Any) -> None:
@@ -167,6 +195,7 @@ class LlamaFamily:
         self._epsilon = torch.full((), self._eps, device=model.device)
         self._has_head_norm = hasattr(model.model.layers[0].self_attn, "q_norm")
         self._rope_table: Tensor | None = None
+        self.most_rows = dict.fromkeys((QKV, OUTPUT, GATE_UP, DOWN, HEAD), 1 << 62)
         self.layer_shapes = [LayerShape(self._kv_heads, self._head_size, self._head_size)] * config.num_hidden_layers
         self.share_weights()
 
@@ -203,19 +232,19 @@ class LlamaFamily:
         """The same with one layer and the first tokens of the vocabulary."""
         forward = copy.copy(self)
         forward._layers, forward.layer_shapes = self._layers[:1], self.layer_shapes[:1]
-        forward._head = self._head[:vocabulary]
+        forward._head, forward.most_rows = self._head[:vocabulary], self.most_rows | {HEAD: INVARIANT_ROWS}
         forward._head_bias = None if self._head_bias is None else self._head_bias[:vocabulary]
         return forward
 
-    def matrices(self) -> list[tuple[str, Tensor, Tensor | None]]:
-        """The matrices of a layer and the head, each with its name and bias."""
+    def matrices(self) -> list[Matrix]:
+        """The matrices of a layer, and the head."""
         layer = self._layers[0]
         return [
-            ("query, key and value", layer.qkv_weight, layer.qkv_bias),
-            ("the output of attention", layer.output_weight_t.t(), None),
-            ("gate and up", layer.gate_up_weight, None),
-            ("down", layer.down_weight_t.t(), None),
-            ("the head", self._head, self._head_bias),
+            Matrix(QKV, layer.qkv_weight, layer.qkv_bias),
+            Matrix(OUTPUT, layer.output_weight_t.t(), is_added=True),
+            Matrix(GATE_UP, layer.gate_up_weight),
+            Matrix(DOWN, layer.down_weight_t.t(), is_added=True),
+            Matrix(HEAD, self._head, self._head_bias),
         ]
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -241,7 +270,7 @@ class LlamaFamily:
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Logits ``[n, vocabulary]`` of each row's last token, or ``[T, vocabulary]`` of all; keys and values go into the cache."""
-        H, G, D, norm = self._heads, self._kv_heads, self._head_size, self._norm
+        H, G, D, norm, most = self._heads, self._kv_heads, self._head_size, self._norm, self.most_rows
         count, tokens, positions = len(batch.columns), batch.padded_tokens, batch.padded_positions
         prefill = None
         if isinstance(batch, DecodeBatch):
@@ -255,7 +284,7 @@ class LlamaFamily:
 
         x = torch.embedding(self._embedding, tokens)
         for index, layer in enumerate(self._layers):
-            qkv = F.linear(norm(x, layer.input_norm), layer.qkv_weight, layer.qkv_bias).view(-1, H + 2 * G, D)
+            qkv = linear(norm(x, layer.input_norm), layer.qkv_weight, layer.qkv_bias, most[QKV]).view(-1, H + 2 * G, D)
             qk = qkv[:, : H + G]
             if head_norms is not None:
                 qk = norm(qk, head_norms[index])
@@ -269,13 +298,29 @@ class LlamaFamily:
                 attended = prefill(qk[:, :H], cache.keys[index], cache.values[index])
             else:
                 attended = prefill_attention(batch, qk[:, :H], new, cache.keys[index], cache.values[index])
-            x.addmm_(attended, layer.output_weight_t)
-            gate, up = F.linear(norm(x, layer.mlp_norm), layer.gate_up_weight).chunk(2, -1)
-            x.addmm_(F.silu(gate).mul_(up), layer.down_weight_t)
+            add_product(x, attended, layer.output_weight_t, most[OUTPUT])
+            gate, up = linear(norm(x, layer.mlp_norm), layer.gate_up_weight, None, most[GATE_UP]).chunk(2, -1)
+            add_product(x, F.silu(gate).mul_(up), layer.down_weight_t, most[DOWN])
         if batch.last_tokens is not None and not batch.scores_all:
             last, count = batch.last_tokens, len(batch.last_tokens)
             x = x.index_select(0, last if prefill is None else F.pad(last, (0, -count % INVARIANT_ROWS)))
-        return F.linear(norm(x, self._final_norm), self._head, self._head_bias)[:count]
+        return linear(norm(x, self._final_norm), self._head, self._head_bias, most[HEAD])[:count]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, most: int) -> Tensor:
+    """``x @ weight.T + bias``, at most ``most`` rows at a time."""
+    if len(x) <= most:
+        return F.linear(x, weight, bias)
+    return torch.cat([F.linear(rows, weight, bias) for rows in x.split(most)])
+
+
+def add_product(x: Tensor, rows: Tensor, weight_t: Tensor, most: int) -> None:
+    """Add ``rows @ weight_t`` to ``x``, at most ``most`` rows at a time."""
+    if len(x) <= most:
+        x.addmm_(rows, weight_t)
+        return
+    for part, factor in zip(x.split(most), rows.split(most), strict=True):
+        part.addmm_(factor, weight_t)
 
 
 def fuse_rows(parameters: list[nn.Parameter]) -> Tensor:

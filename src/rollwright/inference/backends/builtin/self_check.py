@@ -1,7 +1,8 @@
 """Whether this machine computes a row alike whatever is computed beside it: what ``batch_invariant`` relies on.
 
 Nothing promises it: a library may multiply matrices of other sizes in another order. So an engine looks when it starts, with its own
-weights, threads and limits, at one layer and a part of the vocabulary.
+weights, threads and limits: how many rows each matrix of a layer may be multiplied with at once, and whether whole requests are then
+answered alike, in one layer and a part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -10,20 +11,19 @@ import random
 from collections.abc import Sequence as SequenceOf
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.inference.backends.builtin.batch import Sequence
 from rollwright.inference.backends.builtin.cache import INVARIANT_ROWS, in_blocks
-from rollwright.inference.backends.builtin.model import LlamaFamily, ModelRunner
+from rollwright.inference.backends.builtin.model import LlamaFamily, Matrix, ModelRunner
 from rollwright.inference.backends.builtin.step import Finished, Stepper
 from rollwright.inference.request import ModelRequest
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger(__name__)
 
-_OPERATIONS = 2e10  # most multiplications that the check of each matrix takes: half a second on two cores
+_MOST_ROWS = 256  # at once: more gain nothing, and each number of rows up to it is tried
+_OPERATIONS = 5e10  # of the trial of a matrix, after which fewer rows have to do: half a second on two cores
 _VOCABULARY = 1024
 _PROMPTS = (3, 16, 41, 100, 230, 450)  # tokens
 _NEW_TOKENS = 4
@@ -47,7 +47,7 @@ def invariant_runner(
     if reason is None:
         torch.set_num_threads(threads)
         try:
-            reason = first_difference(runner, most_rows, prefill_tokens)
+            reason = cut_products(runner, max(most_rows, prefill_tokens)) or differing_request(runner, most_rows)
         finally:
             torch.set_num_threads(own_threads)
     if reason is None:
@@ -62,42 +62,49 @@ def invariant_runner(
 
 
 @torch.inference_mode()
-def first_difference(runner: ModelRunner, most_rows: int, most_tokens: int) -> str | None:
-    """What depends on what is computed beside it, in words; None: nothing was found.
+def cut_products(runner: ModelRunner, most: int) -> str | None:
+    """Have each matrix multiplied with as many rows at once as give each row the bits that it has in a block by itself.
 
     Args:
         runner: computes in whole blocks.
-        most_rows, most_tokens: of a decode step, and of prompts in one step.
+        most: rows of a step.
+
+    Returns:
+        The matrix that gives a row other bits in any way, in words; None: there is none.
     """
-    for name, weight, bias in runner.forward.matrices() if isinstance(runner.forward, LlamaFamily) else []:
-        most = most_rows if name == "the head" else max(most_rows, most_tokens)
-        if (count := _differing_rows(weight, bias, in_blocks(most, INVARIANT_ROWS))) is not None:
-            size = " × ".join(map(str, weight.shape))
-            return f"{name} ({size}) gives a row other bits among {count} rows than among {INVARIANT_ROWS}"
-    return _differing_request(runner, most_rows)
-
-
-def _differing_rows(weight: Tensor, bias: Tensor | None, most: int) -> int | None:
-    """A number of rows, up to ``most``, among which some row is other than in a block by itself."""
-    block, generator = INVARIANT_ROWS, torch.Generator().manual_seed(0)
-    counts = [2 * block, most, 3 * block, 5 * block, 7 * block, 4 * block, *(block * n for n in (9, 13, 16, 17, 33, 64, 128))]
-    counts = [count for count in dict.fromkeys(counts) if block < count <= most]
-    inputs = torch.randn(max(counts, default=0), weight.shape[1], generator=generator)
-    operations = 0
-    for count in counts:
-        operations += 2 * count * weight.numel()
-        if operations > _OPERATIONS and count != counts[0]:
-            continue
-        rows = F.linear(inputs[:count], weight, bias)
-        for first in {0, count // block // 2 * block, count - block}:
-            alone = F.linear(inputs[first : first + block].clone(), weight, bias)
-            if not torch.equal(rows[first : first + block], alone):
-                return count
+    if not isinstance(runner.forward, LlamaFamily):
+        return None
+    most, cut = min(in_blocks(most, INVARIANT_ROWS), _MOST_ROWS), list[str]()
+    for matrix in runner.forward.matrices():
+        size = " × ".join(map(str, matrix.weight.shape))
+        if not (count := _alike_up_to(matrix, most)):
+            return f"{matrix.name} ({size}) gives a row bits that go by its place among {INVARIANT_ROWS}"
+        runner.forward.most_rows[matrix.name] = count
+        if count < most:
+            cut.append(f"{matrix.name} ({size}) with {count} rows")
+    if cut:
+        logger.info("batch_invariant: to keep each row's bits, %s at once at most", ", ".join(cut))
     return None
 
 
-def _differing_request(runner: ModelRunner, most_rows: int) -> str | None:
-    """The request that is answered otherwise among others than alone."""
+def _alike_up_to(matrix: Matrix, most: int) -> int:
+    """The most rows, in whole blocks, up to which every number of them gives each row the same bits; 0: one block does not."""
+    block, generator = INVARIANT_ROWS, torch.Generator().manual_seed(0)
+    inputs = torch.randn(most, matrix.weight.shape[1], generator=generator)
+    alone = torch.cat([matrix.product(rows) for rows in inputs.split(block)])
+    if not torch.equal(matrix.product(inputs[:block].flip(0)).flip(0), alone[:block]):
+        return 0
+    operations = 0
+    for count in range(2 * block, most + 1, block):
+        operations += 2 * count * matrix.weight.numel()
+        if operations > _OPERATIONS or not torch.equal(matrix.product(inputs[:count]), alone[:count]):
+            return count - block
+    return most
+
+
+@torch.inference_mode()
+def differing_request(runner: ModelRunner, most_rows: int) -> str | None:
+    """The request that is answered otherwise among others than alone, in words; None: none was found."""
     limit, drawn = runner.context_length - _NEW_TOKENS, random.Random(0)
     if isinstance(runner.forward, LlamaFamily):
         tokens: SequenceOf[int] = range(min(runner.vocabulary, _VOCABULARY))
