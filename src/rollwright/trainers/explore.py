@@ -87,6 +87,7 @@ class Explorer:
         self.loaded: Announcement | None = None  # of the weights that sample now
         self.turns = EvaluationTurns(trial_path(config) / "evaluation.lock")
         self.groups = 0  # stored so far
+        self.finishing: set[int] = set()  # ordinals of tasks that are being stored, or are stored
         self.missed = 0  # tasks in a row that gave no group
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ class Explorer:
                 if not self.running:
                     time.sleep(POLL_SECONDS)
                 for future in wait(self.running, POLL_SECONDS, FIRST_COMPLETED).done:
-                    del self.running[future]
+                    self.finishing.discard(self.running.pop(future).ordinal)
                     self._note(run, future.result())
                     last_news = time.monotonic()
                 if time.monotonic() - last_news > REMINDER_SECONDS:
@@ -170,6 +171,9 @@ class Explorer:
                         self.limit,
                         self.rollout_version,
                     )
+            stored = [future for future, claim in self.running.items() if claim.ordinal in self.finishing]
+            for future in wait(stored).done:  # the store has them before their threads end
+                self._note(run, future.result())
             self._follow_trainer()
             self._report(run, evaluations, last=stop.received is None)
             self._stop_engine()  # before the claims that are left are released
@@ -224,6 +228,7 @@ class Explorer:
             return Finished(claim, reason=str(error))
         with self.operating:  # an operator may count what it sees
             result = self.pipeline.apply(samples_of(group, claim.ordinal))
+        self.finishing.add(claim.ordinal)
         kept = self.store.finish_task(claim, result.samples, drops=result.drops)
         stored = sum(map(len, result.samples)) if kept else 0
         reason = "" if stored else "nothing left by the operators" if kept else "claim was lost"
