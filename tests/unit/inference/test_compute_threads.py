@@ -69,7 +69,7 @@ def run(program: str, *arguments: str) -> str:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1]

@@ -58,10 +58,10 @@ def test_a_text_that_cannot_fit_costs_little(address, path, text):
     text *= 8 * MIB // len(text.encode())
     body = json.dumps(PATHS[path](text), ensure_ascii=False).encode()
     forget_peak()
-    before, started = memory("VmHWM"), time.monotonic()
+    before, started = memory("VmHWM"), time.process_time()
     answer = httpx.post(f"http://{address}{path}", content=body, headers={"Content-Type": "application/json"}, timeout=120)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
     assert memory("VmHWM") - before < 300 * MIB
 
 
