@@ -18,10 +18,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass
 class FinishedRun:
-    """The directory of a run that ended well, and what it printed."""
+    """The directory of a run that ended well, what it printed, and whether it was as long as its file says."""
 
     directory: Path
     output: str
+    is_whole: bool
 
     @property
     def evaluations(self) -> dict[str, dict[str, float]]:
@@ -48,6 +49,7 @@ def run_example(request, tmp_path) -> Callable[..., FinishedRun]:
     """Carries out ``rollwright run examples/NAME.yaml key=value …``; ``shortened``: left out with ``--whole-examples``."""
 
     def run(name: str, *overrides: str, shortened: Sequence[str] = ()) -> FinishedRun:
+        is_whole = request.config.getoption("--whole-examples")
         command = [
             sys.executable,
             "-m",
@@ -56,11 +58,11 @@ def run_example(request, tmp_path) -> Callable[..., FinishedRun]:
             f"examples/{name}.yaml",
             f"cluster.fileroot={tmp_path}",
             *overrides,
-            *(() if request.config.getoption("--whole-examples") else shortened),
+            *(() if is_whole else shortened),
         ]
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"})
         assert done.returncode == 0, done.stderr[-3000:]
         (directory,) = tmp_path.glob("*/trial")
-        return FinishedRun(directory, done.stdout)
+        return FinishedRun(directory, done.stdout, is_whole)
 
     return run
