@@ -225,7 +225,9 @@ def _unreachable_hub() -> str:
 
     def ask() -> None:
         try:
-            huggingface_hub.get_session().head(place, timeout=10 * HUB_WAIT)  # longer than it is waited for: one of two limits decides
+            huggingface_hub.get_session().head(
+                place, timeout=10 * HUB_WAIT
+            )  # longer than it is waited for: one of two limits decides
             found.append("")
         except Exception as error:  # of its HTTP library
             found.append(f"{place} cannot be reached ({error or type(error).__name__})")
