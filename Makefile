@@ -5,6 +5,10 @@ BIN := $(VENV)/bin
 CONSTRAINTS := constraints/cpu.txt
 INSTALL := $(BIN)/python scripts/install.py -c $(CONSTRAINTS)
 TRIAL ?= $(shell date +%Y%m%d-%H%M%S)
+PYTEST := $(BIN)/python -m pytest
+# One process for each processor, and a file of tests stays in one. What measures memory or runs many processes itself comes after, alone.
+SIDE_BY_SIDE := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 2
+ALONE := tests/integration/test_rank_memory.py tests/clients tests/viewer tests/cluster tests/faults
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-fast lint docs clean
@@ -29,11 +33,12 @@ quickstart: $(VENV)/.core  ## Train a small model with GRPO on this machine and 
 	$(BIN)/rollwright run examples/quickstart.yaml trial_name=$(TRIAL)
 
 test: $(VENV)/.test  ## All tests: quick ones first, then servers and runs that learn
-	$(BIN)/python -m pytest tests/unit
-	$(BIN)/python -m pytest tests/extension tests/clients tests/viewer tests/integration tests/cluster tests/faults tests/end_to_end
+	$(PYTEST) $(SIDE_BY_SIDE) tests/unit
+	$(PYTEST) $(SIDE_BY_SIDE) tests/end_to_end tests/extension tests/integration $(ALONE:%=--ignore=%)
+	$(PYTEST) $(ALONE)
 
 test-fast: $(VENV)/.test  ## Only the quick tests
-	$(BIN)/python -m pytest tests/unit
+	$(PYTEST) $(SIDE_BY_SIDE) tests/unit
 
 lint: $(VENV)/.test  ## Style, types and floors
 	$(BIN)/ruff check .
