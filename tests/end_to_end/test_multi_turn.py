@@ -12,7 +12,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.timeout(1800)
 def test_the_example_learns_to_halve(run_example):
-    run = run_example("multi_turn", "stages.warmup.total_train_steps=300", "stages.grpo.total_train_steps=30")  # of 500 and 60
+    shortened = ["stages.warmup.total_train_steps=300", "stages.grpo.total_train_steps=20"]  # of 500 and 60
+    run = run_example("multi_turn", shortened=shortened)
     scores = run.evaluations
     best = best_reward(4, 0.9)
     assert scores["before"]["greedy"] < 0.5 * best
