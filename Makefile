@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := constraints/cpu.txt
 INSTALL := $(BIN)/python scripts/install.py -c $(CONSTRAINTS)
 TRIAL ?= $(shell date +%Y%m%d-%H%M%S)
-PYTEST := $(BIN)/python -m pytest
+PYTEST := $(BIN)/python -m pytest --durations 12 --durations-min 5
 # One process for each processor, and a file of tests stays in one. What measures memory or runs many processes itself comes after, alone.
 SIDE_BY_SIDE := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 ALONE := tests/integration/test_rank_memory.py tests/clients tests/viewer tests/cluster tests/faults

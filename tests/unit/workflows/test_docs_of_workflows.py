@@ -71,7 +71,7 @@ def test_the_page_followed_to_the_letter_trains(tmp_path):
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=500,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)},
         )
         assert done.returncode == 0, done.stderr[-3000:]
