@@ -195,7 +195,7 @@ class LlamaFamily:
         self._epsilon = torch.full((), self._eps, device=model.device)
         self._has_head_norm = hasattr(model.model.layers[0].self_attn, "q_norm")
         self._rope_table: Tensor | None = None
-        self.most_rows = dict.fromkeys((QKV, OUTPUT, GATE_UP, DOWN, HEAD), 1 << 62)
+        self.most_rows: dict[str, int] = dict.fromkeys((QKV, OUTPUT, GATE_UP, DOWN, HEAD), 1 << 62)
         self.layer_shapes = [LayerShape(self._kv_heads, self._head_size, self._head_size)] * config.num_hidden_layers
         self.share_weights()
 
