@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from ranks_runs import GRPO, write_parts
+from ray_machine import start_ray
 
 _clusters: list[Any] = []  # of Ray, that run
 
@@ -16,21 +17,24 @@ def grpo(tmp_path, tiny_model):
     return tmp_path
 
 
+def _start_ray(first: int) -> Any:
+    _clusters.append(start_ray(first))
+    return _clusters[-1]
+
+
+@pytest.fixture
+def another_ray():
+    """Starts another Ray, at 127.0.0.FIRST and the two addresses behind it."""
+    return _start_ray
+
+
 @pytest.fixture(scope="session")
 def cluster():
-    """A Ray with a head and two nodes, as processes of this machine; its address. It ends with the tests of this directory."""
-    from ray.cluster_utils import Cluster
-
-    # Loopback, and not 127.0.0.1, in whose place Ray puts the machine's address where it joins a cluster.
-    made = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, "node_ip_address": "127.0.0.2"}
-    )
-    _clusters.append(made)
-    for number in (3, 4):
-        made.add_node(num_cpus=3, node_ip_address=f"127.0.0.{number}")
-    return made.address
+    """The address of a Ray that all tests of this directory share; it ends with them."""
+    return _start_ray(2).address
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    if _clusters and (nextitem is None or nextitem.path.parent != item.path.parent):
-        _clusters.pop().shutdown()
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        while _clusters:
+            _clusters.pop().shutdown()

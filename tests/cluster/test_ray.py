@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+from faults.proof import History
+from faults.proof import compare as proved
 from ranks_runs import compare, metrics, run, start, trial
 
 from rollwright.experience.journal.files import read_records
@@ -96,6 +98,42 @@ def wait_for(directory: Path, process, condition) -> None:
         assert process.poll() is None, said
         assert time.monotonic() < deadline, said
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_that_loses_rays_head_goes_on_on_another_ray(grpo, another_ray, pytestconfig):
+    """The long form has this: the run says what was lost, and the same command goes on from the newest checkpoint."""
+    if pytestconfig.getoption("--seeds") < 2:
+        pytest.skip("the long form has this: --seeds 2 or 3")
+    arguments = ("grpo.yaml", "trial_name=head", "total_train_steps=1000", *PLACED)
+    directory, first = trial(grpo, "head"), another_ray(5)
+
+    def last_step() -> int:
+        return max((int(path.stem[5:]) for path in (directory / "rollouts").glob("step-*.txt")), default=0)
+
+    process = start(grpo, *arguments, f"cluster.address={first.address}")
+    wait_for(grpo, process, lambda: last_step() >= 5)
+    killed = time.monotonic()
+    first.remove_node(first.head_node, allow_graceful=False)
+    assert process.wait(60) == 1
+    told, made = time.monotonic() - killed, last_step()
+    said = (grpo / "said.txt").read_text()
+    assert re.search(r"^error: .*Ray's head at 127\.0\.0\.5:\d+ has not answered", said, re.MULTILINE), said[-6000:]
+    second = another_ray(8)
+    began = time.monotonic()
+    process = start(grpo, *arguments, f"cluster.address={second.address}")
+    try:
+        wait_for(grpo, process, lambda: last_step() > made)
+        print(
+            f"the head: named after {told:.1f} s, the next step {time.monotonic() - began:.1f} s after the start on another Ray"
+        )
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(120) == 128 + signal.SIGINT
+    finally:
+        process.kill()
+    proof = proved(History([directory / "journal"]), steps=last_step(), batch=5, samples=4, slack=0)
+    assert (proof.lost, proof.duplicated, proof.wrong) == (0, 0, []), proof
 
 
 @pytest.mark.slow

@@ -6,23 +6,22 @@ HTTP, gradients and weights over ``torch.distributed``.
 
 from __future__ import annotations
 
-import asyncio
+import atexit
 import concurrent.futures
 import contextlib
-import inspect
 import logging
 import os
-import pkgutil
+import socket
 import sys
 import threading
-import traceback
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from rollwright import errors
-from rollwright.cluster.placement import Node
+from rollwright.cluster.placement import Demand, Node, place
 from rollwright.config.sections import ClusterConfig
 from rollwright.errors import ClusterError, ConfigError, LostProcessError, RolloutError, RollwrightError
 from rollwright.tracking.logging import getLogger
@@ -32,6 +31,8 @@ try:
     from ray.exceptions import RayActorError, RayError, RayTaskError
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    from rollwright.cluster.host import Host, Place
 except ModuleNotFoundError as error:
     raise ConfigError(
         f"cluster.kind ray needs the package {error.name}, which is not installed: pip install 'rollwright[ray]'."
@@ -45,19 +46,12 @@ _PASSED_ON = ("ROLLWRIGHT_", "HF_", "OMP_", "NCCL_", "GLOO_", "TOKENIZERS_", "PY
 _LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 #: Longest wait for a place on the cluster, for a process or a gang of them.
 PLACE_SECONDS = 120.0
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a process was put.
-
-    Attributes:
-        address: of its node, by which the other nodes reach it.
-        gpus: that it was given, as Ray numbers them on the node.
-    """
-
-    address: str
-    gpus: tuple[int, ...]
+#: Longest wait for what another run holds on the cluster, which may be one that was killed and is started again.
+ROOM_SECONDS = 60.0
+#: Seconds without an answer of Ray's head after which the cluster is lost. Ray itself ends the process after 60, wherever it is.
+HEAD_SECONDS = 20.0
+#: Seconds that the run then has to end by itself: what waits for Ray cannot be woken.
+END_SECONDS = 15.0
 
 
 class RayCluster:
@@ -73,6 +67,8 @@ class RayCluster:
         self._logs = os.fspath(logs)
         self._processes: list[PlacedProcess] = []
         self._groups: list[Any] = []
+        self._closed = threading.Event()
+        self._lost: ClusterError | None = None  # with its head
         self._began = not ray.is_initialized()
         if self._began:
             address = config.address or os.environ.get("RAY_ADDRESS") or "local"
@@ -82,20 +78,58 @@ class RayCluster:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **here)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise ConfigError(f"cluster.address: there is no Ray at {address!r}: {error}") from error
+        head = ray.get_runtime_context().gcs_address
+        threading.Thread(target=self._watch_head, args=(head,), name="head-watch", daemon=True).start()
+
+    def _watch_head(self, address: str) -> None:
+        """End the run where Ray's head has ended: what the processes were asked fails with the cause."""
+        host, _, port = address.rpartition(":")
+        answered = time.monotonic()
+        while not self._closed.wait(2.0):
+            with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), 2.0):
+                answered = time.monotonic()
+            if time.monotonic() - answered > HEAD_SECONDS:
+                break
+        else:
+            return
+        self._lost = ClusterError(
+            f"Ray's head at {address} has not answered for {HEAD_SECONDS:g} s, and the cluster is lost with it. Start Ray again and run the "
+            "same command: it goes on from the newest recover checkpoint."
+        )
+        logger.error("%s", self._lost)
+        atexit.unregister(ray.shutdown)  # it would wait for the head, and then abort
+        for process in list(self._processes):
+            process.lose(self._lost)
+        if not self._closed.wait(END_SECONDS):
+            print(f"error: {self._lost}", file=sys.stderr, flush=True)
+            os._exit(1)
 
     @property
     def nodes(self) -> list[Node]:
         """The nodes that live, and what is free on each."""
         free = ray._private.state.available_resources_per_node()  # type: ignore[attr-defined]
-        return [
-            Node(
-                node["NodeManagerAddress"],
-                free.get(node["NodeID"], {}).get("CPU", 0.0),
-                int(free.get(node["NodeID"], {}).get("GPU", 0)),
-            )
-            for node in ray.nodes()
-            if node["Alive"]
-        ]
+        return self._nodes(lambda node: free.get(node["NodeID"], {}))
+
+    def _nodes(self, resources: Callable[[dict[str, Any]], dict[str, float]]) -> list[Node]:
+        living = [node for node in ray.nodes() if node["Alive"]]
+        found = [(node["NodeManagerAddress"], resources(node)) for node in living]
+        return [Node(address, has.get("CPU", 0.0), int(has.get("GPU", 0))) for address, has in found]
+
+    def fit(self, demands: Sequence[Demand], least_nodes: int) -> list[tuple[str, str]]:
+        """The node that each process fits on (``place``); what a run that has just ended still holds there is waited for.
+
+        Raises:
+            ConfigError: there is no room, or there are too few nodes.
+        """
+        place(demands, self._nodes(lambda node: node["Resources"]), least_nodes)
+        deadline = time.monotonic() + ROOM_SECONDS
+        while True:
+            try:
+                return place(demands, self.nodes, least_nodes)
+            except ConfigError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.5)
 
     @classmethod
     def look(cls, config: ClusterConfig) -> list[Node]:
@@ -185,6 +219,8 @@ class RayCluster:
 
     def remove(self, processes: Sequence[PlacedProcess]) -> None:
         """End processes, and give back the place of a gang that they were."""
+        if self._lost is not None:
+            raise self._lost
         for process in processes:
             process.end()
             if process in self._processes:  # a gang that could not be placed was removed before
@@ -199,7 +235,8 @@ class RayCluster:
 
     def close(self) -> None:
         """End all processes, and Ray where it was started here. Idempotent."""
-        if ray.is_initialized():
+        self._closed.set()
+        if ray.is_initialized() and self._lost is None:
             self.remove(list(self._processes))
             if self._began:
                 ray.shutdown()
@@ -226,11 +263,13 @@ class PlacedProcess:
         self._path, self._arguments, self._options, self._log_path = path, arguments, options, log_path
         self._lock = threading.Lock()
         self._is_ended = False
+        self._lost: ClusterError | None = None
+        self._answers = weakref.WeakSet[Future[Any]]()
         self._start()
 
     def _start(self) -> None:
         environment = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
-        make = ray.remote(_Host).options(**self._options)
+        make = ray.remote(Host).options(**self._options)
         self._actor: Any = make.remote(self._log_path, environment, [os.getcwd(), *_own_paths()])
         self.place: Future[Place] = self._asked("place")
         self.started: Future[None] = self._asked("start", self._path, tuple(self._arguments()))
@@ -268,6 +307,8 @@ class PlacedProcess:
             LostProcessError: it was ended for good: without a cluster, Ray would start one here.
         """
         with self._lock:
+            if self._lost is not None:
+                raise self._lost
             if self._is_ended:
                 raise LostProcessError(f"{self.name} has been ended; its log is {self._log_path}")
             self._kill()
@@ -278,6 +319,13 @@ class PlacedProcess:
         with self._lock:
             self._is_ended = True
             self._kill()
+
+    def lose(self, error: ClusterError) -> None:
+        """The cluster is lost: what was asked, and what will be, fails with this."""
+        self._lost = error
+        for answer in list(self._answers):
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                answer.set_exception(error)
 
     def _kill(self) -> None:
         with contextlib.suppress(RayError, ValueError):
@@ -292,6 +340,10 @@ class PlacedProcess:
         """A future of what the process answers."""
         answer: Future[Any] = Future()
         answer.set_running_or_notify_cancel()
+        self._answers.add(answer)
+        if self._lost is not None:
+            answer.set_exception(self._lost)
+            return answer
         got = getattr(self._actor, word).remote(*arguments).future()
         got.add_done_callback(lambda future: _settle(answer, self.name, self._log_path, future))
         return answer
@@ -327,47 +379,3 @@ def _error_of(kind: str, message: str, trace: str) -> RollwrightError:
 def _own_paths() -> list[str]:
     """Where this process finds modules besides what is installed."""
     return [path for path in sys.path if path and os.path.isdir(path) and "site-packages" not in path and path != sys.prefix]
-
-
-class _Host:
-    """In the placed process: holds the object and answers calls, with its failures as values: no exception is pickled."""
-
-    def __init__(self, log_path: str, environment: dict[str, str], paths: list[str]) -> None:
-        os.environ.update(environment)
-        sys.path += [path for path in paths if path not in sys.path]
-        with contextlib.suppress(OSError):
-            os.chdir(paths[0])
-        from rollwright.tracking.logging import attach_file
-
-        attach_file(log_path)
-        logger.info("this is process %d", os.getpid())
-        self._held: Any = None
-
-    async def place(self) -> tuple[Any, Any]:
-        gpus = tuple(sorted(int(number) for number in ray.get_gpu_ids()))
-        here = ray.get_runtime_context().get_node_id()
-        address = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == here)
-        return Place(address, gpus), None
-
-    async def start(self, path: str, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-        async def make() -> None:
-            (place, _) = await self.place()
-            self._held = await asyncio.to_thread(lambda: pkgutil.resolve_name(path)(place, *arguments))
-
-        return await _answered(make())
-
-    async def call(self, method: str, *arguments: Any) -> tuple[Any, Any]:
-        async def make() -> Any:
-            function = getattr(self._held, method)
-            if inspect.iscoroutinefunction(function):
-                return await function(*arguments)
-            return await asyncio.to_thread(function, *arguments)
-
-        return await _answered(make())
-
-
-async def _answered(work: Any) -> tuple[Any, Any]:
-    try:
-        return await work, None
-    except Exception as error:  # whatever it is: the caller is told
-        return None, (type(error).__name__, str(error), "".join(traceback.format_exception(error)))

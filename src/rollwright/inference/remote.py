@@ -170,16 +170,20 @@ class RemoteRequests(InferenceEngine):
         self._threads = ThreadPoolExecutor(max(4, len(router.servers)), thread_name_prefix=f"{self.kind}-control")
         self._router = router
         try:
-            deadline = time.monotonic() + self.config.setup_timeout
-            self.each(lambda server: self._wait_healthy(server, deadline), router.servers)
-            self.each(self.on_connected, router.servers)
-            self._on_all_connected(router.servers)
+            self._connect(router)
         except BaseException:
             self.destroy()
             raise
         self._monitor = HealthMonitor(self)
         CONNECTED_CLIENTS.append(self)
         logger.info("%s servers in use: %s", self.kind, ", ".join(server.address for server in router.servers))
+
+    def _connect(self, router: Router) -> None:
+        """Wait until every server is healthy, and read what it says of itself."""
+        deadline = time.monotonic() + self.config.setup_timeout
+        self.each(lambda server: self._wait_healthy(server, deadline), router.servers)
+        self.each(self.on_connected, router.servers)
+        self._on_all_connected(router.servers)
 
     def destroy(self) -> None:
         """Stop watching the servers and close every connection. Servers run on, except those that it owns (``own``)."""

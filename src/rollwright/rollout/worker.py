@@ -98,11 +98,10 @@ class RolloutWorker:
         if isinstance(self.engine, RemoteClient):
             self.engine.hold(drained=self._drains)
 
-    def release(self, addresses: list[str]) -> None:
-        """Go on, with the servers at these addresses and the version that they hold now."""
+    def release(self, addresses: list[str], version: int) -> None:
+        """Go on, with the servers at these addresses, which hold this version."""
         if isinstance(self.engine, RemoteClient):
-            self.engine.use_servers(addresses)
-            self.engine.adopt_version()
+            self.engine.follow(addresses, version)
             self.engine.resume_asking()
         self._thread.call(setattr, self._runner.delivery.staleness, "version", self.engine.get_version())
 

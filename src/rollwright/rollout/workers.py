@@ -10,9 +10,11 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -32,7 +34,7 @@ from rollwright.workflows.task_runner import TaskRunner
 logger = getLogger("rollout")
 
 LOOK_SECONDS = 0.5  # between two looks at the servers
-#: How often in a row a process may be lost before it has answered.
+#: How often in a row a worker may be lost before it has run an episode, and a server before it was in service.
 RESTARTS = 3
 
 
@@ -67,8 +69,10 @@ class WorkerPool:
         self._lock = threading.Lock()
         self._telling = threading.Lock()  # so that the last word that workers hear is the last that was said
         self._lost: dict[str, int] = {}  # by name: times in a row
-        self._addresses: list[str] = []
+        self._given_up = 0
+        self._told: tuple[list[str], int] = [], 0  # servers in service, and the version that they hold
         self._is_held = False
+        self._asked: set[Future[Any]] = set()  # episodes that are with workers
         self._failure: RollwrightError | None = None
         self._is_closed = False
 
@@ -93,9 +97,10 @@ class WorkerPool:
         lease = tuple(name), task, group.runs[name.index], group.past.get(name.index)
         while True:
             process = await self._process_of(name.ordinal)
-            start = process.started
+            start, asked = process.started, process.call("run", *lease)
+            self._asked.add(asked)
             try:
-                packed, metrics = await asyncio.wrap_future(process.call("run", *lease))
+                packed, metrics = await asyncio.wrap_future(asked)
             except LostProcessError as error:
                 logger.warning("%s; %s is leased again", error, name)
                 self._lose(process, start)
@@ -106,6 +111,8 @@ class WorkerPool:
             except asyncio.CancelledError:
                 process.call("cancel", tuple(name))
                 raise
+            finally:
+                self._asked.discard(asked)
             self._lost.pop(process.name, None)
             get_tracker().merge(metrics)
             rows = None if packed is None else unpack_rows(packed)
@@ -114,11 +121,11 @@ class WorkerPool:
             return rows
 
     async def _process_of(self, ordinal: int) -> Process:
-        while not (living := self._living):
-            if self._failure is not None:
-                raise self._failure
+        while self._failure is None:
+            if living := self._living:
+                return living[ordinal % len(living)]
             await asyncio.sleep(0.1)
-        return living[ordinal % len(living)]
+        raise self._failure
 
     # -- lost workers ----------------------------------------------------------------------------------------------------
 
@@ -128,29 +135,49 @@ class WorkerPool:
             if process not in self._living or process.started is not start or self._is_closed:
                 return
             self._living = [other for other in self._living if other is not process]
-            self._lost[process.name] = self._lost.get(process.name, 0) + 1
-            if self._lost[process.name] > RESTARTS:
-                self._failure = RolloutError(f"{process.name} was lost {RESTARTS + 1} times before it had run an episode.")
-                logger.error("%s It is not started again.", self._failure)
-                return
-        threading.Thread(target=self._bring_back, args=(process,), name=f"restart {process.name}", daemon=True).start()
+        if not self._is_given_up(process, "lost before it had run an episode"):
+            threading.Thread(target=self._bring_back, args=(process,), name=f"restart {process.name}", daemon=True).start()
+
+    def _is_given_up(self, process: Process, cause: object) -> bool:
+        """Count a start that came to nothing; True where there were too many in a row."""
+        self._lost[process.name] = self._lost.get(process.name, 0) + 1
+        if self._lost[process.name] <= RESTARTS:
+            return False
+        failure = RolloutError(
+            f"{process.name} was started {RESTARTS + 1} times without running an episode, and is not started again; the last time: {cause}"
+        )
+        logger.error("%s", failure)
+        with self._lock:
+            self._given_up += 1
+            none_is_left = self._given_up == len(self._processes)
+        if none_is_left:
+            self.fail(failure)
+        return True
+
+    def fail(self, failure: RollwrightError) -> None:
+        """Run no more episodes: those that are with workers, and those to come, fail with this cause."""
+        self._failure, self._living = failure, []
+        for asked in list(self._asked):
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                asked.set_exception(failure)
 
     def _bring_back(self, process: Process) -> None:
-        try:
-            process.restart()
-            self._wait_for(process)
-            with self._lock:
-                held, addresses = self._is_held, self._addresses
-            for _, error in self._tell_to([process], held, addresses):
-                raise error
-        except (RollwrightError, TimeoutError) as error:
-            if not self._is_closed:
-                self._failure = RolloutError(f"{process.name} could not be started again: {error}")
-                logger.error("%s", self._failure)
-            return
+        while True:
+            try:
+                process.restart()
+                self._wait_for(process)
+                with self._lock:
+                    is_held, told = self._is_held, self._told
+                for _, error in self._tell_to([process], is_held, told):
+                    raise error
+                break
+            except (RollwrightError, TimeoutError) as error:
+                if self._is_closed or self._is_given_up(process, error):
+                    return
+                logger.warning("%s could not be started again, and is started once more: %s", process.name, error)
         with self._lock:
             self._living = [other for other in self._processes if other in self._living or other is process]
-            missed = (held, addresses) != (self._is_held, self._addresses)
+            missed = (is_held, told) != (self._is_held, self._told)
         logger.info("%s runs again", process.name)
         if missed:
             self._tell()
@@ -177,16 +204,16 @@ class WorkerPool:
             self._is_held = True
         self._tell()
 
-    def release(self, addresses: Sequence[str]) -> None:
-        """Go on with the servers at these addresses."""
+    def release(self, addresses: Sequence[str], version: int) -> None:
+        """Go on with the servers at these addresses, which hold this version."""
         with self._lock:
-            self._is_held, self._addresses = False, list(addresses)
+            self._is_held, self._told = False, (list(addresses), version)
         self._tell()
 
-    def use_servers(self, addresses: Sequence[str]) -> None:
+    def use_servers(self, addresses: Sequence[str], version: int) -> None:
         """Other servers are in service now."""
         with self._lock:
-            self._addresses = list(addresses)
+            self._told = list(addresses), version
             if self._is_held:
                 return  # they are told when it ends
         self._tell()
@@ -194,18 +221,18 @@ class WorkerPool:
     def _tell(self) -> None:
         with self._telling:
             with self._lock:
-                told = self._living, self._is_held, self._addresses
-            starts = {process.name: process.started for process in told[0]}
-            for process, error in self._tell_to(*told):
+                living, is_held, told = self._living, self._is_held, self._told
+            starts = {process.name: process.started for process in living}
+            for process, error in self._tell_to(living, is_held, told):
                 logger.warning("%s", error)
                 self._lose(process, starts[process.name])
 
     def _tell_to(
-        self, processes: Sequence[Process], is_held: bool, addresses: list[str]
+        self, processes: Sequence[Process], is_held: bool, told: tuple[list[str], int]
     ) -> list[tuple[Process, LostProcessError]]:
         """Have workers ask nothing, or these servers; returns those that were lost."""
         word, timeout = ("hold", self._drain_timeout) if is_held else ("release", self._timeout)
-        arguments = [] if is_held else [addresses]
+        arguments = () if is_held else told
         lost = list[tuple[Process, LostProcessError]]()
         for process, answer in [(process, process.call(word, *arguments)) for process in processes]:
             try:
@@ -220,12 +247,15 @@ class WorkerPool:
 class ServerWatch:
     """Starts servers again that are lost, and tells the clients which there are.
 
+    A server that is lost several times in a row before it was in service is given up; when none is left, the run fails.
+
     Args:
         processes: of the servers, which have started; each holds an object with ``address()`` and ``check()``, which raises where the
             server has ended.
         changed: told all addresses when one has changed.
-        in_service: the addresses that requests may go to.
+        in_service: the addresses that requests may go to, and the version that these servers hold.
         tell: told these when they change.
+        failed: told why no server is left.
         timeout: seconds that the start of a server may take.
     """
 
@@ -235,15 +265,19 @@ class ServerWatch:
         addresses: Sequence[str],
         *,
         changed: Callable[[list[str]], None],
-        in_service: Callable[[], list[str]],
-        tell: Callable[[list[str]], None],
+        in_service: Callable[[], tuple[list[str], int]],
+        tell: Callable[[list[str], int], None],
+        failed: Callable[[RollwrightError], None],
         timeout: float,
     ) -> None:
         self._addresses: list[str | None] = list(addresses)  # of each process; None: it is lost
         self._processes = list(processes)
-        self._changed, self._in_service, self._tell = changed, in_service, tell
+        self._changed, self._in_service, self._tell, self._failed = changed, in_service, tell, failed
         self._timeout = timeout
         self._told_all, self._told_workers = list(addresses), sorted(addresses)
+        self._lost = [0] * len(self._processes)  # times in a row
+        self._given_up: set[int] = set()
+        self._answered_at = time.monotonic()  # when one ran
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="server-watch", daemon=True)
 
@@ -265,39 +299,67 @@ class ServerWatch:
     def _run(self) -> None:
         while not self._stop.wait(LOOK_SECONDS):
             try:
-                for index, process in enumerate(self._processes):
-                    self._look(index, process)
-                if (
-                    running := self.addresses
-                ) and running != self._told_all:  # where all are lost, there is nothing to ask instead
-                    self._changed(running)
-                    self._told_all = running
-                if (present := sorted(self._in_service())) and present != self._told_workers:
-                    self._tell(present)
-                    self._told_workers = present
+                self._look()
             except (
                 Exception
             ) as error:  # without this thread no server would come back; what was not told is told at the next look
                 if not self._stop.is_set():
                     logger.warning("Not all could be told which servers there are, and are told again: %s", error)
 
-    def _look(self, index: int, process: Process) -> None:
-        if self._addresses[index] is None:
-            if not process.started.done():
-                return
-            if (error := process.started.exception()) is not None:
-                logger.error("%s could not be started again, and is started once more: %s", process.name, error)
-                process.restart()
-                return
-            self._addresses[index] = process.call("address").result(self._timeout)
-            logger.info("%s runs again, at %s", process.name, self._addresses[index])
+    def _look(self) -> None:
+        for index, process in enumerate(self._processes):
+            if index not in self._given_up:
+                self._look_at(index, process)
+        # Where all are lost, there is nothing to ask instead.
+        if (running := self.addresses) and running != self._told_all:
+            self._changed(running)
+            self._told_all = running
+        addresses, version = self._in_service()
+        if (present := sorted(addresses)) and present != self._told_workers:
+            self._tell(present, version)
+            self._told_workers = present
+        for index, address in enumerate(self._addresses):
+            if address in present:
+                self._lost[index] = 0
+        if running:
+            self._answered_at = time.monotonic()
+        elif not self._given_up and time.monotonic() - self._answered_at > self._timeout:
+            self._fail(f"no server could be started again within {self._timeout:g} s: nothing on the cluster has room for one")
+
+    def _look_at(self, index: int, process: Process) -> None:
+        if self._addresses[index] is not None:
+            try:
+                process.call("check").result(self._timeout)
+            except RollwrightError as error:
+                logger.error("%s was lost and is started again: %s", process.name, str(error).splitlines()[0])
+                self._addresses[index] = None
+                self._start_again(index, process, error)
+            return
+        if not process.started.done():
             return
         try:
-            process.call("check").result(self._timeout)
+            process.started.result()
+            self._addresses[index] = process.call("address").result(self._timeout)
         except RollwrightError as error:
-            logger.error("%s was lost and is started again: %s", process.name, str(error).splitlines()[0])
-            self._addresses[index] = None
+            logger.error("%s could not be started again: %s", process.name, error)
+            self._start_again(index, process, error)
+        else:
+            logger.info("%s runs again, at %s", process.name, self._addresses[index])
+
+    def _start_again(self, index: int, process: Process, cause: RollwrightError) -> None:
+        self._lost[index] += 1
+        if self._lost[index] <= RESTARTS:
             process.restart()
+            return
+        self._given_up.add(index)
+        words = f"{process.name} was started {RESTARTS + 1} times without coming into service, and is not started again; the last time: {cause}"
+        logger.error("%s", words)
+        if len(self._given_up) == len(self._processes):
+            self._fail(words)
+
+    def _fail(self, words: str) -> None:
+        self._stop.set()
+        self._failed(RolloutError(f"No inference server is left: {words}"))
 
 
 class PlacedRollout(RemoteEngine):
@@ -305,20 +367,32 @@ class PlacedRollout(RemoteEngine):
 
     Args:
         config: the ``rollout`` section.
-        client: of the servers; it pauses and resumes them, and confirms versions, which a rank publishes.
+        client: of the servers; it pauses and resumes them, and follows what a rank publishes.
         pool: the workers.
+        publisher: says what a rank has published (``RemoteClient.publisher``).
         seed: the run's.
     """
 
-    def __init__(self, config: RolloutConfig, client: RemoteClient, pool: WorkerPool, *, seed: int) -> None:
+    def __init__(
+        self,
+        config: RolloutConfig,
+        client: RemoteClient,
+        pool: WorkerPool,
+        *,
+        publisher: Callable[[], tuple[int, Collection[str]]],
+        seed: int,
+    ) -> None:
         super().__init__(config, client=client, seed=seed)
         self.elsewhere = self.pool = pool
         self.watch: ServerWatch | None = None
+        self._publisher = publisher
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         """See ``RolloutEngine.initialize``; returns when the workers run."""
         super().initialize(*args, **kwargs)
+        self._servers.publisher = self._publisher
         self.pool.wait_started()
+        self.pool.release(*self.in_service())
         if self.watch is not None:
             self.watch.start()
 
@@ -340,20 +414,22 @@ class PlacedRollout(RemoteEngine):
             self._servers.adopt_version()
         super().resume()
         if not self._pauses:
-            self.pool.release(self.in_service())
+            self.pool.release(*self.in_service())
 
     def set_version(self, version: int) -> None:
         """See ``RolloutEngine.set_version``."""
         is_new = version != self._servers.get_version()
+        if is_new and not self._pauses:
+            self._servers.adopt_version()
         super().set_version(version)
         if is_new and not self._pauses:
-            self.pool.release(self.in_service())
+            self.pool.release(*self.in_service())
 
     @property
     def _servers(self) -> RemoteClient:
         assert isinstance(self.client, RemoteClient)
         return self.client
 
-    def in_service(self) -> list[str]:
-        """Addresses of the servers that requests may go to."""
-        return [server.address for server in self._servers.router.in_service()]
+    def in_service(self) -> tuple[list[str], int]:
+        """Addresses of the servers that requests may go to, and the version that they hold."""
+        return [server.address for server in self._servers.router.in_service()], self._servers.get_version()

@@ -19,17 +19,17 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from rollwright.cluster.placement import demands_of, place
+from rollwright.cluster.placement import demands_of
 from rollwright.config.experiment import FinetuneSpec, PPOConfig
 from rollwright.config.sections import RolloutConfig
 from rollwright.data.tokenizer import load_tokenizer
-from rollwright.errors import CheckpointError, LostProcessError, LostRankError
+from rollwright.errors import CheckpointError, EngineError, LostProcessError, LostRankError, RollwrightError
 from rollwright.experience.packed import pack_rows, unpack_rows
 from rollwright.experience.trajectory import Trajectory, tensor_container_to
 from rollwright.inference.backends import BACKENDS
@@ -48,12 +48,17 @@ from rollwright.training.ranks import shares as divided
 
 logger = getLogger("ranks")
 
+_Result = TypeVar("_Result")
 #: Version of the weights, and how they were published.
 _State = tuple[int, Publication | None]
 #: Longest start of a gang: interpreters, torch, the model.
 START_SECONDS = 600.0
 #: How often in a row a gang may be lost before a call of it succeeds.
 RESTARTS = 3
+#: Seconds in which a rank that failed may turn out to have failed because another one is lost.
+_CAUSE_SECONDS = 3.0
+#: Longest wait for what the first rank answers beside its calls.
+_ANSWER_SECONDS = 10.0
 #: Calls that change what the ranks hold; they are made again after a gang was lost.
 _CHANGES = ("policy_step", "publish", "skip_publication")
 
@@ -65,7 +70,7 @@ class TrainRank:
     """One rank: joins the others, loads its part of the model, and makes the calls that it is told.
 
     Args:
-        where: it was placed (``cluster.ray.Place``).
+        where: it was placed (``cluster.host.Place``).
     """
 
     def __init__(self, where: Any) -> None:
@@ -92,9 +97,9 @@ class TrainRank:
         def load() -> str:
             if config.cluster.threads is not None:
                 torch.set_num_threads(config.cluster.threads)
-            parallel.join_processes(resolve_device(config.actor.device))
             self._config = config
             with parallel.watched():
+                parallel.join_processes(resolve_device(config.actor.device))
                 self._ranks = load_ranks(config, FinetuneSpec(**spec), Path(recover), shares_weights=False)
             return str(self._ranks.engine.compute_dtype).removeprefix("torch.")
 
@@ -109,6 +114,7 @@ class TrainRank:
                 backend = BACKENDS.get(rollout.backend)
                 assert issubclass(backend, RemoteClient)
                 engine = self._client = backend(rollout, addresses=addresses)
+                engine.are_replaced = True
                 engine.initialize()
             self._ranks.engine.connect_engine(engine)
 
@@ -118,6 +124,10 @@ class TrainRank:
         """On the first rank: publish to these servers from now on; answered beside calls."""
         if self._client is not None:  # otherwise it connects to them
             self._client.use_servers(addresses)
+
+    def holders(self) -> tuple[int, list[str]] | None:
+        """On the first rank: the version that was published, and the servers that hold it; answered beside calls."""
+        return None if self._client is None else (self._client.get_version(), self._client.weight_holders)
 
     async def call(self, name: str, share: bytes | None, arguments: dict[str, Any]) -> tuple[Any, bytes, _State]:
         """Make a call of ``CALLS``.
@@ -209,15 +219,19 @@ class PlacedRanks:
         self.engine = PlacedPolicy(self)
         self._since: list[tuple[str, list[Any]]] = []  # calls since the newest recover checkpoint
         self._checkpoint: int | None = None  # its step; None: there is none
+        self._published: tuple[int, list[str]] | None = None  # the version, and the servers that took it
+        self._has_trained = self._is_closed = False
         self._connection: Callable[[], tuple[RolloutConfig, list[str]]] | None = None
         self._gang: list[Any] = []
         self.cluster = RayCluster(config.cluster, directory.logs)
         try:
             nodes = self.cluster.nodes
             self.demands = {demand.role: demand for demand in demands_of(config, any(node.gpus for node in nodes))}
-            for process, address in place(list(self.demands.values()), nodes, config.cluster.nodes):
+            for process, address in self.cluster.fit(list(self.demands.values()), config.cluster.nodes):
                 logger.info("%s fits on %s", process, address)
-            self._opening = ThreadPoolExecutor(1).submit(self._start_gang)  # while servers and workers start
+            self._opening = ThreadPoolExecutor(1).submit(  # while servers and workers start
+                self._unless_lost, "start", self._start_gang, lambda: self.cluster.remove(self._gang)
+            )
         except BaseException:
             self.cluster.close()
             raise
@@ -256,16 +270,36 @@ class PlacedRanks:
     def connect(self, rollout: Any) -> None:
         """Connect the first rank to the servers that ``rollout`` asks."""
         self._opening.result()
-        self._connection = lambda: (rollout.config, rollout.watch.addresses)
-        self._ask_all("connect", *self._connection())
+
+        def connection() -> tuple[RolloutConfig, list[str]]:
+            return rollout.config, rollout.watch.addresses or rollout.client.addresses
+
+        self._unless_lost("connect", lambda: self._ask_all("connect", *connection()), lambda: self._replace_gang("connect"))
+        self._connection = connection
 
     def use_servers(self, addresses: list[str]) -> None:
         """Tell the first rank which servers there are, beside what it does."""
         with contextlib.suppress(LostProcessError):  # the next one is told when it connects
             self._gang[0].call("use_servers", addresses).result(60.0)
 
+    def holders(self) -> tuple[int, list[str]]:
+        """The version that was published last, and the servers that hold it by now, as the first rank knows them.
+
+        Raises:
+            EngineError: nothing was published yet.
+        """
+        held = self._published
+        if held is None:
+            raise EngineError("no weights have been published yet")
+        with contextlib.suppress(RollwrightError, TimeoutError):  # it is placed again: what it told last is still true
+            told = self._gang[0].call("holders").result(_ANSWER_SECONDS)
+            if told is not None and told[0] >= held[0]:
+                held = told
+        return held
+
     def close(self) -> None:
         """End the ranks, and all else on the cluster. Idempotent."""
+        self._is_closed = True
         self.cluster.close()
 
     # -- a gang ----------------------------------------------------------------------------------------------------------
@@ -292,33 +326,50 @@ class PlacedRanks:
         self, name: str, shares: Sequence[Any], own: dict[str, Any], arguments: dict[str, Any]
     ) -> tuple[Any, list[bytes]]:
         """Make a call; where the gang is lost, with another one, which first gets to where this one was."""
-        restarts, began = 0, time.monotonic()
-        while True:
-            try:
-                if restarts:
-                    self._replace_gang(arguments.get("step") if name == "save_recover" else None)
-                answers = self._make(name, shares, own, arguments)
-                break
-            except (LostProcessError, LostRankError) as error:
-                restarts += 1
-                if self._config.recover.mode == "off":
-                    raise LostRankError(f"{error}; with recover.mode off there is no checkpoint to go on from.") from error
-                if restarts > RESTARTS:
-                    raise LostRankError(
-                        f"the ranks were lost {restarts} times in call {name}; the last time: {error}"
-                    ) from error
-                logger.error("%s: all ranks are placed again and go on from the newest checkpoint", error)
-        if restarts:
-            logger.info("the ranks are where they were %.1f s ago", time.monotonic() - began)
+        answers = self._unless_lost(
+            f"call {name}",
+            lambda: self._make(name, shares, own, arguments),
+            lambda: self._replace_gang(name, arguments.get("step")),
+        )
         if name == "save_recover":
             self._since.clear()
             self._checkpoint = arguments["step"]
         elif name == "load_recover":
             self._checkpoint = answers[0][0][0]
-        elif name in _CHANGES and self._config.recover.mode != "off":
-            self._since.append((name, list(shares)))
+        elif name in _CHANGES:
+            self._has_trained = True
+            if self._config.recover.mode != "off":
+                self._since.append((name, list(shares)))
         result, _, (self.engine.version, self.engine.publication) = answers[0]
+        if name in ("publish", "republish") and self.engine.publication is not None:
+            self._published = self.engine.version, self.engine.publication.engines
         return result, [written for _, written, _ in answers]
+
+    def _unless_lost(self, what: str, make: Callable[[], _Result], replace: Callable[[], None]) -> _Result:
+        """What ``make`` returns; where the gang is lost, it is called again after ``replace``.
+
+        Raises:
+            LostRankError: the gang cannot be replaced, or was lost too often.
+        """
+        lost, began = 0, time.monotonic()
+        while True:
+            try:
+                if lost:
+                    replace()
+                result = make()
+                break
+            except (LostProcessError, LostRankError) as error:
+                if self._is_closed:
+                    raise
+                lost += 1
+                if self._has_trained and self._config.recover.mode == "off":
+                    raise LostRankError(f"{error}; with recover.mode off there is no checkpoint to go on from.") from error
+                if lost > RESTARTS:
+                    raise LostRankError(f"the ranks were lost {lost} times in {what}; the last time: {error}") from error
+                logger.error("%s: all ranks are placed again and go on from the newest checkpoint", error)
+        if lost:
+            logger.info("the ranks are where they were %.1f s ago", time.monotonic() - began)
+        return result
 
     def _make(
         self, name: str, shares: Sequence[Any], own: dict[str, Any], arguments: dict[str, Any]
@@ -330,14 +381,20 @@ class PlacedRanks:
             ]
         )
 
-    def _replace_gang(self, being_saved: int | None) -> None:
-        """Place the ranks again and have them get to where the lost ones were; ``being_saved``: the step whose checkpoint was written."""
+    def _replace_gang(self, name: str, being_saved: int | None = None) -> None:
+        """Place the ranks again and have them get to where the lost ones were.
+
+        Args:
+            name: of the call in which they were lost.
+            being_saved: the step whose checkpoint it wrote.
+        """
         self.cluster.remove(self._gang)
         self._start_gang()
         nothing = [None] * len(self._gang)
-        if self.recover.steps():
+        is_saved = name == "save_recover" and being_saved in self.recover.steps()
+        if self._checkpoint is not None or is_saved:
             (step, _), _, _ = self._make("load_recover", nothing, {}, {"part": "actor"})[0]
-            if step == being_saved:
+            if is_saved and step == being_saved:
                 self._since.clear()
             elif step != self._checkpoint:
                 raise CheckpointError(
@@ -345,10 +402,11 @@ class PlacedRanks:
                     "start the run again, which goes on from there."
                 )
             self._checkpoint = step
-        for name, shares in self._since:  # what was published stays published: the servers hold it
-            self._make("skip_publication" if name == "publish" else name, shares, {}, {})
+        for call, shares in self._since:  # what was published stays published: the servers hold it
+            self._make("skip_publication" if call == "publish" else call, shares, {}, {})
         if self._connection is not None:
             self._ask_all("connect", *self._connection())
+        if self._published is not None:
             self._make("republish", nothing, {}, {})  # so that a server that comes back can be given them
 
 
@@ -360,11 +418,10 @@ class _Section:
 
 
 def _together(answers: Sequence[Any]) -> list[Any]:
-    """What all ranks answer. The first failure is raised at once: the others may wait for ever for the rank that failed."""
-    left = set(answers)
-    while left:
-        done, left = wait(left, return_when=FIRST_COMPLETED)
+    """What all ranks answer. A failure is raised soon: the others may wait for ever for the rank that failed."""
+    done, left = wait(answers, return_when=FIRST_EXCEPTION)
+    if any(answer.exception() is not None for answer in done):
+        done, _ = wait(answers, _CAUSE_SECONDS) if left else (done, left)
         failed = [error for answer in done if (error := answer.exception()) is not None]
-        if failed:
-            raise next((error for error in failed if not isinstance(error, LostRankError)), failed[0])
+        raise min(failed, key=lambda error: (not isinstance(error, LostProcessError), isinstance(error, LostRankError)))
     return [answer.result() for answer in answers]

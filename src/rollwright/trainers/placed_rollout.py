@@ -72,13 +72,14 @@ def make_placed_rollout(config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, d
         server.wait_started(rollout.setup_timeout + _BEGIN_SECONDS)  # one that does not get healthy says so itself
     addresses = [server.call("address").result(rollout.setup_timeout) for server in servers]
     client = backend(rollout, addresses=addresses)
+    client.are_replaced = True
     told = dataclasses.replace(config, rollout=rollout)
     made: list[PlacedRollout] = []
     workers = [
         ranks.cluster.process(
             f"worker {index}",
             "rollwright.trainers.placed_rollout:open_worker",
-            lambda: (told, made[0].in_service() if made else addresses, str(path)),
+            lambda: (told, client.addresses if made else addresses, str(path)),
             cpus=of_worker.cpus,
             gpus=of_worker.gpus,
             concurrency=rollout.max_concurrent_samples + 16,
@@ -86,7 +87,11 @@ def make_placed_rollout(config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, d
         for index in range(of_worker.count)
     ]
     engine = PlacedRollout(
-        rollout, client, WorkerPool(workers, rollout.setup_timeout, rollout.request_timeout), seed=config.seed
+        rollout,
+        client,
+        WorkerPool(workers, rollout.setup_timeout, rollout.request_timeout),
+        publisher=ranks.holders,
+        seed=config.seed,
     )
 
     def changed(present: list[str]) -> None:
@@ -99,6 +104,7 @@ def make_placed_rollout(config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, d
         changed=changed,
         in_service=engine.in_service,
         tell=engine.pool.use_servers,
+        failed=engine.pool.fail,
         timeout=rollout.setup_timeout,
     )
     if config.journal.enabled:  # what becomes of groups; episodes are in the journals of the workers, beside it
@@ -144,7 +150,7 @@ class PlacedModel:
     """A server of a model that is not trained, in a process of its own, ended with that process.
 
     Args:
-        where: it was placed (``cluster.ray.Place``).
+        where: it was placed (``cluster.host.Place``).
         model: its section.
         threads: where the section sets none.
         logs: directory of its log.
@@ -163,7 +169,7 @@ class PlacedServer:
     """An inference server in a process of its own, ended with that process.
 
     Args:
-        where: it was placed (``cluster.ray.Place``).
+        where: it was placed (``cluster.host.Place``).
         config: of the run.
         rollout: its section, with the key that requests carry.
         model_path: of the model.
@@ -197,7 +203,7 @@ def open_worker(where: Any, config: PPOConfig, addresses: list[str], directory: 
     """A worker that runs the config's workflow, or its tasksets, with the servers at these addresses.
 
     Args:
-        where: it was placed (``cluster.ray.Place``); not used.
+        where: it was placed (``cluster.host.Place``); not used.
         config: of the run; its ``rollout`` has the key that requests carry, and each auxiliary model the URL of its server.
         addresses: of the servers.
         directory: of the run.
@@ -208,7 +214,7 @@ def open_worker(where: Any, config: PPOConfig, addresses: list[str], directory: 
     backend = BACKENDS.get(rollout.backend)
     assert issubclass(backend, RemoteClient)
     client = backend(rollout, addresses=addresses)
-    client.only_asks = True
+    client.only_asks = client.are_replaced = True
     client.initialize()
     journal = None
     if config.journal.enabled:  # old files are removed by the controller's alone

@@ -18,11 +18,13 @@ CONFIG = RolloutConfig(setup_timeout=60, request_timeout=60)
 
 
 @contextlib.contextmanager
-def clients(*fakes, count):
+def clients(*fakes, count, only_ask=()):
     with contextlib.ExitStack() as stack:
         addresses = [stack.enter_context(served(fake.app)) for fake in fakes]
         made = [SGLangClient(CONFIG, addresses=addresses) for _ in range(count)]
-        for client in made:
+        for number, client in enumerate(made):
+            client.are_replaced = True
+            client.only_asks = number in only_ask
             client.initialize()
             stack.callback(client.destroy)
         yield made
@@ -35,14 +37,26 @@ def wait_until(what, seconds=60.0):
         time.sleep(0.01)
 
 
+def says(publisher):
+    """What a rank says of what it has published."""
+    return lambda: (publisher.get_version(), publisher.weight_holders)
+
+
 def test_a_server_at_a_new_address_is_given_the_weights_before_anybody_asks_it(tmp_path):
     lasting, lost, new = FakeSGLang(), FakeSGLang(), FakeSGLang()
-    with clients(lasting, lost, count=3) as (publisher, controller, worker), served(new.app) as address:
-        worker.only_asks = True
+    with (
+        clients(lasting, lost, count=3, only_ask=(2,)) as (publisher, controller, worker),
+        served(new.app) as address,
+    ):
+        with pytest.raises(WeightUpdateError, match="has not been given version 0"):
+            worker._bring_back(worker.router.servers[0])
+        assert not worker.router.in_service()  # until it is told
+        controller.publisher = says(publisher)
         publisher.update_weights_from_disk(str(tmp_path), 1)
-        controller.set_version(1)
-        worker.adopt_version()
-        assert worker.get_version() == 1
+        controller.adopt_version()
+        worker.follow(controller.addresses, controller.get_version())
+        assert worker.get_version() == controller.get_version() == 1
+        assert len(worker.router.in_service()) == 2
         present = [publisher.addresses[0], address]
         controller.use_servers(present)
         worker.use_servers(present)
@@ -50,14 +64,56 @@ def test_a_server_at_a_new_address_is_given_the_weights_before_anybody_asks_it(t
         assert [server.in_service for server in controller.router.servers] == [True, False]
         assert [server.in_service for server in worker.router.servers] == [True, False]
         publisher.use_servers(present)
-        for client in (publisher, controller, worker):
+        for client in (publisher, controller):
             wait_until(lambda client=client: len(client.router.in_service()) == 2)
+        worker.follow(present, 1)
+        assert len(worker.router.in_service()) == 2
         assert len(new.bodies["update_weights_from_disk"]) == 1
         commands = {name: len(bodies) for name, bodies in new.bodies.items()}
         worker.router.take_out(worker.router.servers[1], "a doubt")
         worker._bring_back(worker.router.servers[1])
         assert {name: len(bodies) for name, bodies in new.bodies.items()} == commands  # it sends no commands
         assert ask(worker).output_versions == [1, 1, 1]
+
+
+def test_a_server_that_refuses_a_publication_is_left_out_until_it_holds_it(tmp_path):
+    takes, refuses = FakeSGLang(), FakeSGLang()
+    with clients(takes, refuses, count=2) as (publisher, controller):
+        controller.publisher = says(publisher)
+        publisher._monitor.stop()
+        refuses.fails.add("update_weights_from_disk")
+        good, bad = publisher.addresses
+        controller.pause()
+        assert publisher.update_weights_from_disk(str(tmp_path), 1) == [good]
+        controller.adopt_version()
+        controller.resume()
+        assert controller.get_version() == 1
+        assert controller.weight_holders == [good]
+        with pytest.raises(WeightUpdateError, match="holds version '0', and has not been given version 1"):
+            controller._bring_back(controller.router.servers[1])
+        assert ask(controller).server == good
+        refuses.fails.clear()
+        publisher._bring_back(publisher.router.servers[1])
+        wait_until(lambda: controller.weight_holders == [good, bad])
+        assert refuses.version == "1"
+
+
+def test_what_is_lost_while_a_client_starts_is_waited_for_later(tmp_path):
+    living, stale, dead = FakeSGLang(version="4"), FakeSGLang(version="0"), FakeSGLang()
+    with served(living.app) as first, served(stale.app) as second:
+        with served(dead.app) as third:
+            pass
+        client = SGLangClient(CONFIG, addresses=[first, second, third])
+        client.are_replaced = True
+        client.initialize()
+        try:
+            assert client.get_version() == 4
+            assert client.weight_holders == [first]
+            client._monitor.stop()
+            client.update_weights_from_disk(str(tmp_path), 4)  # what a gang does that takes another one's place
+            assert client.weight_holders == [first, second]
+        finally:
+            client.destroy()
 
 
 def test_a_publication_takes_in_a_server_that_has_just_joined(tmp_path):
@@ -68,14 +124,6 @@ def test_a_publication_takes_in_a_server_that_has_just_joined(tmp_path):
         assert publisher.weight_dtype == publisher.held_dtype(publisher.router.servers[0])
         assert publisher.update_weights_from_disk(str(tmp_path), 1) == publisher.addresses
         assert len(publisher.router.in_service()) == 2
-
-
-def test_servers_with_different_weights_have_no_version_to_adopt():
-    one, other = FakeSGLang(version="3"), FakeSGLang(version="3")
-    with clients(one, other, count=1) as (client,):
-        other.version = "4"
-        with pytest.raises(WeightUpdateError, match="hold different weights"):
-            client.adopt_version()
 
 
 def test_what_is_with_a_server_that_left_is_asked_elsewhere():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from concurrent.futures import Future
@@ -13,7 +14,7 @@ from echo import EchoEngine
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
-from rollwright.errors import JournalError, LostProcessError, RolloutError
+from rollwright.errors import EngineError, JournalError, LostProcessError, RolloutError
 from rollwright.experience.journal.episodes import read_episodes
 from rollwright.experience.journal.files import Journal
 from rollwright.inference.request import ModelRequest
@@ -279,7 +280,7 @@ def test_the_last_word_that_workers_hear_is_the_last_that_was_said():
     goes_on = threading.Event()
     workers = [Hears(0, takes=goes_on), Hears(1)]
     pool = WorkerPool(workers, 10.0)
-    watch = threading.Thread(target=pool.use_servers, args=(["10.0.0.1:1"],))
+    watch = threading.Thread(target=pool.use_servers, args=(["10.0.0.1:1"], 0))
     watch.start()
     assert workers[0].is_taking.wait(10.0)
     trainer = threading.Thread(target=pool.hold)  # weights are about to change while servers are told
@@ -327,6 +328,38 @@ def test_evaluation_runs_here(make):
     assert not runs(processes[1])
 
 
+def test_a_worker_that_is_lost_while_it_starts_again_is_started_once_more(make):
+    executor, (process,) = make(count=1)
+    begin, failures = process.restart, [LostProcessError("lost while it started"), RolloutError("no tokenizer there")]
+
+    def restart():
+        begin()
+        if failures:
+            process.started = Future()
+            process.started.set_exception(failures.pop())
+
+    process.restart = restart
+    process.lose()
+    batch = executor.rollout_batch(rows(2), OneTurn())
+    assert batch["rewards"].tolist() == [0.0, 1.0]
+    assert not failures
+
+
+def test_workers_that_can_never_start_again_end_the_run_with_the_cause(make):
+    executor, (process,) = make(count=1, max_sample_retries=0)
+    begin = process.restart
+
+    def restart():
+        begin()
+        process.started = Future()
+        process.started.set_exception(RolloutError("no tokenizer there"))
+
+    process.restart = restart
+    process.lose()
+    with pytest.raises(RolloutError, match=r"worker 0 was started 4 times without running an episode.*no tokenizer there"):
+        executor.rollout_batch(rows(1), OneTurn())
+
+
 class ServerProcess:
     """A server that can be lost, as ``ServerWatch`` sees it."""
 
@@ -334,6 +367,7 @@ class ServerProcess:
         self.name = f"server {number}"
         self.number, self.starts = number, 0
         self.is_lost = False
+        self.cannot_start = None
         self.started = Future()
         self.started.set_result(None)
 
@@ -341,6 +375,8 @@ class ServerProcess:
         self.starts += 1
         self.is_lost = False
         self.started = Future()
+        if self.cannot_start is not None:
+            self.started.set_exception(self.cannot_start)
 
     def call(self, method):
         answer = Future()
@@ -351,38 +387,80 @@ class ServerProcess:
         return answer
 
 
-def test_a_lost_server_is_left_out_at_once_and_told_when_it_is_back():
-    processes = [ServerProcess(number) for number in range(2)]
-    changed, told, failing = [], [], [1]
+@contextlib.contextmanager
+def watched(processes, changed=None, failed=None):
+    """A watch of servers, and what it tells of them; a server is in service where clients were told of it."""
+    addresses, told, present = [f"10.0.0.{process.number}:0" for process in processes], [], []
+    present[:] = addresses
 
-    def change(addresses):
-        if failing:
-            failing.pop()
-            raise LostProcessError("the first rank was not there to be told")
-        changed.append(addresses)
+    def change(running):
+        if changed is not None:
+            changed()
+        present[:] = running
 
     watch = ServerWatch(
         processes,
-        ["10.0.0.0:0", "10.0.0.1:0"],
+        addresses,
         changed=change,
-        in_service=lambda: changed[-1] if changed else ["10.0.0.0:0", "10.0.0.1:0"],
-        tell=told.append,
+        in_service=lambda: (list(present), 3),
+        tell=lambda *words: told.append(words),
+        failed=failed or pytest.fail,
         timeout=5.0,
     )
     watch.start()
     try:
-        processes[1].is_lost = True
-        deadline = time.monotonic() + 20
-        while not told:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert changed == told == [["10.0.0.0:0"]]
-        assert watch.addresses == ["10.0.0.0:0"]
-        processes[1].started.set_result(None)
-        while len(told) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert changed[1] == told[1] == ["10.0.0.0:0", "10.0.0.1:1"]
-        assert processes[1].starts == 1
+        yield watch, told
     finally:
         watch.close()
+
+
+def wait_until(what, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_lost_server_is_left_out_at_once_and_told_when_it_is_back():
+    processes, failing = [ServerProcess(number) for number in range(2)], [1]
+
+    def changed():
+        if failing:
+            failing.pop()
+            raise LostProcessError("the first rank was not there to be told")
+
+    with watched(processes, changed) as (watch, told):
+        processes[1].is_lost = True
+        wait_until(lambda: told)
+        assert told == [(["10.0.0.0:0"], 3)]
+        assert watch.addresses == ["10.0.0.0:0"]
+        processes[1].started.set_result(None)
+        wait_until(lambda: len(told) == 2)
+        assert told[1] == (["10.0.0.0:0", "10.0.0.1:1"], 3)
+        assert processes[1].starts == 1
+
+
+def test_a_server_that_can_never_start_again_is_given_up_and_the_last_one_ends_the_run():
+    processes, failures = [ServerProcess(number) for number in range(2)], []
+    with watched(processes, failed=failures.append) as (watch, _):
+        for process in (processes[1], processes[0]):
+            process.cannot_start = EngineError("out of memory on GPU 3")
+        processes[1].is_lost = True
+        wait_until(lambda: processes[1].starts == 3)
+        time.sleep(1.2)
+        assert processes[1].starts == 3  # it is not tried for ever
+        assert watch.addresses == ["10.0.0.0:0"]
+        assert not failures  # the other one serves
+        processes[0].is_lost = True
+        wait_until(lambda: failures)
+        assert "No inference server is left: server 0 was started 4 times" in str(failures[0])
+        assert "out of memory on GPU 3" in str(failures[0])
+
+
+def test_the_pool_tells_the_cause_to_episodes_that_nobody_can_run(make):
+    executor, (process,) = make(count=1, max_sample_retries=0)
+    task = executor.submit(rows(1, does="hang")[0], OneTurn())
+    wait_until(lambda: runs(process))
+    executor._runner.elsewhere.fail(RolloutError("No inference server is left: it is out of memory"))
+    with pytest.raises(RolloutError, match="it is out of memory"):
+        executor.wait_for_task(task, timeout=20)

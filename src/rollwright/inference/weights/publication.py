@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,9 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, EngineError, WeightUpdateError
 from rollwright.inference.connections import UpdateRefusedError
 from rollwright.inference.network import is_loopback
-from rollwright.inference.remote import RemoteRequests
+from rollwright.inference.remote import CHECK_SECONDS, RemoteRequests
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.inference.router import Server
+from rollwright.inference.router import Router, Server
 from rollwright.inference.weights.files import keep_newest, remove_later, write_weights
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.inference.weights.ways import MappedWeights, WeightUpdateMeta, shared_directory
@@ -49,6 +49,10 @@ class RemoteClient(RemoteRequests):
     Attributes:
         ways: ways by which the servers take weights (``WeightUpdateMeta.type``).
         only_asks: another client gives these servers their weights, pauses and resumes them; this one asks for tokens alone.
+        are_replaced: servers that are lost are started again, so this client can do without some of them: it begins with those that
+            answer, and takes the others in later.
+        publisher: says what another client has published: the version, and the addresses of the servers that hold it; others are
+            not asked. None: this client publishes.
         needs_gpu: a server computes on ``rollout.tensor_parallel`` GPUs.
         finds_servers: servers that run already are used; else every run starts its own.
     """
@@ -57,6 +61,8 @@ class RemoteClient(RemoteRequests):
     needs_gpu = True
     finds_servers = True
     only_asks = False
+    are_replaced = False
+    publisher: Callable[[], tuple[int, Collection[str]]] | None = None
 
     @classmethod
     def command(cls, launch: ServerLaunch) -> list[str]:
@@ -348,12 +354,10 @@ class RemoteClient(RemoteRequests):
         """
         with self._update_lock:
             self.on_connected(server)
-            label, doubtful = str(self.read_version(server)), server.has_doubtful_weights
-            if self.only_asks:
-                if label != str(self._version):
-                    raise WeightUpdateError(f"it holds version {label!r}, and version {self._version} is the current one")
-                self.router.put_back(server)
+            if self.publisher is not None:
+                self._take_in(server, *self.publisher())
                 return
+            label, doubtful = str(self.read_version(server)), server.has_doubtful_weights
             # A server that was started again may call its first weights 0, too.
             if label != str(self._version) or doubtful or (label == "0" and self._restore is not None):
                 if self._restore is not None:
@@ -370,21 +374,64 @@ class RemoteClient(RemoteRequests):
             (self.pause_server if self.is_paused else self.resume_server)(server)
             self.router.put_back(server)
 
+    def _take_in(self, server: Server, version: int, holders: Collection[str]) -> None:
+        label = self.read_version(server)
+        if server.address not in holders or str(label) != str(version):
+            raise WeightUpdateError(f"it holds version {label!r}, and has not been given version {version}, the current one")
+        self._version = version
+        if not self.only_asks:
+            (self.pause_server if self.is_paused else self.resume_server)(server)
+        self.router.put_back(server)
+
     # -- versions ------------------------------------------------------------------------------------------------------
+
+    def _connect(self, router: Router) -> None:
+        """See ``RemoteRequests.initialize``; servers that are replaced when they are lost are not all waited for."""
+        if not self.are_replaced:
+            super()._connect(router)
+            return
+        for server in router.servers:
+            router.take_out(server, "it has just joined")
+        if self.only_asks:  # it is told which of them it may ask (``follow``)
+            self.publisher = lambda: (self._version, [])
+            return
+        deadline = time.monotonic() + self.config.setup_timeout
+        while not (connected := self.settled(self._connected_label, router.servers)[0]):
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"No {self.kind} server was healthy within {self.config.setup_timeout:g} s: {router.describe()}."
+                )
+            time.sleep(0.2)
+        numbers = [(server, self._numbered(server, label)) for server, label in connected]
+        self._version = max(number for _, number in numbers)
+        for server, number in numbers:
+            if number == self._version:
+                router.put_back(server)
+            else:
+                server.reason = f"it holds version {number}, and another one version {self._version}"
+
+    def _connected_label(self, server: Server) -> str | None:
+        """What a server calls its weights; an ``EngineError`` where it does not answer yet."""
+        self.ask(server, "GET", "/health", timeout=CHECK_SECONDS)
+        self.on_connected(server)
+        return self.read_version(server)
 
     def _on_all_connected(self, servers: list[Server]) -> None:
         """Number the weights of servers that were just started; take over the number where they already have one."""
-        numbers: dict[str, int] = {}
-        for server, label in zip(servers, self.each(self.read_version, servers), strict=True):
-            if label is None or not str(label).lstrip("-").isdigit():
-                self.label_version(server, self._version)
-                label = self._version
-            numbers[server.address] = int(label)
+        labels = zip(servers, self.each(self.read_version, servers), strict=True)
+        numbers = {server.address: self._numbered(server, label) for server, label in labels}
         if len(set(numbers.values())) > 1:
             raise WeightUpdateError(
                 f"The {self.kind} servers hold different weights (versions {numbers}). Publish weights to all, or restart them."
             )
         (self._version,) = set(numbers.values())
+
+    def _numbered(self, server: Server, label: str | None) -> int:
+        """The number of a server's weights, which it is given where it has none."""
+        if label is None or not str(label).lstrip("-").isdigit():
+            self.label_version(server, self._version)
+            return self._version
+        return int(label)
 
     def get_version(self) -> int:
         """Version of the weights that the next token is sampled with."""
@@ -404,17 +451,25 @@ class RemoteClient(RemoteRequests):
             self._version, self._restore = version, None  # another client published: what this one has is older
 
     def adopt_version(self) -> None:
-        """Go by the version that another client has published.
-
-        Raises:
-            WeightUpdateError: the servers hold different ones.
-        """
+        """Go by what ``publisher`` says now: servers that did not take what was published are taken out until they hold it."""
+        assert self.publisher is not None
+        version, holders = self.publisher()
         with self._update_lock:
-            held = {server.address: label for server, label in self._each_in_service(self.read_version, "say its version")}
-            if len(set(held.values())) > 1:
-                raise WeightUpdateError(f"The {self.kind} servers hold different weights: {held}.")
-            for label in held.values():
-                self._version, self._restore = self.version_number(label), None
+            if version != self._version:
+                self._version, self._restore = version, None
+            for server in self.router.in_service():
+                if server.address not in holders:
+                    self.router.take_out(server, f"was not given version {version}")
+                    self.router.give_up(server)  # what it was asked before the update stays unanswered
+                    logger.error("The server at %s was not given version %d and is out of service.", server.address, version)
+
+    def follow(self, addresses: Iterable[str], version: int) -> None:
+        """Ask these servers from now on, which hold this version, as the client says that watches them."""
+        told = version, list(addresses)
+        self.publisher = lambda: told
+        self.use_servers(told[1])
+        self.adopt_version()
+        self.settled(self._bring_back, [server for server in self.router.servers if not server.in_service])
 
     # -- control -------------------------------------------------------------------------------------------------------
 

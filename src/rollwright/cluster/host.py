@@ -1,0 +1,74 @@
+"""What runs in each process that is placed on a Ray cluster. It is imported there before anything else, and imports little itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import pkgutil
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from rollwright.tracking.logging import attach_file, getLogger
+
+logger = getLogger("ray")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process was put.
+
+    Attributes:
+        address: of its node, by which the other nodes reach it.
+        gpus: that it was given, as Ray numbers them on the node.
+    """
+
+    address: str
+    gpus: tuple[int, ...]
+
+
+class Host:
+    """In the placed process: holds the object and answers calls, with its failures as values: no exception is pickled."""
+
+    def __init__(self, log_path: str, environment: dict[str, str], paths: list[str]) -> None:
+        os.environ.update(environment)
+        sys.path += [path for path in paths if path not in sys.path]
+        with contextlib.suppress(OSError):
+            os.chdir(paths[0])
+        attach_file(log_path)
+        logger.info("this is process %d", os.getpid())
+        self._held: Any = None
+
+    async def place(self) -> tuple[Any, Any]:
+        gpus = tuple(sorted(int(number) for number in ray.get_gpu_ids()))
+        here = ray.get_runtime_context().get_node_id()
+        address = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == here)
+        return Place(address, gpus), None
+
+    async def start(self, path: str, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+        async def make() -> None:
+            (place, _) = await self.place()
+            self._held = await asyncio.to_thread(lambda: pkgutil.resolve_name(path)(place, *arguments))
+
+        return await _answered(make())
+
+    async def call(self, method: str, *arguments: Any) -> tuple[Any, Any]:
+        async def make() -> Any:
+            function = getattr(self._held, method)
+            if inspect.iscoroutinefunction(function):
+                return await function(*arguments)
+            return await asyncio.to_thread(function, *arguments)
+
+        return await _answered(make())
+
+
+async def _answered(work: Any) -> tuple[Any, Any]:
+    try:
+        return await work, None
+    except Exception as error:  # whatever it is: the caller is told
+        return None, (type(error).__name__, str(error), "".join(traceback.format_exception(error)))
