@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from viewed_runs import CHROMIUM, click_to_the_worst_sample, headless_chromium, serve, visit_every_view, watched_tabs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -37,6 +39,35 @@ class FinishedRun:
     def last_rollouts(self, stage: str = "grpo") -> str:
         """The readable trajectories of the last step that wrote some."""
         return max((self.directory / stage / "rollouts").glob("step-*.txt")).read_text()
+
+    def look_at(self, stage: str = "grpo") -> None:
+        """Visit every view of it in a real browser, and click from the list of runs to the tokens of a step's worst sample."""
+        if CHROMIUM is None:
+            warnings.warn(
+                "there is no Chromium, so the views of the run are not looked at: apt-get install chromium", stacklevel=2
+            )
+            return
+        served = serve([self.directory])
+        try:
+            with headless_chromium() as chromium, watched_tabs(chromium, served.url) as make:
+                tab = make()
+                assert visit_every_view(tab, served) > 20
+                run = served.pages.runs.get(stage)
+                worst = click_to_the_worst_sample(tab, run, stage, min(12, run.steps()[-1]["step"]))
+                rows = run.sample(worst["key"])["rows"]
+                assert tab.page.locator(".tokens .t").count() == sum(len(row["ids"]) for row in rows)
+                assert all(row["advantages"] and row["trainer_logprobs"] for row in rows)
+        finally:
+            served.stop()
+
+    def replay(self, stage: str = "grpo") -> None:
+        """Run every recorded sample again without a model: each has to be equal."""
+        told = self.directory / "replay.json"
+        command = [sys.executable, "-m", "rollwright", "replay", str(self.directory / stage), "all", "--json", str(told)]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        counts = json.loads(told.read_text())
+        assert counts["equal"] == counts["episodes"] > 100
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,3 +25,4 @@ def test_the_example_learns_to_halve(run_example):
     assert max(record["actor/logprob_difference/max"] for record in steps) < 1e-3
     dump = run.last_rollouts()
     assert "⟦<|user|>higher<|end|><|assistant|>⟧" in dump
+    run.look_at()

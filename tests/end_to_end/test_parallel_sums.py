@@ -21,3 +21,5 @@ def test_the_example_learns_to_add_on_two_paths(run_example):
     assert steps[-1]["rollout/paths"] > 1.9
     dump = run.last_rollouts()
     assert "</Path>⟦\n<Path>\n2.⟧" in dump
+    run.look_at()
+    run.replay()

@@ -46,3 +46,4 @@ def test_the_quickstart_learns(run_example):
         output = model.generate(**prompt, max_new_tokens=32, do_sample=False)
         right += str(first + second) in tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])
     assert right >= 5
+    run.look_at()

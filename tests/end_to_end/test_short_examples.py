@@ -45,6 +45,8 @@ def test_the_search_agent_learns_a_world_of_six_articles(run_example):
     assert "No search engine is connected." in next((run.directory / "without_search" / "rollouts").glob("*.txt")).read_text()
     assert max(step["actor/logprob_difference/max"] for step in steps) < 1e-3
     assert "</search>⟦<information>" in run.last_rollouts()
+    run.look_at()
+    run.replay()
 
 
 SHOP = "seed: 1, products: 6, goals: 10, page_size: 2"

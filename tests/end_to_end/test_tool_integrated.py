@@ -26,3 +26,4 @@ def test_the_example_learns_to_compute(run_example):
     assert max(record["actor/logprob_difference/max"] for record in steps) < 1e-3
     dump = run.last_rollouts()
     assert "</python>⟦<output>" in dump
+    run.replay()

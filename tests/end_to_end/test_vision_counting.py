@@ -19,3 +19,4 @@ def test_the_example_learns_to_count(run_example):
     assert differences
     assert max(differences) < 1e-3
     assert (run.directory / "grpo" / "checkpoints" / "final" / "preprocessor_config.json").exists()
+    run.replay()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from served_runs import VIEWS
+from written_runs import VIEWS
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

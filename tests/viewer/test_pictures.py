@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 
 import pytest
-from served_runs import VIEWS
+from written_runs import VIEWS
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from served_runs import serve
+from viewed_runs import serve, visit_every_view
 
 RECORDED = Path(__file__).parents[1] / "unit" / "viewer" / "recorded.py"
 
@@ -32,29 +32,11 @@ def recorded(request, tmp_path_factory) -> Path:
     return root
 
 
-def test_every_view_of_every_recorded_run(watched, recorded):
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (360, "dark")])
+def test_every_view_of_every_recorded_run(watched, recorded, width, scheme):
     served = serve([recorded])
     try:
-        tab = watched(origin=served.url)
-        tab.visit("/")
-        runs = [link.get_attribute("href") for link in tab.page.locator("[data-open]").all()]
-        assert runs
-        for url in runs:
-            run = served.pages.runs.get(url.removeprefix("/run/").replace("~", "/"))
-            views = [url, f"{url}/config"]
-            if run.has_journal:
-                views += [f"{url}/{name}" for name in ("steps", "timeline", "weights", "search")]
-                for step in run.steps()[-1:]:
-                    views.append(f"{url}/step/{step['step']}")
-                samples = [*run.search(limit=2)["samples"], *run.search(is_eval=True, limit=1)["samples"]]
-                samples += run.search(status="failed", limit=1)["samples"]
-                for sample in samples:
-                    key = sample["key"].replace("#", "%23")
-                    views.append(f"{url}/group/{sample['group']}")
-                    views += [f"{url}/sample/{key}?view={view}" for view in ("chat", "tokens", "table", "requests")]
-            for view in views:
-                assert tab.visit(view).status == 200, view
-                assert tab.page.locator("h1").count() == 1
+        assert visit_every_view(watched(width, scheme, served.url), served) > 20
     finally:
         served.stop()
 

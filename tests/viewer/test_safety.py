@@ -7,8 +7,8 @@ import sys
 
 import httpx
 import pytest
-from served_runs import RUN, VIEWS, serve
-from written_runs import WrittenRun
+from viewed_runs import serve
+from written_runs import RUN, VIEWS, WrittenRun
 
 ESCAPE = "\x1b[31mred\x1b]0;title\x07"
 HOSTILE = [

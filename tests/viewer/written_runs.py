@@ -41,6 +41,27 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+#: The addresses of the views of a run ``sums/first`` beside a run ``sums/second``.
+RUN = "/run/sums~first"
+VIEWS = {
+    "runs": "/",
+    "compare": "/compare?run=sums%2Ffirst&run=sums%2Fsecond",
+    "run": RUN,
+    "config": f"{RUN}/config",
+    "steps": f"{RUN}/steps",
+    "step": f"{RUN}/step/4",
+    "group": f"{RUN}/group/10",
+    "held-out": f"{RUN}/group/eval:2@v4",
+    "sample": f"{RUN}/sample/10/1",
+    "tokens": f"{RUN}/sample/10/1?view=tokens&overlay=advantage",
+    "table": f"{RUN}/sample/10/1?view=table",
+    "requests": f"{RUN}/sample/10/1?view=requests",
+    "timeline": f"{RUN}/timeline",
+    "weights": f"{RUN}/weights",
+    "search": f"{RUN}/search?text=sum",
+}
+
+
 class WrittenRun:
     """A run of a task-solving agent with a tool, a step at a time.
 

@@ -14,8 +14,8 @@ from rollwright.tracking.plots import smoothed
 
 #: Titles of groups of metrics, and what the names of theirs begin with; the first that fits counts.
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Reward", ("reward", "eval/reward", "workflow/reward", "rollout/reward", "actor/reward")),
     ("Held out", ("eval/",)),
-    ("Reward", ("reward", "workflow/reward", "rollout/reward", "actor/reward")),
     ("Length", ("response_tokens", "sequence_tokens", "truncated", "actor/tokens_per_row", "actor/masked_share")),
     (
         "Loss",

@@ -18,6 +18,7 @@ from rollwright.viewer.shown import count, counted, number, seconds, share, visi
 
 #: Rows of a table on one page.
 ROWS = 200
+_STEADY_FROM = 4  # steps of one value
 _COMPARED = 6  # runs at once: as many as there are colours
 #: Metrics of a run that its tiles show: name, what it is called, how it is written.
 _TILES = (
@@ -175,7 +176,16 @@ def overview(run: Run, info: Mapping[str, Any]) -> dict[str, Any]:
     about = " · ".join(
         filter(None, [info.get("kind"), f"{seconds(took)}{' so far' if info['state'] == 'running' else ''}" if took else None])
     )
-    return {"curves": curves, "tiles": tiles, "signs": run.diagnosis(), "about": about}
+    steady = [chart for _, charts in curves for chart in charts if _is_steady(chart)]
+    curves = [(title, [chart for chart in charts if chart not in steady]) for title, charts in curves]
+    facts = [(chart["title"], f"{chart['last']} {chart['unit']}".strip()) for chart in steady]
+    return {"curves": curves, "steady": facts, "tiles": tiles, "signs": run.diagnosis(), "about": about}
+
+
+def _is_steady(chart: Mapping[str, Any]) -> bool:
+    """A curve that says no more than its value: of all its steps, and not one of those that a person looks for."""
+    values = [value for each in chart["series"] for _, value in each["points"]]
+    return len(values) >= _STEADY_FROM and len(set(values)) == 1 and chart["name"] not in {name for name, _, _ in _TILES}
 
 
 def _curves(runs: Sequence[tuple[str, Run]]) -> list[tuple[str, list[dict[str, Any]]]]:

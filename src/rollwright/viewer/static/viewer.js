@@ -155,8 +155,12 @@
     if (!stampUrl || isBusy()) return;
     const answer = await fetch(stampUrl).catch(() => null); // the viewer was ended
     if (!answer?.ok || (await answer.text()) === stamp || page().dataset.stamp !== stamp || isBusy()) return;
+    // Meanwhile the reader may have gone on: nothing is asked in the reader's place, and a page that is old is not put in.
+    const here = location.href, shown = page();
+    const html = await fetch(here).then((page) => (page.ok ? page.text() : "")).catch(() => "");
+    if (!html || location.href !== here || page() !== shown || isBusy()) return;
     const chosen = [...document.querySelectorAll("[data-open]")].indexOf(document.activeElement);
-    await window.htmx.ajax("GET", location.pathname + location.search, { target: "#page", select: "#page", swap: "outerHTML show:none" });
+    window.htmx.swap("#page", html, { swapStyle: "outerHTML", swapDelay: 0, settleDelay: 0 }, { select: "#page" });
     if (chosen >= 0) document.querySelectorAll("[data-open]")[chosen]?.focus({ preventScroll: true });
   }
   setInterval(follow, 2000);
