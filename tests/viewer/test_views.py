@@ -11,13 +11,14 @@ from viewed_runs import click_to_the_worst_sample, serve
 from written_runs import RUN, VIEWS, WrittenRun
 
 
-@pytest.mark.parametrize("name", VIEWS)
-def test_each_view_is_shown_without_a_fault_in_every_width(watched, name):
-    for width in (360, 1920):
-        tab = watched(width, "dark" if width == 360 else "light")
-        assert tab.visit(VIEWS[name]).status == 200
-        assert tab.page.locator("h1").count() == 1
+@pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1920, "light")])
+def test_each_view_is_shown_without_a_fault_in_every_width(watched, width, scheme):
+    tab = watched(width, scheme)
+    for name, address in VIEWS.items():
+        assert tab.visit(address).status == 200, name
+        assert tab.page.locator("h1").count() == 1, name
         assert tab.fits(), f"{name} is wider than {width} pixels"
+        assert tab.faults == [], name
 
 
 def test_from_the_list_to_a_token_of_the_worst_sample_in_five_clicks(watched, viewer):
@@ -25,6 +26,10 @@ def test_from_the_list_to_a_token_of_the_worst_sample_in_five_clicks(watched, vi
     run = viewer.pages.runs.get("sums/first")
     sample = run.sample(click_to_the_worst_sample(tab, run, "sums/first", 4)["key"])
     assert tab.page.locator(".tokens .t").count() == sum(len(row["ids"]) for row in sample["rows"]) > 50
+    parts = sample["parts"]  # where it went wrong is pointed at
+    assert tab.page.locator(".tokens .t").nth(parts["token"]).get_attribute("class") == "t trained parts chosen"
+    assert tab.page.locator(".token-facts").inner_text().replace("\n", "").startswith(f"token{parts['token']}")
+    assert f"the same as {parts['key']}, which has reward {parts['reward']:g}" in tab.page.locator("#main").inner_text()
 
 
 def test_the_run_says_what_stands_out_and_which_setting_changes_it(watched):

@@ -94,6 +94,7 @@ def _shown(sample: dict[str, Any]) -> dict[str, Any]:
             "links": [],
             "overlays": [],
             "more": None,
+            "parts": None,
         }
         for number, row in enumerate(sample["rows"])
     ]

@@ -21,11 +21,12 @@ from rollwright.viewer.run_files import RunFiles
 from rollwright.viewer.samples import Samples, plain_publication
 from rollwright.viewer.timeline import timeline
 from rollwright.viewer.tokens import Vocabulary, find_vocabulary
-from rollwright.viewer.tree import prefix_tree
+from rollwright.viewer.tree import parting, prefix_tree
 
 logger = getLogger("viewer")
 
 _FOLLOWED_EVERY = 1.0  # seconds between two looks at the files
+_COMPARED = 16  # samples of a group with a higher reward
 _WORKED_FOR = 0.5  # seconds of a transaction, after which readers see more
 
 
@@ -203,6 +204,9 @@ class Run(RunFiles):
     def sample(self, key: str) -> dict[str, Any]:
         """All of one sample: ``calls``, ``rows`` of tokens, ``messages``, ``results`` of durable calls, ``attempts``, ``neighbours``.
 
+        ``parts`` says at which ``token`` of its first row it went another way than all samples of its task with a higher ``reward``, and the
+        ``key`` of one that had all tokens before it.
+
         Args:
             key: as lists have it: ``12/3``, ``eval:12/3@v4``; ``12/3#0`` is the first attempt, ``12/3@0`` that of the first process.
 
@@ -224,6 +228,7 @@ class Run(RunFiles):
             "results": [reading.plain_result(each) for each in episode.results],
             "attempts": [self._attempt(each) for each in group if each["index"] == sample["index"]],
             "neighbours": _neighbours(sample, group),
+            "parts": self._parting(sample, group),
             "replay": f"rollwright replay {shlex.quote(str(self.path))} {sample['key'].partition('#')[0]}",
         }
 
@@ -241,6 +246,20 @@ class Run(RunFiles):
             }
             plain.append({**row.plain(), **said})
         return plain
+
+    def _parting(self, sample: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        """Where it went wrong: the first token that no sample of its task with a higher reward has there."""
+        own = sample["reward"]
+        better = {
+            each["key"]: each for each in group if own is not None and each["reward"] is not None and each["reward"] > own
+        }
+        first = {}
+        for key in [sample["key"], *list(better)[:_COMPARED]] if better else []:
+            rows = reading.rows_of(self._episode(key, self._samples.find(key)[1]))
+            first |= {key: rows[0]} if rows else {}
+        row = first.pop(sample["key"], None)
+        found = parting(row, first) if row is not None else None
+        return None if found is None else {"token": found[0], "key": found[1], "reward": better[found[1]]["reward"]}
 
     def _attempt(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """An attempt of the sample, and what it raised."""

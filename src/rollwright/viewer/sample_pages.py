@@ -289,7 +289,9 @@ def sample_context(run: Run, found: Mapping[str, Any], url: str, request: Reques
             "more": link(all="1") if limit is not None and length > limit else None,
         }
         if view == "tokens":
-            row.update(sample_view.tokens(rows[row_number], overlay, limit))
+            parts = found["parts"] if row_number == 0 else None
+            row.update(sample_view.tokens(rows[row_number], overlay, limit, parts and parts["token"]))
+            row["parts"] = parts and {**parts, "href": f"{url}/sample/{key_in_address(parts['key'])}?view=tokens"}
         else:
             table = sample_view.table(rows[row_number], limit)
     group_key = found["group"]

@@ -102,8 +102,13 @@ def _images(value: Any, depth: int = 0) -> Iterator[str]:
 # -- tokens ------------------------------------------------------------------------------------------------------------
 
 
-def tokens(row: Mapping[str, Any], overlay: str, limit: int | None = TOKENS_SHOWN) -> dict[str, Any]:
-    """A row's tokens with the classes, values and marks of an overlay, and the facts of each for the line below."""
+def tokens(
+    row: Mapping[str, Any], overlay: str, limit: int | None = TOKENS_SHOWN, parts_at: int | None = None
+) -> dict[str, Any]:
+    """A row's tokens with the classes, values and marks of an overlay, and the facts of each for the line below.
+
+    ``parts_at`` is the token at which it leaves better samples.
+    """
     length = len(row["ids"])
     end = length if limit is None else min(length, limit)
     columns = _columns(row)
@@ -114,6 +119,8 @@ def tokens(row: Mapping[str, Any], overlay: str, limit: int | None = TOKENS_SHOW
         shade_of = f" {classes[index]}" if classes[index] else ""
         if row["special"][index]:
             shade_of += " special"
+        if index == parts_at:
+            shade_of += " parts"
         now = columns["version"][index] if "version" in columns else None
         is_new = now is not None and now != version
         mark = now if is_new and (version is not None or overlay == "version") else None

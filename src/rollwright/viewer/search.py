@@ -21,7 +21,7 @@ from rollwright.viewer.texts import SNIPPET, marked_snippet, match_query
 #: Orders of what is found; ``-`` before one turns it around.
 ORDERS = {
     "step": "step, samples.id",
-    "reward": "reward, samples.id",
+    "reward": "reward, advantage, samples.id",
     "tokens": "tokens, samples.id",
     "length": "length, samples.id",
     "began": "began, samples.id",

@@ -159,6 +159,7 @@ class SampleView(View):
         super().__init__(run)
         self.key, self.keys, self.row, self.overlay = key, list(keys), 0, "advantage"
         self.has_values = bool(os.environ.get("NO_COLOR"))
+        self.pointed = ""  # the sample whose parting from better ones was pointed at
         self.found: dict[str, Any] | None = None
         self.facts: list[Any] = []
 
@@ -198,7 +199,8 @@ class SampleView(View):
         row = found["rows"][min(self.row, len(found["rows"]) - 1)]
         names = sample_view.overlays_of(row)
         self.overlay = self.overlay if self.overlay in names else names[0]
-        shown = sample_view.tokens(row, self.overlay, None)
+        parts = found["parts"] if self.row == 0 else None
+        shown = sample_view.tokens(row, self.overlay, None, parts and parts["token"])
         text = Text()
         for name in names:
             title = sample_view.OVERLAYS[name][0]
@@ -206,9 +208,15 @@ class SampleView(View):
         text.append("\n" + shown["key"].replace("dotted", "italic"))  # terminals have no dots
         for shade, example in shown["scale"]:
             text.append("  ").append(f" {example} ", style_of(shade, self.background_colors[1]))
+        if parts:
+            text.append(f"\n⑂ at token {parts['token']} it parts from every better sample of its task, ")
+            text.append(f"last from {parts['key']} (reward {number(parts['reward'])})")
         self.query_one("#overlays", Static).update(text)
         self.facts = shown["facts"]
-        self.query_one(Tokens).show(shown["tokens"], self.has_values)
+        tokens = self.query_one(Tokens)
+        tokens.show(shown["tokens"], self.has_values)
+        if parts and self.pointed != self.key:
+            tokens.cursor, self.pointed = parts["token"], self.key
         self.tell()
         self.show_chat(bool(self.query_one("#chat").display))
 

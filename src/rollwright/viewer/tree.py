@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,23 @@ def _edges(tokens: RowTokens) -> np.ndarray:
         changes[1:] |= tokens.branches[1:] != tokens.branches[:-1]
     ends = np.append(np.flatnonzero(changes), length)
     return ends[np.searchsorted(ends, np.arange(length), side="right")]
+
+
+def parting(row: RowTokens, others: Mapping[str, RowTokens]) -> tuple[int, str] | None:
+    """The first token that none of the other rows has there, and the name of one that had all before it; None where one has all of them.
+
+    Args:
+        row: of a sample.
+        others: of samples of the same task, by name.
+    """
+    furthest, name = -1, ""
+    for each, other in others.items():
+        count = min(len(row.ids), len(other.ids))
+        differs = np.flatnonzero(row.ids[:count] != other.ids[:count])
+        shared = int(differs[0]) if len(differs) else count
+        if shared > furthest:
+            furthest, name = shared, each
+    return (furthest, name) if 0 <= furthest < len(row.ids) else None
 
 
 def _add(

@@ -206,3 +206,25 @@ run.refresh(); run.sample(run.step(1)["groups"][0]["samples"][0]["key"]); run.se
 assert not {{"torch", "transformers"}} & set(sys.modules), "loaded"
 """
     subprocess.run([sys.executable, "-c", look], check=True, timeout=200)
+
+
+def test_it_says_where_a_sample_left_all_that_are_better(run):
+    told = 0
+    for group in run.step(2)["groups"]:
+        samples = {each["key"]: run.sample(each["key"]) for each in group["samples"]}
+        ids = {key: sample["rows"][0]["ids"] for key, sample in samples.items() if sample["rows"]}
+        for key, sample in samples.items():
+            better = {each for each in ids if samples[each]["reward"] > sample["reward"]}
+            if not better:
+                assert sample["parts"] is None
+                continue
+            shared = {
+                each: sum(
+                    1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ids[key], ids[each], strict=False))
+                )
+                for each in better
+            }
+            assert sample["parts"]["token"] == max(shared.values())
+            assert shared[sample["parts"]["key"]] == sample["parts"]["token"]
+            told += 1
+    assert told

@@ -63,6 +63,16 @@
     const next = all[Math.max(0, Math.min(all.length - 1, all.findIndex((each) => each.classList.contains("chosen")) + by))];
     if (next) { showToken(next); next.scrollIntoView({ block: "nearest" }); }
   }
+  // Where a sample went another way than better ones: shown at once.
+  function showParting() {
+    for (const token of document.querySelectorAll("[data-tokens] .t.parts")) {
+      if (token.closest("[data-tokens]").querySelector(".t.chosen")) continue;
+      showToken(token);
+      token.scrollIntoView({ block: "nearest" });
+    }
+  }
+  document.addEventListener("DOMContentLoaded", showParting);
+  document.addEventListener("htmx:afterSettle", showParting);
   document.addEventListener("pointerover", (event) => {
     if (event.target.classList?.contains("t")) showToken(event.target);
   });
