@@ -53,15 +53,18 @@ async def test_from_the_runs_to_the_lowest_sample_of_a_step(recorded_run):
             await pilot.press("home", "enter")
             await until(pilot, f"sample {lowest[0]['key']} · 1 of 16", "[Advantage]")
             row = run.sample(lowest[0]["key"])["rows"][0]
+            parts = [run.sample(each["key"])["parts"] for each in lowest[:2]]
+        went_wrong = [0 if each is None else each["token"] for each in parts]  # is pointed at
+        await until(pilot, f"#{went_wrong[0]}  id", "it parts from every better sample" if parts[0] else "Advantage")
         tokens = app.screen.query_one(Tokens)
         shown = "".join(piece for line in tokens.lines for _, piece, is_own in line if is_own)
         assert shown == "".join(row["texts"])
         place = next(index for index, is_sampled in enumerate(row["mask"]) if is_sampled)
-        await pilot.press(*["right"] * place)
+        await pilot.press("home", *["right"] * place)
         value = sample_view.number(row["advantages"][place])
         await until(pilot, f"#{place}  id {row['ids'][place]}", f"advantage {value}", "entropy", "trainer log-prob", "version")
         await pilot.press("j")
-        await until(pilot, f"sample {lowest[1]['key']} · 2 of 16", "#0")
+        await until(pilot, f"sample {lowest[1]['key']} · 2 of 16", f"#{went_wrong[1]}")
         await pilot.press("k")
         await until(pilot, f"sample {lowest[0]['key']} · 1 of 16")
         await pilot.press("g")
