@@ -36,7 +36,7 @@ class ImageDigest:
 
 def digest_of(image: Any) -> ImageDigest:
     """What stands for a PIL image: the same of all that have the same pixels."""
-    return ImageDigest(image.mode, *image.size, xxhash.xxh3_128_hexdigest(image.tobytes()))
+    return ImageDigest(image.mode, image.width, image.height, xxhash.xxh3_128_hexdigest(image.tobytes()))
 
 
 def pack_task(task: dict[str, Any]) -> bytes:
