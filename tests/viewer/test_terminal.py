@@ -25,7 +25,7 @@ def strips(app):
 
 
 async def until(pilot, text):
-    for _ in range(150):
+    for _ in range(900):  # a busy machine is no fault
         await pilot.pause(0.1)
         if text in (shown := "\n".join(strip.text for strip in strips(pilot.app))):
             return shown
