@@ -79,7 +79,8 @@ def test_tokens_are_the_recorded_ones_with_values_by_keyboard(watched, viewer):
     assert tokens.first.inner_text() == "<|im_start|>"
     tab.page.locator(".tokens").focus()
     first = row["mask"].index(True)
-    for _ in range(first + 1):
+    tab.page.keyboard.press("Home")
+    for _ in range(first):
         tab.page.keyboard.press("ArrowRight")
     facts = tab.page.locator(".token-facts").inner_text().replace("\n", " ")
     assert f"id {row['ids'][first]}" in facts.replace("id", "id ").replace("  ", " ")

@@ -58,6 +58,7 @@
       return part;
     }));
   }
+  const STRIDES = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
   function moveToken(area, by) {
     const all = [...area.querySelectorAll(".t")];
     const next = all[Math.max(0, Math.min(all.length - 1, all.findIndex((each) => each.classList.contains("chosen")) + by))];
@@ -145,8 +146,8 @@
     if (event.key === "Escape") for (const menu of document.querySelectorAll("details.menu[open]")) menu.open = false;
     if (event.target.matches("input, select, textarea")) return;
     const tokens = event.target.closest(".tokens");
-    if (tokens && (event.key === "ArrowLeft" || event.key === "ArrowRight")) {
-      moveToken(tokens, event.key === "ArrowRight" ? 1 : -1);
+    if (tokens && event.key in STRIDES) {
+      moveToken(tokens, STRIDES[event.key]);
       event.preventDefault();
     } else if (keys[event.key]) {
       event.preventDefault();
