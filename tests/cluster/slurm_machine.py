@@ -20,17 +20,16 @@ CONFIGURATION = """
 ClusterName=one
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller}
-SlurmdPort={node}
 AuthType=auth/munge
 AuthInfo=socket={directory}/munge/socket
 SlurmUser=root
 SlurmdUser=root
 StateSaveLocation={directory}/state
-SlurmdSpoolDir={directory}/spool
+SlurmdSpoolDir={directory}/spool-%n
 SlurmctldPidFile={directory}/slurmctld.pid
-SlurmdPidFile={directory}/slurmd.pid
+SlurmdPidFile={directory}/slurmd-%n.pid
 SlurmctldLogFile={directory}/slurmctld.log
-SlurmdLogFile={directory}/slurmd.log
+SlurmdLogFile={directory}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -39,25 +38,26 @@ ReturnToService=2
 MpiDefault=none
 KillWait=5
 JobAcctGatherType=jobacct_gather/none
-NodeName={host} NodeAddr=127.0.0.1 CPUs=2 RealMemory=1000
+NodeName=one NodeHostname={host} NodeAddr=127.0.0.5 Port={ports[0]} CPUs=2 RealMemory=1000
+NodeName=two NodeHostname={host} NodeAddr=127.0.0.6 Port={ports[1]} CPUs=2 RealMemory=1000
 PartitionName=main Nodes=ALL Default=YES State=UP
 """
 
 
 @contextlib.contextmanager
 def slurm(directory: Path) -> Iterator[dict[str, str]]:
-    """A running cluster of one node with two CPUs; yields the variables under which its programs find it."""
+    """A running cluster of two nodes with two CPUs each; yields the variables under which its programs find it."""
     missing = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name) is None]
     if missing:
         pytest.skip(f"no {', '.join(missing)} (Debian: slurmctld slurmd slurm-client munge)")
     if os.geteuid() != 0:
         pytest.skip("slurmd starts jobs as root")
     host = socket.gethostname().partition(".")[0]
-    controller, node = quiet_ports(2)
-    for name in ("state", "spool", "munge"):
+    controller, *ports = quiet_ports(3)
+    for name in ("state", "munge"):
         (directory / name).mkdir(parents=True)
     configuration = directory / "slurm.conf"
-    configuration.write_text(CONFIGURATION.format(host=host, controller=controller, node=node, directory=directory))
+    configuration.write_text(CONFIGURATION.format(host=host, controller=controller, ports=ports, directory=directory))
     munge = directory / "munge"
     (munge / "key").write_bytes(os.urandom(64))
     (munge / "key").chmod(0o400)
@@ -69,7 +69,7 @@ def slurm(directory: Path) -> Iterator[dict[str, str]]:
     with contextlib.ExitStack() as started:
 
         def start(*command: str, user: str | None = None) -> None:
-            with (directory / f"{command[0]}.out").open("w") as out:
+            with (directory / f"{command[0]}-{len(list(directory.glob('*.out')))}.out").open("w") as out:
                 process = subprocess.Popen(
                     command, env=environment, user=user, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
                 )
@@ -79,11 +79,11 @@ def slurm(directory: Path) -> Iterator[dict[str, str]]:
         start("munged", "--foreground", "--force", *(f"--{name}={munge / file}" for name, file in files.items()), user=MUNGE)
         _wait_for(lambda: (munge / "socket").exists(), directory)
         start("slurmctld", "-D")
-        start("slurmd", "-D")
+        for name in ("one", "two"):
+            start("slurmd", "-D", "-N", name)
+        states = ["sinfo", "-h", "-N", "-o", "%T"]
         _wait_for(
-            lambda: (
-                "idle" in subprocess.run(["sinfo", "-h", "-o", "%T"], env=environment, capture_output=True, text=True).stdout
-            ),
+            lambda: subprocess.run(states, env=environment, capture_output=True, text=True).stdout.split() == ["idle"] * 2,
             directory,
         )
         yield variables

@@ -1,4 +1,4 @@
-"""A run as a job of the real Slurm, on one node: equal to one process here, followed, interrupted, cancelled, and failing as itself."""
+"""A run as a job of the real Slurm, on one node and on two: equal to one process here, followed, interrupted, cancelled, and failing as itself."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def wait_until(what, seconds: float = 60.0) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_job_of_two_ranks_is_one_process_here(grpo, tiny_model):
+@pytest.mark.timeout(600)
+def test_jobs_of_one_node_and_of_two_are_one_process_here(grpo, tiny_model):
     common = ("grpo.yaml", f"total_train_steps={STEPS}")
     run(grpo, *common, "trial_name=here")
     text = run(grpo, *common, "trial_name=job", *SLURM, "cluster.processes=2")
@@ -67,6 +67,12 @@ def test_a_job_of_two_ranks_is_one_process_here(grpo, tiny_model):
     assert log.read_text().splitlines()[-1] in text
     place = grpo / "runs" / "ranks"
     compare(place / "here", place / "job", steps=STEPS, seed=1, model=tiny_model)
+    pytest.importorskip("ray", reason="the extra `ray` is not installed, by which a job has several nodes")
+    placed = ("cluster.nodes=2", "cluster.slurm.cpus_per_node=2", "cluster.workers=2", "rollout.backend=builtin_process")
+    text = run(grpo, *common, "trial_name=nodes", *SLURM, *placed)
+    assert set(re.findall(r" fits on (\S+)", text)) == {"127.0.0.5", "127.0.0.6"}  # one Ray, of both nodes
+    compare(place / "here", place / "nodes", steps=STEPS, seed=1, model=tiny_model)
+    assert jobs() == ""
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from rollwright import errors
+from rollwright.cluster import allocation
 from rollwright.cluster.placement import Demand, Node, place
 from rollwright.config.sections import ClusterConfig
 from rollwright.errors import ClusterError, ConfigError, LostProcessError, RolloutError, RollwrightError
@@ -59,7 +60,7 @@ class RayCluster:
 
     Args:
         config: where Ray is; where it names none and ``RAY_ADDRESS`` is not set, Ray is started on this machine, on its loopback
-            interface, and ends with this object.
+            interface, and ends with this object; in a job of Slurm on all nodes of that.
         logs: directory of the processes' logs.
     """
 
@@ -69,17 +70,33 @@ class RayCluster:
         self._groups: list[Any] = []
         self._closed = threading.Event()
         self._lost: ClusterError | None = None  # with its head
-        self._began = not ray.is_initialized()
+        self._others: allocation.OtherNodes | None = None
+        self._began, address = not ray.is_initialized(), ""
         if self._began:
             address = config.address or os.environ.get("RAY_ADDRESS") or "local"
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a Ray that is started here tells its makers nothing
-            here = {"include_dashboard": False, "_node_ip_address": _LOOPBACK} if address == "local" else {}
-            try:
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **here)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise ConfigError(f"cluster.address: there is no Ray at {address!r}: {error}") from error
+            here: dict[str, Any] = {}
+            if address == "local":
+                here = {"include_dashboard": False, "_node_ip_address": _LOOPBACK, **allocation.resources()}
+            for tries_left in reversed(range(allocation.START_TRIES)):
+                try:
+                    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **here)
+                    break
+                except (ConnectionError, RuntimeError, ValueError) as error:
+                    raise ConfigError(f"cluster.address: there is no Ray at {address!r}: {error}") from error
+                except Exception as error:  # a plain one, of a machine that was too slow for Ray's own limits
+                    if not tries_left or address != "local":
+                        raise ClusterError(f"Ray could not be started on this machine: {error}") from error
+                    logger.warning("Ray could not be started on this machine, and is started once more: %s", error)
         head = ray.get_runtime_context().gcs_address
         threading.Thread(target=self._watch_head, args=(head,), name="head-watch", daemon=True).start()
+        if address == "local" and allocation.nodes() > 1:
+            try:
+                self._others = allocation.OtherNodes(head, self._logs)
+                self._others.wait(lambda: len(self.nodes))
+            except BaseException:
+                self.close()
+                raise
 
     def _watch_head(self, address: str) -> None:
         """End the run where Ray's head has ended: what the processes were asked fails with the cause."""
@@ -238,8 +255,10 @@ class RayCluster:
         self._closed.set()
         if ray.is_initialized() and self._lost is None:
             self.remove(list(self._processes))
-            if self._began:
-                ray.shutdown()
+        if self._others is not None:
+            self._others.close()
+        if ray.is_initialized() and self._lost is None and self._began:
+            ray.shutdown()
 
 
 def _numbers(address: str) -> tuple[Any, ...]:

@@ -62,7 +62,7 @@ def job_script(cluster: ClusterConfig, run_directory: Path, words: Sequence[str]
         "output": _log_pattern(run_directory),
         "open-mode": "append",  # a job that is put back in the queue goes on where it stopped
         "export": "ALL",
-        "nodes": 1,
+        "nodes": cluster.nodes,
         "ntasks-per-node": 1,
         "partition": slurm.partition,
         "account": slurm.account,

@@ -36,10 +36,9 @@ def placement(cluster: ClusterConfig) -> list[Rule]:
     """Keys that nothing would read."""
     if cluster.kind == "ray":
         return []
-    of_clusters = ("address", "nodes")
     if cluster.kind == "slurm":
-        message = "is of a Ray that runs, and a job of Slurm has one node with a Ray of its own; take it out"
-        return [(name in of_clusters, name, message) for name in ray_keys(cluster)]
+        message = "is of a Ray that runs, and a job of Slurm has a Ray of its own; take it out"
+        return [(bool(cluster.address), "address", message)]
     return [(True, name, f"is of kind ray, and kind is {cluster.kind}; take it out") for name in ray_keys(cluster)]
 
 

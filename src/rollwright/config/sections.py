@@ -387,7 +387,7 @@ class ClusterConfig:
     address: str = key(
         "", "ray: host:port of a Ray that runs, or auto; empty: RAY_ADDRESS, else one is started on this machine for the run."
     )
-    nodes: int = key(1, "ray: nodes that have to be there before anything starts.", ge=1)
+    nodes: int = key(1, "ray: nodes that have to be there before anything starts; slurm: nodes of the job.", ge=1)
     workers: int = key(1, "ray: processes that run episodes.", ge=1)
     cpus_per_rank: float = key(1.0, "ray: CPUs that each process of the training is placed with.", ge=0.0)
     cpus_per_server: float = key(1.0, "ray: CPUs that each inference server is placed with.", ge=0.0)

@@ -58,7 +58,10 @@ def test_gpus_follow_the_backend_and_the_device():
     ("cfg", "sentence"),
     [
         (config({"kind": "local", "workers": 2}), "cluster.workers: is of kind ray, and kind is local"),
-        (config({"kind": "slurm", "nodes": 2}), "cluster.nodes: is of a Ray that runs, and a job of Slurm has one node"),
+        (
+            config({"kind": "slurm", "address": "auto"}),
+            "cluster.address: is of a Ray that runs, and a job of Slurm has a Ray of its own",
+        ),
         (config(rollout={"backend": "builtin"}), "rollout.backend: is builtin"),
         (config(rollout={"weight_update": "shared"}), "rollout.weight_update: is shared memory"),
         (config(rollout={"addresses": ["10.0.0.1:3000"]}), "rollout.addresses: names servers"),
