@@ -47,7 +47,7 @@ class Peer:
     def __call__(self, order: str, **arguments) -> None:
         self._process.stdin.write(json.dumps({"do": order, **arguments}) + "\n")
         self._process.stdin.flush()
-        assert self._answers.get(timeout=90) == '"done"\n'
+        assert self._answers.get(timeout=300) == '"done"\n'
 
 
 class SGLangOfPeers(FakeSGLang):
@@ -99,6 +99,8 @@ def test_ranks_that_join_as_sglangs_do_receive_every_weight(tmp_path):
     """Two servers, one of two ranks: a group whose store has other prefixes than torch's helper makes would not meet."""
     with contextlib.ExitStack() as stack:
         peers = [stack.enter_context(Peer()) for _ in range(3)]
+        for peer in peers:
+            peer("start")  # a request that waited for a process to load torch would be made again
         servers = SGLangOfPeers(peers[:2]), SGLangOfPeers(peers[2:])
         client = stack.enter_context(connected(*servers))
         meta = WeightUpdateMeta("xccl", bucket_bytes=200)
@@ -122,6 +124,7 @@ def test_ranks_that_join_as_sglangs_do_receive_every_weight(tmp_path):
 def test_serve_model_receives_from_a_trainer_that_joins_as_sglangs_trainers_do(tmp_path, flat):
     with contextlib.ExitStack() as stack:
         trainer = stack.enter_context(Peer())
+        trainer("start")
         engine = stack.enter_context(tiny_engine())
         app = create_application(engine, ServerSettings(), model_path="tiny")
         server = stack.enter_context(httpx.Client(base_url=f"http://{stack.enter_context(served(app))}", timeout=120))

@@ -2,6 +2,7 @@
 
 Run as a program it does what each line of its input says (JSON), and answers with a line:
 
+* ``{"do": "start"}``: nothing; the answer says that torch is loaded;
 * ``{"do": "join", "address", "rank", "world_size", "name"}``
 * ``{"do": "receive", "names", "dtypes", "shapes", "flat"}``: keeps the tensors;
 * ``{"do": "send", "path", "flat"}``: broadcasts the tensors that ``torch.load`` finds there;
@@ -39,6 +40,8 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         match order.pop("do"):
+            case "start":
+                pass
             case "join":
                 group = join(**order)
             case "receive":
