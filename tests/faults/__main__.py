@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--store", choices=["postgresql", "sqlite"], default="postgresql", help="of explore-train")
     parser.add_argument("--json", type=Path, help="where the report goes, after each run that of the runs so far")
     parser.add_argument("--directory", type=Path, help="to work in; what does not hold stays there (a temporary one)")
+    parser.add_argument("--interval", type=float, help="seconds between two kills of long-episodes (1) and search-agent (20)")
     given = parser.parse_args()
     root = given.directory or own_directory()
     report = campaign(
@@ -34,6 +35,7 @@ def main() -> int:
         store=given.store,
         said=lambda line: print(line, flush=True),
         report_to=given.json,
+        **({} if given.interval is None else {"interval": given.interval}),
     )
     print(json.dumps(report, indent=2))
     if holds(report):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .parts import Part
+from .parts import Part, Warm
 from .proof import History, Proof, compare, curve, difference
 from .run import BATCH, SAMPLES, Run, Tool
 
@@ -70,6 +70,14 @@ class BothSync(Both):
     """Synchronous and deterministic: the curve is that of a run that nothing happened to."""
 
     settings = ("deterministic=true",)
+
+    @classmethod
+    def prepare(cls, warm: Warm, root: Path, model: Path) -> dict[str, Any]:
+        """The curve of a run to which nothing happens."""
+        run = cls(warm, root / "undisturbed", model, 0)
+        proof = run.carry_out([])
+        assert proof.holds, proof
+        return {"reference": curve(run.trial)}
 
 
 class BothAsync(Both):

@@ -15,10 +15,9 @@ from typing import Any
 
 from postgresql_server import postgresql_programs, postgresql_server
 
-from .both import BothSync
 from .parts import Warm
 from .plan import KILLS
-from .proof import Proof, curve
+from .proof import Proof
 from .topologies import TOPOLOGIES
 
 
@@ -63,18 +62,17 @@ def campaign(
     generator, started = random.Random(f"{topology}/{seed}"), time.monotonic()
     model = model or write_model(root / "model")
     counts: Counter[str] = Counter()
-    total, runs, report = Proof(), 0, {}
+    total, runs, report, chosen = Proof(), 0, {}, TOPOLOGIES[topology]
     with contextlib.ExitStack() as opened:
         if warm is None:
             warm = Warm()
             opened.callback(warm.close)
         if topology == "explore-train" and store == "postgresql" and postgresql_programs() is not None:
             options["postgresql"] = opened.enter_context(postgresql_server())
-        if topology == "both-sync":
-            options["reference"] = undisturbed(warm, root, model)
-        while (left := kills - sum(counts[kind] for kind in KILLS)) > 0:
+        options |= chosen.prepare(warm, root, model)
+        while (left := kills - sum(counts[name] for name in KILLS)) > 0:
             runs += 1
-            run = TOPOLOGIES[topology](warm, root / f"run-{runs}", model, generator.randrange(1 << 30), **options)
+            run = chosen(warm, root / f"run-{runs}", model, generator.randrange(1 << 30), **options)
             faults = run.plan(generator, left)
             began = time.monotonic()
             try:
@@ -83,7 +81,7 @@ def campaign(
                 proof = Proof(wrong=[f"run {runs}: {error}"])
             counts += run.counts
             total += proof
-            happened = ", ".join(f"{count} {kind}" for kind, count in sorted(run.counts.items()))
+            happened = ", ".join(f"{count} {name}" for name, count in sorted(run.counts.items()))
             said(f"run {runs}: {happened}; {time.monotonic() - began:.1f} s; {'holds' if proof.holds else proof}")
             if proof.holds:
                 shutil.rmtree(run.root)
@@ -91,7 +89,7 @@ def campaign(
                 "topology": topology,
                 "seed": seed,
                 "runs": runs,
-                "kills": sum(counts[kind] for kind in KILLS),
+                "kills": sum(counts[name] for name in KILLS),
                 "faults": dict(sorted(counts.items())),
                 **total.report(),
                 "seconds": round(time.monotonic() - started, 1),
@@ -103,14 +101,6 @@ def campaign(
             if not run.counts:
                 raise AssertionError(f"nothing happened to a run: {proof}")
     return report
-
-
-def undisturbed(warm: Warm, root: Path, model: Path) -> list[tuple[float, ...]]:
-    """The curve of a run to which nothing happens."""
-    run = BothSync(warm, root / "undisturbed", model, 0)
-    proof = run.carry_out([])
-    assert proof.holds, proof
-    return curve(run.trial)
 
 
 def holds(report: dict[str, Any]) -> bool:

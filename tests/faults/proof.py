@@ -44,6 +44,7 @@ class Proof:
     wrong: list[str] = field(default_factory=list)  # what else did not hold
     lengths: list[tuple[int, int]] = field(default_factory=list)  # calls and tokens of the trained episodes
     first_drawn: list[int] = field(default_factory=list)  # calls that these were to have when they first began
+    measured: list[dict[str, Any]] = field(default_factory=list)  # of each run, where it is compared with others
 
     def __add__(self, other: Proof) -> Proof:
         return Proof(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
@@ -57,7 +58,8 @@ class Proof:
     def report(self) -> dict[str, Any]:
         """Its fields, with means in place of the lengths."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        lengths, drawn = fields.pop("lengths"), fields.pop("first_drawn")
+        lengths, drawn, measured = (fields.pop(name) for name in ("lengths", "first_drawn", "measured"))
+        fields |= {"measured": measured} if measured else {}
         if lengths:
             calls, tokens = zip(*lengths, strict=True)
             fields["episodes"] = {"trained": len(lengths), "calls": mean(calls), "tokens": mean(tokens)}

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from .left import left_behind, shared_memory_of
 from .parts import LIMIT, Part, Warm
@@ -138,6 +139,11 @@ class Run(ABC):
         self.proxies: list[Proxy] = []
 
     # -- what a topology says ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def prepare(cls, warm: Warm, root: Path, model: Path) -> dict[str, Any]:
+        """Carry out what comes before the runs of a campaign; options of all of them."""
+        return {}
 
     @abstractmethod
     def open(self) -> None:

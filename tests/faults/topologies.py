@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from .both import BothAsync, BothSync
 from .explore_train import ExploreTrain
 from .long_episodes import LongEpisodes
 from .ranks import BothRanks
 from .run import Run
+from .search_agent import SearchAgent
 from .serve import Serve
 
 #: By the name that ``--topology`` takes.
-TOPOLOGIES: dict[str, Callable[..., Run]] = {
+TOPOLOGIES: dict[str, type[Run]] = {
     "both-sync": BothSync,
     "both-async": BothAsync,
     "both-ranks": BothRanks,
     "explore-train": ExploreTrain,
     "serve": Serve,
     "long-episodes": LongEpisodes,
+    "search-agent": SearchAgent,
 }
