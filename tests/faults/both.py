@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class BothSync(Both):
     settings = ("deterministic=true",)
 
     @classmethod
-    def prepare(cls, warm: Warm, root: Path, model: Path) -> dict[str, Any]:
+    def prepare(cls, opened: contextlib.ExitStack, warm: Warm, root: Path, model: Path) -> dict[str, Any]:
         """The curve of a run to which nothing happens."""
         run = cls(warm, root / "undisturbed", model, 0)
         proof = run.carry_out([])

@@ -69,7 +69,7 @@ def campaign(
             opened.callback(warm.close)
         if topology == "explore-train" and store == "postgresql" and postgresql_programs() is not None:
             options["postgresql"] = opened.enter_context(postgresql_server())
-        options |= chosen.prepare(warm, root, model)
+        options |= chosen.prepare(opened, warm, root, model)
         while (left := kills - sum(counts[name] for name in KILLS)) > 0:
             runs += 1
             run = chosen(warm, root / f"run-{runs}", model, generator.randrange(1 << 30), **options)

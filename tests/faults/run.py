@@ -141,7 +141,7 @@ class Run(ABC):
     # -- what a topology says ------------------------------------------------------------------------------------------
 
     @classmethod
-    def prepare(cls, warm: Warm, root: Path, model: Path) -> dict[str, Any]:
+    def prepare(cls, opened: contextlib.ExitStack, warm: Warm, root: Path, model: Path) -> dict[str, Any]:
         """Carry out what comes before the runs of a campaign; options of all of them."""
         return {}
 

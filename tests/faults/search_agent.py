@@ -7,6 +7,7 @@ that was killed again and again may not differ by more.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import json
 import random
 from collections.abc import Sequence
@@ -56,7 +57,7 @@ class SearchAgent(Both):
         self.run_seed = int(self.root.name.rpartition("-")[2])
 
     @classmethod
-    def prepare(cls, warm: Warm, root: Path, model: Path) -> dict[str, Any]:
+    def prepare(cls, opened: contextlib.ExitStack, warm: Warm, root: Path, model: Path) -> dict[str, Any]:
         """Warm up, and make the undisturbed runs."""
         warmed_up = warm_up(warm, root / "warm-up")
         others = []
@@ -98,23 +99,24 @@ class SearchAgent(Both):
             measured[name] = round(mean(values), 3)
         proof.measured = [measured]
         if self.others:
-            self._compare(proof, measured)
+            compare_with_undisturbed(proof, self.others)
         return proof
 
-    def _compare(self, proof: Proof, measured: dict[str, Any]) -> None:
-        for name in SCORES:
-            values = [other[name] for other in self.others]
-            room = max(AT_LEAST, DEVIATIONS * stdev(values))
-            if abs(measured[name] - mean(values)) > room:
-                proof.wrong.append(f"{name} is {measured[name]}, and {values} where nothing happened")
-        for number, name in enumerate(("calls", "tokens")):
-            others = [[length[number] for length in other["lengths"]] for other in self.others]
-            farthest = max(distance(each, [*_without(others, index)]) for index, each in enumerate(others))
-            far = distance([length[number] for length in proof.lengths], [value for each in others for value in each])
-            measured[f"distance of {name}"] = round(far, 4)
-            measured[f"distance of {name}, undisturbed"] = round(farthest, 4)
-            if far > FARTHER * farthest:
-                proof.wrong.append(f"{name} of the episodes are {far:.3f} from the undisturbed ones, and these {farthest:.3f}")
+
+def compare_with_undisturbed(proof: Proof, others: Sequence[dict[str, Any]]) -> None:
+    """Note scores that are not within the spread of undisturbed seeds, and episodes of other lengths than theirs."""
+    (measured,) = proof.measured
+    for name in SCORES:
+        values = [other[name] for other in others]
+        if abs(measured[name] - mean(values)) > max(AT_LEAST, DEVIATIONS * stdev(values)):
+            proof.wrong.append(f"{name} is {measured[name]}, and {values} where nothing happened")
+    for number, name in enumerate(("calls", "tokens")):
+        lists = [[length[number] for length in other["lengths"]] for other in others]
+        farthest = max(distance(each, _without(lists, index)) for index, each in enumerate(lists))
+        far = distance([length[number] for length in proof.lengths], [value for each in lists for value in each])
+        measured |= {f"distance of {name}": round(far, 4), f"distance of {name}, undisturbed": round(farthest, 4)}
+        if far > FARTHER * farthest:
+            proof.wrong.append(f"{name} of the episodes are {far:.3f} from the undisturbed ones, and these {farthest:.3f}")
 
 
 def warm_up(warm: Warm, root: Path) -> Path:
@@ -122,6 +124,7 @@ def warm_up(warm: Warm, root: Path) -> Path:
     root.mkdir()
     config = example()
     config["stages"] = [stage for stage in config["stages"] if stage["name"] in ("model", "warmup")]
+    del config["gconfig"]
     stage = config["stages"][1]
     stage |= {"total_train_steps": 80, "stop_accuracy": 0.6}
     stage["train_dataset"] |= {"batch_size": 16, "kwargs": {**WORLD, "worked": True}}

@@ -20,6 +20,7 @@ from rollwright.rollout.task_group import SAMPLE_BITS
 from . import left, parts
 from .long_episodes import compare_lengths
 from .proof import HOW_LONG, History, Proof, compare, damage_tail
+from .search_agent import compare_with_undisturbed
 
 
 class Process:
@@ -110,6 +111,22 @@ def test_episodes_that_became_shorter_are_found(tmp_path):
     compare_lengths(History([tmp_path]), 1, proof)
     assert proof.wrong == ["1 of 2 episodes are not as long as they were when they first began: 1 are shorter"]
     assert proof.report()["episodes"] == {"trained": 2, "calls": 1.5, "tokens": 6, "first_drawn": 2.5}
+
+
+def test_lengths_and_scores_beyond_the_spread_of_seeds_are_found():
+    draw = random.Random(1)
+
+    def lengths(calls: int) -> list[tuple[int, int]]:
+        return [(turns, 7 * turns) for turns in (draw.randint(1, calls) for _ in range(400))]
+
+    def judged(calls: int, reward: float) -> Proof:
+        proof = Proof(lengths=lengths(calls), measured=[{"reward": reward, "eval/reward": 0.5}])
+        compare_with_undisturbed(proof, others)
+        return proof
+
+    others = [{"reward": 0.5 + 0.01 * seed, "eval/reward": 0.5, "lengths": lengths(12)} for seed in range(3)]
+    assert judged(12, 0.52).wrong == []
+    assert [words.split()[0] for words in judged(9, 0.4).wrong] == ["reward", "calls", "tokens"]
 
 
 def test_a_torn_tail_takes_nothing_from_before_a_checkpoint(tmp_path):
