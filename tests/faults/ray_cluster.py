@@ -20,7 +20,11 @@ from .plan import Fault
 #: The first address of the nodes; tests/cluster has those below.
 FIRST_ADDRESS = 20
 #: So that Ray waits for its own processes where the machine is busy.
-PATIENT = {"RAY_worker_register_timeout_seconds": "400", "RAY_health_check_failure_threshold": "30"}
+PATIENT = {
+    "RAY_raylet_start_wait_time_s": "90",
+    "RAY_worker_register_timeout_seconds": "400",
+    "RAY_health_check_failure_threshold": "30",
+}
 
 
 class OnRay(Both):
