@@ -31,6 +31,7 @@ class Warm:
             stdout=subprocess.PIPE,
             env=environment,
             text=True,
+            start_new_session=True,  # Ctrl-C is for who asks it
         )
         self._lock = threading.Lock()
         assert self._answer() == "ready"
