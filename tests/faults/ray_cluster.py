@@ -64,7 +64,7 @@ class OnRay(Both):
             for number in re.findall(r"is process (\d+)", path.read_text(errors="replace")):
                 with contextlib.suppress(psutil.Error):
                     process = psutil.Process(int(number))
-                    if process.cmdline()[0].startswith("ray::"):  # no other has got its number
+                    if "".join(process.cmdline()).startswith("ray::"):  # it lives, and no other has got its number
                         found[path.stem] = process
                         self.parts[0].family.add(process)
         return found
