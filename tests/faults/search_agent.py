@@ -106,6 +106,7 @@ class SearchAgent(Both):
 def compare_with_undisturbed(proof: Proof, others: Sequence[dict[str, Any]]) -> None:
     """Note scores that are not within the spread of undisturbed seeds, and episodes of other lengths than theirs."""
     (measured,) = proof.measured
+    measured["undisturbed"] = [{name: value for name, value in other.items() if name != "lengths"} for other in others]
     for name in SCORES:
         values = [other[name] for other in others]
         if abs(measured[name] - mean(values)) > max(AT_LEAST, DEVIATIONS * stdev(values)):
