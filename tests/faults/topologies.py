@@ -6,7 +6,6 @@ from .both import BothAsync, BothSync
 from .explore_train import ExploreTrain
 from .long_episodes import LongEpisodes
 from .ranks import BothRanks
-from .ray_cluster import OnRay
 from .run import Run
 from .search_agent import SearchAgent
 from .serve import Serve
@@ -16,7 +15,6 @@ TOPOLOGIES: dict[str, type[Run]] = {
     "both-sync": BothSync,
     "both-async": BothAsync,
     "both-ranks": BothRanks,
-    "ray": OnRay,
     "explore-train": ExploreTrain,
     "serve": Serve,
     "long-episodes": LongEpisodes,
