@@ -1,9 +1,14 @@
-"""What a run on a Ray cluster can be told beside the plain one: sampling that runs ahead, evaluation on the way, tasksets."""
+"""What a run on a Ray cluster can be told beside the plain one: sampling that runs ahead, evaluation, what joins later, tasksets."""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from pathlib import Path
+
 import pytest
-from ranks_runs import metrics, run, trial
+from ranks_runs import LIMIT, metrics, run, start, trial
 
 from rollwright.experience.journal.files import read_records
 from rollwright.experience.journal.records import Begin, GroupEnd
@@ -25,21 +30,32 @@ evaluator: {{every_steps: 2}}
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_sampling_runs_ahead_and_evaluates_on_the_way(grpo, cluster):
-    steps, ahead = 4, 2
-    held_out = "valid_dataset={path: arithmetic, split: test, limit: 6, kwargs: {digits: 2}}"
-    run(
-        *(grpo, "grpo.yaml", *PLACED, f"cluster.address={cluster}", f"total_train_steps={steps}"),
+def test_sampling_runs_ahead_and_evaluates_while_workers_and_servers_join(grpo, cluster):
+    held_out, ahead = "{path: arithmetic, split: test, limit: 6, kwargs: {digits: 2}}", 2
+    arguments = (
         *(
+            "total_train_steps=1000",
             f"rollout.max_head_offpolicyness={ahead}",
-            held_out,
-            "evaluator={every_steps: 2, at_start: true, gconfig: {max_new_tokens: 8}}",
+            "cluster.max_workers=3",
+            "cluster.max_servers=2",
         ),
+        *(f"valid_dataset={held_out}", "evaluator={every_steps: 2, at_start: true, gconfig: {max_new_tokens: 8}}"),
     )
+    process = start(grpo, "grpo.yaml", *PLACED, f"cluster.address={cluster}", *arguments)
     directory = trial(grpo, "trial")
+    try:
+        wait_until(grpo, process, lambda said: "worker 2 runs" in said and "server 1 runs" in said)
+        enough = max(4, dumped(directory) + 3)
+        wait_until(grpo, process, lambda said: dumped(directory) >= enough)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(LIMIT) == 128 + signal.SIGINT
+    finally:
+        process.kill()
     made = metrics(directory)
-    assert 0 < max(made[step]["actor/staleness/max"] for step in range(1, steps + 1)) <= ahead
-    assert [step for step, values in made.items() if "eval/reward" in values] == [0, 2, 4]
+    steps = [step for step, values in made.items() if "reward" in values]
+    assert 0 < max(made[step]["actor/staleness/max"] for step in steps) <= ahead
+    evaluated = [step for step, values in made.items() if "eval/reward" in values]
+    assert evaluated == list(range(0, steps[-1] + 1, 2))
     ends, begun = [], {}
     for place, record in read_records(directory / "journal"):
         if isinstance(record, GroupEnd):
@@ -47,10 +63,23 @@ def test_sampling_runs_ahead_and_evaluates_on_the_way(grpo, cluster):
         elif isinstance(record, Begin):
             begun.setdefault(record.is_eval, set()).add(place.writer)
     delivered = [end.ordinal for end in ends if end.state == "delivered" and not end.is_eval]
-    assert len(delivered) == len(set(delivered)) == 5 * steps
-    assert sorted(end.ordinal for end in ends if end.is_eval) == sorted([*range(6)] * 3)
-    assert len(begun[False]) == 2  # both workers
+    assert len(delivered) == len(set(delivered)) == 5 * len(steps)
+    assert sorted(end.ordinal for end in ends if end.is_eval) == sorted([*range(6)] * len(evaluated))
+    assert len(begun[False]) == 3  # the worker that joined, too
     assert not begun[True] & begun[False]  # held-out tasks are run by the process that decides
+
+
+def dumped(directory: Path) -> int:
+    """Steps that a run has made so far."""
+    return len(list(directory.glob("rollouts/step-*.txt")))
+
+
+def wait_until(directory: Path, process, is_so) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not is_so(said := (directory / "said.txt").read_text()):
+        assert process.poll() is None, said
+        assert time.monotonic() < deadline, said
+        time.sleep(0.1)
 
 
 @pytest.mark.slow

@@ -53,6 +53,8 @@ ROOM_SECONDS = 60.0
 HEAD_SECONDS = 20.0
 #: Seconds that the run then has to end by itself: what waits for Ray cannot be woken.
 END_SECONDS = 15.0
+#: Wait for a place after which what is spare gives up its own.
+SPARE_SECONDS = 30.0
 
 
 class RayCluster:
@@ -67,6 +69,7 @@ class RayCluster:
     def __init__(self, config: ClusterConfig, logs: str | os.PathLike[str]) -> None:
         self._logs = os.fspath(logs)
         self._processes: list[PlacedProcess] = []
+        self._spare: list[PlacedProcess] = []
         self._groups: list[Any] = []
         self._closed = threading.Event()
         self._lost: ClusterError | None = None  # with its head
@@ -175,6 +178,7 @@ class RayCluster:
         gpus: int,
         concurrency: int = 8,
         strategy: Any = "SPREAD",
+        is_spare: bool = False,
     ) -> PlacedProcess:
         """Place one process; it starts in the background.
 
@@ -185,6 +189,7 @@ class RayCluster:
             cpus, gpus: that it is placed with.
             concurrency: calls that it answers at once.
             strategy: Ray's scheduling strategy.
+            is_spare: it gives up its place, for good, where another process finds none.
         """
         options = {
             "num_cpus": cpus,
@@ -193,7 +198,10 @@ class RayCluster:
             "max_restarts": 0,
             "scheduling_strategy": strategy,
         }
-        process = PlacedProcess(name, path, arguments, options, os.path.join(self._logs, f"{name.replace(' ', '-')}.log"))
+        log_path = os.path.join(self._logs, f"{name.replace(' ', '-')}.log")
+        process = PlacedProcess(name, path, arguments, options, log_path, None if is_spare else self._make_room)
+        if is_spare:
+            self._spare.append(process)
         self._processes.append(process)
         return process
 
@@ -209,6 +217,8 @@ class RayCluster:
         bundle = {"CPU": cpus, **({"GPU": float(gpus)} if gpus else {})}
         group = placement_group([bundle if any(bundle.values()) else {"CPU": 0.001}] * count, strategy="PACK")
         self._groups.append(group)
+        if not group.wait(SPARE_SECONDS):
+            self._make_room()
         if not group.wait(PLACE_SECONDS):
             self._remove(group)
             raise ConfigError(
@@ -233,6 +243,13 @@ class RayCluster:
             raise
         order = sorted(range(count), key=lambda index: (_numbers(places[index].address), places[index].gpus, index))
         return [processes[index] for index in order]
+
+    def _make_room(self) -> None:
+        """End what is spare."""
+        spare, self._spare = self._spare, []
+        if spare:
+            logger.warning("%s end: their places are needed", ", ".join(process.name for process in spare))
+            self.remove(spare)
 
     def remove(self, processes: Sequence[PlacedProcess]) -> None:
         """End processes, and give back the place of a gang that they were."""
@@ -276,9 +293,16 @@ class PlacedProcess:
     """
 
     def __init__(
-        self, name: str, path: str, arguments: Callable[[], Sequence[Any]], options: dict[str, Any], log_path: str
+        self,
+        name: str,
+        path: str,
+        arguments: Callable[[], Sequence[Any]],
+        options: dict[str, Any],
+        log_path: str,
+        make_room: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
+        self._make_room = make_room
         self._path, self._arguments, self._options, self._log_path = path, arguments, options, log_path
         self._lock = threading.Lock()
         self._is_ended = False
@@ -332,6 +356,13 @@ class PlacedProcess:
                 raise LostProcessError(f"{self.name} has been ended; its log is {self._log_path}")
             self._kill()
             self._start()
+            waiting = threading.Timer(SPARE_SECONDS, self._ask_for_room, [self.place])
+        waiting.daemon = True
+        waiting.start()
+
+    def _ask_for_room(self, place: Future[Place]) -> None:
+        if self._make_room is not None and not (place.done() or self._is_ended):
+            self._make_room()
 
     def end(self) -> None:
         """End the process and what it started, for good. Idempotent."""

@@ -11,6 +11,8 @@ _OF_RAY = (
     ("address", ""),
     ("nodes", 1),
     ("workers", 1),
+    ("max_workers", None),
+    ("max_servers", None),
     *((f"cpus_per_{role}", 1.0) for role in ("rank", "server", "worker")),
     *((f"gpus_per_{role}", 0 if role == "worker" else None) for role in ("rank", "server", "worker")),
 )
@@ -46,8 +48,18 @@ def ray(config: PPOConfig) -> list[Rule]:
     """What a run on a Ray cluster does not do, nor one that has a Ray of its own in a job of Slurm."""
     if not uses_ray(config.cluster):
         return []
-    rollout = config.rollout
+    rollout, cluster = config.rollout, config.cluster
+    least = {"max_workers": ("cluster.workers", cluster.workers), "max_servers": ("rollout.servers", rollout.servers)}
     return [
+        *(
+            (
+                most is not None and most < count,
+                f"cluster.{name}",
+                f"is {most}, less than {key} ({count}); raise it, or take it out",
+            )
+            for name, (key, count) in least.items()
+            for most in [getattr(cluster, name)]
+        ),
         (config.mode != "both", "mode", f"is {config.mode}; cluster.kind ray is for mode both"),
         (
             config.deterministic,

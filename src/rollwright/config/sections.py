@@ -389,6 +389,10 @@ class ClusterConfig:
     )
     nodes: int = key(1, "ray: nodes that have to be there before anything starts; slurm: nodes of the job.", ge=1)
     workers: int = key(1, "ray: processes that run episodes.", ge=1)
+    max_workers: int | None = key(
+        None, "ray: as many join where the cluster has room, now or when nodes are added to it; None: workers.", ge=1
+    )
+    max_servers: int | None = key(None, "ray: likewise for inference servers; None: rollout.servers.", ge=1)
     cpus_per_rank: float = key(1.0, "ray: CPUs that each process of the training is placed with.", ge=0.0)
     cpus_per_server: float = key(1.0, "ray: CPUs that each inference server is placed with.", ge=0.0)
     cpus_per_worker: float = key(1.0, "ray: CPUs that each process of episodes is placed with.", ge=0.0)

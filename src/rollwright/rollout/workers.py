@@ -127,7 +127,17 @@ class WorkerPool:
             await asyncio.sleep(0.1)
         raise self._failure
 
+    def add(self, process: Process) -> None:
+        """Take in another worker, which runs episodes when it has started, however long it waits for room."""
+        with self._lock:
+            self._processes.append(process)
+        self._start_thread(process, is_new=True)
+
     # -- lost workers ----------------------------------------------------------------------------------------------------
+
+    def _start_thread(self, process: Process, is_new: bool = False) -> None:
+        name = f"start {process.name}"
+        threading.Thread(target=self._bring_in, args=(process, is_new), name=name, daemon=True).start()
 
     def _lose(self, process: Process, start: Future[None]) -> None:
         """A call failed that a process was given after this start; where it was started again since, it is not lost."""
@@ -136,7 +146,7 @@ class WorkerPool:
                 return
             self._living = [other for other in self._living if other is not process]
         if not self._is_given_up(process, "lost before it had run an episode"):
-            threading.Thread(target=self._bring_back, args=(process,), name=f"restart {process.name}", daemon=True).start()
+            self._start_thread(process)
 
     def _is_given_up(self, process: Process, cause: object) -> bool:
         """Count a start that came to nothing; True where there were too many in a row."""
@@ -161,10 +171,13 @@ class WorkerPool:
             with contextlib.suppress(concurrent.futures.InvalidStateError):
                 asked.set_exception(failure)
 
-    def _bring_back(self, process: Process) -> None:
+    def _bring_in(self, process: Process, is_new: bool) -> None:
+        starts = is_new
         while True:
             try:
-                process.restart()
+                if not starts:
+                    process.restart()
+                starts = False
                 self._wait_for(process)
                 with self._lock:
                     is_held, told = self._is_held, self._told
@@ -178,7 +191,7 @@ class WorkerPool:
         with self._lock:
             self._living = [other for other in self._processes if other in self._living or other is process]
             missed = (is_held, told) != (self._is_held, self._told)
-        logger.info("%s runs again", process.name)
+        logger.info("%s runs%s", process.name, "" if is_new else " again")
         if missed:
             self._tell()
 
@@ -286,6 +299,12 @@ class ServerWatch:
         """Of the servers that run."""
         return [address for address in self._addresses if address is not None]
 
+    def add(self, process: Process) -> None:
+        """Take in another server, which is asked when it has started, however long it waits for room."""
+        self._addresses.append(None)
+        self._lost.append(0)
+        self._processes.append(process)
+
     def start(self) -> None:
         """Begin to watch."""
         self._thread.start()
@@ -371,7 +390,12 @@ class PlacedRollout(RemoteEngine):
         pool: the workers.
         publisher: says what a rank has published (``RemoteClient.publisher``).
         seed: the run's.
+
+    Attributes:
+        grow: places what may join beyond the least number, when that runs: servers, and workers.
     """
+
+    grow: Callable[[], tuple[list[Process], list[Process]]] | None = None
 
     def __init__(
         self,
@@ -393,7 +417,12 @@ class PlacedRollout(RemoteEngine):
         self._servers.publisher = self._publisher
         self.pool.wait_started()
         self.pool.release(*self.in_service())
+        servers, workers = ([], []) if self.grow is None else self.grow()
+        for process in workers:
+            self.pool.add(process)
         if self.watch is not None:
+            for process in servers:
+                self.watch.add(process)
             self.watch.start()
 
     def destroy(self) -> None:

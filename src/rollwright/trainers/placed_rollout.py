@@ -21,7 +21,7 @@ from rollwright.inference.launcher import Launcher
 from rollwright.inference.weights.publication import RemoteClient
 from rollwright.registry import PLUGINS
 from rollwright.rollout.worker import RolloutWorker
-from rollwright.rollout.workers import PlacedRollout, ServerWatch, WorkerPool
+from rollwright.rollout.workers import PlacedRollout, Process, ServerWatch, WorkerPool
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.placed_ranks import PlacedRanks
 from rollwright.trainers.task_services import TaskServices, serve
@@ -58,16 +58,18 @@ def make_placed_rollout(config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, d
         model_path = str(path / "engine_model")
         ranks.save(model_path, tokenizer)
     of_server, of_worker = ranks.demands["server"], ranks.demands["worker"]
-    servers = [
-        ranks.cluster.process(
+
+    def place_server(index: int) -> Process:
+        return ranks.cluster.process(
             f"server {index}",
             "rollwright.trainers.placed_rollout:PlacedServer",
-            lambda index=index: (config, rollout, model_path, str(directory.logs.absolute() / f"server-{index}")),
+            lambda: (config, rollout, model_path, str(directory.logs.absolute() / f"server-{index}")),
             cpus=of_server.cpus,
             gpus=of_server.gpus,
+            is_spare=index >= of_server.count,
         )
-        for index in range(of_server.count)
-    ]
+
+    servers = [place_server(index) for index in range(of_server.count)]
     for server in servers:
         server.wait_started(rollout.setup_timeout + _BEGIN_SECONDS)  # one that does not get healthy says so itself
     addresses = [server.call("address").result(rollout.setup_timeout) for server in servers]
@@ -75,17 +77,19 @@ def make_placed_rollout(config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, d
     client.are_replaced = True
     told = dataclasses.replace(config, rollout=rollout)
     made: list[PlacedRollout] = []
-    workers = [
-        ranks.cluster.process(
+
+    def place_worker(index: int) -> Process:
+        return ranks.cluster.process(
             f"worker {index}",
             "rollwright.trainers.placed_rollout:open_worker",
             lambda: (told, client.addresses if made else addresses, str(path)),
             cpus=of_worker.cpus,
             gpus=of_worker.gpus,
             concurrency=rollout.max_concurrent_samples + 16,
+            is_spare=index >= of_worker.count,
         )
-        for index in range(of_worker.count)
-    ]
+
+    workers = [place_worker(index) for index in range(of_worker.count)]
     engine = PlacedRollout(
         rollout,
         client,
@@ -106,6 +110,11 @@ def make_placed_rollout(config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, d
         tell=engine.pool.use_servers,
         failed=engine.pool.fail,
         timeout=rollout.setup_timeout,
+    )
+    most_servers, most_workers = config.cluster.max_servers or 0, config.cluster.max_workers or 0
+    engine.grow = lambda: (
+        [place_server(index) for index in range(of_server.count, most_servers)],
+        [place_worker(index) for index in range(of_worker.count, most_workers)],
     )
     if config.journal.enabled:  # what becomes of groups; episodes are in the journals of the workers, beside it
         engine.journal = Journal(directory.journal, config.journal, hidden_texts(config))

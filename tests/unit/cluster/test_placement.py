@@ -67,6 +67,7 @@ def test_gpus_follow_the_backend_and_the_device():
         (config(rollout={"addresses": ["10.0.0.1:3000"]}), "rollout.addresses: names servers"),
         (config(mode="bench"), "mode: is bench"),
         (config(deterministic=True), "deterministic: is true"),
+        (config({"workers": 3, "max_workers": 2}), r"cluster.max_workers: is 2, less than cluster.workers \(3\)"),
         (config({"kind": "slurm", "workers": 2}, {"backend": "builtin"}), "rollout.backend: is builtin"),  # a Ray in the job
     ],
 )

@@ -132,6 +132,26 @@ def test_rows_of_workers_are_those_of_one_process(make):
     assert sorted(runs(processes[1])) == [(1, 0), (1, 1), (3, 0), (3, 1)]
 
 
+def test_a_worker_that_joins_runs_episodes_when_it_has_started(make):
+    executor, processes = make(1)
+    late = Process(7)
+    late.started = Future()
+    pool = executor._runner.elsewhere
+    pool.use_servers(["10.0.0.1:3000"], 0)
+    pool.add(late)
+    executor.rollout_batch(rows(4), OneTurn())
+    assert len(runs(processes[0])) == 4  # it waits for room
+    late.started.set_result(None)
+    deadline = time.monotonic() + 60
+    while len(pool._living) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert late.asked[0] == ("release", ["10.0.0.1:3000"], 0)
+    executor.rollout_batch(rows(4), OneTurn())
+    assert len(runs(late)) == 2
+    late.close()
+
+
 def test_episodes_of_a_lost_worker_are_leased_again_as_the_same_attempt(make):
     executor, processes = make()
     ids = [executor.submit(row, OneTurn(), group_size=2) for row in rows(2, does="hang")]
