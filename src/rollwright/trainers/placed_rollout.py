@@ -20,8 +20,9 @@ from rollwright.inference.backends import BACKENDS
 from rollwright.inference.launcher import Launcher
 from rollwright.inference.weights.publication import RemoteClient
 from rollwright.registry import PLUGINS
+from rollwright.rollout.placed import PlacedRollout, ServerWatch
 from rollwright.rollout.worker import RolloutWorker
-from rollwright.rollout.workers import PlacedRollout, Process, ServerWatch, WorkerPool
+from rollwright.rollout.workers import Process, WorkerPool
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.placed_ranks import PlacedRanks
 from rollwright.trainers.task_services import TaskServices, serve

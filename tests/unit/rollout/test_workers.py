@@ -19,9 +19,10 @@ from rollwright.experience.journal.episodes import read_episodes
 from rollwright.experience.journal.files import Journal
 from rollwright.inference.request import ModelRequest
 from rollwright.rollout.executor import RolloutExecutor
+from rollwright.rollout.placed import ServerWatch
 from rollwright.rollout.resume import read_past
 from rollwright.rollout.worker import RolloutWorker
-from rollwright.rollout.workers import ServerWatch, WorkerPool
+from rollwright.rollout.workers import WorkerPool
 from rollwright.tracking.metrics import get_tracker
 
 
