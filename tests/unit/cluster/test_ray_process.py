@@ -1,6 +1,8 @@
 """A process on a Ray cluster, without the cluster (tests/cluster has one)."""
 
+import time
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,7 +76,27 @@ def test_a_process_that_does_not_start_is_named_with_its_log(process):
 
 def test_a_gang_that_was_not_placed_can_be_given_up_again(monkeypatch, process):
     monkeypatch.setattr(module.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(module.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:1"))
     cluster = module.RayCluster(ClusterConfig(kind="ray"), "logs")
     gang = [cluster.process("rank 0", "nowhere:Nothing", lambda: (), cpus=1.0, gpus=0)]
     cluster.remove(gang)  # the next one is lost while it is placed, so this one is still the last that is known
     cluster.remove(gang)
+    cluster.close()
+
+
+def test_what_is_spare_ends_where_another_process_finds_no_place(monkeypatch, process):
+    monkeypatch.setattr(module, "SPARE_SECONDS", 0.05)
+    monkeypatch.setattr(module.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(module.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:1"))
+    cluster = module.RayCluster(ClusterConfig(kind="ray"), "logs")
+    needed, spare = (
+        cluster.process(name, "nowhere:Nothing", lambda: (), cpus=1.0, gpus=0, is_spare=name == "worker 2")
+        for name in ("worker 0", "worker 2")
+    )
+    needed.restart()  # and waits for room
+    deadline = time.monotonic() + 30
+    while not spare._is_ended:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not needed._is_ended
+    cluster.close()
