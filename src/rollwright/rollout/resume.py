@@ -19,7 +19,8 @@ from typing import Any
 from rollwright.errors import RolloutError
 from rollwright.experience.journal.episodes import RecordedEpisode, read_episodes
 from rollwright.experience.journal.files import Journal, Place
-from rollwright.experience.journal.records import AnyRecord, GroupEnd
+from rollwright.experience.journal.records import AnyRecord, Begin, GroupEnd
+from rollwright.experience.journal.task_files import TaskFiles
 from rollwright.experience.journal.tasks import images_in, pack_task, unpack_task
 from rollwright.rollout.runner import Runner
 from rollwright.rollout.task_group import Group, GroupFactory, TaskSource
@@ -161,7 +162,10 @@ def recall(runner: Runner, directories: Iterable[str | Path]) -> PastEpisodes:
 
 
 def read_past(
-    directories: Iterable[str | Path], is_open: Callable[[int], bool], journal: Journal | None = None
+    directories: Iterable[str | Path],
+    is_open: Callable[[int], bool],
+    journal: Journal | None = None,
+    task_files: TaskFiles | None = None,
 ) -> PastEpisodes:
     """Read what earlier processes recorded; memory grows with the episodes of open tasks only.
 
@@ -169,6 +173,7 @@ def read_past(
         directories: of journals.
         is_open: says of an ordinal whether its task is still to be done.
         journal: of this process, which hides the same secrets as those before it; None: there were none to hide.
+        task_files: knows the files that hold these tasks, where this is asked often; None: all are read.
     """
     found: dict[tuple[int, int], list[RecordedEpisode]] = defaultdict(list)
     ends: dict[int, GroupEnd] = {}
@@ -183,8 +188,12 @@ def read_past(
             elif record.state == "failed":
                 failed[record.ordinal] = record.time
 
+    def is_wanted(writer: int, begin: Begin) -> bool:
+        return not begin.is_eval and is_open(begin.ordinal)
+
     for directory in directories:
-        for episode in read_episodes(directory, lambda writer, begin: not begin.is_eval and is_open(begin.ordinal), note):
+        files = None if task_files is None else task_files.of(directory, is_open)
+        for episode in read_episodes(directory, is_wanted, note, files):
             found[episode.begin.ordinal, episode.begin.index].append(episode)
     past = PastEpisodes(given_up={ordinal: end for ordinal, end in ends.items() if end.state not in DECIDED_ANEW})
     if journal is not None:

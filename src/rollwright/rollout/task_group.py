@@ -121,9 +121,17 @@ class Group:
                 except (TypeError, OverflowError) as error:
                     self.packed_task = None, str(error)
             task, task_error = self.packed_task
-            facts = {**name._asdict(), "samples_asked": self.runs[name.index], "task": task, "task_error": task_error}
-            version = version if past is None else min(version, past.begin.version)  # it is as old as its tokens
-            episode.begin(**facts, version=version, workflow=self.workflow_name)
+            episode.begin(
+                ordinal=name.ordinal,
+                index=name.index,
+                attempt=name.attempt,
+                is_eval=name.is_eval,
+                version=version if past is None else min(version, past.begin.version),  # it is as old as its tokens
+                workflow=self.workflow_name,
+                samples_asked=self.runs[name.index],
+                task=task,
+                task_error=task_error,
+            )
         return episode
 
     def note_end(self, journal: Journal | None, state: str) -> None:

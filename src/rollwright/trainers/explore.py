@@ -24,6 +24,7 @@ from rollwright.config.experiment import PPOConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import RolloutError
 from rollwright.experience.journal.episodes import RecordedEpisode
+from rollwright.experience.journal.task_files import TaskFiles
 from rollwright.experience.operators import ExperiencePipeline, PipelineResult, report_operators, samples_of
 from rollwright.experience.trajectory import Trajectory
 from rollwright.rollout.engines import RolloutEngine
@@ -89,6 +90,7 @@ class Explorer:
         self.groups = 0  # stored so far
         self.finishing: set[int] = set()  # ordinals of tasks that are being stored, or are stored
         self.missed = 0  # tasks in a row that gave no group
+        self.task_files = TaskFiles()
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -198,7 +200,7 @@ class Explorer:
         """What explorers had been answered, this one or others, in tasks that are claimed again: their journals have it."""
         again = {claim.ordinal for claim in claims if claim.attempt > 0}
         journals = sorted(trial_path(self.config).glob(f"{PARTS['explore']}-*/journal")) if again else []
-        past = read_past(journals, again.__contains__, self.rollout.journal)
+        past = read_past(journals, again.__contains__, self.rollout.journal, self.task_files)
         oldest = self.rollout_version - self.config.rollout.max_head_offpolicyness if self._drops_old_groups else 0
         for ordinal, samples in past.episodes.items():
             kept = {index: each for index, each in samples.items() if _oldest_version(each) >= oldest}

@@ -98,7 +98,9 @@ def test_rows_and_calls_are_read_back_as_they_were(tmp_path):
 def test_a_call_whose_arguments_are_gone_is_an_error_with_its_place(tmp_path, monkeypatch):
     run(tmp_path, Chat(), tasks=1, group_size=1)
     whole = list(read_records(tmp_path))
-    monkeypatch.setattr(episodes, "read_records", lambda directory: (e for e in whole if not isinstance(e[1], Arguments)))
+    monkeypatch.setattr(
+        episodes, "read_records", lambda directory, files=None: (e for e in whole if not isinstance(e[1], Arguments))
+    )
     with pytest.raises(JournalError, match=r"000000-0000\.journal, before byte \d+: call 0 of 0/0 has generation arguments 0"):
         list(read_episodes(tmp_path))
 

@@ -18,9 +18,11 @@ from PIL import Image
 from rollwright import GenerationHyperparameters, ModelRequest, RolloutConfig, durable
 from rollwright.config.sections import JournalConfig
 from rollwright.errors import DatasetEnded, ReplayError, RolloutError
+from rollwright.experience.journal import files, task_files
 from rollwright.experience.journal.episodes import read_episodes
-from rollwright.experience.journal.files import Journal, read_records
+from rollwright.experience.journal.files import Journal, frames, read_file, read_records
 from rollwright.experience.journal.records import GroupEnd
+from rollwright.experience.journal.task_files import TaskFiles
 from rollwright.rollout.executor import RolloutExecutor
 from rollwright.rollout.resume import read_past
 
@@ -450,6 +452,31 @@ def test_files_stay_as_long_as_they_say_which_tasks_were_given_up(tmp_path):
     with RolloutExecutor(EchoEngine(), RolloutConfig(), journal=journal) as executor:
         assert executor.recall([tmp_path]).given_up.keys() == {7}
         assert journal.goes_on_to == 7
+
+
+def test_who_asks_often_reads_only_the_files_of_the_tasks(tmp_path, monkeypatch):
+    """Explorers do, each time that tasks come again: of two processes' journals that of the task's, found without reading all again."""
+    for number in range(2):
+        journal = Journal(tmp_path, JournalConfig(rotate_mib=1))
+        with RolloutExecutor(EchoEngine(), RolloutConfig(sandbox="none"), journal=journal) as executor:
+            for ordinal in range(3 * number, 3 * number + 3):
+                executor.wait_for_task(executor.submit({"ordinal": ordinal, "turns": 2}, Turns()))
+        journal.close()
+    read, looked_through = [], []
+    monkeypatch.setattr(files, "read_file", lambda path: read.append(path.name) or read_file(path))
+    monkeypatch.setattr(
+        task_files, "frames", lambda path, begin: looked_through.append((path.name, begin)) or frames(path, begin)
+    )
+    known = TaskFiles()
+    for ordinal in (1, 4):
+        with_index = read_past([tmp_path], {ordinal}.__contains__, None, known)
+        assert read == [f"{ordinal // 3:06d}-0000.journal"]
+        read.clear()
+        assert with_index.tokens == read_past([tmp_path], {ordinal}.__contains__).tokens > 0
+        assert len(read) == 2
+        read.clear()
+    sizes = {path.name: path.stat().st_size for path in files.journal_files(tmp_path)}
+    assert looked_through == [(name, 0) for name in sizes] + list(sizes.items())
 
 
 def test_a_conversation_that_was_in_flight_keeps_its_number(tmp_path):

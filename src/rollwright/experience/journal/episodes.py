@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -264,12 +264,14 @@ def _packed_rows(rows: Trajectory) -> Iterator[tuple[bytes, bytes, bytes]]:
     One conversion for all rows, then bytes: an array of a row costs more than what is done with it.
     """
     ids_BL, mask_BL = rows["input_ids"].numpy().astype(TOKEN_TYPE), rows["loss_mask"].numpy().astype(bool)
-    logprobs_BL, versions_BL = rows["logprobs"].numpy(), rows["versions"].numpy()
+    columns = (ids_BL, mask_BL, rows["logprobs"].numpy(), rows["versions"].numpy())
     for row, present in enumerate(rows["attention_mask"].numpy()):
         length = np.count_nonzero(present)
-        ids, mask = ids_BL[row, :length].tobytes(), mask_BL[row, :length].tobytes()
-        parts = (ids, mask, logprobs_BL[row, :length].tobytes(), versions_BL[row, :length].tobytes())
-        yield ids, mask, xxhash.xxh3_128_digest(b"".join(parts))
+        if length == len(present):
+            parts = [column_BL[row].tobytes() for column_BL in columns]
+        else:
+            parts = [column_BL[row, :length].tobytes() for column_BL in columns]
+        yield parts[0], parts[1], xxhash.xxh3_128_digest(b"".join(parts))
 
 
 # -- read back ---------------------------------------------------------------------------------------------------------
@@ -450,6 +452,7 @@ def read_episodes(
     directory: str | Path,
     wanted: Wanted = lambda writer, begin: True,
     note: Callable[[Place, AnyRecord], None] = lambda place, record: None,
+    files: Iterable[Path] | None = None,
 ) -> Iterator[RecordedEpisode]:
     """The episodes of a journal, each when its end is read; those without an end come last.
 
@@ -457,13 +460,14 @@ def read_episodes(
         directory: of the journal.
         wanted: says which are read; the others cost nothing but the reading of the file.
         note: is given the records that belong to no episode.
+        files: of the journal that are read; None: all.
 
     Raises:
         JournalError: a file is no journal, or the generation arguments of a call are in none.
     """
     open_episodes: dict[tuple[int, int], RecordedEpisode] = {}
     arguments: dict[tuple[int, int], dict[str, Any]] = {}
-    for place, record in read_records(directory):
+    for place, record in read_records(directory, files):
         if isinstance(record, Arguments):
             arguments[place.writer, record.number] = record.gconfig
         elif isinstance(record, Begin):

@@ -11,6 +11,7 @@ end of an episode or a checkpoint, where the one before is large. Old files are 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import struct
@@ -62,7 +63,7 @@ class Journal:
         self._ended: list[int] = []  # files that are written and may not have reached the disk
         self._lock = threading.RLock()
         self._flushing = threading.Lock()
-        self._episodes = 0
+        self._episodes = itertools.count()
         self._first: dict[int, int] = {}  # ordinals of training tasks -> the file that their first episode begins in
         self._checkpoints: list[tuple[int, int]] = []  # frontier of each, and the first file that going on from it needs
         #: The highest ordinal that earlier processes have episodes of, which this one goes on with: their files are needed so long.
@@ -88,25 +89,23 @@ class Journal:
             body = encode(type(record)(*map(_as_unicode, msgspec.structs.astuple(record))))
         if may_hold_secrets and self._secrets:
             body = self._redacted(body)
-        frame, kind = _FRAME.pack(len(body), xxhash.xxh3_64_intdigest(body)) + body, type(record)
+        frame = _FRAME.pack(len(body), xxhash.xxh3_64_intdigest(body)) + body
         with self._lock:
             if self._is_closed or self._process != os.getpid():
                 return  # a child of this process that was forked, or a sample that goes on after the end
             if self._file is None:
                 self._open_next()
-            if kind is Begin and self.config.keep is not None and not record.is_eval:
+            if self.config.keep is not None and isinstance(record, Begin) and not record.is_eval:
                 self._first.setdefault(record.ordinal, self._segment)
             self._append(frame)
-            if kind is End:
+            if isinstance(record, End):
                 self._end_large_file()
         if not self._unflushed.is_set():
             self._unflushed.set()
 
     def next_episode(self) -> int:
         """A number for an episode."""
-        with self._lock:
-            self._episodes += 1
-            return self._episodes - 1
+        return next(self._episodes)
 
     def arguments(self, gconfig: object, make: type) -> int:
         """The number of these generation arguments in the present file, which they are written to first where they are new.
@@ -322,8 +321,15 @@ def journal_files(directory: str | Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def read_records(directory: str | Path) -> Iterator[tuple[Place, AnyRecord]]:
-    """All records of a journal, file by file; memory does not grow with them.
+def file_numbers(path: Path) -> tuple[int, int]:
+    """The number of the process that wrote a file of a journal, and that of the file among its own."""
+    numbers = _numbers(path)
+    assert numbers is not None
+    return numbers
+
+
+def read_records(directory: str | Path, files: Iterable[Path] | None = None) -> Iterator[tuple[Place, AnyRecord]]:
+    """All records of a journal, or of some of its files, file by file; memory does not grow with them.
 
     A file whose last record is torn is read up to there, and the log says so: its writer was killed in the middle of a write, or is
     at work.
@@ -331,7 +337,7 @@ def read_records(directory: str | Path) -> Iterator[tuple[Place, AnyRecord]]:
     Raises:
         JournalError: a file is no journal, or of a later version.
     """
-    for path in journal_files(directory):
+    for path in journal_files(directory) if files is None else files:
         yield from read_file(path)
 
 
