@@ -6,9 +6,10 @@ CONSTRAINTS := constraints/cpu.txt
 INSTALL := $(BIN)/python scripts/install.py -c $(CONSTRAINTS)
 TRIAL ?= $(shell date +%Y%m%d-%H%M%S)
 PYTEST := $(BIN)/python -m pytest --durations 12 --durations-min 5
-# One process for each processor, and a file of tests stays in one. What measures memory or runs many processes itself comes after, alone.
+# One process for each processor, and a file of tests stays in one. What measures memory, keeps a core busy (a second vLLM) or runs many
+# processes itself comes after, alone.
 SIDE_BY_SIDE := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 2
-ALONE := tests/integration/test_rank_memory.py tests/clients tests/viewer tests/cluster tests/faults
+ALONE := tests/integration/test_rank_memory.py tests/integration/test_vllm_transfer.py tests/clients tests/viewer tests/cluster tests/faults
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-fast lint docs clean
