@@ -6,6 +6,7 @@ from .both import BothAsync, BothSync
 from .explore_train import ExploreTrain
 from .long_episodes import LongEpisodes
 from .ranks import BothRanks
+from .ray_cluster import OnRay
 from .run import Run
 from .search_agent import SearchAgent
 from .serve import Serve
@@ -15,6 +16,7 @@ TOPOLOGIES: dict[str, type[Run]] = {
     "both-sync": BothSync,
     "both-async": BothAsync,
     "both-ranks": BothRanks,
+    "ray": OnRay,
     "explore-train": ExploreTrain,
     "serve": Serve,
     "long-episodes": LongEpisodes,

@@ -1,0 +1,90 @@
+"""A run on a Ray cluster, under faults: its controller, workers, servers and ranks are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from ray_machine import start_ray
+
+from .both import Both
+from .parts import LIMIT, Part, Warm
+from .plan import Fault
+
+#: The first address of the nodes; tests/cluster has those below.
+FIRST_ADDRESS = 20
+#: So that Ray waits for its own processes where the machine is busy.
+PATIENT = {
+    "RAY_raylet_start_wait_time_s": "90",
+    "RAY_worker_register_timeout_seconds": "400",
+    "RAY_health_check_failure_threshold": "30",
+}
+
+
+class OnRay(Both):
+    """Two ranks, two workers and two servers on a head and two nodes. One part: the controller.
+
+    Args:
+        address: of the Ray cluster.
+    """
+
+    kinds = ("kill", "early", "checkpoint", "stop")
+
+    def __init__(self, *arguments: Any, address: str) -> None:
+        super().__init__(*arguments)
+        self.settings = (
+            "cluster.kind=ray",
+            "cluster.processes=2",
+            "cluster.workers=2",
+            "cluster.nodes=3",
+            f"cluster.address={address}",
+            "rollout.backend=builtin_process",
+            "rollout.servers=2",
+        )
+
+    @classmethod
+    def prepare(cls, opened: contextlib.ExitStack, warm: Warm, root: Path, model: Path) -> dict[str, Any]:
+        """Start Ray."""
+        for name, value in PATIENT.items():
+            os.environ.setdefault(name, value)
+        cluster = start_ray(FIRST_ADDRESS)
+        opened.callback(cluster.shutdown)
+        return {"address": cluster.address}
+
+    def placed(self) -> dict[str, psutil.Process]:
+        """The processes of the run that Ray started and that live, by name."""
+        found = {}
+        for path in sorted((self.trial / "logs").glob("*-[0-9].log")):
+            for number in re.findall(r"is process (\d+)", path.read_text(errors="replace")):
+                with contextlib.suppress(psutil.Error):
+                    process = psutil.Process(int(number))
+                    if "".join(process.cmdline()).startswith("ray::"):  # it lives, and no other has got its number
+                        found[path.stem] = process
+                        self.parts[0].family.add(process)
+        return found
+
+    def _make(self, fault: Fault) -> None:
+        placed = self.placed()
+        names = ["controller", *placed]
+        name = names[fault.part % len(names)]
+        if fault.kind != "kill" or name == "controller":
+            super()._make(fault)
+            return
+        with contextlib.suppress(psutil.Error):
+            placed[name].send_signal(signal.SIGKILL)
+            self.counts["kill"] += 1
+            self.counts[f"kill of a {name.rpartition('-')[0]}"] += 1
+
+    def restart(self, part: Part) -> None:
+        """Start the controller when what Ray ended with it has ended."""
+        deadline = time.monotonic() + LIMIT
+        while (left := self.placed()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left, f"Ray has not ended {left} of a controller that was killed"
+        super().restart(part)
