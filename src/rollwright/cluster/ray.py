@@ -91,6 +91,7 @@ class RayCluster:
                     if not tries_left or address != "local":
                         raise ClusterError(f"Ray could not be started on this machine: {error}") from error
                     logger.warning("Ray could not be started on this machine, and is started once more: %s", error)
+        atexit.register(self._leave)
         head = ray.get_runtime_context().gcs_address
         threading.Thread(target=self._watch_head, args=(head,), name="head-watch", daemon=True).start()
         if address == "local" and allocation.nodes() > 1:
@@ -117,11 +118,17 @@ class RayCluster:
             "same command: it goes on from the newest recover checkpoint."
         )
         logger.error("%s", self._lost)
-        atexit.unregister(ray.shutdown)  # it would wait for the head, and then abort
         for process in list(self._processes):
             process.lose(self._lost)
         if not self._closed.wait(END_SECONDS):
-            print(f"error: {self._lost}", file=sys.stderr, flush=True)
+            print(f"error: {self._lost}", file=sys.stderr)
+            self._leave()
+
+    def _leave(self) -> None:
+        """The last that this process does: with a lost head, Ray would wait for it, and then abort."""
+        if self._lost is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(1)
 
     @property
