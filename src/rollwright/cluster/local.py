@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from rollwright.tracking.logging import getLogger
 logger = getLogger("LocalCluster")
 
 _SHARED_MEMORY = Path("/dev/shm")
+_OWNED = "owned"  # a file in a shared directory, locked by the process that made it
 
 
 class LocalServers(Launcher):
@@ -70,7 +72,12 @@ class LocalServers(Launcher):
                 f"rollout.backend {rollout.backend!r} has no servers to start: it computes in the trainer's process."
             )
         parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK) else None
-        self.weights_root = Path(tempfile.mkdtemp(prefix="rollwright-", dir=parent))
+        if parent is not None:
+            remove_abandoned(parent)
+        made = Path(tempfile.mkdtemp(prefix=".rollwright-", dir=parent))
+        self._owned = (made / _OWNED).open("w")
+        fcntl.flock(self._owned, fcntl.LOCK_EX)
+        self.weights_root = made.rename(made.with_name(made.name[1:]))  # under the name that others look for it is locked
         super().__init__(logs, host=host)
         roots = [str(self.weights_root), *weights_roots]
         key_file: Path | None = None
@@ -100,3 +107,15 @@ class LocalServers(Launcher):
         """End the servers and remove what was shared with them."""
         super().close()
         shutil.rmtree(self.weights_root, ignore_errors=True)
+        self._owned.close()
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Remove what servers shared with a process that was killed together with all that could remove it, as Ray does."""
+    for path in parent.glob(f"rollwright-*/{_OWNED}"):
+        try:
+            with path.open("a") as owned:
+                fcntl.flock(owned, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path.parent, ignore_errors=True)
+        except OSError:  # its owner lives, it has just gone, or it is another user's
+            continue

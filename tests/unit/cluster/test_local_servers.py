@@ -1,5 +1,7 @@
 """Servers of this machine: what cannot be started leaves nothing behind."""
 
+import fcntl
+
 import pytest
 
 from rollwright.cluster import local
@@ -25,3 +27,14 @@ def test_what_the_built_in_engine_cannot_do_is_told_before_anything_starts(tmp_p
     with pytest.raises(ConfigError, match="no tensor parallelism"):
         LocalServers(RolloutConfig(backend="sglang"), model_path="", logs=tmp_path / "logs", sglang=section, tensor_parallel=2)
     assert not list(tmp_path.glob("rollwright-*"))
+
+
+def test_what_a_killed_process_shared_is_removed_and_nothing_else(tmp_path):
+    for name in ("killed", "lives", "other"):
+        (tmp_path / f"rollwright-{name}").mkdir()
+        if name != "other":
+            (tmp_path / f"rollwright-{name}" / "owned").touch()
+    with (tmp_path / "rollwright-lives" / "owned").open("w") as owned:
+        fcntl.flock(owned, fcntl.LOCK_EX)
+        local.remove_abandoned(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rollwright-lives", "rollwright-other"]
