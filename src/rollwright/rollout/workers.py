@@ -2,7 +2,8 @@
 
 Invariants:
 
-* an episode is with one worker at a time; where that is lost, the episode is leased again, as the same attempt;
+* an episode is with one worker at a time; where that is lost, the episode is leased again, as the same attempt, and goes on from what
+  the lost worker wrote to the journal;
 * workers ask only servers that this process has in service, and nothing while weights change.
 """
 
@@ -15,13 +16,18 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Protocol
 
-from rollwright.errors import LostProcessError, ReplayError, RolloutError, RollwrightError
+from rollwright.errors import JournalError, LostProcessError, ReplayError, RolloutError, RollwrightError
+from rollwright.experience.journal.episodes import RecordedEpisode
 from rollwright.experience.journal.records import pack_value
+from rollwright.experience.journal.task_files import TaskFiles
 from rollwright.experience.packed import unpack_rows
 from rollwright.experience.trajectory import Trajectory
+from rollwright.rollout.resume import PastEpisodes, read_past
 from rollwright.rollout.sample_engine import SampleEngine
+from rollwright.rollout.seeds import SampleName
 from rollwright.rollout.task_group import Group
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.metrics import get_tracker
@@ -55,9 +61,12 @@ class WorkerPool:
         processes: of the workers; they may be starting yet.
         timeout: seconds that the start of a worker may take.
         drain_timeout: seconds that what workers have asked may take to be answered.
+        journal: the directory of the workers' journals; None: an episode that is leased again begins anew.
     """
 
-    def __init__(self, processes: Sequence[Process], timeout: float, drain_timeout: float = 3600.0) -> None:
+    def __init__(
+        self, processes: Sequence[Process], timeout: float, drain_timeout: float = 3600.0, journal: str | Path | None = None
+    ) -> None:
         self._processes = list(processes)
         self._timeout, self._drain_timeout = timeout, timeout + drain_timeout
         self._living = list(processes)
@@ -70,6 +79,10 @@ class WorkerPool:
         self._asked: set[Future[Any]] = set()  # episodes that are with workers
         self._failure: RollwrightError | None = None
         self._is_closed = False
+        self._journal, self._task_files = journal, TaskFiles()
+        self._sought: set[int] = set()  # ordinals of lost episodes, of which the journal is to be read
+        self._found = PastEpisodes()  # when it was read last
+        self._reading = asyncio.Lock()
 
     def wait_started(self) -> None:
         """Return when all workers run.
@@ -89,16 +102,17 @@ class WorkerPool:
             raise RolloutError(
                 f"the row of {name} cannot travel to a worker: {error}; give numbers, text, lists and dicts."
             ) from error
-        lease = tuple(name), task, group.runs[name.index], group.past.get(name.index)
+        lease, past = (tuple(name), task, group.runs[name.index]), group.past.get(name.index)
         while True:
             process = await self._process_of(name.ordinal)
-            start, asked = process.started, process.call("run", *lease)
+            start, asked = process.started, process.call("run", *lease, past)
             self._asked.add(asked)
             try:
                 packed, metrics = await asyncio.wrap_future(asked)
             except LostProcessError as error:
                 logger.warning("%s; %s is leased again", error, name)
                 self._lose(process, start)
+                past = await self._recorded(name) or past
                 continue
             except ReplayError as error:
                 sample.episode.diverged = error
@@ -114,6 +128,24 @@ class WorkerPool:
             if rows is not None and isinstance(group.workflow, TaskRunner):
                 group.workflow.ran_elsewhere(group.data, group.runs[name.index], rows)
             return rows
+
+    async def _recorded(self, name: SampleName) -> RecordedEpisode | None:
+        """What the journal has of an episode; those that are lost together are looked for together."""
+        if self._journal is None:
+            return None
+        self._sought.add(name.ordinal)
+        async with self._reading:  # entered in the order in which they came, so the last that was found has this one
+            if name.ordinal in self._sought:
+                sought, self._sought = self._sought, set()
+                try:
+                    self._found = await asyncio.to_thread(
+                        read_past, [self._journal], sought.__contains__, None, self._task_files
+                    )
+                except JournalError as error:
+                    self._found = PastEpisodes()
+                    logger.warning("episodes of a lost worker begin anew: %s", error)
+            found = self._found.episodes.get(name.ordinal, {}).get(name.index)
+        return found if found is not None and found.begin.attempt == name.attempt else None
 
     async def _process_of(self, ordinal: int) -> Process:
         while self._failure is None:

@@ -94,7 +94,9 @@ def make_placed_rollout(config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, d
     engine = PlacedRollout(
         rollout,
         client,
-        WorkerPool(workers, rollout.setup_timeout, rollout.request_timeout),
+        WorkerPool(
+            workers, rollout.setup_timeout, rollout.request_timeout, directory.journal if config.journal.enabled else None
+        ),
         publisher=ranks.holders,
         seed=config.seed,
     )

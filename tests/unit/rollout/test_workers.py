@@ -174,6 +174,54 @@ def test_episodes_of_a_lost_worker_are_leased_again_as_the_same_attempt(make):
         time.sleep(0.01)
 
 
+class TwoTurns:
+    """Waits before its second question until somebody opens the gate."""
+
+    gate = threading.Event()
+
+    async def arun_episode(self, engine, data):
+        prompt, outputs = [1, 2, data["id"] + 1], []
+        for turn in range(2):
+            if turn:
+                await asyncio.to_thread(self.gate.wait)
+            request = ModelRequest(input_ids=prompt, gconfig=GenerationHyperparameters(max_new_tokens=3), rid=f"{data['id']}")
+            outputs = (await engine.agenerate(request)).output_tokens
+            prompt = prompt if turn else [*prompt, *outputs, 9]
+        return {"input_ids": prompt, "output_ids": outputs, "reward": 1.0}
+
+
+def test_episodes_of_a_lost_worker_go_on_from_what_it_wrote(make, tmp_path, monkeypatch):
+    executor, processes = make()
+    executor._runner.elsewhere._journal = tmp_path
+    asked = []
+    for process in processes:
+        process.worker._workflow = TwoTurns(), None
+        process.worker._runner.journal = Journal(tmp_path)
+        answer = process.worker.engine.agenerate
+
+        async def agenerate(request, answer=answer):
+            asked.append(list(request.input_ids))
+            return await answer(request)
+
+        monkeypatch.setattr(process.worker.engine, "agenerate", agenerate)
+    tasks = [executor.submit(row, TwoTurns(), group_size=2) for row in rows(2)]
+    deadline = time.monotonic() + 60
+    while len(asked) < 4 or sum(len(episode.calls) for episode in read_episodes(tmp_path)) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    processes[0].restart = lambda: setattr(processes[0], "started", Future())  # nothing has room for it
+    processes[0].lose()
+    while len(runs(processes[1])) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert [words[4] and words[4].tokens for words in processes[1].asked if words[0] == "run"] == [None, None, 3, 3]
+    TwoTurns.gate.set()
+    assert all(executor.wait_for_task(task, timeout=60)["rewards"].tolist() == [1.0, 1.0] for task in tasks)
+    firsts = [prompt for prompt in asked if len(prompt) == 3]
+    assert sorted(firsts) == [[1, 2, 1]] * 2 + [[1, 2, 2]] * 2  # nothing was asked twice
+    executor._runner.elsewhere.close()
+
+
 def test_all_workers_lost_are_waited_for(make):
     executor, processes = make(count=1)
     processes[0].lose()
