@@ -10,6 +10,12 @@ from quiet_ports import quiet_ports
 _PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 
 
+def add_node(cluster: Any, address: str, cpus: int) -> None:
+    """Start a node at an address of this machine."""
+    ports = dict(zip(_PORTS, quiet_ports(len(_PORTS)), strict=True))
+    cluster.add_node(num_cpus=cpus, include_dashboard=False, node_ip_address=address, **ports)
+
+
 def start_ray(first: int, attempts: int = 3) -> Any:
     """A head and two nodes, at 127.0.0.FIRST and the two addresses behind it; ``shutdown()`` ends them.
 
@@ -21,9 +27,8 @@ def start_ray(first: int, attempts: int = 3) -> Any:
         made = Cluster()
         try:
             for number, cpus in enumerate((2, 3, 3)):
-                ports = dict(zip(_PORTS, quiet_ports(len(_PORTS)), strict=True))
                 # Loopback, and not 127.0.0.1, in whose place Ray puts the machine's address where it joins a cluster.
-                made.add_node(num_cpus=cpus, include_dashboard=False, node_ip_address=f"127.0.0.{first + number}", **ports)
+                add_node(made, f"127.0.0.{first + number}", cpus)
             return made
         except Exception:  # of no class that says more
             made.shutdown()

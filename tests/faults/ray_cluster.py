@@ -1,4 +1,4 @@
-"""A run on a Ray cluster, under faults: its controller, workers, servers and ranks are killed."""
+"""A run on a Ray cluster, under faults: its controller, workers, servers and ranks are killed, and nodes lost with all that is there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from ray_machine import start_ray
+from ray_machine import add_node, start_ray
 
 from .both import Both
 from .parts import LIMIT, Part, Warm
@@ -31,19 +31,20 @@ class OnRay(Both):
     """Two ranks, two workers and two servers on a head and two nodes. One part: the controller.
 
     Args:
-        address: of the Ray cluster.
+        cluster: of Ray.
     """
 
     kinds = ("kill", "early", "checkpoint", "stop")
 
-    def __init__(self, *arguments: Any, address: str) -> None:
+    def __init__(self, *arguments: Any, cluster: Any) -> None:
         super().__init__(*arguments)
+        self.cluster = cluster
         self.settings = (
             "cluster.kind=ray",
             "cluster.processes=2",
             "cluster.workers=2",
             "cluster.nodes=3",
-            f"cluster.address={address}",
+            f"cluster.address={cluster.address}",
             "rollout.backend=builtin_process",
             "rollout.servers=2",
         )
@@ -55,7 +56,7 @@ class OnRay(Both):
             os.environ.setdefault(name, value)
         cluster = start_ray(FIRST_ADDRESS)
         opened.callback(cluster.shutdown)
-        return {"address": cluster.address}
+        return {"cluster": cluster}
 
     def placed(self) -> dict[str, psutil.Process]:
         """The processes of the run that Ray started and that live, by name."""
@@ -71,15 +72,27 @@ class OnRay(Both):
 
     def _make(self, fault: Fault) -> None:
         placed = self.placed()
-        names = ["controller", *placed]
+        names = ["controller", "node", *placed]
         name = names[fault.part % len(names)]
         if fault.kind != "kill" or name == "controller":
             super()._make(fault)
+            return
+        if name == "node":
+            self._lose_node(fault.part)
             return
         with contextlib.suppress(psutil.Error):
             placed[name].send_signal(signal.SIGKILL)
             self.counts["kill"] += 1
             self.counts[f"kill of a {name.rpartition('-')[0]}"] += 1
+
+    def _lose_node(self, number: int) -> None:
+        """Kill a node with all that runs there; another one takes its address. That of the controller stays: Ray ends it at once."""
+        others = sorted(self.cluster.worker_nodes, key=lambda node: node.node_ip_address)
+        node = others[number % len(others)]
+        self.cluster.remove_node(node, allow_graceful=False)
+        self.counts["kill"] += 1
+        self.counts["kill of a node"] += 1
+        add_node(self.cluster, node.node_ip_address, 3)
 
     def restart(self, part: Part) -> None:
         """Start the controller when what Ray ended with it has ended."""
