@@ -190,7 +190,7 @@ class ServerWatch:
                 self._lost[index] = 0
         if running:
             self._answered_at = time.monotonic()
-        elif not self._given_up and time.monotonic() - self._answered_at > self._timeout:
+        elif time.monotonic() - self._answered_at > self._timeout and not self._stop.is_set():
             self._fail(f"no server could be started again within {self._timeout:g} s: nothing on the cluster has room for one")
 
     def _look_at(self, index: int, process: Process) -> None:

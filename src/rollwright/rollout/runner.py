@@ -304,7 +304,7 @@ class Runner:
             return
         logger.warning("%s It begins anew.", error)
         sample.episode.end("diverged", str(error)[:2000])
-        group.past.pop(sample.name.index)
+        group.past.pop(sample.name.index, None)  # one that a lost worker left is not in it
         self._members.appendleft((group, sample.name.index, sample.name.attempt))
 
     def _complete(self, group: Group) -> None:

@@ -79,7 +79,7 @@ class WorkerPool:
         self._asked: set[Future[Any]] = set()  # episodes that are with workers
         self._failure: RollwrightError | None = None
         self._is_closed = False
-        self._journal, self._task_files = journal, TaskFiles()
+        self._journal, self._task_files, self._file_lock = journal, TaskFiles(), threading.Lock()
         self._sought: set[int] = set()  # ordinals of lost episodes, of which the journal is to be read
         self._found = PastEpisodes()  # when it was read last
         self._reading = asyncio.Lock()
@@ -138,14 +138,20 @@ class WorkerPool:
             if name.ordinal in self._sought:
                 sought, self._sought = self._sought, set()
                 try:
-                    self._found = await asyncio.to_thread(
-                        read_past, [self._journal], sought.__contains__, None, self._task_files
-                    )
-                except JournalError as error:
+                    self._found = await asyncio.to_thread(self._read_past, sought)
+                except (JournalError, OSError) as error:
                     self._found = PastEpisodes()
                     logger.warning("episodes of a lost worker begin anew: %s", error)
+                except asyncio.CancelledError:
+                    self._sought |= sought  # others wait for what was read for them, too
+                    raise
             found = self._found.episodes.get(name.ordinal, {}).get(name.index)
         return found if found is not None and found.begin.attempt == name.attempt else None
+
+    def _read_past(self, ordinals: set[int]) -> PastEpisodes:
+        assert self._journal is not None
+        with self._file_lock:  # who was cancelled leaves a thread behind that reads on
+            return read_past([self._journal], ordinals.__contains__, None, self._task_files)
 
     async def _process_of(self, ordinal: int) -> Process:
         while self._failure is None:
@@ -206,21 +212,25 @@ class WorkerPool:
                     process.restart()
                 starts = False
                 self._wait_for(process)
-                with self._lock:
-                    is_held, told = self._is_held, self._told
-                for _, error in self._tell_to([process], is_held, told):
-                    raise error
+                while not self._take_in(process):  # other words were said meanwhile
+                    pass
                 break
             except (RollwrightError, TimeoutError) as error:
                 if self._is_closed or self._is_given_up(process, error):
                     return
                 logger.warning("%s could not be started again, and is started once more: %s", process.name, error)
-        with self._lock:
-            self._living = [other for other in self._processes if other in self._living or other is process]
-            missed = (is_held, told) != (self._is_held, self._told)
         logger.info("%s runs%s", process.name, "" if is_new else " again")
-        if missed:
-            self._tell()
+
+    def _take_in(self, process: Process) -> bool:
+        """Tell a process that runs what the others were told last. True where that is still so: it runs episodes from now on."""
+        with self._lock:
+            words = self._is_held, self._told
+        for _, error in self._tell_to([process], *words):
+            raise error
+        with self._lock:
+            if is_last := words == (self._is_held, self._told):
+                self._living = [other for other in self._processes if other in self._living or other is process]
+        return is_last
 
     def _wait_for(self, process: Process) -> None:
         """Return when it runs: while others do, however long it takes until a node has room for it."""
@@ -251,8 +261,10 @@ class WorkerPool:
         self._tell()
 
     def use_servers(self, addresses: Sequence[str], version: int) -> None:
-        """Other servers are in service now."""
+        """Other servers are in service now; what was seen before the last publication is not told after it."""
         with self._lock:
+            if version < self._told[1]:
+                return
             self._told = list(addresses), version
             if self._is_held:
                 return  # they are told when it ends

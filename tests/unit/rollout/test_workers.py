@@ -21,6 +21,7 @@ from rollwright.inference.request import ModelRequest
 from rollwright.rollout.executor import RolloutExecutor
 from rollwright.rollout.placed import ServerWatch
 from rollwright.rollout.resume import read_past
+from rollwright.rollout.seeds import SampleName
 from rollwright.rollout.worker import RolloutWorker
 from rollwright.rollout.workers import WorkerPool
 from rollwright.tracking.metrics import get_tracker
@@ -220,6 +221,73 @@ def test_episodes_of_a_lost_worker_go_on_from_what_it_wrote(make, tmp_path, monk
     firsts = [prompt for prompt in asked if len(prompt) == 3]
     assert sorted(firsts) == [[1, 2, 1]] * 2 + [[1, 2, 2]] * 2  # nothing was asked twice
     executor._runner.elsewhere.close()
+
+
+def test_an_episode_of_a_lost_worker_that_asks_something_else_now_begins_anew(make, tmp_path, monkeypatch):
+    executor, (process,) = make(1)
+    executor._runner.elsewhere._journal = tmp_path
+    process.worker._workflow, journal = (Asks(), None), Journal(tmp_path)
+    process.worker._runner.journal = journal
+    asked = []
+
+    async def never(request):
+        asked.append(request)
+        await asyncio.sleep(3600)
+
+    task, begin = executor.submit(rows(1)[0], Asks()), process.restart
+    executor.wait_for_task(task, timeout=20)  # what it was asked and answered is in the journal
+    monkeypatch.setattr(Asks, "first", 2)
+    monkeypatch.setattr(process.worker.engine, "agenerate", never)
+
+    def restart():
+        begin()
+        process.worker._workflow = Asks(), None
+
+    process.restart = restart
+    task = executor.submit(rows(1)[0], Asks())
+    wait_until(lambda: asked)
+    process.lose()
+    batch = executor.wait_for_task(task, timeout=20)
+    assert batch["input_ids"][0, 0] == 2
+    assert [words[4] is None for words in process.asked if words[0] == "run"] == [True, True, False, True]
+    assert executor.counters()["samples/retried"] == 0
+
+
+def test_who_is_not_wanted_any_more_takes_no_past_from_others(make, tmp_path, monkeypatch):
+    reads, goes_on = [], [threading.Event(), threading.Event(), threading.Event()]
+
+    def slow(directories, is_open, *more):
+        reads.append([ordinal for ordinal in range(3) if is_open(ordinal)])
+        goes_on[len(reads) - 1].wait(20.0)
+        return read_past(directories, is_open, *more)
+
+    monkeypatch.setattr("rollwright.rollout.workers.read_past", slow)
+    journal = Journal(tmp_path)
+    before = RolloutExecutor(EchoEngine(), RolloutConfig(), journal=journal)
+    before.rollout_batch(rows(3), Asks())
+    before.destroy()
+    journal.close()
+    pool = WorkerPool([], 10.0, journal=tmp_path)
+
+    async def read(count):
+        while len(reads) < count:
+            await asyncio.sleep(0.01)
+
+    async def lost_together():
+        first = asyncio.ensure_future(pool._recorded(SampleName(0, 0, 0, False)))
+        await read(1)
+        second, third = (asyncio.ensure_future(pool._recorded(SampleName(ordinal, 0, 0, False))) for ordinal in (1, 2))
+        await asyncio.sleep(0)
+        goes_on[0].set()
+        await read(2)
+        second.cancel()
+        await asyncio.sleep(0)
+        goes_on[1].set()
+        goes_on[2].set()
+        return [episode and episode.begin.ordinal for episode in await asyncio.gather(first, third)]
+
+    assert asyncio.run(lost_together()) == [0, 2]
+    assert reads == [[0], [1, 2], [1, 2]]
 
 
 def test_all_workers_lost_are_waited_for(make):
@@ -429,6 +497,34 @@ def test_workers_that_can_never_start_again_end_the_run_with_the_cause(make):
         executor.rollout_batch(rows(1), OneTurn())
 
 
+def test_servers_that_were_seen_before_a_publication_are_not_told_after_it():
+    pool = WorkerPool([], 10.0)
+    pool.release(["10.0.0.1:1", "10.0.0.2:1"], 4)
+    pool.use_servers(["10.0.0.1:1"], 3)
+    assert pool._told == (["10.0.0.1:1", "10.0.0.2:1"], 4)
+    pool.use_servers(["10.0.0.1:1"], 4)
+    assert pool._told == (["10.0.0.1:1"], 4)
+
+
+def test_a_worker_that_comes_back_while_weights_change_runs_nothing_before_it_holds():
+    pool, worker = WorkerPool([], 10.0), Hears(0)
+    ran = []
+    worker.started.set_result(None)
+    call = worker.call
+
+    def slow(word, *arguments):
+        if word == "release":
+            pool.hold()  # weights are about to change
+        ran.append((word, worker in pool._living))
+        return call(word, *arguments)
+
+    worker.call = slow
+    pool.add(worker)
+    wait_until(lambda: pool._living)
+    wait_until(lambda: len(ran) == 2)
+    assert ran == [("release", False), ("hold", False)]
+
+
 class ServerProcess:
     """A server that can be lost, as ``ServerWatch`` sees it."""
 
@@ -457,7 +553,7 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def watched(processes, changed=None, failed=None):
+def watched(processes, changed=None, failed=None, timeout=5.0):
     """A watch of servers, and what it tells of them; a server is in service where clients were told of it."""
     addresses, told, present = [f"10.0.0.{process.number}:0" for process in processes], [], []
     present[:] = addresses
@@ -474,7 +570,7 @@ def watched(processes, changed=None, failed=None):
         in_service=lambda: (list(present), 3),
         tell=lambda *words: told.append(words),
         failed=failed or pytest.fail,
-        timeout=5.0,
+        timeout=timeout,
     )
     watch.start()
     try:
@@ -524,6 +620,19 @@ def test_a_server_that_can_never_start_again_is_given_up_and_the_last_one_ends_t
         wait_until(lambda: failures)
         assert "No inference server is left: server 0 was started 4 times" in str(failures[0])
         assert "out of memory on GPU 3" in str(failures[0])
+
+
+def test_where_one_server_was_given_up_and_nothing_has_room_for_the_other_the_run_ends(monkeypatch):
+    monkeypatch.setattr("rollwright.rollout.placed.LOOK_SECONDS", 0.01)
+    processes, failures = [ServerProcess(number) for number in range(2)], []
+    with watched(processes, failed=failures.append, timeout=0.3):
+        processes[1].cannot_start = EngineError("out of memory on GPU 3")
+        processes[1].is_lost = True
+        wait_until(lambda: processes[1].starts == 3)
+        time.sleep(0.1)
+        processes[0].is_lost = True  # it waits for room from now on
+        wait_until(lambda: failures)
+        assert "no server could be started again within 0.3 s" in str(failures[0])
 
 
 def test_the_pool_tells_the_cause_to_episodes_that_nobody_can_run(make):
