@@ -114,8 +114,10 @@ def remove_abandoned(parent: Path) -> None:
     """Remove what servers shared with a process that was killed together with all that could remove it, as Ray does."""
     for path in parent.glob(f"rollwright-*/{_OWNED}"):
         try:
+            if path.parent.lstat().st_uid != os.geteuid():  # anybody may write to this directory
+                continue
             with path.open("a") as owned:
                 fcntl.flock(owned, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path.parent, ignore_errors=True)
-        except OSError:  # its owner lives, it has just gone, or it is another user's
+        except OSError:  # its owner lives, or it has just gone
             continue

@@ -38,3 +38,11 @@ def test_what_a_killed_process_shared_is_removed_and_nothing_else(tmp_path):
         fcntl.flock(owned, fcntl.LOCK_EX)
         local.remove_abandoned(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rollwright-lives", "rollwright-other"]
+
+
+def test_what_another_user_put_there_is_not_touched(tmp_path, monkeypatch):
+    (tmp_path / "rollwright-theirs").mkdir()
+    (tmp_path / "rollwright-theirs" / "owned").touch()
+    monkeypatch.setattr("os.geteuid", lambda: tmp_path.stat().st_uid + 1)
+    local.remove_abandoned(tmp_path)
+    assert (tmp_path / "rollwright-theirs" / "owned").exists()
