@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from rollwright.config.sections import RolloutConfig
-from rollwright.errors import RolloutError, RollwrightError
+from rollwright.errors import LostProcessError, RolloutError, RollwrightError
 from rollwright.inference.weights.publication import RemoteClient
 from rollwright.rollout.engines import RemoteEngine
 from rollwright.rollout.workers import RESTARTS, Process, WorkerPool
@@ -215,11 +215,14 @@ class ServerWatch:
 
     def _start_again(self, index: int, process: Process, cause: RollwrightError) -> None:
         self._lost[index] += 1
-        if self._lost[index] <= RESTARTS:
-            process.restart()
-            return
-        self._given_up.add(index)
         words = f"{process.name} was started {RESTARTS + 1} times without coming into service, and is not started again; the last time: {cause}"
+        if self._lost[index] <= RESTARTS:
+            try:
+                process.restart()
+                return
+            except LostProcessError as error:  # it was ended for good
+                words = str(error)
+        self._given_up.add(index)
         logger.error("%s", words)
         if len(self._given_up) == len(self._processes):
             self._fail(words)

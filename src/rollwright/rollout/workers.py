@@ -51,7 +51,9 @@ class Process(Protocol):
 
     def call(self, method: str, *arguments: Any) -> Future[Any]: ...
 
-    def restart(self) -> None: ...
+    def restart(self) -> None:
+        """Start it again. Raises ``LostProcessError`` where it was ended for good."""
+        ...
 
 
 class WorkerPool:
@@ -186,16 +188,19 @@ class WorkerPool:
         self._lost[process.name] = self._lost.get(process.name, 0) + 1
         if self._lost[process.name] <= RESTARTS:
             return False
-        failure = RolloutError(
+        self._give_up(
             f"{process.name} was started {RESTARTS + 1} times without running an episode, and is not started again; the last time: {cause}"
         )
-        logger.error("%s", failure)
+        return True
+
+    def _give_up(self, words: str) -> None:
+        """A worker does not come back; the last one ends the run."""
+        logger.error("%s", words)
         with self._lock:
             self._given_up += 1
             none_is_left = self._given_up == len(self._processes)
         if none_is_left:
-            self.fail(failure)
-        return True
+            self.fail(RolloutError(words))
 
     def fail(self, failure: RollwrightError) -> None:
         """Run no more episodes: those that are with workers, and those to come, fail with this cause."""
@@ -208,8 +213,8 @@ class WorkerPool:
         starts = is_new
         while True:
             try:
-                if not starts:
-                    process.restart()
+                if not starts and not self._is_restarted(process):
+                    return
                 starts = False
                 self._wait_for(process)
                 while not self._take_in(process):  # other words were said meanwhile
@@ -220,6 +225,16 @@ class WorkerPool:
                     return
                 logger.warning("%s could not be started again, and is started once more: %s", process.name, error)
         logger.info("%s runs%s", process.name, "" if is_new else " again")
+
+    def _is_restarted(self, process: Process) -> bool:
+        """Start a process again; False where it was ended for good."""
+        try:
+            process.restart()
+        except LostProcessError as error:
+            if not self._is_closed:
+                self._give_up(str(error))
+            return False
+        return True
 
     def _take_in(self, process: Process) -> bool:
         """Tell a process that runs what the others were told last. True where that is still so: it runs episodes from now on."""

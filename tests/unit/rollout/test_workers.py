@@ -525,6 +525,22 @@ def test_a_worker_that_comes_back_while_weights_change_runs_nothing_before_it_ho
     assert ran == [("release", False), ("hold", False)]
 
 
+def ended_for_good():
+    raise LostProcessError("its place was needed: it has been ended")
+
+
+def test_a_worker_that_was_ended_for_good_is_not_said_to_be_started_again(make, caplog):
+    executor, processes = make()
+    pool = executor._runner.elsewhere
+    processes[1].restart = ended_for_good
+    processes[1].lose()
+    assert executor.rollout_batch(rows(2), OneTurn())["rewards"].tolist() == [0.0, 1.0]
+    wait_until(lambda: pool._given_up == 1)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert said == ["its place was needed: it has been ended"]
+    assert "could not be started again" not in caplog.text
+
+
 class ServerProcess:
     """A server that can be lost, as ``ServerWatch`` sees it."""
 
@@ -633,6 +649,19 @@ def test_where_one_server_was_given_up_and_nothing_has_room_for_the_other_the_ru
         processes[0].is_lost = True  # it waits for room from now on
         wait_until(lambda: failures)
         assert "no server could be started again within 0.3 s" in str(failures[0])
+
+
+def test_a_server_that_was_ended_for_good_is_given_up_at_once(monkeypatch, caplog):
+    monkeypatch.setattr("rollwright.rollout.placed.LOOK_SECONDS", 0.01)
+    processes = [ServerProcess(number) for number in range(2)]
+    with watched(processes) as (watch, told):
+        processes[1].restart = ended_for_good
+        processes[1].is_lost = True
+        wait_until(lambda: told)
+        assert watch._given_up == {1}
+        assert watch.addresses == ["10.0.0.0:0"]
+    assert "its place was needed" in caplog.text
+    assert "Not all could be told" not in caplog.text
 
 
 def test_the_pool_tells_the_cause_to_episodes_that_nobody_can_run(make):
