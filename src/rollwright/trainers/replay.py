@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -177,7 +177,9 @@ class RunReplay:
                     f"{wanted} is in no row of the run's datasets any more, and the journal has images by the digest of their pixels: "
                     "replay the run where its datasets are what they were."
                 )
-            self._images.update((digest_of(image), image) for image in images_in(row))
+            for image in images_in(row):
+                with suppress(TypeError):  # it cannot be read, and was not when the journal was written
+                    self._images[digest_of(image)] = image
         return self._images[wanted]
 
     def _runner(self, episode: RecordedEpisode) -> tuple[Any, dict[str, Any] | None, int]:

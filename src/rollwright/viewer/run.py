@@ -255,8 +255,9 @@ class Run(RunFiles):
         }
         first = {}
         for key in [sample["key"], *list(better)[:_COMPARED]] if better else []:
-            rows = reading.rows_of(self._episode(key, self._samples.find(key)[1]))
-            first |= {key: rows[0]} if rows else {}
+            with contextlib.suppress(JournalError):  # the records of others in its group may be gone
+                rows = reading.rows_of(self._episode(key, self._samples.find(key)[1]))
+                first |= {key: rows[0]} if rows else {}
         row = first.pop(sample["key"], None)
         found = parting(row, first) if row is not None else None
         return None if found is None else {"token": found[0], "key": found[1], "reward": better[found[1]]["reward"]}

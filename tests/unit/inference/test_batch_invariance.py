@@ -171,6 +171,19 @@ def test_a_matrix_whose_rows_go_by_their_number_is_multiplied_with_as_many_as_do
     assert "one at a time" not in caplog.text
 
 
+def test_a_product_that_is_added_is_tried_as_it_is_computed(monkeypatch):
+    """To nothing, two ways of adding up may come to the same bits: (0 + a) + b and 0 + (a + b)."""
+
+    def add_by_the_number_of_rows(x, rows, weight):
+        half = rows.shape[1] // 2
+        first, second = rows[:, :half] @ weight[:half], rows[:, half:] @ weight[half:]
+        return x.copy_(x + first + second if len(x) <= 48 else x + (first + second))
+
+    monkeypatch.setattr("torch.Tensor.addmm_", add_by_the_number_of_rows)
+    with start(tiny_model("qwen3"), 64) as engine:
+        assert engine._runner.forward.most_rows[DOWN] == 48
+
+
 def test_two_threads_that_cut_a_long_sum_by_the_number_of_rows(caplog):
     """With this library and two threads a 512 × 1536 matrix gives other bits among 64 to 192 rows."""
     model = tiny_model("qwen3", hidden_size=512, intermediate_size=1536, num_hidden_layers=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import random
 import threading
@@ -283,6 +284,44 @@ def test_a_task_with_images_runs_again_with_those_of_its_dataset(tmp_path):
     assert seen == [[10, 200]] * 4
     (episode, _) = read_episodes(tmp_path)
     assert "RGB image of 8×8 pixels" in str(episode.task())
+
+
+def test_an_answer_without_tokens_is_recorded(tmp_path):
+    """As of a request for the log-probabilities of a prompt alone."""
+    journal = Journal(tmp_path)
+    episode, recorder = EpisodeWriter(journal), Recorder()
+    facts = {"attempt": 0, "is_eval": False, "version": 0, "workflow": "W", "samples_asked": 1}
+    episode.begin(ordinal=0, index=0, task=None, task_error="", **facts)
+    for tokens in ([], [7]):
+        request = ModelRequest(input_ids=[1, 2], gconfig=GCONFIG, rid=f"{tmp_path}/{len(tokens)}")
+        response = ModelResponse(output_tokens=tokens, output_logprobs=[-1.0] * len(tokens), output_versions=[3] * len(tokens))
+        episode.call(recorder.record(request, response, place=recorder.open_turn(request.rid)))
+    journal.close()
+    (read,) = read_episodes(tmp_path)
+    assert [(each.output.tolist(), each.versions.tolist()) for each in read.calls] == [([], []), ([7], [3])]
+
+
+def test_images_of_one_digest_look_the_same_in_every_mode():
+    """A palette and its transparency are not among the pixels of an image."""
+    red, blue, clear = (Image.new("P", (8, 8), 0) for _ in range(3))
+    for image, colour in ((red, [255, 0, 0]), (blue, [0, 0, 255]), (clear, [255, 0, 0])):
+        image.putpalette(colour)
+    clear.info["transparency"] = 0
+    assert len({digest_of(image) for image in (red, blue, clear, red.convert("RGB"), red.convert("RGBA"))}) == 5
+    for mode in ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "I", "F", "I;16"):
+        assert digest_of(Image.new(mode, (5, 3))) == digest_of(Image.new(mode, (5, 3)))
+
+
+def test_an_image_that_cannot_be_read_ends_no_run(tmp_path):
+    file = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(file, "PNG")
+    task = {"turns": 1, "ordinal": 0, "image": Image.open(io.BytesIO(file.getvalue()[:800]))}
+    journal = Journal(tmp_path)
+    with RolloutExecutor(EchoEngine(), RolloutConfig(), journal=journal) as executor:
+        assert len(executor.rollout_batch([task], Chat())["rewards"]) == 1  # which looks at no image
+    journal.close()
+    (failed,) = replay(tmp_path, Chat(), 1)
+    assert "its task is not in the journal (an image that cannot be read: image file is truncated)" in failed.why
 
 
 def test_calls_that_end_in_several_threads_are_numbered_as_they_are_written(tmp_path, monkeypatch):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import io
 
-from rollwright.errors import ConfigError
+import pytest
+from PIL import Image
+
+from rollwright.errors import ConfigError, ReplayError
 from rollwright.experience.journal.files import Journal
 from rollwright.experience.journal.records import Begin, End
+from rollwright.experience.journal.tasks import digest_of
 from rollwright.trainers.replay import RunReplay, selected
 
 
@@ -49,3 +53,13 @@ def test_evaluations_are_told_apart_by_the_version_of_the_weights(tmp_path):
 def test_what_names_no_sample_is_refused():
     with pytest.raises(ConfigError, match="names no sample"):
         selected("12/3@first")
+
+
+def test_an_image_is_found_behind_rows_whose_images_cannot_be_read():
+    file, wanted = io.BytesIO(), Image.new("RGB", (4, 4), (1, 2, 3))
+    Image.effect_noise((64, 64), 50).save(file, "PNG")
+    replay = RunReplay.__new__(RunReplay)
+    replay._rows, replay._images = iter([{"image": Image.open(io.BytesIO(file.getvalue()[:800]))}, {"image": wanted}]), {}
+    assert replay._find_image(digest_of(wanted)) is wanted
+    with pytest.raises(ReplayError, match="is in no row of the run's datasets any more"):
+        replay._find_image(digest_of(Image.new("L", (4, 4))))

@@ -12,7 +12,7 @@ import pytest
 from recorded import STEPS
 
 import rollwright
-from rollwright.errors import DataError
+from rollwright.errors import DataError, JournalError
 from rollwright.experience.journal.episodes import read_episodes
 from rollwright.experience.journal.files import read_records
 from rollwright.experience.journal.records import Trained
@@ -228,3 +228,23 @@ def test_it_says_where_a_sample_left_all_that_are_better(run):
             assert shared[sample["parts"]["key"]] == sample["parts"]["token"]
             told += 1
     assert told
+
+
+def test_a_sample_is_shown_where_the_records_of_better_ones_are_gone(run, monkeypatch):
+    """``journal.keep`` removes whole files, and the samples of a group may be in two."""
+    group = next(group for group in run.step(2)["groups"] if len({each["reward"] for each in group["samples"]}) > 1)
+    worst, *_, best = sorted(group["samples"], key=lambda each: each["reward"])
+    recorded = run._episode
+
+    def without_the_better(key, places):
+        if key != worst["key"]:
+            raise JournalError(f"the records of sample {key} cannot be read")
+        return recorded(key, places)
+
+    assert run.sample(worst["key"])["parts"] is not None
+    monkeypatch.setattr(run, "_episode", without_the_better)
+    shown = run.sample(worst["key"])
+    assert shown["rows"]
+    assert shown["parts"] is None
+    with pytest.raises(JournalError):
+        run.sample(best["key"])

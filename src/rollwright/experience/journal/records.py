@@ -229,7 +229,7 @@ def unpack_floats(packed: bytes, count: int) -> np.ndarray:
 
 def pack_versions(versions: np.ndarray) -> int | bytes:
     """One number where all are the same, else packed."""
-    if versions.strides == (0,):  # one number in memory
+    if len(versions) and versions.strides == (0,):  # one number in memory; an empty array has no strides either
         return int(versions[0])
     packed = versions.tobytes()
     if packed and packed == packed[:4] * len(versions):

@@ -17,6 +17,7 @@ import xxhash
 from rollwright.experience.journal.records import plain_value
 
 _IMAGE = 1  # the code of MessagePack's extension type
+_WITH_PALETTE = ("P", "PA")  # modes
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,16 @@ class ImageDigest:
 
 
 def digest_of(image: Any) -> ImageDigest:
-    """What stands for a PIL image: the same of all that have the same pixels."""
-    return ImageDigest(image.mode, image.width, image.height, xxhash.xxh3_128_hexdigest(image.tobytes()))
+    """What stands for a PIL image: the same of all that have the same pixels, and the same palette where pixels are places in one.
+
+    Raises:
+        TypeError: it cannot be read.
+    """
+    try:
+        pixels = image.tobytes() + (image.convert("RGBA").tobytes() if image.mode in _WITH_PALETTE else b"")
+    except Exception as error:  # PIL reads a file when it is asked for pixels, and has many errors for a damaged one
+        raise TypeError(f"an image that cannot be read: {error}") from None
+    return ImageDigest(image.mode, image.width, image.height, xxhash.xxh3_128_hexdigest(pixels))
 
 
 def pack_task(task: dict[str, Any]) -> bytes:
