@@ -225,9 +225,8 @@ def _unreachable_hub() -> str:
 
     def ask() -> None:
         try:
-            huggingface_hub.get_session().head(
-                place, timeout=10 * HUB_WAIT
-            )  # longer than it is waited for: one of two limits decides
+            # Longer than it is waited for below, so that one limit decides what is said.
+            huggingface_hub.get_session().head(place, timeout=10 * HUB_WAIT)
             found.append("")
         except Exception as error:  # of its HTTP library
             found.append(f"{place} cannot be reached ({error or type(error).__name__})")

@@ -26,7 +26,7 @@ from rollwright.viewer.tree import parting, prefix_tree
 logger = getLogger("viewer")
 
 _FOLLOWED_EVERY = 1.0  # seconds between two looks at the files
-_COMPARED = 16  # samples of a group with a higher reward
+_COMPARED = 16  # samples of a group with a higher reward, the best of them
 _WORKED_FOR = 0.5  # seconds of a transaction, after which readers see more
 
 
@@ -205,7 +205,7 @@ class Run(RunFiles):
         """All of one sample: ``calls``, ``rows`` of tokens, ``messages``, ``results`` of durable calls, ``attempts``, ``neighbours``.
 
         ``parts`` says at which ``token`` of its first row it went another way than all samples of its task with a higher ``reward``, and the
-        ``key`` of one that had all tokens before it.
+        ``key`` of one that had all tokens before it; of many ``better`` ones only 16 are ``compared``.
 
         Args:
             key: as lists have it: ``12/3``, ``eval:12/3@v4``; ``12/3#0`` is the first attempt, ``12/3@0`` that of the first process.
@@ -254,13 +254,17 @@ class Run(RunFiles):
             each["key"]: each for each in group if own is not None and each["reward"] is not None and each["reward"] > own
         }
         first = {}
-        for key in [sample["key"], *list(better)[:_COMPARED]] if better else []:
+        best_first = sorted(better, key=lambda key: -better[key]["reward"])
+        for key in [sample["key"], *best_first[:_COMPARED]] if better else []:
             with contextlib.suppress(JournalError):  # the records of others in its group may be gone
                 rows = reading.rows_of(self._episode(key, self._samples.find(key)[1]))
                 first |= {key: rows[0]} if rows else {}
         row = first.pop(sample["key"], None)
         found = parting(row, first) if row is not None else None
-        return None if found is None else {"token": found[0], "key": found[1], "reward": better[found[1]]["reward"]}
+        if found is None:
+            return None
+        token, key = found
+        return {"token": token, "key": key, "reward": better[key]["reward"], "better": len(better), "compared": len(first)}
 
     def _attempt(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """An attempt of the sample, and what it raised."""

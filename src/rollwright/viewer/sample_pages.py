@@ -291,7 +291,8 @@ def sample_context(run: Run, found: Mapping[str, Any], url: str, request: Reques
         if view == "tokens":
             parts = found["parts"] if row_number == 0 else None
             row.update(sample_view.tokens(rows[row_number], overlay, limit, parts and parts["token"]))
-            row["parts"] = parts and {**parts, "href": f"{url}/sample/{key_in_address(parts['key'])}?view=tokens"}
+            href = parts and f"{url}/sample/{key_in_address(parts['key'])}?view=tokens"
+            row["parts"] = parts and {**parts, "left": sample_view.left(parts), "href": href}
         else:
             table = sample_view.table(rows[row_number], limit)
     group_key = found["group"]

@@ -102,6 +102,13 @@ def _images(value: Any, depth: int = 0) -> Iterator[str]:
 # -- tokens ------------------------------------------------------------------------------------------------------------
 
 
+def left(parts: Mapping[str, Any]) -> str:
+    """Which samples it parts from, in words."""
+    if parts["compared"] == parts["better"]:
+        return "every better sample of its task"
+    return f"{parts['compared']} of the {parts['better']} better samples of its task, those that were compared"
+
+
 def tokens(
     row: Mapping[str, Any], overlay: str, limit: int | None = TOKENS_SHOWN, parts_at: int | None = None
 ) -> dict[str, Any]:

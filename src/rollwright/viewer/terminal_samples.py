@@ -209,7 +209,7 @@ class SampleView(View):
         for shade, example in shown["scale"]:
             text.append("  ").append(f" {example} ", style_of(shade, self.background_colors[1]))
         if parts:
-            text.append(f"\n▸ at token {parts['token']} it parts from every better sample of its task, ")
+            text.append(f"\n▸ at token {parts['token']} it parts from {sample_view.left(parts)}, ")
             text.append(f"last from {parts['key']} (reward {number(parts['reward'])})")
         self.query_one("#overlays", Static).update(text)
         self.facts = shown["facts"]

@@ -207,7 +207,7 @@ def test_a_machine_that_rounds_by_the_place_of_a_row_computes_one_at_a_time_and_
     with start(model, 16) as engine:
         (warning,) = {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
         assert "requests are computed one at a time, with 1 threads, as query, key and value" in warning
-        assert "gives a row bits that go by its place among 16" in warning
+        assert "gives a row other bits at another place among 16" in warning
         assert engine.is_batch_invariant
         assert bits(engine.generate(asked)) == bits(engine.generate([request])[0] for request in asked)
 

@@ -16,7 +16,7 @@ from rollwright.errors import DataError, JournalError
 from rollwright.experience.journal.episodes import read_episodes
 from rollwright.experience.journal.files import read_records
 from rollwright.experience.journal.records import Trained
-from rollwright.viewer import search
+from rollwright.viewer import sample_view, search
 
 
 @pytest.fixture
@@ -226,14 +226,36 @@ def test_it_says_where_a_sample_left_all_that_are_better(run):
             }
             assert sample["parts"]["token"] == max(shared.values())
             assert shared[sample["parts"]["key"]] == sample["parts"]["token"]
+            assert sample["parts"]["better"] == sample["parts"]["compared"] == len(better)
             told += 1
     assert told
 
 
+def worst_and_better(run):
+    """The worst sample of the group where most others have a higher reward, and these, best first."""
+    found = []
+    for step in run.steps():
+        for group in run.step(step["step"])["groups"]:
+            samples = sorted(
+                (each for each in group["samples"] if each["reward"] is not None), key=lambda each: -each["reward"]
+            )
+            found.append((samples[-1], [each for each in samples if each["reward"] > samples[-1]["reward"]]))
+    return max(found, key=lambda each: len(each[1]))
+
+
+def test_what_is_said_of_better_samples_is_said_of_those_that_were_compared(run, monkeypatch):
+    worst, better = worst_and_better(run)
+    assert len(better) > 1
+    assert sample_view.left(run.sample(worst["key"])["parts"]) == "every better sample of its task"
+    monkeypatch.setattr("rollwright.viewer.run._COMPARED", 1)
+    parts = run.sample(worst["key"])["parts"]
+    assert parts["reward"] == better[0]["reward"]
+    assert sample_view.left(parts).startswith(f"1 of the {len(better)} better samples")
+
+
 def test_a_sample_is_shown_where_the_records_of_better_ones_are_gone(run, monkeypatch):
     """``journal.keep`` removes whole files, and the samples of a group may be in two."""
-    group = next(group for group in run.step(2)["groups"] if len({each["reward"] for each in group["samples"]}) > 1)
-    worst, *_, best = sorted(group["samples"], key=lambda each: each["reward"])
+    worst, (best, *_) = worst_and_better(run)
     recorded = run._episode
 
     def without_the_better(key, places):

@@ -108,16 +108,15 @@ class Journal:
         return next(self._episodes)
 
     def arguments(self, gconfig: object, make: type) -> int:
-        """The number of these generation arguments in the present file, which they are written to first where they are new.
+        """The number of these generation arguments, which are written first where the present file has them not.
 
         Args:
             gconfig: a dataclass.
             make: the record's class.
         """
         packed = pack_value(gconfig)
-        if (
-            known := self._arguments.get(packed)
-        ) is not None:  # numbers are given once by a process, whatever file is written now
+        # Without the lock: a file may end meanwhile, but a process gives each number once, and the file that has it is read with this one.
+        if (known := self._arguments.get(packed)) is not None:
             return known
         with self._lock:
             if self._file is None and not self._is_closed:

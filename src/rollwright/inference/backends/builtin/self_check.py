@@ -78,12 +78,12 @@ def cut_products(runner: ModelRunner, most: int) -> str | None:
     for matrix in runner.forward.matrices():
         size = " × ".join(map(str, matrix.weight.shape))
         if not (count := _alike_up_to(matrix, most)):
-            return f"{matrix.name} ({size}) gives a row bits that go by its place among {INVARIANT_ROWS}"
+            return f"{matrix.name} ({size}) gives a row other bits at another place among {INVARIANT_ROWS}"
         runner.forward.most_rows[matrix.name] = count
         if count < most:
-            cut.append(f"{matrix.name} ({size}) with {count} rows")
+            cut.append(f"{matrix.name} ({size}): {count}")
     if cut:
-        logger.info("batch_invariant: to keep each row's bits, %s at once at most", ", ".join(cut))
+        logger.info("batch_invariant: fewer rows are computed at once, so that each keeps its bits: %s", "; ".join(cut))
     return None
 
 
