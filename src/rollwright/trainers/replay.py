@@ -174,8 +174,8 @@ class RunReplay:
             row = next(self._rows, None)
             if row is None:
                 raise ReplayError(
-                    f"{wanted} is in no row of the run's datasets any more, and the journal has images by the digest of their pixels: "
-                    "replay the run where its datasets are what they were."
+                    f"{wanted} is in no row of the datasets that the run's config names, and the journal has only a digest of it: replay "
+                    "the run where these are what they were. Datasets that a script gave to its trainer are not known here."
                 )
             for image in images_in(row):
                 with suppress(TypeError):  # it cannot be read, and was not when the journal was written

@@ -61,5 +61,5 @@ def test_an_image_is_found_behind_rows_whose_images_cannot_be_read():
     replay = RunReplay.__new__(RunReplay)
     replay._rows, replay._images = iter([{"image": Image.open(io.BytesIO(file.getvalue()[:800]))}, {"image": wanted}]), {}
     assert replay._find_image(digest_of(wanted)) is wanted
-    with pytest.raises(ReplayError, match="is in no row of the run's datasets any more"):
+    with pytest.raises(ReplayError, match="is in no row of the datasets that the run's config names"):
         replay._find_image(digest_of(Image.new("L", (4, 4))))
