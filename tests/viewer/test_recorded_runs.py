@@ -45,12 +45,15 @@ def test_the_command_prints_its_address_and_ends_with_ctrl_c(runs):
     command = [sys.executable, "-m", "rollwright", "view", str(runs), "--port", "0", "--no-browser"]
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a suite that runs in the background is started deaf to it
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heard) as process:
-        assert process.stdout is not None
-        address = re.match(r"(http://127\.0\.0\.1:\d+)/", process.stdout.readline())
-        assert address is not None
-        assert "sums/first" in httpx.get(address[1]).text
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130  # as every command
+        try:
+            assert process.stdout is not None
+            address = re.match(r"(http://127\.0\.0\.1:\d+)/", process.stdout.readline())
+            assert address is not None
+            assert "sums/first" in httpx.get(address[1], timeout=60).text
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130  # as every command
+        finally:
+            process.kill()  # where it has not ended, it would be waited for
 
 
 def test_the_command_says_where_no_run_is(tmp_path):

@@ -79,6 +79,8 @@ def view(
         settings.port = 0
         sockets = service.bind(settings)
     app = server.make_app(places, settings)
+    for listener in sockets:
+        listener.listen()  # who follows the address at once is kept waiting, not refused
     address = service.url_of(settings) + server.first_page(app, settings)
     console().print(f"{address}  (Ctrl-C ends)", markup=False, soft_wrap=True, highlight=False)
     if browser and _has_desktop():
