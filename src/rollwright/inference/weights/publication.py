@@ -379,8 +379,10 @@ class RemoteClient(RemoteRequests):
         if server.address not in holders or str(label) != str(version):
             raise WeightUpdateError(f"it holds version {label!r}, and has not been given version {version}, the current one")
         self._version = version
-        if not self.only_asks:
-            (self.pause_server if self.is_paused else self.resume_server)(server)
+        # While weights change, who publishes pauses and resumes its servers, and asks them for what it compares: one paused here would
+        # never answer it, and nobody would go on.
+        if not self.only_asks and not self.is_paused:
+            self.resume_server(server)
         self.router.put_back(server)
 
     # -- versions ------------------------------------------------------------------------------------------------------
