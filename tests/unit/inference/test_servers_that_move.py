@@ -126,6 +126,25 @@ def test_a_publication_takes_in_a_server_that_has_just_joined(tmp_path):
         assert len(publisher.router.in_service()) == 2
 
 
+def test_a_server_that_joins_while_weights_change_answers_who_publishes(tmp_path):
+    lasting, new = FakeSGLang(), FakeSGLang()
+    with clients(lasting, count=2) as (publisher, controller), served(new.app) as address:
+        for client in (publisher, controller):
+            client._monitor.stop()
+        controller.publisher = says(publisher)
+        controller.pause()
+        present = [*publisher.addresses, address]
+        publisher.use_servers(present)
+        publisher.update_weights_from_disk(str(tmp_path), 1)
+        controller.use_servers(present)
+        controller._bring_back(controller.router.servers[1])
+        assert len(controller.router.in_service()) == 2
+        pauses, resumes = (len(new.bodies[f"{word}_generation"]) for word in ("pause", "continue"))
+        assert pauses == resumes  # of the publisher alone: one paused by the controller would not answer its audit
+        controller.resume()
+        assert len(new.bodies["continue_generation"]) == resumes + 1
+
+
 def test_what_is_with_a_server_that_left_is_asked_elsewhere():
     router = Router(["a:1", "b:1"])
     server = router.choose("one")
