@@ -10,10 +10,10 @@ from quiet_ports import quiet_ports
 _PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 
 
-def add_node(cluster: Any, address: str, cpus: int) -> None:
-    """Start a node at an address of this machine."""
+def add_node(cluster: Any, address: str, cpus: int) -> Any:
+    """Start a node at an address of this machine; returns it."""
     ports = dict(zip(_PORTS, quiet_ports(len(_PORTS)), strict=True))
-    cluster.add_node(num_cpus=cpus, include_dashboard=False, node_ip_address=address, **ports)
+    return cluster.add_node(num_cpus=cpus, include_dashboard=False, node_ip_address=address, **ports)
 
 
 def start_ray(first: int, attempts: int = 3) -> Any:

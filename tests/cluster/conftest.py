@@ -29,9 +29,15 @@ def another_ray():
 
 
 @pytest.fixture(scope="session")
-def cluster():
-    """The address of a Ray that all tests of this directory share; it ends with them."""
-    return _start_ray(2).address
+def shared_ray():
+    """A Ray that all tests of this directory share; it ends with them."""
+    return _start_ray(2)
+
+
+@pytest.fixture
+def cluster(shared_ray):
+    """The address of that Ray."""
+    return shared_ray.address
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +108,20 @@ def run(directory: Path, *arguments: str, **options) -> str:
     said = (directory / "said.txt").read_text()
     assert status == 0, said[-6000:]
     return said
+
+
+def wait_until(directory: Path, process: subprocess.Popen, is_so: Callable[[str], bool]) -> None:
+    """Wait while a run goes on; ``is_so`` is given what it has said so far."""
+    deadline = time.monotonic() + LIMIT
+    while not is_so(said := (directory / "said.txt").read_text()):
+        assert process.poll() is None, said[-6000:]
+        assert time.monotonic() < deadline, said[-6000:]
+        time.sleep(0.05)
+
+
+def process_of(directory: Path, name: str) -> int:
+    """Process id of the newest process of a name."""
+    return int(re.findall(r"is process (\d+)", (directory / "logs" / f"{name}.log").read_text())[-1])
 
 
 def metrics(directory: Path) -> dict[int, dict[str, float]]:

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 from faults.proof import History
 from faults.proof import compare as proved
-from ranks_runs import compare, metrics, run, start, trial
+from ranks_runs import LIMIT, compare, metrics, process_of, run, start, trial, wait_until
 
 from rollwright.experience.journal.files import read_records
 from rollwright.experience.journal.records import GroupEnd, Trained
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
-LIMIT = 300.0
 STEPS = 10  # that are compared
 PLACED = (
     "cluster.kind=ray",
@@ -29,11 +28,6 @@ PLACED = (
     "rollout.servers=2",
     "recover.every_steps=3",
 )
-
-
-def process_of(directory: Path, name: str) -> int:
-    """Process id of the newest process of a name."""
-    return int(re.findall(r"is process (\d+)", (directory / "logs" / f"{name}.log").read_text())[-1])
 
 
 def trained_ordinals(directory: Path) -> list[int]:
@@ -51,7 +45,7 @@ def trained_ordinals(directory: Path) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_ray_cluster_is_one_process_also_where_processes_are_killed(grpo, cluster, tiny_model, pytestconfig):
-    """A worker, a rank and a server are killed in turn; tokens, rewards and updates are those of one process that was left alone."""
+    """A server that starts, a worker, a rank and a server are killed in turn; tokens, rewards and updates are those of one process that was left alone."""
     for seed in (1, 2, 3)[: pytestconfig.getoption("--seeds")]:
         run(grpo, "grpo.yaml", f"seed={seed}", f"trial_name=one-{seed}", f"total_train_steps={STEPS}")
         directory = trial(grpo, f"ray-{seed}")
@@ -71,33 +65,28 @@ def test_a_ray_cluster_is_one_process_also_where_processes_are_killed(grpo, clus
 
 
 def kill_in_turn(grpo: Path, directory: Path, process) -> None:
-    """Kill a process of each kind within the steps that are compared, and wait until it was replaced."""
+    """Kill a server while it starts, a process of each kind within the steps that are compared, and wait until it was replaced."""
 
     def made(step: int) -> bool:
         return (directory / "rollouts" / f"step-{step:06d}.txt").exists()
 
+    log = directory / "logs" / "server-1.log"
+    wait_until(grpo, process, lambda said: log.exists() and "is process" in log.read_text())
+    os.kill(process_of(directory, "server-1"), signal.SIGKILL)  # while it starts
+    wait_until(grpo, process, lambda said: re.search(r"server 1 was lost.*; it is placed again", said) is not None)
     replaced = []
     for step, name, words in (
         (1, "worker-0", "worker 0 runs again"),
         (4, "rank-1", "the ranks are where they were"),
         (7, "server-1", "server 1 runs again, at"),
     ):
-        wait_for(grpo, process, lambda step=step: made(step))
+        wait_until(grpo, process, lambda said, step=step: made(step))
         os.kill(process_of(directory, name), signal.SIGKILL)
         replaced.append((name, words, time.monotonic()))
     for name, words, killed in replaced:
-        wait_for(grpo, process, lambda words=words: words in (grpo / "said.txt").read_text())
+        wait_until(grpo, process, lambda said, words=words: words in said)
         print(f"{name}: replaced within {time.monotonic() - killed:.1f} s")
-    wait_for(grpo, process, lambda: made(STEPS))
-
-
-def wait_for(directory: Path, process, condition) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        said = (directory / "said.txt").read_text()[-6000:]
-        assert process.poll() is None, said
-        assert time.monotonic() < deadline, said
-        time.sleep(0.05)
+    wait_until(grpo, process, lambda said: made(STEPS))
 
 
 @pytest.mark.slow
@@ -113,7 +102,7 @@ def test_a_run_that_loses_rays_head_goes_on_on_another_ray(grpo, another_ray, py
         return max((int(path.stem[5:]) for path in (directory / "rollouts").glob("step-*.txt")), default=0)
 
     process = start(grpo, *arguments, f"cluster.address={first.address}")
-    wait_for(grpo, process, lambda: last_step() >= 5)
+    wait_until(grpo, process, lambda said: last_step() >= 5)
     killed = time.monotonic()
     first.head_node.kill_gcs_server()
     assert process.wait(60) == 1
@@ -124,7 +113,7 @@ def test_a_run_that_loses_rays_head_goes_on_on_another_ray(grpo, another_ray, py
     began = time.monotonic()
     process = start(grpo, *arguments, f"cluster.address={second.address}")
     try:
-        wait_for(grpo, process, lambda: last_step() > made)
+        wait_until(grpo, process, lambda said: last_step() > made)
         print(
             f"the head: named after {told:.1f} s, the next step {time.monotonic() - began:.1f} s after the start on another Ray"
         )

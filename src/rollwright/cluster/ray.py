@@ -142,19 +142,26 @@ class RayCluster:
         found = [(node["NodeManagerAddress"], resources(node)) for node in living]
         return [Node(address, has.get("CPU", 0.0), int(has.get("GPU", 0))) for address, has in found]
 
-    def fit(self, demands: Sequence[Demand], least_nodes: int) -> list[tuple[str, str]]:
+    def fit(self, demands: Sequence[Demand], least_nodes: int, *, is_waited_for: bool = False) -> list[tuple[str, str]]:
         """The node that each process fits on (``place``); what a run that has just ended still holds there is waited for.
+
+        Args:
+            demands: of the run.
+            least_nodes: that have to be there.
+            is_waited_for: nodes are waited for, too: the run had them before, and one may just be lost.
 
         Raises:
             ConfigError: there is no room, or there are too few nodes.
         """
-        place(demands, self._nodes(lambda node: node["Resources"]), least_nodes)
         deadline = time.monotonic() + ROOM_SECONDS
         while True:
+            could_wait = is_waited_for
             try:
+                place(demands, self._nodes(lambda node: node["Resources"]), least_nodes)
+                could_wait = True
                 return place(demands, self.nodes, least_nodes)
             except ConfigError:
-                if time.monotonic() > deadline:
+                if not could_wait or time.monotonic() > deadline:
                     raise
             time.sleep(0.5)
 

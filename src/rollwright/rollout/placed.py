@@ -51,12 +51,16 @@ class PlacedRollout(RemoteEngine):
         self.elsewhere = self.pool = pool
         self.watch: ServerWatch | None = None
         self._publisher = publisher
+        self._workers_run = False
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         """See ``RolloutEngine.initialize``; returns when the workers run."""
+        if self.watch is not None:
+            self.watch.start()  # a server may be lost while others are waited for
         super().initialize(*args, **kwargs)
         self._servers.publisher = self._publisher
         self.pool.wait_started()
+        self._workers_run = True
         self.pool.release(*self.in_service())
         servers, workers = ([], []) if self.grow is None else self.grow()
         for process in workers:
@@ -64,7 +68,6 @@ class PlacedRollout(RemoteEngine):
         if self.watch is not None:
             for process in servers:
                 self.watch.add(process)
-            self.watch.start()
 
     def destroy(self) -> None:
         """See ``RolloutEngine.destroy``; the processes are ended by whoever placed them."""
@@ -101,7 +104,9 @@ class PlacedRollout(RemoteEngine):
         return self.client
 
     def in_service(self) -> tuple[list[str], int]:
-        """Addresses of the servers that requests may go to, and the version that they hold."""
+        """Addresses of the servers that requests may go to, and the version that they hold; none before workers run, which are told."""
+        if not self._workers_run:
+            return [], 0
         return [server.address for server in self._servers.router.in_service()], self._servers.get_version()
 
 

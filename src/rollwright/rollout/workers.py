@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -56,6 +57,34 @@ class Process(Protocol):
         ...
 
 
+def wait_running(process: Process, timeout: float, ask: str | None = None) -> Any:
+    """Wait for the first start of a process; one that is lost meanwhile is placed again.
+
+    Args:
+        process: starts already.
+        timeout: seconds that each start may take.
+        ask: a method of its object that it has to answer, too.
+
+    Returns:
+        What it answered.
+
+    Raises:
+        LostProcessError: it was lost ``RESTARTS + 1`` times; the message has the last cause.
+        RollwrightError: it runs, and its object could not be made: another place would not help.
+    """
+    for lost in itertools.count(1):
+        try:
+            process.wait_started(timeout)
+            return None if ask is None else process.call(ask).result(timeout)
+        except LostProcessError as error:
+            if lost > RESTARTS:
+                raise LostProcessError(
+                    f"{process.name} was lost {lost} times while it started; the last time: {error}"
+                ) from error
+            logger.warning("%s; it is placed again", error)
+            process.restart()
+
+
 class WorkerPool:
     """The workers of a run, each a ``RolloutWorker`` in a process of its own.
 
@@ -87,13 +116,9 @@ class WorkerPool:
         self._reading = asyncio.Lock()
 
     def wait_started(self) -> None:
-        """Return when all workers run.
-
-        Raises:
-            RollwrightError: one could not start.
-        """
+        """Return when all workers run; see ``wait_running``."""
         for process in self._processes:
-            process.wait_started(self._timeout)
+            wait_running(process, self._timeout)
 
     async def run(self, group: Group, sample: SampleEngine) -> Trajectory | None:
         """See ``Elsewhere``: the samples of a task go to one worker, tasks to one after the other."""

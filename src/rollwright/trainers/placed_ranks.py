@@ -220,14 +220,15 @@ class PlacedRanks:
         self._since: list[tuple[str, list[Any]]] = []  # calls since the newest recover checkpoint
         self._checkpoint: int | None = None  # its step; None: there is none
         self._published: tuple[int, list[str]] | None = None  # the version, and the servers that took it
-        self._has_trained = self._is_closed = False
+        self._has_trained = self._is_closed = self._connects = False
         self._connection: Callable[[], tuple[RolloutConfig, list[str]]] | None = None
         self._gang: list[Any] = []
         self.cluster = RayCluster(config.cluster, directory.logs)
         try:
             nodes = self.cluster.nodes
             self.demands = {demand.role: demand for demand in demands_of(config, any(node.gpus for node in nodes))}
-            for process, address in self.cluster.fit(list(self.demands.values()), config.cluster.nodes):
+            room = self.cluster.fit(list(self.demands.values()), config.cluster.nodes, is_waited_for=directory.resumed)
+            for process, address in room:
                 logger.info("%s fits on %s", process, address)
             self._opening = ThreadPoolExecutor(1).submit(  # while servers and workers start
                 self._unless_lost, "start", self._start_gang, lambda: self.cluster.remove(self._gang)
@@ -270,15 +271,22 @@ class PlacedRanks:
     def connect(self, rollout: Any) -> None:
         """Connect the first rank to the servers that ``rollout`` asks."""
         self._opening.result()
+        told: list[str] = []
 
         def connection() -> tuple[RolloutConfig, list[str]]:
-            return rollout.config, rollout.watch.addresses or rollout.client.addresses
+            told[:] = rollout.watch.addresses or rollout.client.addresses
+            return rollout.config, list(told)
 
+        self._connects = True
         self._unless_lost("connect", lambda: self._ask_all("connect", *connection()), lambda: self._replace_gang("connect"))
         self._connection = connection
+        if (running := rollout.watch.addresses) and running != told:  # one came before there was a client to tell it
+            self.use_servers(running)
 
     def use_servers(self, addresses: list[str]) -> None:
-        """Tell the first rank which servers there are, beside what it does."""
+        """Tell the first rank which servers there are, beside what it does; none that is not connected."""
+        if not self._connects:
+            return
         with contextlib.suppress(LostProcessError):  # the next one is told when it connects
             self._gang[0].call("use_servers", addresses).result(60.0)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from rollwright.atomic import write_text
 from rollwright.cluster.local import LocalServers
 from rollwright.config.experiment import PPOConfig
 from rollwright.config.modes import AuxiliaryModelConfig
@@ -22,14 +24,19 @@ from rollwright.inference.weights.publication import RemoteClient
 from rollwright.registry import PLUGINS
 from rollwright.rollout.placed import PlacedRollout, ServerWatch
 from rollwright.rollout.worker import RolloutWorker
-from rollwright.rollout.workers import Process, WorkerPool
+from rollwright.rollout.workers import Process, WorkerPool, wait_running
+from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.placed_ranks import PlacedRanks
-from rollwright.trainers.task_services import TaskServices, serve
+from rollwright.trainers.task_services import PlacedModelConfig, TaskServices, serve
 from rollwright.trainers.tasks import training_workflow
+
+logger = getLogger("rollout")
 
 #: What the process of a server may take until it starts the server.
 _BEGIN_SECONDS = 120.0
+#: Name of the file that has the address of an auxiliary model's server.
+_ADDRESS = "address"
 
 
 def make_placed_rollout(config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, directory: RunDirectory) -> PlacedRollout:
@@ -71,19 +78,17 @@ def make_placed_rollout(config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, d
         )
 
     servers = [place_server(index) for index in range(of_server.count)]
-    for server in servers:
-        server.wait_started(rollout.setup_timeout + _BEGIN_SECONDS)  # one that does not get healthy says so itself
-    addresses = [server.call("address").result(rollout.setup_timeout) for server in servers]
+    # One that does not get healthy says so itself.
+    addresses = [wait_running(server, rollout.setup_timeout + _BEGIN_SECONDS, "address") for server in servers]
     client = backend(rollout, addresses=addresses)
     client.are_replaced = True
     told = dataclasses.replace(config, rollout=rollout)
-    made: list[PlacedRollout] = []
 
     def place_worker(index: int) -> Process:
         return ranks.cluster.process(
             f"worker {index}",
             "rollwright.trainers.placed_rollout:open_worker",
-            lambda: (told, client.addresses if made else addresses, str(path)),
+            lambda: (told, list(addresses), str(path)),
             cpus=of_worker.cpus,
             gpus=of_worker.gpus,
             concurrency=rollout.max_concurrent_samples + 16,
@@ -102,6 +107,7 @@ def make_placed_rollout(config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, d
     )
 
     def changed(present: list[str]) -> None:
+        addresses[:] = present
         client.use_servers(present)
         ranks.use_servers(present)
 
@@ -121,22 +127,23 @@ def make_placed_rollout(config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, d
     )
     if config.journal.enabled:  # what becomes of groups; episodes are in the journals of the workers, beside it
         engine.journal = Journal(directory.journal, config.journal, hidden_texts(config))
-    made.append(engine)
     return engine
 
 
-def with_placed_models(config: PPOConfig, ranks: PlacedRanks, directory: RunDirectory) -> PPOConfig:
+def with_placed_models(config: PPOConfig, ranks: PlacedRanks, directory: RunDirectory, opened: ExitStack) -> PPOConfig:
     """The config with a server of each auxiliary model that has none, placed on the cluster.
 
     Args:
         config: of the run.
         ranks: train the model; their cluster is used.
         directory: of the run.
+        opened: until it is closed, a server that is lost is started again.
     """
     if not any(model.model_path for model in config.auxiliary_models):
         return config
-    demand = ranks.demands["auxiliary"]
+    demand, key = ranks.demands["auxiliary"], secrets.token_urlsafe(24)
     places = [number for number, model in enumerate(config.auxiliary_models) if model.model_path]
+    logs = [str(directory.logs.absolute() / f"auxiliary-{index}") for index in range(len(places))]
     processes = [
         ranks.cluster.process(
             f"auxiliary {index}",
@@ -144,17 +151,34 @@ def with_placed_models(config: PPOConfig, ranks: PlacedRanks, directory: RunDire
             lambda index=index, number=number: (
                 config.auxiliary_models[number],
                 int(demand.cpus),
-                str(directory.logs.absolute() / f"auxiliary-{index}"),
+                logs[index],
+                key,
             ),
             cpus=demand.cpus,
             gpus=demand.gpus,
         )
         for index, number in enumerate(places)
     ]
-    models = list(config.auxiliary_models)
-    for number, process in zip(places, processes, strict=True):
-        process.wait_started(models[number].setup_timeout + _BEGIN_SECONDS)
-        models[number] = process.call("model").result(models[number].setup_timeout)
+    models, timeout = (
+        list(config.auxiliary_models),
+        max(model.setup_timeout for model in config.auxiliary_models) + _BEGIN_SECONDS,
+    )
+    addresses = [wait_running(process, timeout, "address") for process in processes]
+    for number, address, log in zip(places, addresses, logs, strict=True):
+        model = models[number]
+        placed = {"model_path": "", "base_url": f"http://{address}/v1", "api_key": key, "model": model.model_path}
+        models[number] = PlacedModelConfig(**{**vars(model), **placed}, address_file=str(Path(log, _ADDRESS)))
+    watch = ServerWatch(
+        processes,
+        addresses,
+        changed=lambda present: None,  # each writes its address down for those that ask it
+        in_service=lambda: (watch.addresses, 0),
+        tell=lambda present, version: None,
+        failed=lambda error: logger.error("%s Episodes that ask an auxiliary model fail.", error),
+        timeout=timeout,
+    )
+    watch.start()
+    opened.callback(watch.close)
     return dataclasses.replace(config, auxiliary_models=models)
 
 
@@ -165,16 +189,22 @@ class PlacedModel:
         where: it was placed (``cluster.host.Place``).
         model: its section.
         threads: where the section sets none.
-        logs: directory of its log.
+        logs: directory of its log, and of the file that has its address.
+        key: that requests carry.
     """
 
-    def __init__(self, where: Any, model: AuxiliaryModelConfig, threads: int, logs: str) -> None:
+    def __init__(self, where: Any, model: AuxiliaryModelConfig, threads: int, logs: str, key: str) -> None:
         self._launcher = Launcher(logs, host=where.address)
-        (self._model,) = serve([model], self._launcher, max(1, threads))
+        serve([model], self._launcher, max(1, threads), key)
+        write_text(Path(logs, _ADDRESS), self.address())
 
-    def model(self) -> AuxiliaryModelConfig:
-        """Its section, with the URL and the key of the server."""
-        return self._model
+    def address(self) -> str:
+        """``host:port``."""
+        return self._launcher.servers[0].address
+
+    def check(self) -> None:
+        """Raise where the server has ended."""
+        self._launcher.check()
 
 
 class PlacedServer:

@@ -152,7 +152,7 @@ class PPOTrainer(PolicyTrainer):
         """Start the engine, and connect the policy to it."""
         config = self.config
         if isinstance(self.ranks, PlacedRanks):
-            config = with_placed_models(config, self.ranks, self.directory)
+            config = with_placed_models(config, self.ranks, self.directory, opened)
         self.services = opened.enter_context(TaskServices(config, self.tokenizer, self.directory.logs))
         self.rollout: RolloutEngine = make_rollout_engine(config, self.ranks, self.tokenizer, self.directory)
         opened.callback(self.rollout.destroy)

@@ -1,7 +1,8 @@
 """What runs beside a run for its task-style workflows: the OpenAI front, and servers of models that are not trained.
 
 Both start when they are first asked for, and end with ``close``, with the object, or with the process. On a Ray cluster each process that
-runs episodes has a front of its own, and the servers are placed like other processes (``trainers.placed_rollout``).
+runs episodes has a front of its own, and the servers are placed like other processes (``trainers.placed_rollout``): one that is lost is
+started again, and the clients ask it where it is then.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,17 @@ from rollwright.config.modes import AuxiliaryModelConfig
 from rollwright.config.servers import LocalServerConfig
 from rollwright.errors import ConfigError, EngineError
 from rollwright.inference.launcher import Launcher
+
+
+@dataclass
+class PlacedModelConfig(AuxiliaryModelConfig):
+    """A model whose server is started again where it is lost.
+
+    Attributes:
+        address_file: has the ``host:port`` at which the server started last; all nodes see it.
+    """
+
+    address_file: str = ""
 
 
 class TaskServices:
@@ -93,7 +106,8 @@ class TaskServices:
         self._opened.callback(launcher.close)
         clients = []
         for model in serve(models, launcher):
-            client = openai.OpenAI(
+            chosen = _following(model) if isinstance(model, PlacedModelConfig) else openai.OpenAI
+            client = chosen(
                 base_url=model.base_url,
                 api_key=model.api_key or "none",
                 timeout=model.timeout,
@@ -104,15 +118,18 @@ class TaskServices:
         return clients
 
 
-def serve(models: Sequence[AuxiliaryModelConfig], launcher: Launcher, threads: int | None = None) -> list[AuxiliaryModelConfig]:
+def serve(
+    models: Sequence[AuxiliaryModelConfig], launcher: Launcher, threads: int | None = None, key: str | None = None
+) -> list[AuxiliaryModelConfig]:
     """Start a server of each model that has none; returns the models, each with the URL and the key of its server.
 
     Args:
         models: with a ``model_path``, or with a ``base_url``.
         launcher: starts the servers, and ends them.
         threads: of a server whose section sets none; None: half of the cores here.
+        key: that requests carry; None: a new one.
     """
-    key = secrets.token_urlsafe(24)
+    key = key or secrets.token_urlsafe(24)
     for model in models:
         if model.model_path:
             own = model.threads or threads or max(1, len(os.sched_getaffinity(0)) // 2)
@@ -130,6 +147,28 @@ def serve(models: Sequence[AuxiliaryModelConfig], launcher: Launcher, threads: i
 def _command(model: AuxiliaryModelConfig, threads: int) -> Any:
     local = LocalServerConfig.like(model, threads=threads)
     return lambda host, port, index: LocalServerConfig.build_cmd(local, host=host, port=port)
+
+
+def _following(model: PlacedModelConfig) -> Any:
+    """The class of a client that asks a server where it is now, and waits for one that was lost, for ``setup_timeout`` at most."""
+    import openai
+
+    class Following(openai.OpenAI):
+        @property
+        def base_url(self) -> Any:
+            return type(self._base_url)(f"http://{Path(model.address_file).read_text()}/v1/")
+
+        def request(self, *arguments: Any, **settings: Any) -> Any:
+            deadline = time.monotonic() + model.setup_timeout
+            while True:
+                try:
+                    return super().request(*arguments, **settings)
+                except openai.APIConnectionError as error:
+                    if isinstance(error, openai.APITimeoutError) or time.monotonic() > deadline:
+                        raise
+                time.sleep(0.5)
+
+    return Following
 
 
 def _first_model(client: Any) -> str:

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from rollwright.cluster.placement import Demand
 from rollwright.config.sections import ClusterConfig
-from rollwright.errors import ClusterError, LostProcessError, RolloutError
+from rollwright.errors import ClusterError, ConfigError, LostProcessError, RolloutError
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
@@ -100,3 +101,33 @@ def test_what_is_spare_ends_where_another_process_finds_no_place(monkeypatch, pr
         time.sleep(0.01)
     assert not needed._is_ended
     cluster.close()
+
+
+@pytest.fixture
+def cluster_that_grows(monkeypatch):
+    """A cluster that has another node each time it is asked."""
+    asked = []
+
+    def nodes():
+        asked.append(None)
+        return [
+            {"NodeManagerAddress": f"10.0.0.{number}", "NodeID": "", "Alive": True, "Resources": {"CPU": 1.0}}
+            for number in range(len(asked))
+        ]
+
+    monkeypatch.setattr(module, "ROOM_SECONDS", 20.0)
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(module.ray, "nodes", nodes)
+    monkeypatch.setattr(module.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(module.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:1"))
+    monkeypatch.setattr(module.ray._private.state, "available_resources_per_node", lambda: {"": {"CPU": 1.0}})
+    cluster = module.RayCluster(ClusterConfig(kind="ray"), "logs")
+    yield cluster
+    cluster.close()
+
+
+def test_a_run_that_goes_on_waits_for_a_node_that_is_coming_back(cluster_that_grows):
+    demands = [Demand("worker", 2, 1.0, 0)]
+    with pytest.raises(ConfigError, match="the cluster has 1"):
+        cluster_that_grows.fit(demands, 2)
+    assert len(cluster_that_grows.fit(demands, 3, is_waited_for=True)) == 2

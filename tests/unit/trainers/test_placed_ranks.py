@@ -58,7 +58,7 @@ class Cluster:
     def __init__(self, config, logs):
         self.nodes, self.gangs, self.removed = [Node("10.0.0.1", 8.0, 0)], [], []
 
-    def fit(self, demands, least_nodes):
+    def fit(self, demands, least_nodes, *, is_waited_for):
         return []
 
     def gang(self, role, path, count, **needs):
