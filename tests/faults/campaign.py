@@ -8,7 +8,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ def campaign(
     model = model or write_model(root / "model")
     counts: Counter[str] = Counter()
     total, runs, report, chosen = Proof(), 0, {}, TOPOLOGIES[topology]
+    recovered: dict[str, list[float]] = defaultdict(list)
     with contextlib.ExitStack() as opened:
         if warm is None:
             warm = Warm()
@@ -73,6 +74,7 @@ def campaign(
         while (left := kills - sum(counts[name] for name in KILLS)) > 0:
             runs += 1
             run = chosen(warm, root / f"run-{runs}", model, generator.randrange(1 << 30), **options)
+            run.said = said
             faults = run.plan(generator, left)
             began = time.monotonic()
             try:
@@ -81,6 +83,8 @@ def campaign(
                 proof = Proof(wrong=[f"run {runs}: {error}"])
             counts += run.counts
             total += proof
+            for name, seconds in run.recovered:
+                recovered[name].append(round(seconds, 1))
             happened = ", ".join(f"{count} {name}" for name, count in sorted(run.counts.items()))
             said(f"run {runs}: {happened}; {time.monotonic() - began:.1f} s; {'holds' if proof.holds else proof}")
             if proof.holds:
@@ -94,6 +98,8 @@ def campaign(
                 **total.report(),
                 "seconds": round(time.monotonic() - started, 1),
             }
+            if recovered:
+                report |= {"recovered": recovered, "slowest": max(map(max, recovered.values()))}
             if topology == "explore-train":
                 report["store"] = "postgresql" if options.get("postgresql") else "sqlite"
             if report_to is not None:

@@ -39,6 +39,7 @@ class OnRay(Both):
     def __init__(self, *arguments: Any, cluster: Any) -> None:
         super().__init__(*arguments)
         self.cluster = cluster
+        self._killed: list[tuple[str, str, float]] = []  # kind, what in words, and when, that no step came after yet
         self.settings = (
             "cluster.kind=ray",
             "cluster.processes=2",
@@ -74,25 +75,53 @@ class OnRay(Both):
         placed = self.placed()
         names = ["controller", "node", *placed]
         name = names[fault.part % len(names)]
+        if fault.kind == "stop":
+            super()._make(fault)
+            return
+        began = time.time()
         if fault.kind != "kill" or name == "controller":
+            self._killed.append(("controller", f"the controller ({fault.kind})", began))
             super()._make(fault)
             return
         if name == "node":
-            self._lose_node(fault.part)
-            return
-        with contextlib.suppress(psutil.Error):
-            placed[name].send_signal(signal.SIGKILL)
-            self.counts["kill"] += 1
-            self.counts[f"kill of a {name.rpartition('-')[0]}"] += 1
+            kind, words = "node", self._lose_node(fault.part, placed)
+        else:
+            kind, words = name.rpartition("-")[0], name
+            try:
+                placed[name].send_signal(signal.SIGKILL)
+            except psutil.Error:
+                return
+        self.counts["kill"] += 1
+        self.counts[f"kill of a {kind}"] += 1
+        self._killed.append((kind, words, began))
 
-    def _lose_node(self, number: int) -> None:
-        """Kill a node with all that runs there; another one takes its address. That of the controller stays: Ray ends it at once."""
+    def tend(self) -> None:
+        """Note which kills a step came after."""
+        super().tend()
+        if not self._killed:
+            return
+        made = max((path.stat().st_mtime for path in self.trial.glob("rollouts/step-*.txt")), default=0.0)
+        for kind, words, killed in [each for each in self._killed if each[2] < made]:
+            self._killed.remove((kind, words, killed))
+            self.recovered.append((kind, made - killed))
+            self.said(f"  killed {words}: the next step {made - killed:.1f} s later")
+
+    def _lose_node(self, number: int, placed: dict[str, psutil.Process]) -> str:
+        """Kill a node with all that runs there; another one takes its address. That of the controller stays: Ray ends it at once.
+
+        Returns:
+            What it was, in words.
+        """
         others = sorted(self.cluster.worker_nodes, key=lambda node: node.node_ip_address)
         node = others[number % len(others)]
+        (raylet,) = node.all_processes["raylet"]
+        there = []
+        for name, process in placed.items():
+            with contextlib.suppress(psutil.Error):
+                there += [name] if process.ppid() == raylet.process.pid else []
         self.cluster.remove_node(node, allow_graceful=False)
-        self.counts["kill"] += 1
-        self.counts["kill of a node"] += 1
         add_node(self.cluster, node.node_ip_address, 3)
+        return f"the node at {node.node_ip_address} with {', '.join(there) or 'nothing'}"
 
     def restart(self, part: Part) -> None:
         """Start the controller when what Ray ended with it has ended."""

@@ -12,7 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,10 @@ class Run(ABC):
         self.torn_tokens = 0
         self.shared: set[str] = set()
         self._excused: set[Part] = set()  # may end with an error: something happened to them
+        self.recovered: list[
+            tuple[str, float]
+        ] = []  # what was killed, and the seconds until the next step, where that is measured
+        self.said: Callable[[str], object] = lambda line: None
         self.parts: list[Part] = []
         self.proxies: list[Proxy] = []
 
