@@ -50,7 +50,8 @@ _NOT_USED = {"engine_id", "train_data_parallel_size", "ft_spec"}
 
 
 class RemoteRequests(InferenceEngine):
-    """The half of a client that finds servers and asks them for tokens; ``RemoteClient`` adds versions and weights.
+    """The half of a client that finds servers and asks them for tokens; the parts that it lacks are in
+    ``inference.weights``: pauses, then versions, then publication, which is ``RemoteClient``.
 
     Attributes:
         kind: the servers' name in messages.
@@ -125,10 +126,6 @@ class RemoteRequests(InferenceEngine):
     def _bring_back(self, server: Server) -> None:
         """Make a server that answers again fit to serve, and put it back."""
 
-    @abstractmethod
-    def _on_all_connected(self, servers: list[Server]) -> None:
-        """All servers are healthy for the first time."""
-
     def on_connected(self, server: Server) -> None:
         """Look at a server that just became healthy, for the first time or again."""
 
@@ -179,11 +176,10 @@ class RemoteRequests(InferenceEngine):
         logger.info("%s servers in use: %s", self.kind, ", ".join(server.address for server in router.servers))
 
     def _connect(self, router: Router) -> None:
-        """Wait until every server is healthy, and read what it says of itself."""
+        """Wait until every server is healthy, and look at each."""
         deadline = time.monotonic() + self.config.setup_timeout
         self.each(lambda server: self._wait_healthy(server, deadline), router.servers)
         self.each(self.on_connected, router.servers)
-        self._on_all_connected(router.servers)
 
     def destroy(self) -> None:
         """Stop watching the servers and close every connection. Servers run on, except those that it owns (``own``)."""
@@ -309,8 +305,7 @@ class RemoteRequests(InferenceEngine):
         """
         done, failed = self.settled(action, self.router.in_service())
         for server, error in failed:
-            if self.router.take_out(server, f"could not {what}: {error}"):
-                logger.error("The server at %s could not %s and is out of service: %s", server.address, what, error)
+            self.router.take_out(server, f"it could not {what}: {error}")
         if failed and not done:
             self._raise_if_all_ended()
         return done

@@ -105,19 +105,19 @@ class Router:
         with self._lock:
             server.load -= 1
 
-    def take_out(self, server: Server, reason: str) -> bool:
-        """Send nothing more to ``server``, and let its requests be asked elsewhere; True where it was in service until now.
+    def take_out(self, server: Server, reason: str) -> None:
+        """Send nothing more to ``server``, and let its requests be asked elsewhere. Idempotent.
 
         Where it is the last one, its requests stay with it: it may answer yet, and nobody else can.
         """
         with self._lock:
-            was_in_service = server.in_service
-            if was_in_service:
-                server.in_service, server.reason = False, reason
-                self.changes += 1
-        if was_in_service and self.in_service():
+            if not server.in_service:
+                return
+            server.in_service, server.reason = False, reason
+            self.changes += 1
+        logger.error("The server at %s is out of service: %s", server.address, reason)
+        if self.in_service():
             self.give_up(server)
-        return was_in_service
 
     def put_back(self, server: Server) -> None:
         """Send requests to ``server`` again."""
@@ -242,8 +242,8 @@ class HealthMonitor:
             server.suspected_at = time.monotonic()
         if healthy:
             logger.warning("%s The server answers its health check; the request is sent again.", reason)
-        elif self._router.take_out(server, reason):
-            logger.error("The server at %s does not answer and is out of service: %s", server.address, reason)
+        else:
+            self._router.take_out(server, f"it does not answer: {reason}")
 
     def _run(self) -> None:
         last_check = time.monotonic()
@@ -275,5 +275,5 @@ class HealthMonitor:
 
     def _check(self, server: Server) -> None:
         server.failed_checks = 0 if self._client._is_healthy(server) else server.failed_checks + 1
-        if server.failed_checks >= self._strikes and self._router.take_out(server, "failed its health checks"):
-            logger.error("The server at %s failed %d health checks and is out of service.", server.address, self._strikes)
+        if server.failed_checks >= self._strikes:
+            self._router.take_out(server, f"it failed {server.failed_checks} health checks in a row")

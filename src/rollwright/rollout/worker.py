@@ -102,7 +102,6 @@ class RolloutWorker:
         """Go on, with the servers at these addresses, which hold this version."""
         if isinstance(self.engine, RemoteClient):
             self.engine.follow(addresses, version)
-            self.engine.resume_asking()
         self._thread.call(setattr, self._runner.delivery.staleness, "version", self.engine.get_version())
 
     def close(self) -> None:

@@ -256,7 +256,7 @@ def open_worker(where: Any, config: PPOConfig, addresses: list[str], directory: 
     backend = BACKENDS.get(rollout.backend)
     assert issubclass(backend, RemoteClient)
     client = backend(rollout, addresses=addresses)
-    client.only_asks = client.are_replaced = True
+    client.only_asks = True
     client.initialize()
     journal = None
     if config.journal.enabled:  # old files are removed by the controller's alone

@@ -23,8 +23,8 @@ def clients(*fakes, count, only_ask=()):
         addresses = [stack.enter_context(served(fake.app)) for fake in fakes]
         made = [SGLangClient(CONFIG, addresses=addresses) for _ in range(count)]
         for number, client in enumerate(made):
-            client.are_replaced = True
             client.only_asks = number in only_ask
+            client.are_replaced = not client.only_asks
             client.initialize()
             stack.callback(client.destroy)
         yield made

@@ -270,7 +270,7 @@ class SGLangClient(BroadcastClient):
     def pause(self) -> None:
         """Stop sampling on every server; with ``on_weight_update: wait``, after the requests of this client have ended."""
         if self.config.on_weight_update == "wait":
-            self.drain()
+            self.hold(drained=True)
         super().pause()
 
     def pause_server(self, server: Server) -> None:
