@@ -88,7 +88,10 @@ class Explorer:
         self.loaded: Announcement | None = None  # of the weights that sample now
         self.turns = EvaluationTurns(trial_path(config) / "evaluation.lock")
         self.groups = 0  # stored so far
-        self.finishing: set[int] = set()  # ordinals of tasks that are being stored, or are stored
+        self.claimed: list[TaskClaim] = []  # tasks that have not begun
+        self.running: dict[Future[Finished], TaskClaim] = {}
+        # Those of them that are being stored, or are stored. A task whose lease ran out may be claimed again while its first claim runs.
+        self.finishing: set[TaskClaim] = set()
         self.missed = 0  # tasks in a row that gave no group
         self.task_files = TaskFiles()
 
@@ -109,7 +112,6 @@ class Explorer:
             self.evaluation_tasks = rows[: config.evaluator.limit]
             self.pool = ThreadPoolExecutor(self.limit, thread_name_prefix="explored-task")
             opened.callback(self.pool.shutdown, wait=True, cancel_futures=True)
-            self.running: dict[Future[Finished], TaskClaim] = {}
             self._ending = False
             self._start_engine()
             opened.callback(self._stop_engine)
@@ -152,17 +154,14 @@ class Explorer:
             self._wait_for_first_weights(stop)
             last_news = time.monotonic()
             while not self._is_over() and stop.received is None:
-                claims = self._claim()
+                self.claimed = self._claim()
                 if self._follow_trainer():
                     self._report(run, evaluations)
-                past = self._past_of(claims)
-                for claim in claims:
-                    task = past.row({**self.tasks.row(claim.ordinal), "ordinal": claim.ordinal})
-                    self.running[self.pool.submit(self._run, claim, task, past)] = claim
+                self._begin_claimed()
                 if not self.running:
                     time.sleep(POLL_SECONDS)
                 for future in wait(self.running, POLL_SECONDS, FIRST_COMPLETED).done:
-                    self.finishing.discard(self.running.pop(future).ordinal)
+                    self.finishing.discard(self.running.pop(future))
                     self._note(run, future.result())
                     last_news = time.monotonic()
                 if time.monotonic() - last_news > REMINDER_SECONDS:
@@ -173,8 +172,7 @@ class Explorer:
                         self.limit,
                         self.rollout_version,
                     )
-            stored = [future for future, claim in self.running.items() if claim.ordinal in self.finishing]
-            for future in wait(stored).done:  # the store has them before their threads end
+            for future in self._stored():
                 self._note(run, future.result())
             self._follow_trainer()
             self._report(run, evaluations, last=stop.received is None)
@@ -187,6 +185,18 @@ class Explorer:
         if room <= 0 or self._is_enough():
             return []
         return self.store.claim_tasks(self.name, room, lease_seconds=self.lease_seconds, max_outstanding=self.limit)
+
+    def _begin_claimed(self) -> None:
+        """Run the tasks that were claimed."""
+        past = self._past_of(self.claimed)
+        for claim in self.claimed:
+            task = past.row({**self.tasks.row(claim.ordinal), "ordinal": claim.ordinal})
+            self.running[self.pool.submit(self._run, claim, task, past)] = claim
+        self.claimed = []
+
+    def _stored(self) -> set[Future[Finished]]:
+        """The tasks that are being stored, when their threads have ended: the store has them before that."""
+        return wait([future for future, claim in self.running.items() if claim in self.finishing]).done
 
     def _release_left(self) -> None:
         """Release at once, and not when their leases run out, the tasks of explorers of this machine that have ended."""
@@ -230,7 +240,7 @@ class Explorer:
             return Finished(claim, reason=str(error))
         with self.operating:  # an operator may count what it sees
             result = self.pipeline.apply(samples_of(group, claim.ordinal))
-        self.finishing.add(claim.ordinal)
+        self.finishing.add(claim)
         kept = self.store.finish_task(claim, result.samples, drops=result.drops)
         stored = sum(map(len, result.samples)) if kept else 0
         reason = "" if stored else "nothing left by the operators" if kept else "claim was lost"
@@ -268,10 +278,13 @@ class Explorer:
         return self.loaded is not before
 
     def _begin_anew(self) -> RolloutEngine:
-        """Release the tasks that run: the weights that sample them no longer exist."""
+        """Release the tasks that run, and those that are to: the weights that sample them no longer exist. Stored ones are counted."""
         logger.warning("the tasks that run are released")
         self._stop_engine()
-        self.running.clear()
+        stored = self._stored()
+        self.running = {future: claim for future, claim in self.running.items() if future in stored}
+        self.finishing.intersection_update(self.running.values())
+        self.claimed = []
         self.store.release_claims(self.name)
         return self._start_engine()
 
