@@ -94,7 +94,7 @@ def write_run(directory: Path, samples: int, steps: int) -> None:
 def write_group(journal: Any, generator: Any, size: int, ordinal: int, prompt: list[int], step: int, now: float) -> list[float]:
     """The episodes of a group; returns their rewards."""
     from rollwright.config.generation import GenerationHyperparameters
-    from rollwright.experience.journal.episodes import EpisodeWriter
+    from rollwright.experience.journal.episode_writer import EpisodeWriter
     from rollwright.experience.journal.records import pack_value
     from rollwright.experience.recorder import Recorder
     from rollwright.inference.request import ModelRequest, ModelResponse

@@ -49,7 +49,7 @@ class Past(Protocol):
 
 
 class Episode(Protocol):
-    """The journal of the running episode, as durable calls see it (``journal.episodes.EpisodeWriter``)."""
+    """The journal of the running episode, as durable calls see it (``journal.episode_writer.EpisodeWriter``)."""
 
     to_restore: dict[object, Callable[[], object]]
 

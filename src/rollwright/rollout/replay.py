@@ -19,7 +19,8 @@ import torch
 from rollwright.errors import ReplayError
 from rollwright.experience.contract import Trajectory, check_trajectory
 from rollwright.experience.durable import EPISODE
-from rollwright.experience.journal.episodes import EpisodeWriter, RecordedEpisode, row_digests
+from rollwright.experience.journal.episode_writer import EpisodeWriter, row_digests
+from rollwright.experience.journal.episodes import RecordedEpisode
 from rollwright.experience.journal.tasks import ImageDigest, with_images
 from rollwright.experience.normaliser import normalise
 from rollwright.inference.engine import InferenceEngine

@@ -23,7 +23,8 @@ import torch
 
 from rollwright.errors import DataError, RolloutError, WorkflowError
 from rollwright.experience.contract import COLUMNS
-from rollwright.experience.journal.episodes import EpisodeWriter, RecordedEpisode
+from rollwright.experience.journal.episode_writer import EpisodeWriter
+from rollwright.experience.journal.episodes import RecordedEpisode
 from rollwright.experience.journal.files import Journal
 from rollwright.experience.journal.records import GroupEnd
 from rollwright.experience.journal.tasks import pack_task

@@ -38,7 +38,8 @@ from rollwright.config.source import plain
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import JournalError, RollwrightError, WorkflowError
 from rollwright.experience.experience import ExperienceId
-from rollwright.experience.journal.episodes import EpisodeWriter, RecordedEpisode, read_episodes
+from rollwright.experience.journal.episode_writer import EpisodeWriter
+from rollwright.experience.journal.episodes import RecordedEpisode, read_episodes
 from rollwright.experience.journal.files import Journal, read_records
 from rollwright.experience.journal.records import Begin, End, Result, pack_value, unpack_value
 from rollwright.experience.operators import ExperiencePipeline

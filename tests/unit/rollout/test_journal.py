@@ -20,7 +20,8 @@ from PIL import Image
 from rollwright import GenerationHyperparameters, ModelRequest, ModelResponse, RolloutConfig, durable
 from rollwright.errors import JournalError, PromptTooLongError, ReplayError
 from rollwright.experience.journal import episodes
-from rollwright.experience.journal.episodes import EpisodeWriter, read_episodes
+from rollwright.experience.journal.episode_writer import EpisodeWriter
+from rollwright.experience.journal.episodes import read_episodes
 from rollwright.experience.journal.files import Journal, read_records
 from rollwright.experience.journal.records import Arguments, Call, GroupEnd
 from rollwright.experience.journal.tasks import digest_of

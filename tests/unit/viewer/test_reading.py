@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.data.tokenizer import build_character_tokenizer
-from rollwright.experience.journal.episodes import EpisodeWriter, read_episodes
+from rollwright.experience.journal.episode_writer import EpisodeWriter
+from rollwright.experience.journal.episodes import read_episodes
 from rollwright.experience.journal.files import Journal
 from rollwright.experience.journal.records import Begin, Call, End
 from rollwright.experience.recorder import Recorder
