@@ -233,7 +233,7 @@ class RayCluster:
         self._groups.append(group)
         if not group.wait(SPARE_SECONDS):
             self._make_room()
-        if not group.wait(PLACE_SECONDS):
+        if not group.wait(PLACE_SECONDS - SPARE_SECONDS):
             self._remove(group)
             raise ConfigError(
                 f"The cluster has no room for {count} processes with {cpus:g} CPUs and {gpus} GPUs each after {PLACE_SECONDS:.0f} s: "

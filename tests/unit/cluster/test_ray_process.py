@@ -85,6 +85,20 @@ def test_a_gang_that_was_not_placed_can_be_given_up_again(monkeypatch, process):
     cluster.close()
 
 
+def test_a_gang_that_finds_no_place_is_told_how_long_it_was_waited_for(monkeypatch):
+    waited = []
+    group = SimpleNamespace(wait=lambda seconds: waited.append(seconds), id=0)
+    monkeypatch.setattr(module, "placement_group", lambda *_, **__: group)
+    monkeypatch.setattr(module.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(module.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:1"))
+    monkeypatch.setattr(module, "remove_placement_group", lambda _: None)
+    cluster = module.RayCluster(ClusterConfig(kind="ray"), "logs")
+    with pytest.raises(ConfigError, match=r"no room for 2 processes with 1 CPUs and 0 GPUs each after 120 s"):
+        cluster.gang("rank", "nowhere:Nothing", 2, cpus=1.0, gpus=0)
+    assert sum(waited) == 120.0
+    cluster.close()
+
+
 def test_what_is_spare_ends_where_another_process_finds_no_place(monkeypatch, process):
     monkeypatch.setattr(module, "SPARE_SECONDS", 0.05)
     monkeypatch.setattr(module.ray, "is_initialized", lambda: True)
