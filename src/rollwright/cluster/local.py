@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ logger = getLogger("LocalCluster")
 
 _SHARED_MEMORY = Path("/dev/shm")
 _OWNED = "owned"  # a file in a shared directory, locked by the process that made it
+_DRAFT_SECONDS = 600.0  # a directory that has not got its name after these gets none: its maker was killed
 
 
 class LocalServers(Launcher):
@@ -121,3 +124,8 @@ def remove_abandoned(parent: Path) -> None:
                 shutil.rmtree(path.parent, ignore_errors=True)
         except OSError:  # its owner lives, or it has just gone
             continue
+    for draft in parent.glob(".rollwright-*"):
+        with contextlib.suppress(OSError):
+            found = draft.lstat()
+            if found.st_uid == os.geteuid() and time.time() - found.st_mtime > _DRAFT_SECONDS:
+                shutil.rmtree(draft)

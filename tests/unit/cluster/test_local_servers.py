@@ -1,6 +1,7 @@
 """Servers of this machine: what cannot be started leaves nothing behind."""
 
 import fcntl
+import os
 
 import pytest
 
@@ -40,9 +41,22 @@ def test_what_a_killed_process_shared_is_removed_and_nothing_else(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rollwright-lives", "rollwright-other"]
 
 
+def test_a_directory_that_never_got_its_name_is_removed_when_nobody_can_be_making_it(tmp_path):
+    left, made = tmp_path / ".rollwright-left", tmp_path / ".rollwright-made"
+    for path in (left, made):
+        path.mkdir()
+        (path / "owned").touch()
+    os.utime(left, (1.0, 1.0))
+    local.remove_abandoned(tmp_path)
+    assert list(tmp_path.iterdir()) == [made]
+
+
 def test_what_another_user_put_there_is_not_touched(tmp_path, monkeypatch):
+    (tmp_path / ".rollwright-draft").mkdir()
+    os.utime(tmp_path / ".rollwright-draft", (1.0, 1.0))
     (tmp_path / "rollwright-theirs").mkdir()
     (tmp_path / "rollwright-theirs" / "owned").touch()
     monkeypatch.setattr("os.geteuid", lambda: tmp_path.stat().st_uid + 1)
     local.remove_abandoned(tmp_path)
     assert (tmp_path / "rollwright-theirs" / "owned").exists()
+    assert (tmp_path / ".rollwright-draft").exists()
