@@ -216,7 +216,7 @@ def overhead(steps: int) -> dict[str, float]:
     from quickstart_run import quickstart_run
 
     from rollwright.trainers import reporting
-    from rollwright.training import actor
+    from rollwright.training import policy_update
 
     added = 0.0
 
@@ -232,8 +232,8 @@ def overhead(steps: int) -> dict[str, float]:
         return call
 
     # The whole of what a step writes counts, with what was written of it before.
-    actor.TokenScores.__init__ = timed(actor.TokenScores.__init__)  # type: ignore[method-assign]
-    actor.TokenScores.take = timed(actor.TokenScores.take)  # type: ignore[method-assign]
+    policy_update.TokenScores.__init__ = timed(policy_update.TokenScores.__init__)  # type: ignore[method-assign]
+    policy_update.TokenScores.take = timed(policy_update.TokenScores.take)  # type: ignore[method-assign]
     reporting.journal_step = timed(reporting.journal_step)
     with tempfile.TemporaryDirectory() as root, quickstart_run(root, steps) as trainer:
         started = time.process_time()
