@@ -306,7 +306,7 @@ class RolloutExecutor:
                 elif source.epochs - epochs > EPOCHS_WITHOUT_ACCEPTANCE:
                     raise with_cause(
                         f"prepare_batch: no group was accepted in {EPOCHS_WITHOUT_ACCEPTANCE} whole epochs "
-                        f"({runner.describe()}). Look at the workflow, should_accept_fn and dynamic_filter.",
+                        f"({runner.describe()}). Look at the workflow (None rejects a sample), should_accept_fn and dynamic_filter.",
                         runner.failures.first,
                     )
 

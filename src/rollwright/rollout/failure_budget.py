@@ -5,23 +5,28 @@ A failed sample is data, not a crash; too many failed samples are a broken run.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
+import re
 import traceback
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import rollwright
-from rollwright.errors import RolloutError
+from rollwright.errors import RewardError, RolloutError
 from rollwright.tracking.logging import attached_file, getLogger
 
 logger = getLogger("rollout")
 
 WINDOW = 64  # samples that the failure budget looks back on
 KEPT = 32  # failures whose tracebacks are kept
-_NOT_USERS = ("site-packages", str(Path(rollwright.__file__).parent), os.path.dirname(asyncio.__file__))
+SHOWN = 160  # characters of a task's row in a message
+#: Parts of the paths of files that are not the user's: installed packages, ours, the standard library.
+_NOT_USERS = ("site-packages", str(Path(rollwright.__file__).parent), os.path.dirname(os.__file__), "<frozen ")
+_FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in ', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class Failure:
     """One attempt of one sample that raised, timed out or broke the data contract."""
 
     sample: str
-    task: str
+    task: str  # its row, shortened
     workflow: str
     cause: str  # in one line, with the place in the workflow's own code
     traceback: str
@@ -40,7 +45,7 @@ def with_cause(message: str, failure: Failure | None) -> RolloutError:
     """An error with a failure's cause in its message, and the traceback as a note, which is shown where nobody handles it."""
     if failure is None:
         return RolloutError(message)
-    error = RolloutError(f"{message} First cause: {failure.cause} in {failure.workflow}, {failure.sample}, {failure.task}.")
+    error = RolloutError(f"{message} First cause: {failure.cause} in {failure.workflow}, {failure.sample}: {failure.task}.")
     error.add_note(failure.traceback)
     return error
 
@@ -59,11 +64,12 @@ class FailureLog:
         self.outcomes: deque[bool] = deque(maxlen=WINDOW)  # of samples, after their retries: True where it failed
         self._logged: set[tuple[str, str]] = set()
 
-    def record(self, error: BaseException, *, sample: str, task: str, workflow: str, is_final: bool) -> Failure:
+    def record(self, error: BaseException, *, sample: str, task: Mapping[str, Any], workflow: str, is_final: bool) -> Failure:
         """Keep and report a failed attempt."""
+        row = repr(task)
         failure = Failure(
             sample=sample,
-            task=task,
+            task=row if len(row) <= SHOWN else f"{row[: SHOWN - 1]}…",
             workflow=workflow,
             cause=_cause(error),
             traceback="".join(traceback.format_exception(error)),
@@ -77,13 +83,12 @@ class FailureLog:
         )
         logger.log(
             logging.DEBUG if key in self._logged else logging.WARNING,
-            "%s failed in %s and is %s: %s: %s%s",
+            "%s failed in %s and is %s: %s%s",
             sample,
             workflow,
             "given up" if is_final else "run again",
-            task,
             failure.cause,
-            "" if key in self._logged else f" ({where})",
+            "" if key in self._logged else f" (the task: {failure.task}; {where})",
         )
         self._logged.add(key)
         logger.debug("%s", failure.traceback)
@@ -102,9 +107,16 @@ class FailureLog:
 
 
 def _cause(error: BaseException) -> str:
-    """An exception in one line, with the innermost line of code that is neither ours nor a library's."""
-    lines = "".join(traceback.format_exception_only(error)).strip().splitlines() or [type(error).__name__]
+    """An exception in one line, with the innermost line of the user's code.
+
+    Where the message ends with the traceback of another process, such as that of a reward function, the line is of that one. Any other
+    error of a reward names its function, and where the workflow called it is beside the point.
+    """
+    message = "".join(traceback.format_exception_only(error))
+    lines = message.removeprefix("rollwright.errors.").strip().splitlines() or [type(error).__name__]
     text = lines[0] if len(lines) == 1 else f"{lines[0]} … {lines[-1].strip()}"
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if not any(part in frame.filename for part in _NOT_USERS)]
-    return f"{text} at {users[-1].filename}:{users[-1].lineno}" if users else text
+    frames = _FRAME.findall(message)
+    if not frames and not isinstance(error, RewardError):
+        frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    users = [(file, line) for file, line in frames if not any(part in file for part in _NOT_USERS)]
+    return f"{text} at {users[-1][0]}:{users[-1][1]}" if users else text

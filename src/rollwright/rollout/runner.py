@@ -312,7 +312,8 @@ class Runner:
             group.complete()
             policy = group.refused_by(self.config.dynamic_filter)
         except Exception as error:  # of a should_accept_fn, or rows of a workflow that cannot be joined
-            failure = self._failed(group, error, str(group), is_final=True)
+            name = f"{'evaluation task' if group.is_eval else 'task'} {group.ordinal}"
+            failure = self._failed(group, error, name, is_final=True)
             self._give_up(group, failure, f"its group could not be completed: {error}")
             return
         if policy is not None:
@@ -329,7 +330,7 @@ class Runner:
     # -- groups out ----------------------------------------------------------------------------------------------------
 
     def _failed(self, group: Group, error: BaseException, sample: str, is_final: bool) -> Failure:
-        return self.failures.record(error, sample=sample, task=str(group), workflow=group.workflow_name, is_final=is_final)
+        return self.failures.record(error, sample=sample, task=group.data, workflow=group.workflow_name, is_final=is_final)
 
     def _give_up(self, group: Group, failure: Failure, reason: str) -> None:
         self.failures.outcomes.append(True)

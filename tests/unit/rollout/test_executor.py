@@ -1,7 +1,9 @@
 """The executor: groups, ends of samples, batches, and calls that must not wait for ever."""
 
 import asyncio
+import json
 import re
+import sys
 import threading
 import time
 
@@ -15,6 +17,7 @@ from rollwright.errors import ConfigError, DatasetEnded, RequestAborted, Rollout
 from rollwright.experience.trajectory import concat_padded_tensors
 from rollwright.inference.request import ModelRequest
 from rollwright.processes.sandbox import sandbox_name
+from rollwright.rewards.wrapper import AsyncRewardWrapper
 from rollwright.rollout.executor import RolloutExecutor
 from rollwright.rollout.seeds import SampleName, request_seed
 from rollwright.tracking import logging
@@ -148,6 +151,47 @@ def test_a_group_trains_whole_or_not_at_all(make):
     assert set(batch["input_ids"][:, 2].tolist()) == {2}
 
 
+SCORES = """
+def fails(prompt, completion, prompt_ids, completion_ids, **columns):
+    return completion.grade()
+
+
+def text(prompt, completion, prompt_ids, completion_ids, **columns):
+    return "1"
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "ends_with"), [("fails", "at {place}/my_scores.py:3"), ("text", "it returned '1', not a number")]
+)
+def test_a_reward_function_that_fails_is_named_with_its_own_line(make, tmp_path, monkeypatch, function, ends_with):
+    """Not with the line of the workflow that awaits it."""
+
+    class Scored(OneTurn):
+        async def arun_episode(self, engine, data):
+            wrapper = AsyncRewardWrapper(f"my_scores.{function}", max_retries=0)
+            row = await super().arun_episode(engine, data)
+            return {**row, "reward": await wrapper("", "", row["input_ids"], row["output_ids"])}
+
+    (tmp_path / "my_scores.py").write_text(SCORES)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RolloutError) as told:
+        make(max_failed_share=1.0, max_sample_retries=0).rollout_batch(tasks(1), Scored)
+    monkeypatch.delitem(sys.modules, "my_scores")
+    where = ends_with.format(place=tmp_path)
+    assert "First cause: RewardError: reward function my_scores." in str(told.value)
+    assert str(told.value).endswith(f"{where} in Scored, task 0, sample 0: {tasks(1)[0]}.")
+
+
+def test_the_place_of_a_failure_is_the_user_s_line_not_the_standard_library_s(make):
+    class Parses(OneTurn):
+        async def arun_episode(self, engine, data):
+            return json.loads("{")
+
+    with pytest.raises(RolloutError, match=r"JSONDecodeError: .* at .*test_executor\.py:\d+ in Parses, task 0, sample 0: \{"):
+        make(max_failed_share=1.0, max_sample_retries=0).rollout_batch(tasks(1), Parses)
+
+
 def test_nothing_accepted_is_an_error_that_names_the_first_cause(make):
     with pytest.raises(RolloutError, match=r"none of 2 tasks.*ValueError: a bug in the workflow"):
         make(max_failed_share=1.0).rollout_batch(tasks(2, does="raise"), OneTurn)
@@ -178,9 +222,7 @@ def test_a_failing_workflow_takes_one_line_and_its_tracebacks_a_file(make, tmp_p
     finally:
         logging.detach_file(handler)
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
-    assert re.search(
-        r"failed in OneTurn and is run again: task .*: ValueError: a bug in the workflow at .*test_executor.py:\d+ ", line
-    )
+    assert re.search(r"failed in OneTurn and is run again: ValueError: a bug in the workflow at .*test_executor.py:\d+ ", line)
     assert f"further failures of this kind: {tmp_path / 'run.log'}" in line
     assert "\n" not in line
     assert (tmp_path / "run.log").read_text().count("Traceback") > 8
@@ -397,7 +439,7 @@ def test_an_iterator_ends_with_a_smaller_batch_and_then_says_so(make):
 
 
 def test_a_dataset_that_is_rejected_as_a_whole_is_an_error_not_a_wait(make):
-    with pytest.raises(RolloutError, match=r"no group was accepted in 2 whole epochs.*rejected"):
+    with pytest.raises(RolloutError, match=r"no group was accepted in 2 whole epochs.*rejected.*None rejects a sample"):
         make().prepare_batch(Loader(tasks(4, does="reject"), 2), OneTurn)
 
 
@@ -588,7 +630,7 @@ def test_a_workflow_that_exits_or_cancels_itself_is_a_failure_not_the_end(make):
         executor.rollout_batch(tasks(2), Exits())
     assert {failure.cause.partition(":")[0] for failure in executor.failures} == {
         "SystemExit",
-        "rollwright.errors.RolloutError",
+        "RolloutError",
     }
 
 
