@@ -23,7 +23,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -206,9 +206,15 @@ class RunDirectory:
             raise CheckpointError(
                 f"{self.path} exists and was not made by a run ({MARKER} is missing): choose another trial_name or cluster.fileroot."
             )
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.path.chmod(0o700)
-        self._lock()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.chmod(0o700)
+            self._lock()
+        except OSError as error:
+            raise ConfigError(
+                f"the run directory {self.path} cannot be written: {error.strerror}; set cluster.fileroot to a directory that you may "
+                "write to."
+            ) from error
         try:
             self.resumed = self._decide(config, recover_mode)
             self._begin(config, self.marker() if self.resumed else None)
@@ -277,6 +283,14 @@ class RunDirectory:
                 raise CheckpointError(f"{began} but has no recover checkpoint yet: start it with recover.mode=auto.")
             logger.info("%s has a run that did not finish its first step; it begins anew", self.path)
             return False
+        if not is_same and mode == "auto" and not marker.get("finished") and not self._has_trained(parts):
+            logger.info(
+                "%s has a run of another config (%s) that trained nothing; it begins anew; what it left: %s",
+                self.path,
+                _difference(marker.get("config", {}), config),
+                self._set_aside(),
+            )
+            return False
         if not is_same:
             raise CheckpointError(
                 f"{began} with another config ({_difference(marker.get('config', {}), config)}): set another trial_name, "
@@ -304,6 +318,13 @@ class RunDirectory:
             aside,
         )
         return False
+
+    def _has_trained(self, parts: Sequence[RunDirectory]) -> bool:
+        """Whether a step was made, or a stage finished that takes longer than random weights (``kind: model``)."""
+        if any(part.has_metrics or part.has_recover_checkpoint for part in parts):
+            return True
+        stages = json.loads(self.stages_file.read_text(encoding="utf-8")) if self.stages_file.exists() else {}
+        return any(stage.get("kind") != "model" for stage in stages.values())
 
     def _set_aside(self) -> Path:
         attempts = self.path / "attempts"

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from rollwright.atomic import write_json
 from rollwright.errors import CheckpointError, ConfigError
 from rollwright.tracking.run_directory import RunDirectory, identity_of
 
@@ -125,6 +126,31 @@ def test_another_config_is_refused_and_the_keys_are_named(tmp_path):
     leave(tmp_path, steps=True, checkpoint=True)
     with pytest.raises(CheckpointError, match=r"actor\.lr: 0\.0001 then, 0\.1 now"):
         claim(tmp_path, {**CONFIG, "actor": {"lr": 0.1}})
+
+
+@pytest.mark.parametrize(("kind", "begins_anew"), [("model", True), ("sft", False)])
+def test_another_config_begins_anew_where_only_a_random_model_was_made(tmp_path, kind, begins_anew):
+    """The first mistake in a config is often told after the stage that makes the model."""
+    leave(tmp_path, steps=False, checkpoint=False)
+    run = RunDirectory(tmp_path, "quickstart", "first")
+    write_json(run.stages_file, {"first": {"kind": kind}})
+    (run.path / "model").mkdir()
+    if begins_anew:
+        with claim(tmp_path, {**CONFIG, "seed": 2}) as run:
+            assert not run.resumed
+            assert not run.stages_file.exists()
+            assert (run.path / "attempts" / "1" / "model").is_dir()
+    else:
+        with pytest.raises(CheckpointError, match="another config"):
+            claim(tmp_path, {**CONFIG, "seed": 2})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_a_directory_that_cannot_be_made_names_the_key(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"the run directory /proc/none/quickstart/first cannot be written: .*cluster\.fileroot"
+    ):
+        claim("/proc/none")
 
 
 def test_keys_outside_the_identity_may_change(tmp_path):
