@@ -17,7 +17,7 @@ from rollwright.config.loading import Stage, load_eval_stages, load_stages, spli
 from rollwright.config.plan import describe, resolved_yaml, run_directory_of
 from rollwright.config.sections import ClusterConfig
 from rollwright.errors import ConfigError
-from rollwright.processes.tree import die_with_parent
+from rollwright.processes.tree import AGENT, die_with_parent
 from rollwright.registry import PLUGINS
 
 ConfigOption = Annotated[str | None, typer.Option("--config", help="The YAML file, in place of the first argument.")]
@@ -86,6 +86,12 @@ def run(
         from rollwright.cluster.ranks import start_ranks
 
         raise typer.Exit(start_ranks(words, cluster.processes))
+    if cluster.kind == "ray":
+        look_up_names(stages)
+        from rollwright.cluster.placement import refuse_what_cannot_fit
+
+        for policy in (stage.config for stage in stages if isinstance(stage.config, PPOConfig)):
+            refuse_what_cannot_fit(policy)
     _carry_out(stages, file)
 
 
@@ -159,8 +165,8 @@ def look_up_names(stages: Sequence[Stage]) -> None:
 
 
 def _carry_out(stages: list[Stage], file: str | None) -> None:
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()  # the agent
+    if name := os.environ.get("TORCHELASTIC_RUN_ID"):  # the parent is the agent, and may have ended while this process began
+        die_with_parent(int(name.removeprefix(AGENT)) if name.startswith(AGENT) else None)
     keep_tracebacks_in(run_directory_of(stages) / "logs")
     from rollwright.trainers.stages import run_config
 

@@ -12,10 +12,13 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from rollwright.processes.tree import children
+from rollwright.errors import ConfigError
+from rollwright.processes.tree import AGENT, children
 
 #: Seconds that the other processes have to end by themselves when one has failed.
 GRACE_SECONDS = 10
+#: Ranks that one processor may have. More is a typing error: each is a Python with torch, of some 0.5 GB.
+RANKS_PER_PROCESSOR = 8
 
 
 def start_ranks(arguments: Sequence[str], processes: int) -> int:
@@ -30,7 +33,15 @@ def start_ranks(arguments: Sequence[str], processes: int) -> int:
 
     Returns:
         The exit status: 0, that of the first process or else of the one that failed first, or 128 and the number of a signal.
+
+    Raises:
+        ConfigError: there are far more processes than processors.
     """
+    available = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    if processes > available * RANKS_PER_PROCESSOR:
+        raise ConfigError(
+            f"cluster.processes is {processes}, and this machine has {available} processors: take as many processes as GPUs or processors."
+        )
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, launch_agent
@@ -42,7 +53,7 @@ def start_ranks(arguments: Sequence[str], processes: int) -> int:
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=processes,
-            run_id=f"rollwright-{os.getpid()}",
+            run_id=f"{AGENT}{os.getpid()}",
             role="rank",
             rdzv_backend="c10d",
             rdzv_endpoint="127.0.0.1:0",

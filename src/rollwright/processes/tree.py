@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+#: Before the process id of a torchrun agent of ours, in the name of its run.
+AGENT = "rollwright-"
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -68,7 +68,8 @@ def join_processes(device: torch.device, *, also_alone: bool = False) -> torch.d
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise TrainingError(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set: start with torchrun."
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and the environment has no {' and no '.join(missing)}: start several processes "
+                "with cluster.processes or torchrun, and one with WORLD_SIZE unset."
             )
         # Its default arguments keep the group that exists when it is imported. Imported later, it would keep Gloo's threads alive
         # after ``destroy_process_group``, and one that frees a tensor while Python ends aborts the process.
