@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -80,12 +81,12 @@ def place(demands: Sequence[Demand], nodes: Sequence[Node], least_nodes: int = 1
             fitting = [number for number, (cpus, gpus) in left.items() if cpus >= demand.cpus and gpus >= demand.gpus]
             if not fitting:
                 free = "; ".join(
-                    f"{node.address}: {left[number][0]:g} CPUs and {left[number][1]:g} GPUs"
+                    f"{node.address}: {left[number][0]:g} of {node.cpus:g} CPUs and {left[number][1]:g} of {node.gpus} GPUs"
                     for number, node in enumerate(nodes)
                 )
                 raise ConfigError(
                     f"{demand.role} {index} needs {demand.cpus:g} CPUs and {demand.gpus} GPUs, and no node has them left ({free}). "
-                    f"Give the cluster more, or lower {_KEYS[demand.role]}."
+                    f"The run asks for {_sum_of(demands)}. Give the cluster more, or lower {_KEYS[demand.role]}."
                 )
             most = -1 if demand.role != "rank" else 1
             chosen = min(fitting, key=lambda number: (most * left[number][bool(demand.gpus)], number))
@@ -95,12 +96,34 @@ def place(demands: Sequence[Demand], nodes: Sequence[Node], least_nodes: int = 1
     return placed
 
 
+def _sum_of(demands: Sequence[Demand]) -> str:
+    cpus = sum(demand.count * demand.cpus for demand in demands)
+    gpus = sum(demand.count * demand.gpus for demand in demands)
+    processes = ", ".join(f"{demand.count} {demand.role}{'s' * (demand.count > 1)}" for demand in demands)
+    return f"{cpus:g} CPUs and {gpus} GPUs in all ({processes})"
+
+
 _KEYS = {
-    "rank": "cluster.processes or cluster.cpus_per_rank",
-    "server": "rollout.servers or cluster.cpus_per_server",
-    "worker": "cluster.workers or cluster.cpus_per_worker",
+    "rank": "cluster.processes or cluster.cpus_per_rank (0.5: two share a CPU)",
+    "server": "rollout.servers or cluster.cpus_per_server (0.5: two share a CPU)",
+    "worker": "cluster.workers or cluster.cpus_per_worker (0.5: two share a CPU)",
     "auxiliary": "the threads of auxiliary_models, or serve them elsewhere (base_url)",
 }
+
+
+def refuse_what_cannot_fit(config: PPOConfig) -> None:
+    """Compare what a run asks with this machine, where it would start Ray here alone; a Ray that runs is asked later, once.
+
+    Raises:
+        ConfigError: the package ray is missing, or something fits nowhere.
+    """
+    from rollwright.cluster import allocation
+    from rollwright.cluster.ray import RayCluster
+
+    if config.cluster.address or os.environ.get("RAY_ADDRESS") or allocation.nodes() > 1 or allocation.resources():
+        return
+    nodes = RayCluster.look(config.cluster)
+    place(demands_of(config, any(node.gpus for node in nodes)), nodes, config.cluster.nodes)
 
 
 def placement_in_words(config: PPOConfig) -> list[str]:

@@ -51,6 +51,8 @@ PLACE_SECONDS = 120.0
 ROOM_SECONDS = 60.0
 #: Seconds without an answer of Ray's head after which the cluster is lost. Ray itself ends the process after 60, wherever it is.
 HEAD_SECONDS = 20.0
+#: Seconds in which a Ray that is joined has to take a connection. Ray itself tries for 60.
+ANSWER_SECONDS = 10.0
 #: Seconds that the run then has to end by itself: what waits for Ray cannot be woken.
 END_SECONDS = 15.0
 #: Wait for a place after which what is spare gives up its own.
@@ -81,6 +83,7 @@ class RayCluster:
             here: dict[str, Any] = {}
             if address == "local":
                 here = {"include_dashboard": False, "_node_ip_address": _LOOPBACK, **allocation.resources()}
+            _refuse_silence(address)
             for tries_left in reversed(range(allocation.START_TRIES)):
                 try:
                     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **here)
@@ -290,6 +293,33 @@ class RayCluster:
             self._others.close()
         if ray.is_initialized() and self._lost is None and self._began:
             ray.shutdown()
+
+
+def _refuse_silence(address: str) -> None:
+    """Wait until ``host:port`` takes a connection; other kinds of addresses are Ray's own matter.
+
+    Raises:
+        ConfigError: nothing listens there.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        return
+    host = host.strip("[]")
+    hosts = [host, ray.util.get_node_ip_address()] if host in ("localhost", "127.0.0.1", "::1") else [host]  # as Ray reads it
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while True:
+        for each in hosts:
+            try:
+                socket.create_connection((each, int(port)), ANSWER_SECONDS).close()
+                return
+            except (OSError, OverflowError) as error:
+                cause = error
+        if time.monotonic() > deadline or not isinstance(cause, ConnectionError):
+            raise ConfigError(
+                f"cluster.address: there is no Ray at {address} ({getattr(cause, 'strerror', None) or cause}): start it there (ray start "
+                f"--head --port={port}), or take the address out for a Ray of this machine alone."
+            ) from cause
+        time.sleep(0.5)
 
 
 def _numbers(address: str) -> tuple[Any, ...]:

@@ -209,8 +209,12 @@ def read_yaml(file: str | Path) -> Document:
     """
     try:
         text = Path(file).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        where = "" if Path(file).is_absolute() else f" in {Path.cwd()}"
+        raise ConfigError(f"there is no config file {file}{where}: give the path of a YAML file.") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the config file {file}: {error}. Check the path given to --config.") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"the config file {file} cannot be read: {why}; give the path of a YAML file.") from error
     return parse_yaml(text, file=str(file))
 
 

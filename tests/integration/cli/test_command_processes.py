@@ -33,7 +33,7 @@ def test_failures_exit_with_one(tmp_path):
     done = run("run", str(tmp_path / "none.yaml"))
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr.startswith("error: cannot read the config file")
+    assert done.stderr.startswith("error: there is no config file")
     assert done.stderr.count("\n") == 1
 
 

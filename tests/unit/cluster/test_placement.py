@@ -30,7 +30,9 @@ def test_ranks_are_close_together_and_the_rest_is_spread():
 
 def test_what_does_not_fit_is_named_with_what_is_left():
     with pytest.raises(
-        ConfigError, match=r"server 1 needs 1 CPUs and 1 GPUs.*10\.0\.0\.1: 6 CPUs and 0 GPUs.*rollout\.servers"
+        ConfigError,
+        match=r"server 1 needs 1 CPUs and 1 GPUs.*10\.0\.0\.1: 6 of 8 CPUs and 0 of 2 GPUs.*asks for 3 CPUs and 3 GPUs in all "
+        r"\(1 rank, 2 servers\).*rollout\.servers",
     ):
         place([Demand("rank", 1, 1.0, 1), Demand("server", 2, 1.0, 1)], [Node("10.0.0.1", 8.0, 2)])
     with pytest.raises(ConfigError, match=r"cluster\.nodes is 3, and the cluster has 1"):

@@ -1,5 +1,6 @@
 """A process on a Ray cluster, without the cluster (tests/cluster has one)."""
 
+import socket
 import time
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -13,6 +14,22 @@ from rollwright.errors import ClusterError, ConfigError, LostProcessError, Rollo
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
 from rollwright.cluster import ray as module
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_an_address_where_nothing_listens_is_refused_without_ray_s_own_wait(monkeypatch, host):
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=rf"cluster\.address: there is no Ray at {host}:{port} \(Connection refused\): start it"
+        ):
+            module._refuse_silence(f"{host}:{port}")
+        free.listen()
+        module._refuse_silence(f"127.0.0.1:{port}")
+    for word in ("auto", "local", f"ray://127.0.0.1:{port}"):
+        module._refuse_silence(word)
 
 
 class Actor:

@@ -1,5 +1,7 @@
 """YAML with lines."""
 
+from pathlib import Path
+
 import pytest
 
 from rollwright.config.overrides import parse_override
@@ -87,7 +89,9 @@ def test_a_stage_looks_up_its_own_lines_first():
 
 
 def test_an_unreadable_file(tmp_path):
-    with pytest.raises(ConfigError, match="cannot read"):
+    with pytest.raises(ConfigError, match=rf"there is no config file none\.yaml in {Path.cwd()}: give the path"):
+        read_yaml("none.yaml")
+    with pytest.raises(ConfigError, match=r"none\.yaml: give the path of a YAML file"):
         read_yaml(tmp_path / "none.yaml")
 
 
