@@ -9,14 +9,17 @@ import time
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("ray", reason="the extra `ray` is not installed")
+
 from faults.proof import History
 from faults.proof import compare as proved
 from ranks_runs import LIMIT, compare, metrics, process_of, run, start, trial, wait_until
 
+from rollwright.cluster.ray import RayCluster
+from rollwright.config.sections import ClusterConfig
 from rollwright.experience.journal.files import read_records
 from rollwright.experience.journal.records import GroupEnd, Trained
-
-pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
 STEPS = 10  # that are compared
 PLACED = (
@@ -124,6 +127,41 @@ def test_a_run_that_loses_rays_head_goes_on_on_another_ray(grpo, another_ray, py
     proof = proved(History([directory / "journal"]), steps=last_step(), batch=5, samples=4, slack=0)
     assert (proof.lost, proof.duplicated) == (0, 0), proof
     assert all("Ray's head" in words for words in proof.wrong), proof  # what failed with it began anew
+
+
+class Maker:
+    """Makes bytes in a placed process."""
+
+    def __init__(self, where):
+        self._get = where.get
+
+    def make(self, size):
+        return size, bytes(size)
+
+    def fetch(self, references):
+        return [data and len(data) for data in self._get(references)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_what_stays_on_a_node_is_fetched_by_others_and_lost_with_it(another_ray, tmp_path):
+    first = another_ray(11)
+    cluster = RayCluster(ClusterConfig(kind="ray", address=first.address), tmp_path)
+    try:
+        maker, other = (cluster.process(name, "test_ray:Maker", lambda: (), cpus=3, gpus=0) for name in ("maker 0", "maker 1"))
+        maker.wait_started(60)
+        (size, kept), (_, second) = (maker.call_keeping("make", 2**20 + number).result(60) for number in range(2))
+        assert size == 2**20
+        other.wait_started(60)
+        there, own = other.place.result(60).address, cluster.put(b"here")
+        assert other.call("fetch", [second, own]).result(60) == [2**20 + 1, 4]
+        lost = next(node for node in first.list_all_nodes() if node.node_ip_address == maker.place.result().address)
+        assert lost.node_ip_address != there
+        first.remove_node(lost, allow_graceful=False)
+        assert other.call("fetch", [kept, own]).result(60) == [None, 4]
+        assert cluster.get([kept, own]) == [None, b"here"]
+    finally:
+        cluster.close()
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ try:
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    from rollwright.cluster.host import Host, Place
+    from rollwright.cluster.host import Host, Place, get
 except ModuleNotFoundError as error:
     raise ConfigError(
         f"cluster.kind ray needs the package {error.name}, which is not installed: pip install 'rollwright[ray]'."
@@ -184,6 +184,10 @@ class RayCluster:
     def put(self, data: bytes) -> Any:
         """Keep bytes in the cluster's object store, which may move them to disk; returns a reference, by which processes fetch them."""
         return ray.put(data)
+
+    def get(self, references: Sequence[Any]) -> list[bytes | None]:
+        """Fetch what references stand for (``PlacedProcess.call_keeping``); None for what is lost with its node."""
+        return get(references)
 
     def process(
         self,
@@ -380,12 +384,16 @@ class PlacedProcess:
             ) from error
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
-        """Call a method of the object, a coroutine or not. An argument that is a reference (``RayCluster.put``) is fetched there.
+        """Call a method of the object, a coroutine or not.
 
         The future raises a ``RollwrightError`` of the class that the method raised, with its message (any other exception is a
         ``RolloutError``), or ``LostProcessError``.
         """
         return self._asked("call", method, *arguments)
+
+    def call_keeping(self, method: str, *arguments: Any) -> Future[tuple[Any, Any]]:
+        """As ``call``, of a method that answers with a pair: its second part stays on its node, and what comes is a reference."""
+        return self._asked("call_keeping", method, *arguments)
 
     def restart(self) -> None:
         """End the process and place another one, which begins anew.
@@ -438,12 +446,13 @@ class PlacedProcess:
         if self._lost is not None:
             answer.set_exception(self._lost)
             return answer
-        got = getattr(self._actor, word).remote(*arguments).future()
-        got.add_done_callback(lambda future: _settle(answer, self.name, self._log_path, future))
+        method = getattr(self._actor, word)
+        got, *kept = method.options(num_returns=2).remote(*arguments) if word == "call_keeping" else [method.remote(*arguments)]
+        got.future().add_done_callback(lambda future: _settle(answer, self.name, self._log_path, future, *kept))
         return answer
 
 
-def _settle(answer: Future[Any], name: str, log_path: str, got: Future[Any]) -> None:
+def _settle(answer: Future[Any], name: str, log_path: str, got: Future[Any], *kept: Any) -> None:
     with contextlib.suppress(concurrent.futures.InvalidStateError):
         try:
             value, failure = got.result()
@@ -456,7 +465,7 @@ def _settle(answer: Future[Any], name: str, log_path: str, got: Future[Any]) -> 
             answer.set_exception(RolloutError(f"{name}: {type(error).__name__}: {error}"))
         else:
             if failure is None:
-                answer.set_result(value)
+                answer.set_result((value, *kept) if kept else value)
             else:
                 answer.set_exception(_error_of(*failure))
 

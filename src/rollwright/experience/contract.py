@@ -29,6 +29,9 @@ LARGEST_LOGPROB = 1e-3
 #: Name of the per-row list of multi-modal processor outputs: one dict of tensors, or None, for each row.
 MULTI_MODAL = "multi_modal_inputs"
 
+#: Name of the per-row list of an outline: where each row's tokens are (``kept_rows``).
+KEPT = "kept_rows"
+
 
 @dataclass(frozen=True)
 class Column:

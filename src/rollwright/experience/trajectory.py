@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from rollwright.errors import TrajectoryError
-from rollwright.experience.contract import COLUMNS, MULTI_MODAL, NEUTRAL, Place, Trajectory, is_token_column
+from rollwright.experience.contract import COLUMNS, KEPT, MULTI_MODAL, NEUTRAL, Place, Trajectory, is_token_column
 
 #: Other names that workflows use for a column.
 ALIASES = {"reward": "rewards", "multi_modal_input": MULTI_MODAL, "temperatures": "temperature"}
@@ -32,6 +32,8 @@ PROCESSOR_KEYS = (
 
 def row_lengths(trajectory: Mapping[str, Any]) -> torch.Tensor:
     """Tokens of each row without padding, ``[B]`` int64."""
+    if KEPT in trajectory:
+        return trajectory["row_lengths"]
     mask = trajectory.get("attention_mask")
     if mask is None:
         ids = trajectory["input_ids"]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rollwright.errors import RolloutError
+from rollwright.experience.contract import KEPT
 from rollwright.experience.journal.episodes import RecordedEpisode, read_episodes
 from rollwright.experience.journal.files import Journal, Place
 from rollwright.experience.journal.records import AnyRecord, Begin, GroupEnd
@@ -109,7 +110,9 @@ class PastEpisodes:
 def state_of(runner: Runner, factory: GroupFactory, drawn: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """The executor's part of a recover checkpoint: a consistent cut. ``drawn`` are tasks of which no group was made yet."""
     delivery = runner.delivery
-    untrained = {*delivery.running, *runner.stream, *delivery.in_training}
+    complete = [group for group in delivery.ready if not group.is_eval]
+    elsewhere = {group for group in complete if KEPT in group.join()}  # their tasks run again, as the journal has them
+    untrained = {*delivery.running, *runner.stream, *delivery.in_training, *elsewhere}
     return {
         "version": delivery.staleness.version,
         "failed_lately": list(runner.failures.outcomes),
@@ -120,8 +123,8 @@ def state_of(runner: Runner, factory: GroupFactory, drawn: Iterable[dict[str, An
         "pending": [*(group.task for group in sorted(untrained, key=lambda group: group.ordinal)), *map(dict, drawn)],
         "finished": [
             {"task": group.task, "trajectory": group.join(), "admitted": group.admitted, "size": group.size}
-            for group in delivery.ready
-            if not group.is_eval
+            for group in complete
+            if group not in elsewhere
         ],
     }
 

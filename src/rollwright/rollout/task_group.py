@@ -22,12 +22,13 @@ from typing import Any
 import torch
 
 from rollwright.errors import DataError, RolloutError, WorkflowError
-from rollwright.experience.contract import COLUMNS
+from rollwright.experience.contract import COLUMNS, KEPT
 from rollwright.experience.journal.episode_writer import EpisodeWriter
 from rollwright.experience.journal.episodes import RecordedEpisode
 from rollwright.experience.journal.files import Journal
 from rollwright.experience.journal.records import GroupEnd
 from rollwright.experience.journal.tasks import pack_task
+from rollwright.experience.kept_rows import check_joinable, fetched, keep
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
 from rollwright.rollout.failure_budget import Failure
 from rollwright.rollout.sample_engine import SampleEngine
@@ -184,16 +185,22 @@ class Group:
             rows["sample_ids"] = local + first_id
             rows["group_ids"] = torch.full((count,), self.task_id, dtype=torch.int64)
             first_id += int(local.max()) + 1
-        versions = torch.cat([rows["versions"].flatten() for rows in self.rows])
+        versions = torch.cat([rows["oldest_versions" if KEPT in rows else "versions"].flatten() for rows in self.rows])
         sampled = versions[versions >= 0]
         self.head_version = int(sampled.min()) if sampled.numel() else None
         if any(_layout(rows) != _layout(self.rows[0]) for rows in self.rows[1:]):
             self.join()
 
     def join(self) -> Trajectory:
-        """The rows of all samples, as one trajectory."""
+        """The rows of all samples, as one trajectory.
+
+        Raises:
+            TrajectoryError: their columns differ.
+        """
         if len(self.rows) > 1:
             self.rows = [concat_padded_tensors(self.rows)]
+            if KEPT in self.rows[0]:
+                check_joinable(self.rows[0])
         return self.rows[0]
 
     def refused_by(self, dynamic_filter: str | None) -> str | None:
@@ -203,13 +210,16 @@ class Group:
             WorkflowError: ``should_accept_fn`` returned something that is no truth value.
         """
         if self.should_accept is not None:
-            verdict = self.should_accept(self.join())
+            kept, rows = self.join(), fetched(self.join())
+            verdict = self.should_accept(rows)
             if not isinstance(verdict, bool | int) and not hasattr(verdict, "__bool__"):
                 raise WorkflowError(
                     f"should_accept_fn returned {verdict!r} for {self}; it is given the group's trajectory and returns True or False."
                 )
             if not verdict:
                 return "should_accept_fn"
+            if rows is not kept:  # which it may have changed
+                self.rows = [keep(rows, kept[KEPT][0][0].store)]
         if dynamic_filter == "no_variance" and not self.is_eval:
             rewards, samples = (torch.cat([rows[key] for rows in self.rows]) for key in ("rewards", "sample_ids"))
             if samples.unique().numel() > 1 and bool((rewards == rewards[0]).all()):  # no advantage tells the samples apart
@@ -219,6 +229,8 @@ class Group:
 
 def _layout(rows: Trajectory) -> dict[str, Any]:
     """The keys of a sample's rows, each with what decides whether it can be joined; columns of the contract always can."""
+    if KEPT in rows:
+        return {KEPT: {kept.columns for kept, _ in rows[KEPT]}}
     return {
         key: None if key in COLUMNS else value.shape[1:] if isinstance(value, torch.Tensor) else type(value)
         for key, value in rows.items()

@@ -4,6 +4,7 @@ Invariants:
 
 * an episode is with one worker at a time; where that is lost, the episode is leased again, as the same attempt, and goes on from what
   the lost worker wrote to the journal;
+* its rows stay on the worker's node; where that is lost, the episode runs once more as it was recorded, without asking a model;
 * workers ask only servers that this process has in service, and nothing while weights change.
 """
 
@@ -24,7 +25,7 @@ from rollwright.errors import JournalError, LostProcessError, ReplayError, Rollo
 from rollwright.experience.journal.episodes import RecordedEpisode
 from rollwright.experience.journal.records import pack_value
 from rollwright.experience.journal.task_files import TaskFiles
-from rollwright.experience.packed import unpack_rows
+from rollwright.experience.kept_rows import KeptRows, ObjectStore, unpack_outline
 from rollwright.experience.trajectory import Trajectory
 from rollwright.rollout.resume import PastEpisodes, read_past
 from rollwright.rollout.sample_engine import SampleEngine
@@ -51,6 +52,10 @@ class Process(Protocol):
     def wait_started(self, timeout: float) -> None: ...
 
     def call(self, method: str, *arguments: Any) -> Future[Any]: ...
+
+    def call_keeping(self, method: str, *arguments: Any) -> Future[tuple[Any, Any]]:
+        """As ``call``, of a method that answers with a pair: its second part stays there, and what comes is a reference."""
+        ...
 
     def restart(self) -> None:
         """Start it again. Raises ``LostProcessError`` where it was ended for good."""
@@ -90,15 +95,21 @@ class WorkerPool:
 
     Args:
         processes: of the workers; they may be starting yet.
+        store: where the rows of their episodes stay.
         timeout: seconds that the start of a worker may take.
         drain_timeout: seconds that what workers have asked may take to be answered.
         journal: the directory of the workers' journals; None: an episode that is leased again begins anew.
     """
 
     def __init__(
-        self, processes: Sequence[Process], timeout: float, drain_timeout: float = 3600.0, journal: str | Path | None = None
+        self,
+        processes: Sequence[Process],
+        store: ObjectStore,
+        timeout: float,
+        drain_timeout: float = 3600.0,
+        journal: str | Path | None = None,
     ) -> None:
-        self._processes = list(processes)
+        self._processes, self._store = list(processes), store
         self._timeout, self._drain_timeout = timeout, timeout + drain_timeout
         self._living = list(processes)
         self._lock = threading.Lock()
@@ -132,10 +143,10 @@ class WorkerPool:
         lease, past = (tuple(name), task, group.runs[name.index]), group.past.get(name.index)
         while True:
             process = await self._process_of(name.ordinal)
-            start, asked = process.started, process.call("run", *lease, past)
+            start, asked = process.started, process.call_keeping("run", *lease, past)
             self._asked.add(asked)
             try:
-                packed, metrics = await asyncio.wrap_future(asked)
+                (outline, metrics), reference = await asyncio.wrap_future(asked)
             except LostProcessError as error:
                 logger.warning("%s; %s is leased again", error, name)
                 self._lose(process, start)
@@ -151,10 +162,49 @@ class WorkerPool:
                 self._asked.discard(asked)
             self._lost.pop(process.name, None)
             get_tracker().merge(metrics)
-            rows = None if packed is None else unpack_rows(packed)
+            rows = None if outline is None else unpack_outline(outline, reference, self._store, lease)
             if rows is not None and isinstance(group.workflow, TaskRunner):
                 group.workflow.ran_elsewhere(group.data, group.runs[name.index], rows)
             return rows
+
+    def restore(self, lost: Sequence[KeptRows]) -> None:
+        """Make rows again whose node was lost: their episodes run as they were recorded, and ask nothing.
+
+        Raises:
+            LostProcessError: the journal does not have an episode whole.
+        """
+        if self._journal is None:
+            raise LostProcessError(
+                f"the rows of {len(lost)} episodes are lost with their node, and without a journal there is no copy"
+            )
+        leases = {kept: kept.lease for kept in lost if kept.lease is not None}
+        recorded = self._read_past({SampleName(*lease[0]).ordinal for lease in leases.values()}).episodes
+        for kept in lost:
+            lease = leases.get(kept)
+            name = None if lease is None else SampleName(*lease[0])
+            past = None if name is None else recorded.get(name.ordinal, {}).get(name.index)
+            if past is None or name is None or past.begin.attempt != name.attempt or not past.is_finished:
+                raise LostProcessError(
+                    f"the rows of {name or 'a group'} are lost with their node, and the journal does not have them whole"
+                )
+            kept.reference = self._made_again(name, (*leases[kept], past))
+        logger.info("the rows of %d episodes were lost with their node, and were made again from the journal", len(lost))
+
+    def _made_again(self, name: SampleName, words: tuple[Any, ...]) -> Any:
+        deadline = time.monotonic() + self._timeout
+        while self._failure is None:
+            for process in self._living:
+                with contextlib.suppress(LostProcessError):  # who runs its other episodes sees that
+                    (outline, _), reference = process.call_keeping("run", *words).result(self._timeout)
+                    if outline is None:
+                        raise RolloutError(
+                            f"{name} was accepted, and is rejected as it is run again: its workflow is not the same any more"
+                        )
+                    return reference
+            if time.monotonic() > deadline:
+                raise LostProcessError(f"no worker ran for {self._timeout:g} s that could make the rows of {name} again")
+            time.sleep(0.1)
+        raise self._failure
 
     async def _recorded(self, name: SampleName) -> RecordedEpisode | None:
         """What the journal has of an episode; those that are lost together are looked for together."""

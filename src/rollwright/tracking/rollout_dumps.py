@@ -7,7 +7,7 @@ For every dumped step there is ``<run>/rollouts/step-000012.txt`` to read. Where
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -107,17 +107,33 @@ class RolloutDumper:
         self._tokenizer = tokenizer
         self._limit = limit
 
-    def dump(self, step: int, batch: Mapping[str, Any], name: str = "step") -> Path | None:
+    def dump(
+        self,
+        step: int,
+        batch: Mapping[str, Any],
+        name: str = "step",
+        fetch: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    ) -> Path | None:
         """Writes rows of a batch to ``<name>-<step>.txt`` (and ``.jsonl``); returns the first, or None where nothing is dumped.
 
         An earlier dump of the same step (before a resume) is replaced.
+
+        Args:
+            step: its number.
+            batch: a trajectory, or an outline of one.
+            name: of the files.
+            fetch: gives the tokens of the rows that were chosen of an outline.
         """
         rows = _spread(len(batch["input_ids"]), self._limit)
         if not rows:
             return None
         count = len(batch["input_ids"])
-        chosen = {key: value[rows] for key, value in batch.items() if hasattr(value, "tolist") and len(value) == count}
-        records = trajectory_records(chosen)
+        chosen = {
+            key: [value[row] for row in rows] if isinstance(value, list) else value[rows]
+            for key, value in batch.items()
+            if (isinstance(value, list) or hasattr(value, "tolist")) and len(value) == count
+        }
+        records = trajectory_records(fetch(chosen))
         for record, row in zip(records, rows, strict=True):
             record["row"] = row
             record["step"] = step

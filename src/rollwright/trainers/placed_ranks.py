@@ -1,7 +1,8 @@
 """The ranks of a training on a cluster, and the process that is none of them and tells them what to do.
 
 The ranks make the same calls as those that torchrun starts (``rollwright.training.ranks``), told by the controller instead of the first
-of them. A batch is divided there, and each rank fetches its own rows, packed.
+of them. The controller divides a batch, of which it has no tokens (``experience.kept_rows``), and each rank fetches its own rows, packed,
+before any of them begins. What the step computed of each token comes back as the journal has it.
 
 A rank that is lost takes the gang with it: all are placed again, load the newest recover checkpoint, and make the calls since then once
 more, on the same rows. Servers, workers and running episodes do not notice; no version is published twice.
@@ -13,6 +14,7 @@ import asyncio
 import contextlib
 import dataclasses
 import fcntl
+import itertools
 import os
 import socket
 import struct
@@ -30,8 +32,10 @@ from rollwright.config.experiment import FinetuneSpec, PPOConfig
 from rollwright.config.sections import RolloutConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import CheckpointError, EngineError, LostProcessError, LostRankError, RollwrightError
-from rollwright.experience.packed import pack_rows, unpack_rows
-from rollwright.experience.trajectory import Trajectory, tensor_container_to
+from rollwright.experience.contract import MULTI_MODAL
+from rollwright.experience.kept_rows import WRITTEN, KeptRows, places_of, rows_at
+from rollwright.experience.packed import pack_bytes, unpack_bytes
+from rollwright.experience.trajectory import Trajectory, select_rows, tensor_container_to
 from rollwright.inference.backends import BACKENDS
 from rollwright.inference.engine import WeightReceiver
 from rollwright.inference.network import find_free_ports
@@ -41,9 +45,10 @@ from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.ranks import load_ranks
 from rollwright.training import parallel
 from rollwright.training.checkpoint import RecoverCheckpoints
+from rollwright.training.micro_batches import MINIBATCH_IDS
 from rollwright.training.model import resolve_device
 from rollwright.training.publish import Publication
-from rollwright.training.ranks import CALLS, TrainRanks, merge_written, sent_columns
+from rollwright.training.ranks import CALLS, TRAINED, TrainedRow, TrainRanks, minibatch_ids, trained_rows
 from rollwright.training.ranks import shares as divided
 
 logger = getLogger("ranks")
@@ -74,11 +79,12 @@ class TrainRank:
     """
 
     def __init__(self, where: Any) -> None:
-        self._address = where.address
+        self._address, self._get = where.address, where.get
         self._thread = ThreadPoolExecutor(1)  # all calls in one thread, as torch keeps state in threads
         self._ranks: TrainRanks
         self._config: PPOConfig
         self._client: RemoteClient | None = None
+        self._share: Trajectory = {}  # the rows of the next call
 
     def meeting_place(self) -> tuple[str, int]:
         """Where the ranks can find each other, if this one is the first."""
@@ -129,35 +135,56 @@ class TrainRank:
         """On the first rank: the version that was published, and the servers that hold it; answered beside calls."""
         return None if self._client is None else (self._client.get_version(), self._client.weight_holders)
 
-    async def call(self, name: str, share: bytes | None, arguments: dict[str, Any]) -> tuple[Any, bytes, _State]:
+    def take(self, references: list[Any], places: list[tuple[int, int]], written: bytes) -> list[int]:
+        """Fetch the rows of the next call.
+
+        Args:
+            references: of packed rows.
+            places: of this rank's rows: number of the reference, and of the row in it.
+            written: columns of these rows that the controller wrote.
+
+        Returns:
+            Numbers of the references whose rows are lost; with none, the rows are here.
+        """
+        parts = self._get(references)
+        if lost := [number for number, part in enumerate(parts) if part is None]:
+            return lost
+        rows = rows_at(places, [part for part in parts if part is not None])
+        self._share = {key: value for key, value in rows.items() if isinstance(value, torch.Tensor) or key == MULTI_MODAL}
+        self._share |= unpack_bytes(written)[0]
+        return []
+
+    async def call(self, name: str, takes: bool, arguments: dict[str, Any]) -> tuple[Any, list[TrainedRow], _State]:
         """Make a call of ``CALLS``.
 
         Args:
             name: of the call.
-            share: this rank's rows; None: the call takes none.
+            takes: it is made with the rows that were taken.
             arguments: of the call.
 
         Returns:
-            What it returned, the columns that it wrote into the rows, and the version of the weights and how they were published.
+            What it returned, what it computed of the tokens of each row, and the version of the weights and how they were published.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._make, name, share, arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._make, name, takes, arguments)
 
-    def _make(self, name: str, share: bytes | None, arguments: dict[str, Any]) -> tuple[Any, bytes, _State]:
-        call, written, result = CALLS[name], b"", None
+    def _make(self, name: str, takes: bool, arguments: dict[str, Any]) -> tuple[Any, list[TrainedRow], _State]:
+        call, result, trained = CALLS[name], None, list[TrainedRow]()
         if name == "save" and parallel.rank() == 0:
             arguments["tokenizer"] = load_tokenizer(
                 self._config.tokenizer_path or self._config.actor.path, self._config.actor.trust_remote_code
             )
         with parallel.watched():
-            if share is None:
+            if not takes:
                 result = call.make(self._ranks, **arguments)
             else:
-                result, written = self._ranks.make_with(call, unpack_rows(share), arguments)
+                share, self._share = tensor_container_to(self._share, self._ranks.engine.device), {}
+                result = call.make(self._ranks, share, **arguments)
+                trained = trained_rows(share)
         if name == "load_recover":  # the engine's part stays here
             step, state = result
             result = step, {key: value for key, value in state.items() if key != arguments["part"]}
         engine = self._ranks.engine
-        return result if parallel.rank() == 0 else None, written, (engine.version, engine.publication)
+        return result if parallel.rank() == 0 else None, trained, (engine.version, engine.publication)
 
 
 def _interface_of(address: str) -> str | None:
@@ -207,9 +234,11 @@ class PlacedRanks:
         model: None: no engine in this process can share it.
         cluster: where the ranks are; the rollout engine places its processes there, too.
         recover: the recover checkpoints of the run, which the ranks write.
+        restore: makes rows again that were lost with their node (``WorkerPool.restore``).
     """
 
     model = None
+    restore: Callable[[Sequence[KeptRows]], None]
 
     def __init__(self, config: PPOConfig, spec: FinetuneSpec, directory: RunDirectory) -> None:
         from rollwright.cluster.ray import RayCluster
@@ -217,7 +246,9 @@ class PlacedRanks:
         self._config, self._spec = config, spec
         self.recover = RecoverCheckpoints(directory.recover, keep=config.recover.keep)
         self.engine = PlacedPolicy(self)
-        self._since: list[tuple[str, list[Any]]] = []  # calls since the newest recover checkpoint
+        self._since: list[
+            tuple[str, list[Trajectory]]
+        ] = []  # calls since the newest recover checkpoint, and what each rank took
         self._checkpoint: int | None = None  # its step; None: there is none
         self._published: tuple[int, list[str]] | None = None  # the version, and the servers that took it
         self._has_trained = self._is_closed = self._connects = False
@@ -240,8 +271,8 @@ class PlacedRanks:
     # -- the face of TrainRanks ------------------------------------------------------------------------------------------
 
     def placed(self, batch: Trajectory) -> Trajectory:
-        """A batch where it is divided: in the memory of the host."""
-        return tensor_container_to(batch, "cpu")
+        """A batch where it is divided: here."""
+        return batch
 
     def save(self, path: Any, tokenizer: Any = None) -> None:
         """Write the model in Hugging Face form, with the tokenizer of the config."""
@@ -253,19 +284,19 @@ class PlacedRanks:
     def call(self, name: str, batch: Trajectory | None = None, *, here: dict[str, Any] | None = None, **arguments: Any) -> Any:
         """Make a call of ``CALLS`` on all ranks; see ``TrainRanks.call``. ``here`` reaches the first rank alone."""
         self._opening.result()
-        world, own = len(self._gang), dict(here or {})
+        own = dict(here or {})
         if (before := own.pop("before_visible", None)) is not None:
             before()  # what the checkpoint builds on is written first
         if batch is None:
-            return self._call(name, [None] * world, own, arguments)[0]
+            return self._call(name, [], own, arguments)[0]
         call = CALLS[name]
         assert call.units is not None
         minibatches = call.minibatches(_Section(self._config.actor))
-        batch_rows = divided(batch, call.units(batch), world, minibatches)
-        sent = sent_columns(batch, minibatches)
-        references = [self.cluster.put(pack_rows(sent, rows)) for rows in batch_rows]
-        result, written = self._call(name, references, own, arguments)
-        merge_written(batch, batch_rows, [unpack_rows(part) for part in written])
+        batch_rows = divided(batch, call.units(batch), len(self._gang), minibatches)
+        outline = {**batch, **minibatch_ids(batch, minibatches)}
+        result, trained = self._call(name, [select_rows(outline, rows) for rows in batch_rows], own, arguments)
+        of_row = dict(zip(itertools.chain(*batch_rows), itertools.chain(*trained), strict=True))
+        batch[TRAINED] = [of_row[row] for row in range(len(of_row))]
         return result
 
     def connect(self, rollout: Any) -> None:
@@ -331,8 +362,8 @@ class PlacedRanks:
         return _together([process.call(method, *arguments) for process in self._gang])
 
     def _call(
-        self, name: str, shares: Sequence[Any], own: dict[str, Any], arguments: dict[str, Any]
-    ) -> tuple[Any, list[bytes]]:
+        self, name: str, shares: Sequence[Trajectory], own: dict[str, Any], arguments: dict[str, Any]
+    ) -> tuple[Any, list[list[TrainedRow]]]:
         """Make a call; where the gang is lost, with another one, which first gets to where this one was."""
         answers = self._unless_lost(
             f"call {name}",
@@ -351,7 +382,7 @@ class PlacedRanks:
         result, _, (self.engine.version, self.engine.publication) = answers[0]
         if name in ("publish", "republish") and self.engine.publication is not None:
             self._published = self.engine.version, self.engine.publication.engines
-        return result, [written for _, written, _ in answers]
+        return result, [trained for _, trained, _ in answers]
 
     def _unless_lost(self, what: str, make: Callable[[], _Result], replace: Callable[[], None]) -> _Result:
         """What ``make`` returns; where the gang is lost, it is called again after ``replace``.
@@ -380,13 +411,42 @@ class PlacedRanks:
         return result
 
     def _make(
-        self, name: str, shares: Sequence[Any], own: dict[str, Any], arguments: dict[str, Any]
-    ) -> list[tuple[Any, bytes, _State]]:
+        self, name: str, shares: Sequence[Trajectory], own: dict[str, Any], arguments: dict[str, Any]
+    ) -> list[tuple[Any, list[TrainedRow], _State]]:
+        """Make a call on all ranks; ``shares``, where it takes rows, are the outlines of those of each."""
+        self._give(shares)
         return _together(
             [
-                process.call("call", name, share, {**arguments, **(own if rank == 0 else {})})
-                for rank, (process, share) in enumerate(zip(self._gang, shares, strict=True))
+                process.call("call", name, bool(shares), {**arguments, **(own if rank == 0 else {})})
+                for rank, process in enumerate(self._gang)
             ]
+        )
+
+    def _give(self, shares: Sequence[Trajectory]) -> None:
+        """Have each rank fetch its rows; those that were lost with a node are made again."""
+        if not shares:
+            return
+        for _ in range(RESTARTS + 1):
+            places = [places_of(share) for share in shares]
+            some = [parts[0] for parts, _ in places if parts][:1]  # tells a rank without rows their columns
+            places = [(parts or some, rows) for parts, rows in places]
+            lost = _together(
+                [
+                    process.call("take", [part.reference for part in parts], rows, _written(share))
+                    for process, share, (parts, rows) in zip(self._gang, shares, places, strict=True)
+                ]
+            )
+            missing = [parts[number] for (parts, _), numbers in zip(places, lost, strict=True) for number in numbers]
+            if not missing:
+                return
+            try:
+                self.restore(missing)
+            except LostProcessError as error:
+                raise CheckpointError(
+                    f"{error}: start the run again, which goes on from the newest recover checkpoint."
+                ) from error
+        raise CheckpointError(
+            "rows were lost again and again as they were made: start the run again, which goes on from its checkpoint."
         )
 
     def _replace_gang(self, name: str, being_saved: int | None = None) -> None:
@@ -398,10 +458,9 @@ class PlacedRanks:
         """
         self.cluster.remove(self._gang)
         self._start_gang()
-        nothing = [None] * len(self._gang)
         is_saved = name == "save_recover" and being_saved in self.recover.steps()
         if self._checkpoint is not None or is_saved:
-            (step, _), _, _ = self._make("load_recover", nothing, {}, {"part": "actor"})[0]
+            (step, _), _, _ = self._make("load_recover", [], {}, {"part": "actor"})[0]
             if is_saved and step == being_saved:
                 self._since.clear()
             elif step != self._checkpoint:
@@ -415,7 +474,12 @@ class PlacedRanks:
         if self._connection is not None:
             self._ask_all("connect", *self._connection())
         if self._published is not None:
-            self._make("republish", nothing, {}, {})  # so that a server that comes back can be given them
+            self._make("republish", [], {}, {})  # so that a server that comes back can be given them
+
+
+def _written(share: Trajectory) -> bytes:
+    """The columns of a rank's rows that were written here, packed."""
+    return pack_bytes({key: share[key] for key in (*WRITTEN, MINIBATCH_IDS) if key in share}, {})
 
 
 class _Section:

@@ -100,7 +100,11 @@ def make_placed_rollout(config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, d
         rollout,
         client,
         WorkerPool(
-            workers, rollout.setup_timeout, rollout.request_timeout, directory.journal if config.journal.enabled else None
+            workers,
+            ranks.cluster,
+            rollout.setup_timeout,
+            rollout.request_timeout,
+            directory.journal if config.journal.enabled else None,
         ),
         publisher=ranks.holders,
         seed=config.seed,
@@ -127,6 +131,7 @@ def make_placed_rollout(config: PPOConfig, ranks: PlacedRanks, tokenizer: Any, d
     )
     if config.journal.enabled:  # what becomes of groups; episodes are in the journals of the workers, beside it
         engine.journal = Journal(directory.journal, config.journal, hidden_texts(config))
+    ranks.restore = engine.pool.restore
     return engine
 
 

@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rollwright.config.experiment import BaseExperimentConfig, PPOConfig
 from rollwright.config.loading import config_to_dict, save_config
-from rollwright.errors import WeightUpdateError
+from rollwright.errors import LostProcessError, WeightUpdateError
+from rollwright.experience.contract import KEPT
 from rollwright.experience.journal.files import Journal
 from rollwright.experience.journal.records import Phase, Published, Trained
-from rollwright.experience.trajectory import Trajectory
+from rollwright.experience.kept_rows import fetched
+from rollwright.experience.trajectory import Trajectory, row_lengths
 from rollwright.inference.engine import TOLERANCE_OF_16_BITS
 from rollwright.tracking import logging
 from rollwright.tracking.metrics import get_tracker, start_timer
@@ -32,6 +33,9 @@ from rollwright.tracking.sinks import MetricsLogger
 from rollwright.trainers.placed_ranks import PlacedPolicy
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.publish import Publication
+from rollwright.training.ranks import trained_rows
+
+logger = logging.getLogger("trainer")
 
 
 @dataclass
@@ -163,8 +167,8 @@ def report_step(
         publication: of ``version``; None: it was not published.
     """
     rewards = sample_means(batch, batch["rewards"])
-    sampled = float(batch["loss_mask"].sum())
-    lengths = batch["attention_mask"].sum(1).float()
+    sampled = float(batch["sampled_tokens" if KEPT in batch else "loss_mask"].sum())
+    lengths = row_lengths(batch).float()
     seconds, began = run.timer.export(), run.timer.beginnings()
     reward = float(rewards.mean())
     generating = sum(seconds.get(phase, 0.0) for phase in sampling)
@@ -190,7 +194,10 @@ def report_step(
         journal_step(run.journal, step, batch, stats, version, publication)
         for name, taken in seconds.items():
             run.journal.write(Phase(step, name, taken, began.get(name, 0.0)), may_hold_secrets=False)
-    run.dumper.dump(step, batch)
+    try:
+        run.dumper.dump(step, batch, fetch=fetched)
+    except LostProcessError as error:
+        logger.warning("step %d is trained, and of its rows there is no dump: %s", step, error)
     run.display.step(
         step,
         reward,
@@ -212,33 +219,15 @@ def journal_step(
     publication: Publication | None = None,
 ) -> None:
     """Write what a step trained on, with what the trainer computed of each token, and what was published after it."""
-    masked_BL = batch["loss_mask"].bool()
-    tokens_B, rewards_B = masked_BL.sum(1).tolist(), batch["rewards"].tolist()
-    groups_B, samples_B = batch["group_ids"].tolist(), batch["sample_ids"].tolist()
-    advantages = _packed(batch["advantages"], masked_BL, "<f4")
-    logprobs, entropies = (
-        _packed(batch.get(name), masked_BL, dtype) for name, dtype in (("trainer_logprobs", "<f4"), ("entropies", "<f2"))
-    )
-    start = 0
-    for group, sample, reward, tokens in zip(groups_B, samples_B, rewards_B, tokens_B, strict=True):
-        own = advantages[start : start + tokens]
-        is_same = tokens == 0 or bool((own == own[0]).all())
-        advantage = (float(own[0]) if tokens else 0.0) if is_same else own.tobytes()
-        scores = [values[start : start + tokens] for values in (logprobs, entropies)]
-        packed = [each.tobytes() if each.any() else b"" for each in scores]  # none of a row that the update left out
-        start += tokens
-        journal.write(Trained(step, group, sample, reward, advantage, tokens, *packed), may_hold_secrets=False)
+    of_row = (batch[key].tolist() for key in ("group_ids", "sample_ids", "rewards"))
+    for *row, trained in zip(*of_row, trained_rows(batch), strict=True):
+        journal.write(Trained(step, *row, *trained), may_hold_secrets=False)
     audit = {name: float(value) for name, value in stats.items() if name.startswith("logprob_difference/")}
     record = Published(step, version, audit, time.time())
     if publication is not None:
         record.way, record.seconds, record.bytes = publication.way, publication.seconds, publication.size
         record.engines = publication.engines
     journal.write(record, may_hold_secrets=False)
-
-
-def _packed(values_BL: Tensor | None, masked_BL: Tensor, dtype: str) -> np.ndarray:
-    """The values of the trained tokens, row after row; none where nobody computed them."""
-    return np.empty(0, dtype) if values_BL is None else values_BL[masked_BL.to(values_BL.device)].cpu().numpy().astype(dtype)
 
 
 def workflow_metrics(batch: Trajectory) -> dict[str, float]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rollwright.config.sections import MicroBatchSpec, TrainEngineConfig
 from rollwright.errors import TrainingError
+from rollwright.experience.contract import KEPT
 from rollwright.experience.trajectory import Trajectory, row_lengths, select_rows
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
@@ -269,7 +270,12 @@ def rows_of_ranks(batch: Trajectory, ranks: int, *, at_least: int = 1) -> list[t
     """The rows that each rank trains, by ``ranks_of_groups``, in their order; a row is a group where there are no ``group_ids``."""
     rows = batch["input_ids"].shape[0]
     groups = range(rows) if batch.get("group_ids") is None else batch["group_ids"].tolist()
-    tokens = SortedRows({**batch, "group_ids": torch.as_tensor(groups)}).tokens_of_groups()
+    if KEPT in batch:  # what rows share is not known here
+        tokens: dict[int, int] = {}
+        for group, length in zip(groups, row_lengths(batch).tolist(), strict=True):
+            tokens[group] = tokens.get(group, 0) + length
+    else:
+        tokens = SortedRows({**batch, "group_ids": torch.as_tensor(groups)}).tokens_of_groups()
     chosen = dict(zip(tokens, ranks_of_groups(list(tokens.values()), ranks, at_least=at_least), strict=True))
     rank_B = torch.tensor([chosen[group] for group in groups], device=batch["input_ids"].device)
     return [torch.nonzero(rank_B == rank).flatten() for rank in range(ranks)]

@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rollwright.errors import ConfigError
-from rollwright.experience.contract import MULTI_MODAL
+from rollwright.experience.contract import KEPT, MULTI_MODAL
 from rollwright.experience.packed import pack_rows, unpack_rows
 from rollwright.experience.trajectory import Trajectory, select_rows, tensor_container_to
 from rollwright.inference.weights.stream import WeightStream
@@ -198,12 +199,17 @@ class TrainRanks:
 def sent_columns(batch: Trajectory, minibatches: int) -> Trajectory:
     """What ranks compute with: tensors and images. With several minibatches, also which of them each row belongs to."""
     sent = {key: value for key, value in batch.items() if isinstance(value, Tensor) or key == MULTI_MODAL}
-    if minibatches > 1:
-        ids_B = torch.zeros(len(batch["input_ids"]), dtype=torch.int64)
-        for number, rows in enumerate(split_minibatches(batch, minibatches)):
-            ids_B[rows.cpu()] = number
-        sent[MINIBATCH_IDS] = ids_B
-    return sent
+    return sent | minibatch_ids(batch, minibatches)
+
+
+def minibatch_ids(batch: Trajectory, minibatches: int) -> dict[str, Tensor]:
+    """The column that says which minibatch each row belongs to; none where there is one."""
+    if minibatches == 1:
+        return {}
+    ids_B = torch.zeros(len(batch["input_ids"]), dtype=torch.int64)
+    for number, rows in enumerate(split_minibatches(batch, minibatches)):
+        ids_B[rows.cpu()] = number
+    return {MINIBATCH_IDS: ids_B}
 
 
 def merge_written(batch: Trajectory, batch_rows: Sequence[Sequence[int]], parts: Sequence[Trajectory]) -> None:
@@ -224,6 +230,38 @@ def merge_written(batch: Trajectory, batch_rows: Sequence[Sequence[int]], parts:
             else:
                 written[key][index] = value
     batch.update(written)
+
+
+#: What a step computed of the tokens of a row that it trained on: the advantage (one number, or float32 bytes where the tokens differ), how
+#: many tokens, their log-probabilities (float32 bytes) and entropies (float16 bytes), empty where the update left them out.
+TrainedRow = tuple[float | bytes, int, bytes, bytes]
+#: Name of the per-row list of these.
+TRAINED = "trained"
+
+
+def trained_rows(batch: Trajectory) -> list[TrainedRow]:
+    """What a step computed of each row's trained tokens, out of the columns that it wrote."""
+    if TRAINED in batch:
+        return batch[TRAINED]
+    masked_BL = batch["loss_mask"].bool()
+    advantages, logprobs, entropies = (
+        _flat(batch.get(name), masked_BL, dtype)
+        for name, dtype in (("advantages", "<f4"), ("trainer_logprobs", "<f4"), ("entropies", "<f2"))
+    )
+    rows, start = list[TrainedRow](), 0
+    for tokens in masked_BL.sum(1).tolist():
+        own = advantages[start : start + tokens]
+        is_same = tokens == 0 or bool((own == own[0]).all())
+        advantage = (float(own[0]) if tokens else 0.0) if is_same else own.tobytes()
+        scores = [values[start : start + tokens] for values in (logprobs, entropies)]
+        rows.append((advantage, tokens, *(each.tobytes() if each.any() else b"" for each in scores)))  # type: ignore[arg-type]
+        start += tokens
+    return rows
+
+
+def _flat(values_BL: Tensor | None, masked_BL: Tensor, dtype: str) -> np.ndarray:
+    """The values of the trained tokens, row after row; none where nobody computed them."""
+    return np.empty(0, dtype) if values_BL is None else values_BL[masked_BL.to(values_BL.device)].cpu().numpy().astype(dtype)
 
 
 def refuse_images(engine: Any) -> None:
@@ -259,6 +297,8 @@ def shares(batch: Trajectory, units_B: Tensor, ranks: int, minibatches: int = 1)
         minibatches: optimizer steps, see ``split_minibatches``.
     """
     columns = {key: value.cpu() for key, value in batch.items() if isinstance(value, Tensor)} | {"group_ids": units_B}
+    if KEPT in batch:
+        columns[KEPT] = batch[KEPT]
     of_rank: list[list[int]] = [[] for _ in range(ranks)]
     for rows in split_minibatches(batch, minibatches):
         part = select_rows(columns, rows.cpu())

@@ -6,15 +6,19 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rollwright.cluster.placement import Node
 from rollwright.config.experiment import FinetuneSpec, GRPOConfig
 from rollwright.config.sections import ClusterConfig, RolloutConfig
-from rollwright.errors import EngineError, LostProcessError, LostRankError, RolloutError
+from rollwright.errors import CheckpointError, EngineError, LostProcessError, LostRankError, RolloutError
+from rollwright.experience.contract import KEPT
+from rollwright.experience.kept_rows import KeptRows
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers import placed_ranks
 from rollwright.trainers.placed_ranks import PlacedRanks
 from rollwright.training.publish import Publication
+from rollwright.training.ranks import TRAINED
 
 
 class Rank:
@@ -22,7 +26,7 @@ class Rank:
 
     def __init__(self, number, fails):
         self.name, self.asked, self._fails = f"rank {number}", [], fails
-        self.version, self.publication = 0, None
+        self.version, self.publication, self.taken = 0, None, []
 
     def wait_started(self, timeout):
         if "start" in self._fails:
@@ -32,6 +36,11 @@ class Rank:
         name = arguments[0] if method == "call" else method
         self.asked.append(name)
         answer = Future()
+        if method == "take":
+            references = arguments[0]
+            self.taken.append(references)
+            answer.set_result([number for number, reference in enumerate(references) if reference == "lost"])
+            return answer
         if (error := self._fails.get(name)) is None:
             answer.set_result(self._answer(name))
         elif error != "nothing":  # it waits for ever for the one that was lost
@@ -47,7 +56,7 @@ class Rank:
         if name in ("publish", "republish"):
             self.publication = Publication("disk", 0.1, 10, ["a:1", "b:1"])
         result = (6, {"loader": 1}) if name == "load_recover" else None
-        return result, b"", (self.version, self.publication)
+        return result, [(0.5, 1, b"", b"")] if name == "policy_step" else [], (self.version, self.publication)
 
 
 class Cluster:
@@ -137,6 +146,52 @@ def test_without_checkpoints_a_gang_is_replaced_until_it_has_trained(make):
     ranks.call("skip_publication")
     with pytest.raises(LostRankError, match=r"recover\.mode off"):
         ranks.call("publish")
+
+
+def outline():
+    """Two rows of two groups, of which a rank has one each."""
+    rows = {"input_ids": torch.empty(2, 0, dtype=torch.int64), "row_lengths": torch.tensor([3, 4]), "rewards": torch.rand(2)}
+    rows["group_ids"] = torch.tensor([4, 5])
+    return {**rows, KEPT: [(KeptRows(name, None, ""), 0) for name in ("kept", "lost")]}
+
+
+def test_rows_that_were_lost_are_made_again_before_any_rank_begins(make):
+    ranks = make()
+    ranks.connect(ROLLOUT)
+    ranks.restore = lambda lost: [setattr(kept, "reference", f"{kept.reference} and found") for kept in lost]
+    batch = outline()
+    ranks.call("policy_step", batch)
+    gang = ranks.cluster.gangs[0]
+    assert sorted(rank.taken for rank in gang) == [[["kept"], ["kept"]], [["lost"], ["lost and found"]]]
+    assert [rank.asked.count("policy_step") for rank in gang] == [1, 1]
+    assert batch[TRAINED] == [(0.5, 1, b"", b"")] * 2
+    assert not ranks.cluster.removed
+
+
+def test_rows_that_cannot_be_made_again_end_the_run_with_the_cause(make):
+    def restore(lost):
+        raise LostProcessError("the rows of 1 episodes are lost with their node")
+
+    ranks = make()
+    ranks.connect(ROLLOUT)
+    ranks.restore = restore
+    with pytest.raises(CheckpointError, match=r"lost with their node: start the run again, which goes on from the newest"):
+        ranks.call("policy_step", outline())
+    ranks.restore = lambda lost: None
+    with pytest.raises(CheckpointError, match="lost again and again"):
+        ranks.call("policy_step", outline())
+
+
+def test_a_gang_that_is_placed_again_takes_the_rows_of_its_steps_again(make):
+    ranks = make({"publish": LOST})
+    ranks.connect(ROLLOUT)
+    batch = outline()
+    batch[KEPT][1][0].reference = "kept, too"
+    ranks.call("policy_step", batch)
+    ranks.call("publish")
+    again = ranks.cluster.gangs[1]
+    assert sorted(rank.taken for rank in again) == [[["kept"]], [["kept, too"]]]
+    assert again[0].asked[:4] == ["meeting_place", "open", "take", "policy_step"]
 
 
 def test_holders_of_weights_are_known_while_the_first_rank_is_not_there(make):
