@@ -212,7 +212,7 @@ class HealthMonitor:
 
     def __init__(self, client: Any, *, interval: float = 1.0, check_interval: float = 15.0, strikes: int = 3) -> None:
         """Args:
-        client: a ``RemoteRequests``, whose servers are checked, taken out and brought back. While it is paused, those in
+        client: a ``RemoteServers``, whose servers are checked, taken out and brought back. While it is paused, those in
             service are not checked, as a paused server may not answer a check that generates.
         interval: seconds between two looks at the servers that are out.
         check_interval: seconds between two checks of a server in service.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import WeightUpdateError
-from rollwright.inference.remote import RemoteRequests
+from rollwright.inference.remote_requests import RemoteRequests
 from rollwright.inference.router import Server
 
 

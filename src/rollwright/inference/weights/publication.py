@@ -87,7 +87,7 @@ class RemoteClient(RemoteVersions):
         self._mapped: MappedWeights | None = None
 
     def destroy(self) -> None:
-        """See ``RemoteRequests.destroy``; what was shared with the servers is removed."""
+        """See ``RemoteServers.destroy``; what was shared with the servers is removed."""
         super().destroy()
         if self._mapped is not None:
             self._mapped.close()

@@ -68,7 +68,7 @@ class RemoteVersions(RemotePauses):
     # -- the first servers -----------------------------------------------------------------------------------------------
 
     def _connect(self, router: Router) -> None:
-        """See ``RemoteRequests._connect``; servers that are replaced when they are lost are not all waited for.
+        """See ``RemoteServers._connect``; servers that are replaced when they are lost are not all waited for.
 
         Servers that were just started are given a number for their weights; one that they have is taken over.
         """
