@@ -215,7 +215,9 @@ def read_past(
 def _furthest(episodes: list[RecordedEpisode], failed: float) -> RecordedEpisode | None:
     """Of the episodes of one sample the one to go on from: each began with what the one before it had been answered.
 
-    One that diverged, or whose group failed, began anew: neither it nor those before it count.
+    One that diverged, or whose group failed, began anew: neither it nor those before it count. Which were before goes by the clocks of
+    the hosts, as nothing else orders what several workers wrote. Where these differ, one begins anew that could go on, or goes on from
+    what diverged, diverges again and begins anew: that costs tokens, and none that are trained are wrong.
     """
     diverged = (each.begin.time for each in episodes if each.end is not None and each.end.outcome == "diverged")
     anew = max(diverged, default=0.0)
