@@ -31,7 +31,7 @@ from rollwright.experience.merged_turns import experiences_of
 from rollwright.experience.recorder import Recorder, RequestRecord
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.server.bodies import Body, Chat, Completion
-from rollwright.inference.server.chat import template_messages
+from rollwright.inference.server.chat import template_messages, tools_of
 from rollwright.inference.server.exchange import CONTEXT_LENGTH_EXCEEDED, RequestError, as_request_error
 from rollwright.inference.server.images import ImageReader
 from rollwright.inference.server.openai import OpenAIProtocol
@@ -304,7 +304,7 @@ class OpenAIEpisode(OpenAIProtocol):
             if call.is_chat and not has_false_image:
                 conversation = self._conversation(self._variables(given))
                 (reply,) = template_messages([choice["message"]])
-                conversation.remember(call.messages, reply, request.input_ids, response.output_tokens, self._tools(given))
+                conversation.remember(call.messages, reply, request.input_ids, response.output_tokens, tools_of(given))
 
     # -- runs that outlive their process -------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Chats in the OpenAI protocol: messages as chat templates want them."""
+"""Chats in the OpenAI protocol: messages as chat templates want them, and the tools that are offered."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollwright.inference.server.exchange import RequestError
+from rollwright.inference.server.tool_calls import ToolConvention
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -42,6 +43,46 @@ def has_images(messages: list[Any]) -> bool:
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return any(isinstance(part, dict) and part.get("type") == "image_url" for part in parts)
+
+
+def tools_of(fields: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """The tools that a request's ``fields`` offer; None: none.
+
+    Raises:
+        RequestError: one has no name, or parameters that are no JSON Schema.
+    """
+    tools = fields.get("tools") or []
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not function.get("name") or not isinstance(function["name"], str):
+            raise RequestError(f"tools[{index}] has no function with a name.", param="tools")
+        parameters = function.get("parameters") or {}
+        if not isinstance(parameters, dict) or not isinstance(parameters.get("properties") or {}, dict):
+            raise RequestError(f"tools[{index}].function.parameters is no JSON Schema of an object.", param="tools")
+    return tools if tools and fields.get("tool_choice") != "none" else None
+
+
+def beginning_of_reply(fields: dict[str, Any], convention: ToolConvention) -> str:
+    """What the reply is made to begin with: a tool call where ``tool_choice`` asks for one.
+
+    Raises:
+        RequestError: it names a tool that is not offered.
+    """
+    choice = fields.get("tool_choice") or "auto"
+    if choice in ("auto", "none"):
+        return ""
+    names = [tool["function"]["name"] for tool in tools_of(fields) or []]
+    if choice == "required" and names:
+        return convention.beginning_of_call(None)
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if name not in names:
+        raise RequestError(
+            f"tool_choice={choice!r} cannot be honoured with the tools {', '.join(names) or '(none)'}: use auto, none, required, "
+            "or {'type': 'function', 'function': {'name': …}} with the name of one of them.",
+            param="tool_choice",
+        )
+    return convention.beginning_of_call(name)
 
 
 def _template_message(message: Any, where: str, place: Place) -> dict[str, Any]:

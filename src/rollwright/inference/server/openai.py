@@ -23,7 +23,7 @@ from rollwright.config.generation import GenerationHyperparameters
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.server.bodies import Chat, Completion
-from rollwright.inference.server.chat import has_images, template_messages
+from rollwright.inference.server.chat import beginning_of_reply, has_images, template_messages, tools_of
 from rollwright.inference.server.exchange import (
     LARGE,
     RequestError,
@@ -213,12 +213,12 @@ class OpenAIProtocol:
             for message in messages if self.images.sees else ():
                 if message["role"] == "assistant":  # what it once sampled stands for no image
                     message["content"] = message["content"].replace(self.images.token, "")
-            ids = self._render(messages, self._tools(fields), fields, variables)
+            ids = self._render(messages, tools_of(fields), fields, variables)
         except RequestError:
             raise
         except Exception as error:  # jinja raises its own errors for conversations that a template does not allow
             raise RequestError(f"The chat template refuses the conversation: {error}", param="messages") from error
-        begun = self._begun(fields)
+        begun = beginning_of_reply(fields, self.convention)
         if begun:
             ids = [*ids, *self.tokenizer.encode(begun, add_special_tokens=False)]
         ids = self._reader.checked(ids, "messages")
@@ -240,36 +240,6 @@ class OpenAIProtocol:
 
     def _encode(self, text: str) -> list[int]:
         return self._reader.encode(text, "messages", add_special_tokens=False)
-
-    @staticmethod
-    def _tools(fields: dict[str, Any]) -> list[dict[str, Any]] | None:
-        tools = fields.get("tools") or []
-        for index, tool in enumerate(tools):
-            function = tool.get("function") if isinstance(tool, dict) else None
-            if not isinstance(function, dict) or not function.get("name") or not isinstance(function["name"], str):
-                raise RequestError(f"tools[{index}] has no function with a name.", param="tools")
-            parameters = function.get("parameters") or {}
-            if not isinstance(parameters, dict) or not isinstance(parameters.get("properties") or {}, dict):
-                raise RequestError(f"tools[{index}].function.parameters is no JSON Schema of an object.", param="tools")
-        return tools if tools and fields.get("tool_choice") != "none" else None
-
-    def _begun(self, fields: dict[str, Any]) -> str:
-        """What the reply is made to begin with: a tool call where ``tool_choice`` asks for one."""
-        choice = fields.get("tool_choice") or "auto"
-        if choice in ("auto", "none"):
-            return ""
-        names = [tool["function"]["name"] for tool in self._tools(fields) or []]
-        if choice == "required" and names:
-            return self.convention.beginning_of_call(None)
-        function = choice.get("function") if isinstance(choice, dict) else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if name not in names:
-            raise RequestError(
-                f"tool_choice={choice!r} cannot be honoured with the tools {', '.join(names) or '(none)'}: use auto, none, required, "
-                "or {'type': 'function', 'function': {'name': …}} with the name of one of them.",
-                param="tool_choice",
-            )
-        return self.convention.beginning_of_call(name)
 
     def _call(self, endpoint: str, body: dict[str, Any], fields: dict[str, Any], prompts: Prompts, prefix: str) -> OpenAICall:
         samples = fields.get("n", 1)
@@ -305,8 +275,8 @@ class OpenAIProtocol:
             messages=prompts.messages,
             prefix=prefix,
             samples=samples,
-            tools=bool(endpoint == CHAT and self._tools(fields)),
-            begun=self._begun(fields) if endpoint == CHAT else "",
+            tools=bool(endpoint == CHAT and tools_of(fields)),
+            begun=beginning_of_reply(fields, self.convention) if endpoint == CHAT else "",
             logprobs=returns_logprobs,
             echo=bool(fields.get("echo")),
             samples_nothing=fields.get("max_tokens") == 0,
@@ -319,7 +289,7 @@ class OpenAIProtocol:
     def _separates_reasoning(self, fields: dict[str, Any]) -> bool:
         """Whether the model's template knows reasoning, and nobody asked to leave it in the text or begun a call."""
         knows = ReasoningSplit.OPENING in str(getattr(self.tokenizer, "chat_template", None))
-        return knows and fields.get("separate_reasoning", True) and not self._begun(fields)
+        return knows and fields.get("separate_reasoning", True) and not beginning_of_reply(fields, self.convention)
 
     def _gconfig(
         self, fields: dict[str, Any], endpoint: str, prompt_length: int, begins_reasoning: bool = False
@@ -345,7 +315,7 @@ class OpenAIProtocol:
 
     def _end_of_calls(self, fields: dict[str, Any]) -> list[str]:
         """What ends a reply after its first tool call, where no more are wanted."""
-        if fields.get("parallel_tool_calls", True) or not self._tools(fields):
+        if fields.get("parallel_tool_calls", True) or not tools_of(fields):
             return []
         if self.convention.closing is None:
             raise RequestError(
@@ -358,9 +328,9 @@ class OpenAIProtocol:
         """The generation argument that makes a reply follow ``response_format``."""
         if (schema := fields.get("response_format")) is None:
             return {}
-        if self._begun(fields):
+        if beginning_of_reply(fields, self.convention):
             raise RequestError("response_format cannot be honoured where tool_choice forces a call.", param="response_format")
-        convention = self.convention if self._tools(fields) else None
+        convention = self.convention if tools_of(fields) else None
         return reply_grammar(schema, self.tokenizer, convention=convention, begins_reasoning=begins_reasoning)
 
     # -- answers -------------------------------------------------------------------------------------------------------
