@@ -145,7 +145,7 @@ class Maker:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_what_stays_on_a_node_is_fetched_by_others_and_lost_with_it(another_ray, tmp_path):
-    first = another_ray(11)
+    first = another_ray(11, health_check_initial_delay_ms=1000, health_check_period_ms=1000, health_check_failure_threshold=3)
     cluster = RayCluster(ClusterConfig(kind="ray", address=first.address), tmp_path)
     try:
         maker, other = (cluster.process(name, "test_ray:Maker", lambda: (), cpus=3, gpus=0) for name in ("maker 0", "maker 1"))

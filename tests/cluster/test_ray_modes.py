@@ -74,7 +74,7 @@ def test_sampling_runs_ahead_and_evaluates_while_workers_and_servers_join(grpo, 
     assert len(delivered) == len(set(delivered)) == 5 * len(steps)
     assert sorted(end.ordinal for end in ends if end.is_eval) == sorted([*range(6)] * len(evaluated))
     assert len(begun[False]) == 2  # the worker that joined, too
-    assert not begun[True] & begun[False]  # held-out tasks are run by the process that decides
+    assert begun[True] <= begun[False]  # workers run held-out tasks as well
 
 
 def dumped(directory: Path) -> int:

@@ -61,11 +61,16 @@ def pack_outline(rows: Trajectory) -> bytes:
     tensors |= {
         "input_ids": rows["input_ids"].new_empty(count, 0),
         "row_lengths": row_lengths(rows),
-        "sampled_tokens": rows["loss_mask"].sum(1),
+        "sampled_tokens": sampled_tokens(rows),
         "oldest_versions": torch.where(oldest_B == newest, -1, oldest_B),
     }
     details = [{"metrics": each.get("metrics", {})} for each in rows.get("details", [])]
     return pack_bytes(tensors, {"details": details, "columns": _columns(rows)})
+
+
+def sampled_tokens(rows: Trajectory) -> torch.Tensor:
+    """Sampled tokens of each row, ``[B]``; of an outline as well."""
+    return rows["sampled_tokens"] if KEPT in rows else rows["loss_mask"].sum(1)
 
 
 def _columns(rows: Trajectory) -> str:

@@ -45,7 +45,7 @@ class RolloutExecutor:
         deterministic: batches leave in the order of their ordinals (docs/determinism.md).
         batch_size: groups in a training batch, for the admission rule; None: learnt from ``prepare_batch``.
         journal: what episodes are asked and answered is written there; None: nowhere.
-        elsewhere: runs the episodes of training in other processes; None: they run on the loop of this one.
+        elsewhere: runs the episodes in other processes; None: they run on the loop of this one.
 
     Raises:
         ConfigError: ``over_sampling`` in deterministic mode: what it cuts is for the clock to decide.

@@ -46,7 +46,7 @@ GRACE_SECONDS = 10.0  # that a cancelled sample gets to end
 
 
 class Elsewhere(Protocol):
-    """Runs episodes of training in other processes."""
+    """Runs episodes in other processes."""
 
     async def run(self, group: Group, sample: SampleEngine) -> Trajectory | None:
         """The rows of an episode, normalised and checked; None where it was rejected. Raises why it failed; where it did not run as
@@ -64,7 +64,7 @@ class Runner:
         seed: the run's seed.
         deterministic: batches leave in the order of their ordinals.
         journal: of what episodes are answered; None: they are not written down.
-        elsewhere: runs the episodes of training, and writes their journal; None: they run here.
+        elsewhere: runs the episodes, and writes their journal; None: they run here.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Runner:
 
     def _start(self, group: Group, index: int, attempt: int) -> None:
         name = SampleName(group.ordinal, index, attempt, group.is_eval)
-        journal = self.journal if self.elsewhere is None or group.is_eval else None
+        journal = self.journal if self.elsewhere is None else None
         sample = SampleEngine(
             self.engine,
             name,
@@ -182,7 +182,7 @@ class Runner:
         if limit is not None:
             timer = self.loop.call_later(limit, self._cancel_late, group, sample)
         try:
-            if self.elsewhere is not None and not group.is_eval:
+            if self.elsewhere is not None:
                 return await self.elsewhere.run(group, sample)
             with sandboxed(self.config.sandbox):
                 result = await group.workflow.arun_episode(sample, dict(group.data))

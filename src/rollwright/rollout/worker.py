@@ -34,7 +34,7 @@ Answer = tuple[tuple[bytes | None, list[Any]], bytes | None]
 
 
 class RolloutWorker:
-    """Runs episodes of one workflow with one engine.
+    """Runs episodes of one workflow with one engine, and those of held-out tasks.
 
     Args:
         engine: an engine, connected; it is destroyed with the worker.
@@ -44,6 +44,7 @@ class RolloutWorker:
         group_size: samples of a task, which a workflow must not make by itself.
         seed: the run's.
         journal: what episodes are asked and answered is written there.
+        evaluation: the workflow of held-out tasks, and arguments of its constructor; None: the same.
     """
 
     def __init__(
@@ -56,9 +57,10 @@ class RolloutWorker:
         group_size: int = 1,
         seed: int = 1,
         journal: Journal | None = None,
+        evaluation: tuple[Any, dict[str, Any] | None] | None = None,
     ) -> None:
         self.engine = engine
-        self._workflow = workflow, workflow_kwargs
+        self._workflow, self._evaluation = (workflow, workflow_kwargs), evaluation
         self._group_size = group_size
         self._factory = GroupFactory()
         self._thread = LoopThread(at_exit=self.close)
@@ -81,7 +83,8 @@ class RolloutWorker:
             RolloutError: it failed; the message is the cause in one line, and the traceback is a note.
         """
         sample = SampleName(*name)
-        group = self._factory.make(unpack_value(task), *self._workflow, group_size=self._group_size)
+        workflow = (self._evaluation if sample.is_eval else None) or self._workflow
+        group = self._factory.make(unpack_value(task), *workflow, group_size=self._group_size, is_eval=sample.is_eval)
         group.ordinal, group.runs = sample.ordinal, [samples_asked] * (sample.index + 1)
         if past is not None:
             group.past = {sample.index: past.rewind()}

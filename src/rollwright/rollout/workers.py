@@ -208,7 +208,7 @@ class WorkerPool:
 
     async def _recorded(self, name: SampleName) -> RecordedEpisode | None:
         """What the journal has of an episode; those that are lost together are looked for together."""
-        if self._journal is None:
+        if self._journal is None or name.is_eval:  # an evaluation begins anew
             return None
         self._sought.add(name.ordinal)
         async with self._reading:  # entered in the order in which they came, so the last that was found has this one

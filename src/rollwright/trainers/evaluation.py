@@ -13,6 +13,7 @@ from typing import Any
 from rollwright.config.experiment import EvalConfig
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import ConfigError, RolloutError
+from rollwright.experience.kept_rows import sampled_tokens
 from rollwright.experience.trajectory import Trajectory
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.progress import progress_bar
@@ -35,12 +36,7 @@ def evaluate(
     Raises:
         RolloutError: a task gave no sample, so that the mean would be over other tasks than those asked for.
     """
-    kwargs: dict[str, Any] | None = None
-    if inspect.isclass(workflow) or isinstance(workflow, str):
-        kwargs = {**(workflow_kwargs or {}), "gconfig": gconfig.new(n_samples=1)}
-    elif not isinstance(workflow, TaskRunner) and hasattr(workflow, "gconfig"):  # an instance: the same with other arguments
-        workflow = copy.copy(workflow)
-        workflow.gconfig = _with_stops_of(workflow.gconfig, gconfig.new(n_samples=1))
+    workflow, kwargs = evaluating(workflow, workflow_kwargs, gconfig)
     trajectory = rollout.rollout_batch(
         list(tasks), workflow=workflow, workflow_kwargs=kwargs, group_size=gconfig.n_samples, is_eval=True
     )
@@ -56,9 +52,21 @@ def evaluate(
         tasks=len(tasks),
         samples=len(rewards),
         truncated=float(sample_means(trajectory, trajectory["truncated"].float()).mean()),
-        response_tokens=float(trajectory["loss_mask"].sum()) / len(rewards),
+        response_tokens=float(sampled_tokens(trajectory).sum()) / len(rewards),
         trajectory=trajectory,
     )
+
+
+def evaluating(
+    workflow: Any, kwargs: dict[str, Any] | None, gconfig: GenerationHyperparameters
+) -> tuple[Any, dict[str, Any] | None]:
+    """A workflow, and its constructor's arguments, as they evaluate: with ``gconfig``, one sample at a time."""
+    if inspect.isclass(workflow) or isinstance(workflow, str):
+        return workflow, {**(kwargs or {}), "gconfig": gconfig.new(n_samples=1)}
+    if not isinstance(workflow, TaskRunner) and hasattr(workflow, "gconfig"):  # an instance: the same with other arguments
+        workflow = copy.copy(workflow)
+        workflow.gconfig = _with_stops_of(workflow.gconfig, gconfig.new(n_samples=1))
+    return workflow, None
 
 
 def _with_stops_of(own: Any, gconfig: GenerationHyperparameters) -> GenerationHyperparameters:

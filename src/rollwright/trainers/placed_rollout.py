@@ -27,9 +27,10 @@ from rollwright.rollout.worker import RolloutWorker
 from rollwright.rollout.workers import Process, WorkerPool, wait_running
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
+from rollwright.trainers.evaluation import evaluating
 from rollwright.trainers.placed_ranks import PlacedRanks
 from rollwright.trainers.task_services import PlacedModelConfig, TaskServices, serve
-from rollwright.trainers.tasks import training_workflow
+from rollwright.trainers.tasks import evaluation_workflow, training_workflow
 
 logger = getLogger("rollout")
 
@@ -247,7 +248,7 @@ class PlacedServer:
 
 
 def open_worker(where: Any, config: PPOConfig, addresses: list[str], directory: str) -> RolloutWorker:
-    """A worker that runs the config's workflow, or its tasksets, with the servers at these addresses.
+    """A worker that runs the config's workflow, or its tasksets, and those of held-out tasks, with the servers at these addresses.
 
     Args:
         where: it was placed (``cluster.host.Place``); not used.
@@ -268,11 +269,16 @@ def open_worker(where: Any, config: PPOConfig, addresses: list[str], directory: 
         kept = dataclasses.replace(config.journal, keep=None)
         journal = Journal(Path(directory) / "journal", kept, hidden_texts(config))
     services = TaskServices(config, tokenizer, Path(directory) / "logs")  # a front of its own; it ends with the process
+    trained, (held_out, kwargs) = (
+        training_workflow(config, tokenizer, None, services),
+        evaluation_workflow(config, tokenizer, services),
+    )
     return RolloutWorker(
         client,
         rollout,
-        training_workflow(config, tokenizer, None, services),
+        trained,
         group_size=config.gconfig.n_samples,
         seed=config.seed,
         journal=journal,
+        evaluation=None if held_out is None else evaluating(held_out, kwargs, config.evaluator.gconfig),
     )

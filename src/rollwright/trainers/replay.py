@@ -24,6 +24,7 @@ from rollwright.experience.journal.tasks import ImageDigest, digest_of, images_i
 from rollwright.rewards.wrapper import REWARD_CALLS
 from rollwright.rollout.replay import Replayed, Replayer
 from rollwright.trainers import tasks
+from rollwright.trainers.evaluation import evaluating
 from rollwright.trainers.rollout_backend import make_local_engine
 from rollwright.trainers.shared_run import SERVICE_FILE
 from rollwright.trainers.task_services import TaskServices
@@ -202,9 +203,5 @@ class RunReplay:
         config, gconfig = self.config, self.config.evaluator.gconfig
         services = TaskServices(config, self.tokenizer, self.directory / "logs")
         self._opened.callback(services.close)
-        if config.eval_tasksets:
-            return tasks.evaluation_runner(config, self.tokenizer, services), None, 1
-        workflow = config.eval_workflow or config.workflow
-        given = config.workflow_kwargs if config.eval_workflow_kwargs is None else config.eval_workflow_kwargs
-        kwargs = tasks.workflow_arguments(config, workflow, given, self.tokenizer)
-        return workflow, {**kwargs, "gconfig": gconfig.new(n_samples=1)}, gconfig.n_samples
+        workflow, kwargs = evaluating(*tasks.evaluation_workflow(config, self.tokenizer, services), gconfig)
+        return workflow, kwargs, 1 if config.eval_tasksets else gconfig.n_samples

@@ -16,10 +16,9 @@ from torch import Tensor
 from rollwright.config.experiment import BaseExperimentConfig, PPOConfig
 from rollwright.config.loading import config_to_dict, save_config
 from rollwright.errors import LostProcessError, WeightUpdateError
-from rollwright.experience.contract import KEPT
 from rollwright.experience.journal.files import Journal
 from rollwright.experience.journal.records import Phase, Published, Trained
-from rollwright.experience.kept_rows import fetched
+from rollwright.experience.kept_rows import fetched, sampled_tokens
 from rollwright.experience.trajectory import Trajectory, row_lengths
 from rollwright.inference.engine import TOLERANCE_OF_16_BITS
 from rollwright.tracking import logging
@@ -129,7 +128,14 @@ class StageRun:
         """Log an evaluation, with what else was ``reported`` while it ran, and show it."""
         self.log(step, {**(reported or {}), **{f"eval/{name}": value for name, value in result.as_metrics().items()}})
         self.display.evaluation(step, result.reward)
-        self.dumper.dump(step, result.trajectory, name="eval")
+        self.dump(step, result.trajectory, name="eval")
+
+    def dump(self, step: int, batch: Trajectory, name: str = "step") -> None:
+        """Write a few rows of a step to read, wherever their tokens are."""
+        try:
+            self.dumper.dump(step, batch, name, fetched)
+        except LostProcessError as error:
+            logger.warning("there is no dump of %s %d: %s", name, step, error)
 
     def curve(self, name: str) -> list[tuple[int, float]]:
         """``(step, value)`` of one metric, as written so far."""
@@ -167,7 +173,7 @@ def report_step(
         publication: of ``version``; None: it was not published.
     """
     rewards = sample_means(batch, batch["rewards"])
-    sampled = float(batch["sampled_tokens" if KEPT in batch else "loss_mask"].sum())
+    sampled = float(sampled_tokens(batch).sum())
     lengths = row_lengths(batch).float()
     seconds, began = run.timer.export(), run.timer.beginnings()
     reward = float(rewards.mean())
@@ -194,10 +200,7 @@ def report_step(
         journal_step(run.journal, step, batch, stats, version, publication)
         for name, taken in seconds.items():
             run.journal.write(Phase(step, name, taken, began.get(name, 0.0)), may_hold_secrets=False)
-    try:
-        run.dumper.dump(step, batch, fetch=fetched)
-    except LostProcessError as error:
-        logger.warning("step %d is trained, and of its rows there is no dump: %s", step, error)
+    run.dump(step, batch)
     run.display.step(
         step,
         reward,

@@ -208,11 +208,7 @@ class PPOTrainer(PolicyTrainer):
             ``{"steps", "reward", "eval": {step: reward}, "seconds": {...}, "checkpoint": path}``.
         """
         config = self.config
-        if config.cluster.kind == "ray" and not (workflow is None and workflow_kwargs is None):
-            raise ConfigError(
-                "train() was given a workflow, which workers on a cluster cannot be handed: name it as `workflow:` in the config, and its "
-                "arguments as `workflow_kwargs:`."
-            )
+        self._refuse_given("train", workflow, workflow_kwargs, eval_workflow, eval_workflow_kwargs)
         if workflow is None and config.tasksets:
             workflow = training_workflow(config, self.tokenizer, self.loader, self.services)
         if eval_workflow is None and config.eval_tasksets:
@@ -229,6 +225,13 @@ class PPOTrainer(PolicyTrainer):
         self._evaluated = chosen, workflow_arguments(config, chosen, given, self.tokenizer) if given is not None else kwargs
         self._operators = GroupOperators(config.store.operators) if config.store and config.store.operators else None
         return super().train()
+
+    def _refuse_given(self, method: str, *given: Any) -> None:
+        if self.config.cluster.kind == "ray" and any(each is not None for each in given):
+            raise ConfigError(
+                f"{method}() was given a workflow or arguments of it, which workers on a cluster cannot be handed: name them in the config "
+                "(workflow, workflow_kwargs, eval_workflow, eval_workflow_kwargs, evaluator.gconfig)."
+            )
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -281,6 +284,7 @@ class PPOTrainer(PolicyTrainer):
             workflow_kwargs: its arguments.
             gconfig: generation arguments; None: the evaluator's.
         """
+        self._refuse_given("evaluate", workflow, workflow_kwargs, gconfig)
         if workflow is None:
             workflow, workflow_kwargs = self._evaluated
         return evaluate(self.rollout, self.valid_dataset, workflow, workflow_kwargs, gconfig or self.config.evaluator.gconfig)

@@ -57,13 +57,22 @@ def held_out_tasks(
 
     ``n_samples`` is the number of samples of each task of a taskset, whatever it says; None: as it says.
     """
+    workflow, kwargs = evaluation_workflow(config, tokenizer, services, n_samples=n_samples)
+    return ([] if workflow is None else evaluation_rows(config)), workflow, kwargs
+
+
+def evaluation_workflow(
+    config: PPOConfig, tokenizer: Any, services: TaskServices, *, n_samples: int | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """What runs held-out tasks, and its constructor's arguments: a runner of the evaluation tasksets, the config's ``eval_workflow``, or
+    that of training; None where it names none. ``n_samples`` as for ``held_out_tasks``."""
     if config.eval_tasksets:
-        return evaluation_rows(config), evaluation_runner(config, tokenizer, services, n_samples=n_samples), {}
+        return evaluation_runner(config, tokenizer, services, n_samples=n_samples), {}
     workflow = config.eval_workflow or config.workflow
     if workflow is None:
-        return [], None, {}
+        return None, {}
     given = config.workflow_kwargs if config.eval_workflow_kwargs is None else config.eval_workflow_kwargs
-    return evaluation_rows(config), workflow, workflow_arguments(config, workflow, given, tokenizer)
+    return workflow, workflow_arguments(config, workflow, given, tokenizer)
 
 
 def evaluation_rows(config: PPOConfig) -> list[Row]:

@@ -547,12 +547,33 @@ def test_a_worker_that_cannot_write_its_journal_says_so_and_nobody_waits(make, t
             executor.wait_for_task(task, timeout=20)
 
 
-def test_evaluation_runs_here(make):
+class HeldOut(OneTurn):
+    async def arun_episode(self, engine, data):
+        get_tracker("rollout").scalar(held_out=1.0)
+        return {**await super().arun_episode(engine, data), "reward": 7.0}
+
+
+def test_evaluation_runs_there_with_a_workflow_of_its_own(make, tmp_path):
     executor, processes = make()
-    batch = executor.rollout_batch(rows(2), OneTurn(), is_eval=True)
-    assert batch["rewards"].tolist() == [0.0, 1.0]
-    assert not runs(processes[0])
-    assert not runs(processes[1])
+    for process in processes:
+        process.worker._evaluation, process.worker._runner.journal = (HeldOut(), None), Journal(tmp_path)
+    executor._runner.elsewhere._journal = tmp_path
+    assert executor.rollout_batch(rows(2), OneTurn())["rewards"].tolist() == [0.0, 1.0]
+    get_tracker().export(reset=True)
+    assert executor.rollout_batch(rows(2), HeldOut(), is_eval=True)["rewards"].tolist() == [7.0, 7.0]
+    assert [runs(process) for process in processes] == [[(0, 0)] * 2, [(1, 0)] * 2]
+    assert get_tracker().export()["eval/rollout/held_out"] == 1.0
+    assert sorted(episode.begin.is_eval for episode in read_episodes(tmp_path)) == [False, False, True, True]
+
+
+def test_an_evaluation_of_a_lost_worker_takes_no_past_from_the_training_task_of_its_ordinal(make, tmp_path):
+    executor, (process,) = make(count=1)
+    process.worker._runner.journal = Journal(tmp_path)
+    executor._runner.elsewhere._journal = tmp_path
+    executor.rollout_batch(rows(1), OneTurn())
+    process.lose()
+    assert executor.rollout_batch(rows(1), OneTurn(), is_eval=True)["rewards"].tolist() == [0.0]
+    assert [words[4] for words in process.asked if words[0] == "run"] == [None, None, None]
 
 
 def test_a_worker_that_is_lost_while_it_starts_again_is_started_once_more(make):
