@@ -43,7 +43,7 @@ def report(error: Exception) -> None:
 
 def _tells(error: Exception) -> bool:
     """False in a process that fails because another one has, or as another one does."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1" or not os.environ["WORLD_SIZE"].isdigit():
         return True
     if isinstance(error, LostRankError):  # an agent tells which process it was
         return os.environ.get("RANK") == "0" and "TORCHELASTIC_RUN_ID" not in os.environ

@@ -36,7 +36,10 @@ TRAINS = ("sft", "dpo", "rl")
 
 def started_processes() -> int:
     """Processes that were started to train together, this one among them."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    world = os.environ.get("WORLD_SIZE", "1")
+    if not world.isdigit():
+        raise ConfigError(f"WORLD_SIZE is {world!r} in the environment, and torchrun sets a number: unset it.")
+    return int(world)
 
 
 def join(stages: Sequence[Stage]) -> None:

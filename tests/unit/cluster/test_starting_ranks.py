@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from rollwright.cli.main import main
 from rollwright.cluster.ranks import start_ranks
 from rollwright.errors import ConfigError, TrainingError
 from rollwright.training import parallel
@@ -27,6 +29,16 @@ def test_a_rank_whose_agent_ended_while_it_began_does_nothing(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (1, "")
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_world_size_that_is_no_number_is_told_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    monkeypatch.chdir(tmp_path)
+    Path("grpo.yaml").write_text(
+        "{actor: {path: m}, train_dataset: {path: arithmetic}, workflow: rlvr, reward_fn: numeric_reward}"
+    )
+    assert main(["run", "grpo.yaml"]) == 1
+    assert capsys.readouterr().err == "error: WORLD_SIZE is 'two' in the environment, and torchrun sets a number: unset it.\n"
 
 
 def test_a_world_size_without_the_rest_says_how_to_start(monkeypatch):
