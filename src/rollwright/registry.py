@@ -122,6 +122,11 @@ class Registry(Generic[Entry]):
         ported = [path.replace(":", ".") for path in self.built_in.values() if re.split("[.:]", path)[-1] == last]
         near = ported or get_close_matches(last, [*self._entries, *self.built_in], n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
+        if re.search("[.:]", name) and tried[1:]:  # an import path: the names of the registry are beside the point
+            raise self.error(
+                f"{self.kind} {name!r} was not found.{hint} Tried: {'; '.join(tried[1:])}. It is an import path: modules are looked for in the "
+                "current directory, in PYTHONPATH and among installed packages."
+            )
         raise self.error(
             f"{self.kind} {name!r} was not found.{hint} Tried: {'; '.join(tried)}. Give a registered name (register it with "
             f"@{self.variable}.register in a module that is imported or in a plugin: plugins: in the config, --plugin-dir, "

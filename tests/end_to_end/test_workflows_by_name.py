@@ -96,6 +96,6 @@ def test_a_module_of_the_users_own(config, tmp_path, monkeypatch):
 def test_a_name_that_is_nowhere_is_an_error_that_lists_what_was_tried(config):
     with (
         PPOTrainer(config, TASKS) as trainer,
-        pytest.raises(RollwrightError, match=r"(?s)Tried: registered names .*there is no module"),
+        pytest.raises(RollwrightError, match=r"(?s)Tried: module .*there is no module"),
     ):
         trainer.train(workflow="rollwright.workflows.multi_turns.MultiTurnWorkflow", workflow_kwargs={})

@@ -110,6 +110,11 @@ def test_instances_can_be_entries():
             "other.system.Counter",
             r"Did you mean 'collections\.Counter'\?.*module 'other.system' \(there is no module 'other'\)",
         ),
+        (
+            "no_such_module.Zzz",
+            r"^gadget 'no_such_module\.Zzz' was not found\. Tried: module 'no_such_module' \(there is no module 'no_such_module'\)\. It is "
+            r"an import path: modules are looked for in the current directory, in PYTHONPATH and among installed packages\.$",
+        ),
         ("collections.OrderedDic", r"it has no 'OrderedDic'; did you mean 'OrderedDict'\?"),
         ("sys.maxsize", r"sys\.maxsize is int, which is no gadget"),
         (

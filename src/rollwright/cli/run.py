@@ -76,6 +76,10 @@ def run(
 
                 typer.echo("\n".join(placement_in_words(policy)))
         return
+    if cluster.kind != "slurm" and os.environ.get("RANK", "0") == "0":
+        from rollwright.trainers.dry_run import refuse_missing_files
+
+        refuse_missing_files(stages)
     if cluster.kind == "slurm":
         look_up_names(stages)
         from rollwright.cluster.slurm import run_job

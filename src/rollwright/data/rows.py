@@ -55,7 +55,7 @@ def read_rows(path: str | Path, split: str = "train", name: str | None = None, l
         placed = _file_rows(local)
     elif local.is_dir():
         placed = _directory_rows(local, split, name)
-    elif local.suffix in ENDINGS or str(path).startswith((".", "/", "~")):
+    elif names_a_file(path):
         raise DataError(f"there is no file or directory {path} (looked from {Path.cwd()}); check the dataset's path.")
     else:
         placed = _hub_rows(str(path), split, name)
@@ -72,6 +72,11 @@ def _file_rows(file: Path) -> Iterator[tuple[Row, str]]:
         if not isinstance(row, dict):
             raise DataError(f"{place}: a row is an object of columns, this is {json.dumps(row)[:80]}.")
         yield row, place
+
+
+def names_a_file(path: str | Path) -> bool:
+    """Whether a path is one of this machine by its look, and no name of a dataset."""
+    return Path(path).suffix in ENDINGS or str(path).startswith((".", "/", "~"))
 
 
 def _jsonl_rows(file: Path) -> Iterator[tuple[Any, str]]:

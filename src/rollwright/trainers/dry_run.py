@@ -13,6 +13,7 @@ from rollwright.config.source import Faults, KeyPath
 from rollwright.config.tasksets import DatasetConfig
 from rollwright.data.datasets import get_dataset
 from rollwright.data.drawing import taskset_rows
+from rollwright.data.rows import names_a_file
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError, RollwrightError
 
@@ -27,11 +28,29 @@ def refuse_missing_inputs(stages: Sequence[Stage]) -> None:
     Raises:
         ConfigError: with everything that a run would not find, its key, file and line.
     """
+    _refuse(stages, _faults_of)
+
+
+def refuse_missing_files(stages: Sequence[Stage]) -> None:
+    """Look for the models and datasets that are named by a path of this machine; nothing is read, and no network asked.
+
+    Raises:
+        ConfigError: with everything that is not there and that no earlier stage makes, its key, file and line.
+    """
+    _refuse(stages, _missing_files)
+
+
+def _refuse(stages: Sequence[Stage], faults_of: Callable[[Any, Callable[[str], bool]], Iterator[Fault]]) -> None:
     messages: list[str] = []
     made: list[Path] = []
+
+    def is_there(path: str) -> bool:
+        """False where a path is not given, or an earlier stage makes it."""
+        return bool(path) and not any(Path(path).absolute().is_relative_to(each) for each in made)
+
     for stage in stages:
         faults = Faults(stage.origins)
-        for path, message in _faults_of(stage.config, made):
+        for path, message in faults_of(stage.config, is_there):
             faults.add(path, message)
         messages += faults.messages
         made.append(_output_of(stage.config))
@@ -46,11 +65,18 @@ def _output_of(config: Any) -> Path:
     return (Path(config.cluster.fileroot) / config.experiment_name / config.trial_name).absolute()
 
 
-def _faults_of(config: Any, made: Sequence[Path]) -> Iterator[Fault]:
-    def is_there(path: str) -> bool:
-        """False where a path is not given, or an earlier stage makes it."""
-        return bool(path) and not any(Path(path).absolute().is_relative_to(each) for each in made)
+def _missing_files(config: Any, is_there: Callable[[str], bool]) -> Iterator[Fault]:
+    for key, path, _ in _models(config):
+        if (
+            key[0] != "rollout" and is_there(path) and (fault := _missing_directory(path))
+        ):  # rollout.path may be another machine's
+            yield key, fault
+    for key, section, _ in _datasets(config):
+        if is_there(section.path) and names_a_file(section.path) and not Path(section.path).expanduser().exists():
+            yield (*key, "path"), f"is {section.path}, and there is no such file or directory (looked from {Path.cwd()})"
 
+
+def _faults_of(config: Any, is_there: Callable[[str], bool]) -> Iterator[Fault]:
     for key, path, needs_weights in _models(config):
         if is_there(path) and (fault := _model_fault(path, needs_weights)):
             yield key, fault
@@ -106,8 +132,8 @@ def _model_fault(path: str, needs_weights: bool) -> str | None:
         if needs_weights and not any(directory.glob("*.safetensors")) and not any(directory.glob("*.bin")):
             return f"is {path}, which has a configuration and no weights (*.safetensors)"
         return None
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        return f"is {path}, and there is no such directory (looked from {Path.cwd()})"
+    if fault := _missing_directory(path):
+        return fault
     from transformers import AutoConfig
 
     try:
@@ -116,6 +142,12 @@ def _model_fault(path: str, needs_weights: bool) -> str | None:
         if "trust_remote_code" not in str(error):
             cause = " ".join(str(error).split())[:200]
             return f"is {path}, which is neither a directory (looked from {Path.cwd()}) nor a model at Hugging Face: {cause}"
+    return None
+
+
+def _missing_directory(path: str) -> str | None:
+    if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).expanduser().is_dir():
+        return f"is {path}, and there is no such directory (looked from {Path.cwd()})"
     return None
 
 

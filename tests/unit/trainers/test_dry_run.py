@@ -1,6 +1,7 @@
 """What a dry run finds before anything runs: datasets, models, tokenizers, batches, and arguments of losses."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -109,6 +110,18 @@ def test_what_an_earlier_stage_makes_is_not_looked_for(tmp_path):
     file.write_text(STAGES.replace("ROOT", str(tmp_path)))
     assert refusal(file) == ""
     assert "actor.path: is ./else, and there is no such directory" in refusal(file, "stages.rl.actor.path=./else")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_names_files_that_are_not_there_before_its_first_stage(tmp_path, capsys):
+    """Not after the stages that make and warm up a model."""
+    path = tmp_path / "stages.yaml"
+    path.write_text(STAGES.replace("ROOT", str(tmp_path)))
+    faults = ["stages.rl.train_dataset={path: rows.jsonl, kwargs: {}}", "stages.eval.path=./nowhere"]
+    assert main(["run", str(path), *faults]) == 1
+    told = capsys.readouterr().err
+    assert f"train_dataset.path: is rows.jsonl, and there is no such file or directory (looked from {Path.cwd()})" in told
+    assert "path: is ./nowhere, and there is no such directory" in told
     assert not (tmp_path / "runs").exists()
 
 
