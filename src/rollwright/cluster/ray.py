@@ -311,6 +311,7 @@ def _refuse_silence(address: str) -> None:
     host = host.strip("[]")
     hosts = [host, ray.util.get_node_ip_address()] if host in ("localhost", "127.0.0.1", "::1") else [host]  # as Ray reads it
     deadline = time.monotonic() + ANSWER_SECONDS
+    cause: Exception | None = None
     while True:
         for each in hosts:
             try:
