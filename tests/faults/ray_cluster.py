@@ -23,7 +23,7 @@ FIRST_ADDRESS = 20
 PATIENT = {
     "RAY_raylet_start_wait_time_s": "90",
     "RAY_worker_register_timeout_seconds": "400",
-    "RAY_health_check_failure_threshold": "30",
+    "RAY_health_check_failure_threshold": "8",  # times 3 s, and where a process was just being placed there it is known no sooner
 }
 
 
