@@ -19,11 +19,14 @@ from .plan import Fault
 
 #: The first address of the nodes; tests/cluster has those below.
 FIRST_ADDRESS = 20
-#: So that Ray waits for its own processes where the machine is busy.
+#: That a controller takes until it makes steps.
+START_SECONDS = 9.0
+#: So that Ray waits for its own processes where the machine is busy. A lost node is one after 8 checks, 3 s apart; only then does a
+#: process start elsewhere that was just being placed there.
 PATIENT = {
     "RAY_raylet_start_wait_time_s": "90",
     "RAY_worker_register_timeout_seconds": "400",
-    "RAY_health_check_failure_threshold": "8",  # times 3 s, and where a process was just being placed there it is known no sooner
+    "RAY_health_check_failure_threshold": "8",
 }
 
 
@@ -82,9 +85,12 @@ class OnRay(Both):
         if fault.kind != "kill" or name == "controller":
             self._killed.append(("controller", f"the controller ({fault.kind})", began))
             super()._make(fault)
-            return
+            if fault.kind != "early" or fault.part % 2:
+                return
+            time.sleep(START_SECONDS * fault.size)  # a node is lost while it starts again
+            name, began, placed = "node", time.time(), self.placed()
         if name == "node":
-            kind, words = "node", self._lose_node(fault.part, placed)
+            kind, words = "node", self._lose_node(placed)
         else:
             kind, words = name.rpartition("-")[0], name
             try:
@@ -106,14 +112,13 @@ class OnRay(Both):
             self.recovered.append((kind, made - killed))
             self.said(f"  killed {words}: the next step {made - killed:.1f} s later")
 
-    def _lose_node(self, number: int, placed: dict[str, psutil.Process]) -> str:
+    def _lose_node(self, placed: dict[str, psutil.Process]) -> str:
         """Kill a node with all that runs there; another one takes its address. That of the controller stays: Ray ends it at once.
 
         Returns:
             What it was, in words.
         """
-        others = sorted(self.cluster.worker_nodes, key=lambda node: node.node_ip_address)
-        node = others[number % len(others)]
+        node = self.generator.choice(sorted(self.cluster.worker_nodes, key=lambda node: node.node_ip_address))
         (raylet,) = node.all_processes["raylet"]
         there = []
         for name, process in placed.items():
