@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ stages:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_supervised_stages_on_two_ranks_are_those_of_one(tmp_path):
+def test_supervised_stages_on_two_ranks_are_those_of_one(tmp_path, request):
     """SFT with its evaluation, DPO with its reference, a stage that makes a model and one that scores it."""
     write_parts(tmp_path)
     pairs = tmp_path / "pairs.jsonl"
@@ -75,7 +76,14 @@ def test_supervised_stages_on_two_ranks_are_those_of_one(tmp_path):
     run(tmp_path, "stages.yaml", "trial_name=one")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "rollwright")
     run(tmp_path, "stages.yaml", "trial_name=two", program=torchrun)
-    one, two = trial(tmp_path, "one"), trial(tmp_path, "two")
+    compare_stages(trial(tmp_path, "one"), trial(tmp_path, "two"))
+    if find_spec("ray") is not None:
+        address = request.getfixturevalue("cluster")
+        run(tmp_path, "stages.yaml", "trial_name=ray", "cluster.kind=ray", "cluster.processes=2", f"cluster.address={address}")
+        compare_stages(trial(tmp_path, "one"), trial(tmp_path, "ray"))
+
+
+def compare_stages(one: Path, two: Path) -> None:
     for stage, names in (("sft", ["model/tokens"]), ("dpo", ["model/margin", "model/accuracy", "model/chosen_logp"])):
         ours, theirs = metrics(one / stage), metrics(two / stage)
         assert list(ours) == list(theirs) == [1, 2, 3, 4]

@@ -11,8 +11,7 @@ from typing import Annotated
 import typer
 
 from rollwright.cli.failures import keep_tracebacks_in
-from rollwright.config.cluster_rules import ONLY_RL, uses_ray
-from rollwright.config.experiment import PPOConfig
+from rollwright.config.experiment import PPOConfig, SFTConfig
 from rollwright.config.loading import Stage, load_eval_stages, load_stages, split_arguments
 from rollwright.config.plan import describe, resolved_yaml, run_directory_of
 from rollwright.config.sections import ClusterConfig
@@ -55,7 +54,7 @@ def run(
     """
     file, overrides = split_arguments([*(["--config", config] if config else []), *(arguments or [])])
     stages = load_with_plugins(file, overrides, plugin_dir)
-    cluster = _cluster_of(stages)
+    cluster, trained = _cluster_of(stages), [stage for stage in stages if isinstance(stage.config, PPOConfig | SFTConfig)]
     plugins = [word for path in plugin_dir or () for word in ("--plugin-dir", str(path))]
     words = ["run", *plugins, *(["--config", config] if config else []), *(arguments or [])]
     if dry_run:
@@ -70,11 +69,11 @@ def run(
 
             typer.echo("\nIt would be the job of this script:\n")
             typer.echo(job_script(cluster, run_directory_of(stages).absolute(), words, hides_secrets=True))
-        for policy in (stage.config for stage in stages if isinstance(stage.config, PPOConfig)):
-            if policy.cluster.kind == "ray":
-                from rollwright.cluster.placement import placement_in_words
+        if cluster.kind == "ray":
+            from rollwright.cluster.placement import placement_in_words
 
-                typer.echo("\n".join(placement_in_words(policy)))
+            for stage in trained:
+                typer.echo("\n".join(placement_in_words(stage.name, stage.config)))
         return
     if cluster.kind != "slurm" and os.environ.get("RANK", "0") == "0":
         from rollwright.trainers.dry_run import refuse_missing_files
@@ -94,8 +93,8 @@ def run(
         look_up_names(stages)
         from rollwright.cluster.placement import refuse_what_cannot_fit
 
-        for policy in (stage.config for stage in stages if isinstance(stage.config, PPOConfig)):
-            refuse_what_cannot_fit(policy)
+        for stage in trained:
+            refuse_what_cannot_fit(stage.config)
     _carry_out(stages, file)
 
 
@@ -108,9 +107,6 @@ def _cluster_of(stages: Sequence[Stage]) -> ClusterConfig:
             raise ConfigError(
                 f"the stages of a run have {' and '.join(asked)} as cluster.{name}: set it once, at the top level."
             )
-    placed = [stage for stage in stages if stage.kind in ("sft", "dpo") and uses_ray(stage.config.cluster)]
-    if placed:
-        raise ConfigError(f"stage {placed[0].name}: {ONLY_RL}")
     return found[0] if found else ClusterConfig()
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollwright.config.experiment import PPOConfig
+from rollwright.config.experiment import PPOConfig, SFTConfig
 from rollwright.errors import ConfigError
 from rollwright.inference.backends import BACKENDS
 from rollwright.inference.weights.publication import RemoteClient
@@ -31,17 +31,21 @@ class Node:
     gpus: int
 
 
-def demands_of(config: PPOConfig, cluster_has_gpus: bool) -> list[Demand]:
-    """What a run asks of its cluster, those first that are the hardest to place.
+def demands_of(config: PPOConfig | SFTConfig, cluster_has_gpus: bool) -> list[Demand]:
+    """What a stage of a run asks of its cluster, those first that are the hardest to place.
 
     Args:
-        config: of the run.
+        config: of the stage.
         cluster_has_gpus: some node has.
     """
     cluster, rollout = config.cluster, config.rollout
     of_rank, of_server = cluster.gpus_per_rank, cluster.gpus_per_server
     if of_rank is None:
-        of_rank = int(cluster_has_gpus and config.actor.device != "cpu")
+        trained = config.actor if isinstance(config, PPOConfig) else config.model
+        of_rank = int(cluster_has_gpus and trained.device != "cpu")
+    ranks = Demand("rank", cluster.processes, cluster.cpus_per_rank, of_rank)
+    if not isinstance(config, PPOConfig):  # it samples nothing, or here
+        return [ranks]
     if of_server is None:
         backend = BACKENDS.get(rollout.backend)
         of_server = rollout.tensor_parallel if issubclass(backend, RemoteClient) and backend.needs_gpu else 0
@@ -49,7 +53,7 @@ def demands_of(config: PPOConfig, cluster_has_gpus: bool) -> list[Demand]:
     of_model = int(cluster_has_gpus and any(model.device != "cpu" for model in served))
     threads = max((model.threads or 1 for model in served), default=1)
     return [
-        Demand("rank", cluster.processes, cluster.cpus_per_rank, of_rank),
+        ranks,
         Demand("server", rollout.servers, cluster.cpus_per_server, of_server),
         *([Demand("auxiliary", len(served), float(threads), of_model)] if served else []),
         Demand("worker", cluster.workers, cluster.cpus_per_worker, cluster.gpus_per_worker),
@@ -111,7 +115,7 @@ _KEYS = {
 }
 
 
-def refuse_what_cannot_fit(config: PPOConfig) -> None:
+def refuse_what_cannot_fit(config: PPOConfig | SFTConfig) -> None:
     """Compare what a run asks with this machine, where it would start Ray here alone; a Ray that runs is asked later, once.
 
     Raises:
@@ -126,8 +130,8 @@ def refuse_what_cannot_fit(config: PPOConfig) -> None:
     place(demands_of(config, any(node.gpus for node in nodes)), nodes, config.cluster.nodes)
 
 
-def placement_in_words(config: PPOConfig) -> list[str]:
-    """Which process of a run fits where on its Ray cluster, as that is now.
+def placement_in_words(name: str, config: PPOConfig | SFTConfig) -> list[str]:
+    """Which process of a stage fits where on its Ray cluster, as that is now.
 
     Raises:
         ConfigError: Ray is not there, or something fits nowhere.
@@ -138,4 +142,7 @@ def placement_in_words(config: PPOConfig) -> list[str]:
     demands = demands_of(config, any(node.gpus for node in nodes))
     each = {demand.role: f"{demand.cpus:g} CPUs, {demand.gpus} GPUs" for demand in demands}
     where = place(demands, nodes, config.cluster.nodes)
-    return ["On the cluster:", *(f"  {process} ({each[process.split()[0]]}): {node}" for process, node in where)]
+    return [
+        f"On the cluster, in stage {name}:",
+        *(f"  {process} ({each[process.split()[0]]}): {node}" for process, node in where),
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollwright.config.experiment import PPOConfig
+from rollwright.config.experiment import BaseExperimentConfig, PPOConfig
 from rollwright.config.sections import ClusterConfig
 from rollwright.config.task_rules import Rule
 
@@ -15,12 +15,6 @@ _OF_RAY = (
     ("max_servers", None),
     *((f"cpus_per_{role}", 1.0) for role in ("rank", "server", "worker")),
     *((f"gpus_per_{role}", 0 if role == "worker" else None) for role in ("rank", "server", "worker")),
-)
-
-#: Said of other stages that train.
-ONLY_RL = (
-    "cluster.kind ray carries out rl stages in mode both, and this run has another that trains: carry that out before, with "
-    "cluster.kind local."
 )
 
 
@@ -84,15 +78,21 @@ def ray(config: PPOConfig) -> list[Rule]:
             "is shared memory, which processes on several nodes do not have; set disk, xccl or auto",
         ),
         (
-            config.recover.in_background,
-            "recover.in_background",
-            "is true, and on a Ray cluster a lost rank is replaced from a checkpoint that is whole; take it out",
-        ),
-        (
             config.journal.keep is not None,
             "journal.keep",
             "removes files that other processes of a Ray cluster may still write; take it out",
         ),
+    ]
+
+
+def trained_on_ray(config: BaseExperimentConfig) -> list[Rule]:
+    """What a training on a Ray cluster does not do, whatever it trains on."""
+    return [
+        (
+            uses_ray(config.cluster) and config.recover.in_background,
+            "recover.in_background",
+            "is true, and on a Ray cluster a lost rank is replaced from a checkpoint that is whole; take it out",
+        )
     ]
 
 

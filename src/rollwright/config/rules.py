@@ -376,7 +376,7 @@ _RULES: dict[type, tuple[Callable[[Any], list[Rule]], ...]] = {
     PPOActorConfig: (_actor,),
     NewModelConfig: (_new_model,),
     EvalConfig: (_evaluation,),
-    BaseExperimentConfig: (_experiment,),
+    BaseExperimentConfig: (_experiment, cluster_rules.trained_on_ray),
     SFTConfig: (_supervised,),
     PPOConfig: (
         task_rules.tasks,

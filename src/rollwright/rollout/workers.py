@@ -145,6 +145,8 @@ class WorkerPool:
             process = await self._process_of(name.ordinal)
             start, asked = process.started, process.call_keeping("run", *lease, past)
             self._asked.add(asked)
+            if self._failure is not None:  # since then
+                self.fail(self._failure)
             try:
                 (outline, metrics), reference = await asyncio.wrap_future(asked)
             except LostProcessError as error:

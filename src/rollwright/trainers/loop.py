@@ -114,7 +114,7 @@ class Trainer(ABC):
         with ExitStack() as opened:  # closes what is open where something fails here
             self.claim(opened)
             self.ranks: TrainRanks | PlacedRanks = (
-                PlacedRanks(self.config, self.spec, self.directory)
+                PlacedRanks(self.config, self.spec, self.directory, self.trained_part)
                 if self.config.cluster.kind == "ray"
                 else open_ranks(self.config, self.spec, self.directory, shares_weights=self.shares_weights)
             )

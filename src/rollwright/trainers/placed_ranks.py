@@ -28,13 +28,13 @@ from typing import Any, TypeVar
 import torch
 
 from rollwright.cluster.placement import demands_of
-from rollwright.config.experiment import FinetuneSpec, PPOConfig
+from rollwright.config.experiment import FinetuneSpec
 from rollwright.config.sections import RolloutConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import CheckpointError, EngineError, LostProcessError, LostRankError, RollwrightError
-from rollwright.experience.contract import MULTI_MODAL
+from rollwright.experience.contract import KEPT, MULTI_MODAL
 from rollwright.experience.kept_rows import WRITTEN, KeptRows, places_of, rows_at
-from rollwright.experience.packed import pack_bytes, unpack_bytes
+from rollwright.experience.packed import pack_bytes, pack_rows, unpack_bytes
 from rollwright.experience.trajectory import Trajectory, select_rows, tensor_container_to
 from rollwright.inference.backends import BACKENDS
 from rollwright.inference.engine import WeightReceiver
@@ -42,13 +42,14 @@ from rollwright.inference.network import find_free_ports
 from rollwright.inference.weights.publication import RemoteClient
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.trainers.ranks import load_ranks
+from rollwright.trainers.ranks import load_ranks, section_of
 from rollwright.training import parallel
+from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.checkpoint import RecoverCheckpoints
 from rollwright.training.micro_batches import MINIBATCH_IDS
 from rollwright.training.model import resolve_device
 from rollwright.training.publish import Publication
-from rollwright.training.ranks import CALLS, TRAINED, TrainedRow, TrainRanks, minibatch_ids, trained_rows
+from rollwright.training.ranks import CALLS, TRAINED, TrainedRow, TrainRanks, minibatch_ids, sent_columns, trained_rows
 from rollwright.training.ranks import shares as divided
 
 logger = getLogger("ranks")
@@ -65,7 +66,7 @@ _CAUSE_SECONDS = 3.0
 #: Longest wait for what the first rank answers beside its calls.
 _ANSWER_SECONDS = 10.0
 #: Calls that change what the ranks hold; they are made again after a gang was lost.
-_CHANGES = ("policy_step", "publish", "skip_publication")
+_CHANGES = ("policy_step", "supervised_step", "preference_step", "publish", "skip_publication")
 
 
 # -- in a rank's process -------------------------------------------------------------------------------------------------
@@ -82,7 +83,7 @@ class TrainRank:
         self._address, self._get = where.address, where.get
         self._thread = ThreadPoolExecutor(1)  # all calls in one thread, as torch keeps state in threads
         self._ranks: TrainRanks
-        self._config: PPOConfig
+        self._config: Any
         self._client: RemoteClient | None = None
         self._share: Trajectory = {}  # the rows of the next call
 
@@ -91,7 +92,7 @@ class TrainRank:
         return self._address, find_free_ports(1)[0]
 
     async def open(
-        self, config: PPOConfig, spec: dict[str, Any], recover: str, rank: int, world: int, meeting: tuple[str, int]
+        self, config: Any, spec: dict[str, Any], recover: str, rank: int, world: int, meeting: tuple[str, int]
     ) -> str:
         """Join the other ranks and load this one's part of the model; returns the type that it computes in."""
         here = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "MASTER_ADDR": meeting[0], "MASTER_PORT": meeting[1]}
@@ -105,7 +106,7 @@ class TrainRank:
                 torch.set_num_threads(config.cluster.threads)
             self._config = config
             with parallel.watched():
-                parallel.join_processes(resolve_device(config.actor.device))
+                parallel.join_processes(resolve_device(section_of(config).device))
                 self._ranks = load_ranks(config, FinetuneSpec(**spec), Path(recover), shares_weights=False)
             return str(self._ranks.engine.compute_dtype).removeprefix("torch.")
 
@@ -168,23 +169,23 @@ class TrainRank:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._make, name, takes, arguments)
 
     def _make(self, name: str, takes: bool, arguments: dict[str, Any]) -> tuple[Any, list[TrainedRow], _State]:
-        call, result, trained = CALLS[name], None, list[TrainedRow]()
+        call, result, computed = CALLS[name], None, list[TrainedRow]()
         if name == "save" and parallel.rank() == 0:
-            arguments["tokenizer"] = load_tokenizer(
-                self._config.tokenizer_path or self._config.actor.path, self._config.actor.trust_remote_code
-            )
+            trained = section_of(self._config)
+            arguments["tokenizer"] = load_tokenizer(self._config.tokenizer_path or trained.path, trained.trust_remote_code)
         with parallel.watched():
             if not takes:
                 result = call.make(self._ranks, **arguments)
             else:
                 share, self._share = tensor_container_to(self._share, self._ranks.engine.device), {}
                 result = call.make(self._ranks, share, **arguments)
-                trained = trained_rows(share)
+                computed = trained_rows(share) if name == "policy_step" else []
         if name == "load_recover":  # the engine's part stays here
             step, state = result
             result = step, {key: value for key, value in state.items() if key != arguments["part"]}
         engine = self._ranks.engine
-        return result if parallel.rank() == 0 else None, trained, (engine.version, engine.publication)
+        publication = engine.publication if isinstance(engine, FSDPPPOActor) else None
+        return result if parallel.rank() == 0 else None, computed, (engine.version, publication)
 
 
 def _interface_of(address: str) -> str | None:
@@ -225,9 +226,10 @@ class PlacedRanks:
     """The ranks of a training on a cluster, with the face of ``TrainRanks``.
 
     Args:
-        config: of the run, whose ``cluster.kind`` is ``ray``.
+        config: of a stage of the run, whose ``cluster.kind`` is ``ray``.
         spec: how long it is.
         directory: of the run, which all nodes see.
+        part: name of the trained engine in a recover checkpoint.
 
     Attributes:
         engine: the policy, as far as this process knows it.
@@ -240,9 +242,10 @@ class PlacedRanks:
     model = None
     restore: Callable[[Sequence[KeptRows]], None]
 
-    def __init__(self, config: PPOConfig, spec: FinetuneSpec, directory: RunDirectory) -> None:
+    def __init__(self, config: Any, spec: FinetuneSpec, directory: RunDirectory, part: str) -> None:
         from rollwright.cluster.ray import RayCluster
 
+        self._part = part
         self._config, self._spec = config, spec
         self.recover = RecoverCheckpoints(directory.recover, keep=config.recover.keep)
         self.engine = PlacedPolicy(self)
@@ -291,13 +294,23 @@ class PlacedRanks:
             return self._call(name, [], own, arguments)[0]
         call = CALLS[name]
         assert call.units is not None
-        minibatches = call.minibatches(_Section(self._config.actor))
+        minibatches = call.minibatches(_Section(section_of(self._config)))
         batch_rows = divided(batch, call.units(batch), len(self._gang), minibatches)
-        outline = {**batch, **minibatch_ids(batch, minibatches)}
-        result, trained = self._call(name, [select_rows(outline, rows) for rows in batch_rows], own, arguments)
-        of_row = dict(zip(itertools.chain(*batch_rows), itertools.chain(*trained), strict=True))
-        batch[TRAINED] = [of_row[row] for row in range(len(of_row))]
+        if KEPT in batch:
+            outline = {**batch, **minibatch_ids(batch, minibatches)}
+            shares = [select_rows(outline, rows) for rows in batch_rows]
+        else:  # rows of a dataset, which were made here
+            sent = sent_columns(batch, minibatches)
+            shares = [self._put(pack_rows(sent, rows), len(rows)) for rows in batch_rows]
+        result, computed = self._call(name, shares, own, arguments)
+        if any(computed):
+            of_row = dict(zip(itertools.chain(*batch_rows), itertools.chain(*computed), strict=True))
+            batch[TRAINED] = [of_row[row] for row in range(len(of_row))]
         return result
+
+    def _put(self, packed: bytes, count: int) -> Trajectory:
+        kept = KeptRows(self.cluster.put(packed), self.cluster, "")
+        return {"input_ids": torch.empty(count, 0), KEPT: [(kept, row) for row in range(count)]}
 
     def connect(self, rollout: Any) -> None:
         """Connect the first rank to the servers that ``rollout`` asks."""
@@ -382,7 +395,7 @@ class PlacedRanks:
         result, _, (self.engine.version, self.engine.publication) = answers[0]
         if name in ("publish", "republish") and self.engine.publication is not None:
             self._published = self.engine.version, self.engine.publication.engines
-        return result, [trained for _, trained, _ in answers]
+        return result, [computed for _, computed, _ in answers]
 
     def _unless_lost(self, what: str, make: Callable[[], _Result], replace: Callable[[], None]) -> _Result:
         """What ``make`` returns; where the gang is lost, it is called again after ``replace``.
@@ -460,7 +473,7 @@ class PlacedRanks:
         self._start_gang()
         is_saved = name == "save_recover" and being_saved in self.recover.steps()
         if self._checkpoint is not None or is_saved:
-            (step, _), _, _ = self._make("load_recover", [], {}, {"part": "actor"})[0]
+            (step, _), _, _ = self._make("load_recover", [], {}, {"part": self._part})[0]
             if is_saved and step == being_saved:
                 self._since.clear()
             elif step != self._checkpoint:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from rollwright.config import cluster_rules
 from rollwright.config.experiment import DPOConfig, FinetuneSpec, PPOConfig, RunConfig
 from rollwright.config.loading import Stage
 from rollwright.config.recipes import apply_recipe
@@ -80,8 +79,6 @@ def check_processes(config: RunConfig) -> None:
             raise ConfigError(
                 f"cluster.kind is ray, which places the ranks, but WORLD_SIZE is {started}: start it without torchrun."
             )
-        if not isinstance(config, PPOConfig):
-            raise ConfigError(cluster_rules.ONLY_RL)
         return
     if wanted not in (1, started):
         raise ConfigError(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +17,12 @@ from rollwright.data.vision import as_images, image_placeholder, load_processor,
 from rollwright.errors import ConfigError, DataError
 from rollwright.experience.contract import MULTI_MODAL
 from rollwright.experience.trajectory import Trajectory, concat_padded_tensors
+from rollwright.inference.weights.files import read_weights, write_files
 from rollwright.rollout.engines import RolloutEngine
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.evaluation import EvaluationResult, evaluate
 from rollwright.trainers.loop import Part, StopSignal, Trainer
+from rollwright.trainers.placed_ranks import PlacedRanks
 from rollwright.trainers.reporting import StageRun
 from rollwright.trainers.rollout_backend import copy_to_sample, make_local_engine
 from rollwright.trainers.shared_run import give_weights
@@ -112,7 +116,12 @@ class SupervisedTrainer(Trainer):
             self.weights.publish(self.model, self.model.version)
         else:
             arguments = self.model.version, self.config.rollout.logprob_tolerance
-            self.ranks.call("use_weights", here={"use": lambda weights: give_weights(rollout, weights, *arguments)})
+            if isinstance(self.ranks, PlacedRanks):  # they come as files, which all nodes see
+                with tempfile.TemporaryDirectory(prefix=".weights-", dir=self.directory.path.absolute()) as path:
+                    self.ranks.call("use_weights", here={"use": partial(write_files, Path(path))})
+                    give_weights(rollout, dict(read_weights(path)), *arguments)
+            else:
+                self.ranks.call("use_weights", here={"use": lambda weights: give_weights(rollout, weights, *arguments)})
         config, gconfig = self.config, self.config.evaluator.gconfig
         kwargs = workflow_arguments(config, config.workflow, config.workflow_kwargs, self.tokenizer, gconfig)
         return evaluate(rollout, self.valid_dataset, config.workflow, kwargs, gconfig)

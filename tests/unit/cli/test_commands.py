@@ -67,14 +67,14 @@ def test_run_carries_out_the_stages_with_overrides(config, run_config):
 
 
 @pytest.mark.parametrize("place", ["{kind: ray}", "{kind: slurm, workers: 2}"])
-def test_stages_that_no_ray_carries_out_are_refused_before_anything_is_placed(tmp_path, capsys, place):
+def test_a_checkpoint_in_the_background_is_refused_of_every_training_that_ray_places(tmp_path, capsys, place):
     file = tmp_path / "stages.yaml"
     file.write_text(
-        f"experiment_name: x\ncluster: {place}\nstages:\n"
+        f"experiment_name: x\ncluster: {place}\nrecover: {{in_background: true}}\nstages:\n"
         "  - {kind: sft, name: warmup, model: {path: m}, train_dataset: {path: arithmetic}, total_train_steps: 1}\n"
     )
     assert main(["run", str(file), "--dry-run"]) == 1
-    assert "stage warmup: cluster.kind ray carries out rl stages" in capsys.readouterr().err
+    assert "recover.in_background: is true, and on a Ray cluster a lost rank is replaced" in capsys.readouterr().err
 
 
 def test_a_dry_run_says_what_would_happen_and_does_nothing(config, run_config, capsys, tmp_path):

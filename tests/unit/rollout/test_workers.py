@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 
 import pytest
 import torch
@@ -88,11 +88,12 @@ class Process:
         answer, kept = self.call(method, *arguments), Future()
 
         def keep(answer):
-            if answer.exception():
-                kept.set_exception(answer.exception())
-            else:
-                value, data = answer.result()
-                kept.set_result((value, self.store.put(data)))
+            with contextlib.suppress(InvalidStateError):  # it was cancelled
+                if answer.exception():
+                    kept.set_exception(answer.exception())
+                else:
+                    value, data = answer.result()
+                    kept.set_result((value, self.store.put(data)))
 
         answer.add_done_callback(keep)
         return kept

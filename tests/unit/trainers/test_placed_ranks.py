@@ -92,7 +92,7 @@ def make(tmp_path, monkeypatch):
         Cluster.failures = list(failures)
         config = GRPOConfig(cluster=ClusterConfig(kind="ray", processes=2), rollout=RolloutConfig(backend="builtin_process"))
         config.recover.mode = recover.get("mode", "auto")
-        return PlacedRanks(config, FinetuneSpec(1, 10, 5, 10), RunDirectory(tmp_path, "experiment", "trial"))
+        return PlacedRanks(config, FinetuneSpec(1, 10, 5, 10), RunDirectory(tmp_path, "experiment", "trial"), "actor")
 
     return build
 
