@@ -60,6 +60,7 @@ def test_a_ray_cluster_is_one_process_also_where_processes_are_killed(grpo, clus
             assert process.wait(120) == 128 + signal.SIGINT
         finally:
             process.kill()
+        assert "(raylet)" not in (grpo / "said.txt").read_text()  # what Ray has to say is in the run's log
         made = list(metrics(directory))
         assert made == list(range(1, made[-1] + 1))
         assert trained_ordinals(directory) == list(range(5 * made[-1]))

@@ -168,7 +168,7 @@ def test_when_no_server_is_left_the_log_of_the_last_is_told_at_once(model_path, 
         client.config.setup_timeout = 3600.0  # for which it is not waited
         errors = asyncio.run(scenario())
         assert {str(error).partition("\n")[0].partition(" ended with")[2] for error in errors} == {
-            f" status {128 + signal.SIGKILL}, and no other is left. The end of {tmp_path / 'builtin_process-0.log'}:"
+            f" status {128 + signal.SIGKILL}. The end of {tmp_path / 'builtin_process-0.log'}:"
         }
         assert os.path.isdir(servers.weights_root)
     assert not os.path.exists(servers.weights_root)

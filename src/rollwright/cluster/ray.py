@@ -94,6 +94,7 @@ class RayCluster:
                     if not tries_left or address != "local":
                         raise ClusterError(f"Ray could not be started on this machine: {error}") from error
                     logger.warning("Ray could not be started on this machine, and is started once more: %s", error)
+        ray._private.worker.print_worker_logs = _to_the_run_s_log  # type: ignore[attr-defined]
         atexit.register(self._leave)
         head = ray.get_runtime_context().gcs_address
         threading.Thread(target=self._watch_head, args=(head,), name="head-watch", daemon=True).start()
@@ -297,6 +298,12 @@ class RayCluster:
             self._others.close()
         if ray.is_initialized() and self._lost is None and self._began:
             ray.shutdown()
+
+
+def _to_the_run_s_log(data: dict[str, Any], *arguments: Any, **keywords: Any) -> None:
+    """What Ray would print, in a paragraph for each process that ends; the run says what was lost in its own words."""
+    for line in data.get("lines", ()):
+        logger.debug("Ray says: %s", line)
 
 
 def _refuse_silence(address: str) -> None:

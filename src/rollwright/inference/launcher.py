@@ -235,7 +235,8 @@ class Launcher:
         if one := next((server for server in ended if server.address == address), None):
             raise one.error(f"ended with status {one.exit_status}")
         if ended and len(ended) == len(self.servers):
-            raise ended[-1].error(f"ended with status {ended[-1].exit_status}, and no other is left")
+            others = ", and no other is left" if len(ended) > 1 else ""
+            raise ended[-1].error(f"ended with status {ended[-1].exit_status}{others}")
 
     def close(self) -> None:
         """End every server. Idempotent."""

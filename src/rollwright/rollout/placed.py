@@ -203,7 +203,8 @@ class ServerWatch:
             try:
                 process.call("check").result(self._timeout)
             except RollwrightError as error:
-                logger.error("%s was lost and is started again: %s", process.name, str(error).splitlines()[0])
+                cause = str(error).splitlines()[0].replace(". The end of ", "; its log is ").removesuffix(":")
+                logger.error("%s was lost and is started again: %s", process.name, cause)
                 self._addresses[index] = None
                 self._start_again(index, process, error)
             return

@@ -32,6 +32,16 @@ def test_an_address_where_nothing_listens_is_refused_without_ray_s_own_wait(monk
         module._refuse_silence(word)
 
 
+def test_what_ray_would_print_goes_to_the_run_s_log(monkeypatch, caplog, capfd):
+    import ray._private.worker as worker
+
+    monkeypatch.setattr(worker, "print_worker_logs", module._to_the_run_s_log)  # which raises where Ray has none of that name
+    with caplog.at_level("DEBUG", logger="rollwright"):
+        worker.print_to_stdstream({"lines": ["A worker died"], "pid": "raylet", "is_err": False}, ignore_prefix=False)
+    assert "Ray says: A worker died" in caplog.text
+    assert "A worker died" not in capfd.readouterr().out
+
+
 class Actor:
     """What Ray gives for a process: calls of its methods, which ``answers`` settle."""
 

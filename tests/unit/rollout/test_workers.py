@@ -674,7 +674,9 @@ class ServerProcess:
     def call(self, method):
         answer = Future()
         if self.is_lost:
-            answer.set_exception(LostProcessError(f"{self.name} was lost"))
+            answer.set_exception(
+                self.is_lost if isinstance(self.is_lost, Exception) else LostProcessError(f"{self.name} was lost")
+            )
         else:
             answer.set_result(f"10.0.0.{self.number}:{self.starts}" if method == "address" else None)
         return answer
@@ -714,7 +716,7 @@ def wait_until(what, seconds=20.0):
         time.sleep(0.01)
 
 
-def test_a_lost_server_is_left_out_at_once_and_told_when_it_is_back():
+def test_a_lost_server_is_left_out_at_once_and_told_when_it_is_back(caplog):
     processes, failing = [ServerProcess(number) for number in range(2)], [1]
 
     def changed():
@@ -723,8 +725,14 @@ def test_a_lost_server_is_left_out_at_once_and_told_when_it_is_back():
             raise LostProcessError("the first rank was not there to be told")
 
     with watched(processes, changed) as (watch, told):
-        processes[1].is_lost = True
+        processes[1].is_lost = EngineError(
+            "The server at 10.0.0.1:0 ended with status -9. The end of /run/server.log:\n42 requests"
+        )
         wait_until(lambda: told)
+        said = [record.getMessage() for record in caplog.records if "server 1" in record.getMessage()]
+        assert said == [
+            "server 1 was lost and is started again: The server at 10.0.0.1:0 ended with status -9; its log is /run/server.log"
+        ]
         assert told == [(["10.0.0.0:0"], 3)]
         assert watch.addresses == ["10.0.0.0:0"]
         processes[1].started.set_result(None)
