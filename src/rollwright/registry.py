@@ -32,6 +32,8 @@ from rollwright.errors import ConfigError, RollwrightError
 
 #: Environment variable with plugins, separated as in PATH; child processes inherit it.
 PLUGIN_VARIABLE = "ROLLWRIGHT_PLUGIN_PATH"
+#: Behind the name of a module that a user's file imports and that is not there.
+ELSEWHERE = "; in code from another system, import its names from rollwright (docs/coming-from.md says which)"
 
 Entry = TypeVar("Entry")
 Registered = TypeVar("Registered")
@@ -120,9 +122,10 @@ class Registry(Generic[Entry]):
         declare = f", or declare an entry point of the group {self._group!r}" if self._group else ""
         last = re.split("[.:]", name)[-1]  # code from other systems has a built-in of the same class name at another path
         ported = [path.replace(":", ".") for path in self.built_in.values() if re.split("[.:]", path)[-1] == last]
-        near = ported or get_close_matches(last, [*self._entries, *self.built_in], n=1)
+        is_path = re.search("[.:]", name) is not None and bool(tried[1:])
+        near = ported or ([] if is_path else get_close_matches(last, [*self._entries, *self.built_in], n=1))
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        if re.search("[.:]", name) and tried[1:]:  # an import path: the names of the registry are beside the point
+        if is_path:  # the names of the registry are beside the point
             raise self.error(
                 f"{self.kind} {name!r} was not found.{hint} Tried: {'; '.join(tried[1:])}. It is an import path: modules are looked for in the "
                 "current directory, in PYTHONPATH and among installed packages."
@@ -275,8 +278,9 @@ class Plugins:
                 importlib.import_module(source)
         except Exception as error:  # a user's file can fail in any way
             self._loaded.discard(source)
+            hint = ELSEWHERE if isinstance(error, ModuleNotFoundError) else ""
             raise ConfigError(
-                f"plugin {source} cannot be imported: {type(error).__name__}: {error}. Fix it or leave it out."
+                f"plugin {source} cannot be imported: {type(error).__name__}: {error}{hint}. Fix it or leave it out."
             ) from error
 
 
@@ -326,8 +330,10 @@ def _find(path: str, what: str, error: type[RollwrightError], tried: list[str]) 
             found: Any = importlib.import_module(module)
         except ModuleNotFoundError as missing:
             if missing.name is None or not f"{module}.".startswith(f"{missing.name}."):
-                raise error(f"module {module!r} of {what} {path!r} cannot be imported: {missing}.") from missing
+                raise error(f"module {module!r} of {what} {path!r} cannot be imported: {missing}{ELSEWHERE}.") from missing
             tried.append(f"module {module!r} (there is no module {missing.name!r})")
+            if "." not in missing.name:  # nor any below it
+                return None
             continue
         except Exception as failure:  # a user's module can fail in any way
             raise error(

@@ -82,7 +82,8 @@ def workflow(
         (directory / file).write_text(text, encoding="utf-8")
     inside = "" if directory == Path(".") else f"cd {directory} && "
     typer.echo(f"{directory / f'{name}.py'}: {class_name}, the code of an episode: begin here")
-    typer.echo(f"{directory / f'test_{name}.py'}: {inside}python -m pytest test_{name}.py")
+    first = "" if importlib.util.find_spec("pytest") else "pip install pytest && "
+    typer.echo(f"{directory / f'test_{name}.py'}: {inside}{first}python -m pytest test_{name}.py")
     typer.echo(f"{directory / f'{name}.yaml'}: {inside}rollwright run {name}.yaml")
 
 

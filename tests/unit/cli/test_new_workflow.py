@@ -1,5 +1,6 @@
 """``rollwright new workflow``: what it writes runs, and it hides and overwrites nothing."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -37,6 +38,18 @@ def test_nothing_is_overwritten(tmp_path, capsys):
     assert main(["new", "workflow", "two_readers", "--directory", str(tmp_path)]) == 1
     assert "two_readers.yaml exists" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["two_readers.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("has_pytest", "command"), [(True, ": cd x && python -m"), (False, ": cd x && pip install pytest && python -m")]
+)
+def test_the_command_of_the_test_works_as_it_is_printed(tmp_path, capsys, monkeypatch, has_pytest, command):
+    """The quickstart's environment has no pytest."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found(name) if has_pytest or name != "pytest" else None)
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "workflow", "two_readers", "--directory", "x"]) == 0
+    assert f"test_two_readers.py{command} pytest test_two_readers.py" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def test_import_paths_are_followed():
     ("name", "message"),
     [
         ("math_rewrd", r"Did you mean 'math_reward'\? Tried: registered names \(.*math_reward"),
-        ("nowhere.at.all", r"module 'nowhere.at' \(there is no module 'nowhere'\); module 'nowhere'"),
+        ("nowhere.at.all", r"Tried: module 'nowhere.at' \(there is no module 'nowhere'\)\. It is an import path"),
         ("rollwright.rewards.text.nothing", "'nothing' in module 'rollwright.rewards.text'"),
         ("rollwright.rewards.text._ARTICLES", "is frozenset, which is no reward function"),
     ],
