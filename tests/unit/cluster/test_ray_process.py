@@ -127,7 +127,7 @@ def test_a_gang_that_finds_no_place_is_told_how_long_it_was_waited_for(monkeypat
 
 
 def test_what_is_spare_ends_where_another_process_finds_no_place(monkeypatch, process):
-    monkeypatch.setattr(module, "SPARE_SECONDS", 0.05)
+    monkeypatch.setattr("rollwright.cluster.placed_process.SPARE_SECONDS", 0.05)
     monkeypatch.setattr(module.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(module.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:1"))
     cluster = module.RayCluster(ClusterConfig(kind="ray"), "logs")

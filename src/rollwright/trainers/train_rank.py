@@ -1,0 +1,166 @@
+"""One rank of a training on a Ray cluster: what runs in its process, told by the controller (``placed_ranks``)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollwright.config.experiment import FinetuneSpec
+from rollwright.config.sections import RolloutConfig
+from rollwright.data.tokenizer import load_tokenizer
+from rollwright.experience.contract import MULTI_MODAL
+from rollwright.experience.kept_rows import rows_at
+from rollwright.experience.packed import unpack_bytes
+from rollwright.experience.trajectory import Trajectory, tensor_container_to
+from rollwright.inference.backends import BACKENDS
+from rollwright.inference.engine import WeightReceiver
+from rollwright.inference.network import find_free_ports
+from rollwright.inference.weights.publication import RemoteClient
+from rollwright.trainers.ranks import load_ranks, section_of
+from rollwright.training import parallel
+from rollwright.training.actor import FSDPPPOActor
+from rollwright.training.model import resolve_device
+from rollwright.training.publish import Publication
+from rollwright.training.ranks import CALLS, TrainedRow, TrainRanks, trained_rows
+
+#: Version of the weights, and how they were published.
+RankState = tuple[int, Publication | None]
+
+
+class TrainRank:
+    """One rank: joins the others, loads its part of the model, and makes the calls that it is told.
+
+    Args:
+        where: it was placed (``cluster.host.Place``).
+    """
+
+    def __init__(self, where: Any) -> None:
+        self._address, self._get = where.address, where.get
+        self._thread = ThreadPoolExecutor(1)  # all calls in one thread, as torch keeps state in threads
+        self._ranks: TrainRanks
+        self._config: Any
+        self._client: RemoteClient | None = None
+        self._share: Trajectory = {}  # the rows of the next call
+
+    def meeting_place(self) -> tuple[str, int]:
+        """Where the ranks can find each other, if this one is the first."""
+        return self._address, find_free_ports(1)[0]
+
+    async def open(
+        self, config: Any, spec: dict[str, Any], recover: str, rank: int, world: int, meeting: tuple[str, int]
+    ) -> str:
+        """Join the other ranks and load this one's part of the model; returns the type that it computes in."""
+        here = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "MASTER_ADDR": meeting[0], "MASTER_PORT": meeting[1]}
+        os.environ.update({name: str(value) for name, value in here.items()})
+        if interface := _interface_of(self._address):  # a host's name may stand for another address than the cluster's
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+        def load() -> str:
+            if config.cluster.threads is not None:
+                torch.set_num_threads(config.cluster.threads)
+            self._config = config
+            with parallel.watched():
+                parallel.join_processes(resolve_device(section_of(config).device))
+                self._ranks = load_ranks(config, FinetuneSpec(**spec), Path(recover), shares_weights=False)
+            return str(self._ranks.engine.compute_dtype).removeprefix("torch.")
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, load)
+
+    async def connect(self, rollout: RolloutConfig, addresses: list[str]) -> None:
+        """On the first rank: connect to the servers that weights are published to. On the others: take part in it."""
+
+        def connect() -> None:
+            engine: Any = WeightReceiver()  # stands for the first rank's, and is never asked
+            if parallel.rank() == 0:
+                backend = BACKENDS.get(rollout.backend)
+                assert issubclass(backend, RemoteClient)
+                engine = self._client = backend(rollout, addresses=addresses)
+                engine.are_replaced = True
+                engine.initialize()
+            self._ranks.engine.connect_engine(engine)
+
+        await asyncio.get_running_loop().run_in_executor(self._thread, connect)
+
+    def use_servers(self, addresses: list[str]) -> None:
+        """On the first rank: publish to these servers from now on; answered beside calls."""
+        if self._client is not None:  # otherwise it connects to them
+            self._client.use_servers(addresses)
+
+    def holders(self) -> tuple[int, list[str]] | None:
+        """On the first rank: the version that was published, and the servers that hold it; answered beside calls."""
+        return None if self._client is None else (self._client.get_version(), self._client.weight_holders)
+
+    def take(self, references: list[Any], places: list[tuple[int, int]], written: bytes) -> list[int]:
+        """Fetch the rows of the next call.
+
+        Args:
+            references: of packed rows.
+            places: of this rank's rows: number of the reference, and of the row in it.
+            written: columns of these rows that the controller wrote.
+
+        Returns:
+            Numbers of the references whose rows are lost; with none, the rows are here.
+        """
+        parts = self._get(references)
+        if lost := [number for number, part in enumerate(parts) if part is None]:
+            return lost
+        rows = rows_at(places, [part for part in parts if part is not None])
+        self._share = {key: value for key, value in rows.items() if isinstance(value, torch.Tensor) or key == MULTI_MODAL}
+        self._share |= unpack_bytes(written)[0]
+        return []
+
+    async def call(self, name: str, takes: bool, arguments: dict[str, Any]) -> tuple[Any, list[TrainedRow], RankState]:
+        """Make a call of ``CALLS``.
+
+        Args:
+            name: of the call.
+            takes: it is made with the rows that were taken.
+            arguments: of the call.
+
+        Returns:
+            What it returned, what it computed of the tokens of each row, and the version of the weights and how they were published.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._make, name, takes, arguments)
+
+    def _make(self, name: str, takes: bool, arguments: dict[str, Any]) -> tuple[Any, list[TrainedRow], RankState]:
+        call, result, computed = CALLS[name], None, list[TrainedRow]()
+        if name == "save" and parallel.rank() == 0:
+            trained = section_of(self._config)
+            arguments["tokenizer"] = load_tokenizer(self._config.tokenizer_path or trained.path, trained.trust_remote_code)
+        with parallel.watched():
+            if not takes:
+                result = call.make(self._ranks, **arguments)
+            else:
+                share, self._share = tensor_container_to(self._share, self._ranks.engine.device), {}
+                result = call.make(self._ranks, share, **arguments)
+                computed = trained_rows(share) if name == "policy_step" else []
+        if name == "load_recover":  # the engine's part stays here
+            step, state = result
+            result = step, {key: value for key, value in state.items() if key != arguments["part"]}
+        engine = self._ranks.engine
+        publication = engine.publication if isinstance(engine, FSDPPPOActor) else None
+        return result if parallel.rank() == 0 else None, computed, (engine.version, publication)
+
+
+def _interface_of(address: str) -> str | None:
+    """The network interface that has an IPv4 address; None where the system does not say."""
+    if address.startswith("127."):
+        return "lo0" if sys.platform == "darwin" else "lo"
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                found = fcntl.ioctl(asked.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None
