@@ -159,12 +159,13 @@ def _following(model: PlacedModelConfig) -> Any:
             return type(self._base_url)(f"http://{Path(model.address_file).read_text()}/v1/")
 
         def request(self, *arguments: Any, **settings: Any) -> Any:
-            deadline = time.monotonic() + model.setup_timeout
+            lost_at: float | None = None
             while True:
                 try:
                     return super().request(*arguments, **settings)
                 except openai.APIConnectionError as error:
-                    if isinstance(error, openai.APITimeoutError) or time.monotonic() > deadline:
+                    lost_at = lost_at or time.monotonic()
+                    if isinstance(error, openai.APITimeoutError) or time.monotonic() > lost_at + model.setup_timeout:
                         raise
                 time.sleep(0.5)
 
