@@ -171,7 +171,7 @@ def processors() -> Iterator[Finding]:
             topic, "Threads", "note", found, f"More threads than processors wait for each other: set OMP_NUM_THREADS={usable}."
         )
     elif os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE" and usable <= 4:
-        advice = "Where a second process computes here, set OMP_WAIT_POLICY=PASSIVE: threads that spin slow it down ten times."
+        advice = "Where a second process computes here, set OMP_WAIT_POLICY=PASSIVE: threads that spin slow it down ten times. A run that begins on a busy machine does so itself."
         yield Finding(topic, "Threads", "note", found, advice)
     else:
         yield Finding(topic, "Threads", "ok", found)

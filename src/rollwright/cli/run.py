@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,6 +53,7 @@ def run(
     Everything that the run writes is in `<cluster.fileroot>/<experiment_name>/<trial_name>/`. Running the same command again
     after an interruption goes on where it stopped (recover.mode).
     """
+    _spare_a_busy_machine()
     file, overrides = split_arguments([*(["--config", config] if config else []), *(arguments or [])])
     stages = load_with_plugins(file, overrides, plugin_dir)
     cluster, trained = _cluster_of(stages), [stage for stage in stages if isinstance(stage.config, PPOConfig | SFTConfig)]
@@ -98,6 +100,16 @@ def run(
     _carry_out(stages, file)
 
 
+def _spare_a_busy_machine() -> None:
+    """Let compute threads that wait give up their processor where others want it. By default they spin, and steps take many times longer.
+
+    The variable is read when torch is loaded; what the user has set stays.
+    """
+    processors = os.cpu_count() or 1
+    if hasattr(os, "getloadavg") and os.getloadavg()[0] > processors and "torch" not in sys.modules:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def _cluster_of(stages: Sequence[Stage]) -> ClusterConfig:
     """Where the stages of a run are carried out: all of them in one place, in as many processes."""
     found = [stage.config.cluster for stage in stages if hasattr(stage.config, "cluster")]
@@ -132,6 +144,7 @@ def evaluate(
     Without a file: `rollwright eval --model runs/quickstart/first/model --dataset arithmetic --reward arithmetic_reward --samples 8`. With one:
     its eval stages are carried out, and the options win over what they say.
     """
+    _spare_a_busy_machine()
     options = {
         "path": model,
         "dataset.path": dataset,

@@ -1,6 +1,7 @@
 """The command line, in this process: what commands print, how they fail."""
 
 import json
+import os
 import re
 import sys
 import types
@@ -9,8 +10,9 @@ import pytest
 import typer
 
 from rollwright.cli import failures
+from rollwright.cli import run as cli_run
 from rollwright.cli.main import COMMANDS, build_app, main
-from rollwright.errors import RolloutError
+from rollwright.errors import ConfigError, RolloutError
 
 TEXT = """\
 experiment_name: quick
@@ -64,6 +66,18 @@ def test_run_carries_out_the_stages_with_overrides(config, run_config):
     assert str(source) == config
     assert main(["run", "--config", config]) == 0
     assert len(run_config.calls) == 2
+
+
+@pytest.mark.parametrize(("load", "own", "policy"), [(0.2, None, None), (1e6, None, "PASSIVE"), (1e6, "ACTIVE", "ACTIVE")])
+def test_on_a_busy_machine_threads_that_wait_give_up_their_processor(monkeypatch, load, own, policy):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setenv("OMP_WAIT_POLICY", own or "")
+    if own is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    with pytest.raises(ConfigError):
+        cli_run.run(arguments=["nothing.yaml"])  # told after the choice, before torch is loaded
+    assert os.environ.get("OMP_WAIT_POLICY") == policy
 
 
 @pytest.mark.parametrize("place", ["{kind: ray}", "{kind: slurm, workers: 2}"])
