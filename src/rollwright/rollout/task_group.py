@@ -140,7 +140,7 @@ class Group:
         """Write what became of it to the journal."""
         if journal is not None:
             about = (self.ordinal, self.task_id, self.is_eval, state, self.reason, self.samples)
-            journal.write(GroupEnd(*about, time.time()))
+            journal.write(GroupEnd(*about, time.time(), self.admitted))
 
     def add(self, index: int, rows: Trajectory) -> range:
         """Take what a run delivered. Where all runs have ended and samples are missing, there will be further runs.

@@ -291,7 +291,7 @@ class Collector:
             self._flush()
             newest = "SELECT version FROM samples WHERE ordinal = ? AND is_eval = 1 AND writer = ? ORDER BY id DESC LIMIT 1"
             found = self._connection.execute(newest, (record.ordinal, writer)).fetchone()
-            version = found[0] if found else None
+            version = found[0] if found else record.version  # they may be of other processes, and not here yet
         step = None if state == "delivered" else self._step(writer) + 1
         self._connection.execute(
             "INSERT INTO groups (writer, ordinal, is_eval, version, number, state, policy, reason, samples, time, step, has_variance) "

@@ -17,7 +17,8 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.errors import EngineError, JournalError, LostProcessError, RolloutError
 from rollwright.experience.contract import KEPT
 from rollwright.experience.journal.episodes import read_episodes
-from rollwright.experience.journal.files import Journal
+from rollwright.experience.journal.files import Journal, read_records
+from rollwright.experience.journal.records import GroupEnd
 from rollwright.experience.kept_rows import fetched
 from rollwright.inference.request import ModelRequest
 from rollwright.rollout.executor import RolloutExecutor
@@ -558,13 +559,17 @@ def test_evaluation_runs_there_with_a_workflow_of_its_own(make, tmp_path):
     executor, processes = make()
     for process in processes:
         process.worker._evaluation, process.worker._runner.journal = (HeldOut(), None), Journal(tmp_path)
-    executor._runner.elsewhere._journal = tmp_path
+    executor._runner.elsewhere._journal, executor._runner.journal = tmp_path, Journal(tmp_path)
     assert executor.rollout_batch(rows(2), OneTurn())["rewards"].tolist() == [0.0, 1.0]
     get_tracker().export(reset=True)
     assert executor.rollout_batch(rows(2), HeldOut(), is_eval=True)["rewards"].tolist() == [7.0, 7.0]
     assert [runs(process) for process in processes] == [[(0, 0)] * 2, [(1, 0)] * 2]
     assert get_tracker().export()["eval/rollout/held_out"] == 1.0
     assert sorted(episode.begin.is_eval for episode in read_episodes(tmp_path)) == [False, False, True, True]
+    ends = [record for _, record in read_records(tmp_path) if isinstance(record, GroupEnd)]
+    assert [(end.is_eval, end.version) for end in ends] == [(False, 0)] * 2 + [
+        (True, 0)
+    ] * 2  # whose samples are in other files
 
 
 def test_an_evaluation_of_a_lost_worker_takes_no_past_from_the_training_task_of_its_ordinal(make, tmp_path):

@@ -288,3 +288,20 @@ def test_rewards_that_are_no_numbers_are_in_no_bin():
     bins = reward_bins([{"rewards": rewards, "trained": 1}], 20)
     assert sum(each["count"] for each in bins) == 30
     assert bins[-1]["high"] == 29
+
+
+def test_an_evaluation_that_workers_ran_belongs_to_its_version_whoever_is_read_first(tmp_path):
+    controller, worker = Journal(tmp_path / "journal"), Journal(tmp_path / "journal")  # the first has what became of groups
+    for version in (1, 2):
+        controller.write(GroupEnd(0, version, True, "delivered", "", 1, 0.0, version))
+        controller.write(Published(version, version, {}, float(version)))
+        number = worker.next_episode()
+        worker.write(Begin(number, 0, 0, 0, True, version, "W", 1, pack_value({"question": "?"}), "", 0.0))
+        worker.write(End(number, "accepted", "", [Row(-1, 0, b"", [], 0.5, False, b"")], 1.0))
+    for journal in (controller, worker):
+        journal.close()
+    with Run(tmp_path) as run:
+        run.refresh()
+        for version in (1, 2):
+            (group,) = run.step(version)["evaluations"]
+            assert (group["version"], [sample["reward"] for sample in group["samples"]]) == (version, [0.5])

@@ -118,6 +118,7 @@ class GroupEnd(Record, tag="group"):
     reason: str
     samples: int
     time: float
+    version: int | None = None  # of the weights when it was admitted
 
 
 class Trained(Record, tag="trained"):
