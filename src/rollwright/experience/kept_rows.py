@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import xxhash
 
 from rollwright.errors import LostProcessError, TrajectoryError
 from rollwright.experience.contract import COLUMNS, KEPT, NEUTRAL, Trajectory
@@ -43,12 +44,14 @@ class KeptRows:
         store: that has them.
         columns: what decides whether they can be joined with others.
         lease: of the episode that they are the rows of, by which it is run again; None: they were made here.
+        digest: of what they hold, by which rows that are made again are known to be the same.
     """
 
     reference: Any
     store: ObjectStore
     columns: str
     lease: tuple[Any, ...] | None = None
+    digest: str = ""
 
 
 def pack_outline(rows: Trajectory) -> bytes:
@@ -65,7 +68,16 @@ def pack_outline(rows: Trajectory) -> bytes:
         "oldest_versions": torch.where(oldest_B == newest, -1, oldest_B),
     }
     details = [{"metrics": each.get("metrics", {})} for each in rows.get("details", [])]
-    return pack_bytes(tensors, {"details": details, "columns": _columns(rows)})
+    return pack_bytes(tensors, {"details": details, "columns": _columns(rows), "digest": _digest(rows)})
+
+
+def _digest(rows: Trajectory) -> str:
+    """Of the columns of the data contract that were there when the rows were made: tokens, log-probabilities, versions, rewards."""
+    digest = xxhash.xxh3_128()
+    for key in sorted(COLUMNS.keys() & rows.keys() - set(WRITTEN)):
+        digest.update(f"{key} {list(rows[key].shape)}".encode())
+        digest.update(rows[key].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def sampled_tokens(rows: Trajectory) -> torch.Tensor:
@@ -89,7 +101,7 @@ def _columns(rows: Trajectory) -> str:
 def unpack_outline(data: bytes, reference: Any, store: ObjectStore, lease: tuple[Any, ...] | None = None) -> Trajectory:
     """The outline that ``pack_outline`` made, of rows that lie in a store."""
     tensors, rest = unpack_bytes(data)
-    kept = KeptRows(reference, store, rest["columns"], lease)
+    kept = KeptRows(reference, store, rest["columns"], lease, rest["digest"])
     outline: Trajectory = {**tensors, KEPT: [(kept, row) for row in range(len(tensors["input_ids"]))]}
     if rest["details"]:
         outline["details"] = rest["details"]

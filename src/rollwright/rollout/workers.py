@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollwright.errors import JournalError, LostProcessError, ReplayError, RolloutError, RollwrightError
+from rollwright.experience.contract import KEPT
 from rollwright.experience.journal.episodes import RecordedEpisode
 from rollwright.experience.journal.records import pack_value
 from rollwright.experience.journal.task_files import TaskFiles
@@ -174,6 +175,7 @@ class WorkerPool:
 
         Raises:
             LostProcessError: the journal does not have an episode whole.
+            RolloutError: an episode does not come to the same rows again.
         """
         if self._journal is None:
             raise LostProcessError(
@@ -189,18 +191,24 @@ class WorkerPool:
                 raise LostProcessError(
                     f"the rows of {name or 'a group'} are lost with their node, and the journal does not have them whole"
                 )
-            kept.reference = self._made_again(name, (*leases[kept], past))
+            kept.reference = self._made_again(name, (*leases[kept], past), kept.digest)
         logger.info("the rows of %d episodes were lost with their node, and were made again from the journal", len(lost))
 
-    def _made_again(self, name: SampleName, words: tuple[Any, ...]) -> Any:
+    def _made_again(self, name: SampleName, words: tuple[Any, ...], digest: str) -> Any:
         deadline = time.monotonic() + self._timeout
         while self._failure is None:
             for process in self._living:
                 with contextlib.suppress(LostProcessError):  # who runs its other episodes sees that
-                    (outline, _), reference = process.call_keeping("run", *words).result(self._timeout)
-                    if outline is None:
+                    try:
+                        (outline, _), reference = process.call_keeping("run", *words).result(self._timeout)
+                    except TimeoutError:
                         raise RolloutError(
-                            f"{name} was accepted, and is rejected as it is run again: its workflow is not the same any more"
+                            f"{name} did not end within {self._timeout:g} s as it was run again from the journal"
+                        ) from None
+                    if outline is None or unpack_outline(outline, reference, self._store)[KEPT][0][0].digest != digest:
+                        raise RolloutError(
+                            f"the rows of {name} are lost with their node, and other ones came as it was run again: its workflow or its reward "
+                            "depends on something that is neither seeded nor durable"
                         )
                     return reference
             if time.monotonic() > deadline:

@@ -305,7 +305,7 @@ class PlacedRanks:
                 return
             try:
                 self.restore(missing)
-            except LostProcessError as error:
+            except RollwrightError as error:
                 raise CheckpointError(
                     f"{error}: start the run again, which goes on from the newest recover checkpoint."
                 ) from error

@@ -452,6 +452,34 @@ def test_rows_that_are_lost_with_their_node_are_made_again_from_the_journal(make
     assert (before["group_ids"].tolist(), before["sample_ids"].unique().numel()) == ([0, 0, 1, 1], 4)
 
 
+class Rewards(Asks):
+    """Gives rows whose number and rewards are what its class says."""
+
+    rewards = (1.0,)
+
+    async def arun_episode(self, engine, data):
+        row = await super().arun_episode(engine, data)
+        return [{**row, "reward": reward} for reward in self.rewards]
+
+
+@pytest.mark.parametrize("now", [(2.0,), (1.0, 1.0)])
+def test_an_episode_that_comes_to_other_rows_as_it_is_run_again_is_not_taken_for_those_that_were_lost(
+    make, tmp_path, monkeypatch, now
+):
+    executor, (process,) = make(count=1)
+    pool = executor._runner.elsewhere
+    pool._journal, process.worker._workflow, process.worker._runner.journal = tmp_path, (Rewards(), None), Journal(tmp_path)
+    (kept, _), *_ = executor.rollout_batch(rows(1), Rewards())[KEPT]
+    before = kept.reference
+    monkeypatch.setattr(Rewards, "rewards", now)
+    with pytest.raises(RolloutError, match=r"the rows of task 0, sample 0 are lost with their node, and other ones came"):
+        pool.restore([kept])
+    assert kept.reference == before
+    monkeypatch.undo()
+    pool.restore([kept])
+    assert kept.reference != before
+
+
 def test_what_is_complete_is_no_part_of_a_checkpoint_and_is_drawn_again(make):
     executor, _ = make(count=1)
     executor.wait_for_task(executor.submit(rows(1)[0], OneTurn()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from rollwright.cluster.placement import Node
 from rollwright.config.experiment import FinetuneSpec, GRPOConfig
 from rollwright.config.sections import ClusterConfig, RolloutConfig
-from rollwright.errors import CheckpointError, EngineError, LostProcessError, LostRankError, RolloutError
+from rollwright.errors import CheckpointError, EngineError, LostProcessError, LostRankError, ReplayError, RolloutError
 from rollwright.experience.contract import KEPT
 from rollwright.experience.kept_rows import KeptRows
 from rollwright.tracking.run_directory import RunDirectory
@@ -169,14 +170,15 @@ def test_rows_that_were_lost_are_made_again_before_any_rank_begins(make):
 
 
 def test_rows_that_cannot_be_made_again_end_the_run_with_the_cause(make):
-    def restore(lost):
-        raise LostProcessError("the rows of 1 episodes are lost with their node")
+    def restore(error, lost):
+        raise error("the rows of 1 episodes are lost with their node")
 
     ranks = make()
     ranks.connect(ROLLOUT)
-    ranks.restore = restore
-    with pytest.raises(CheckpointError, match=r"lost with their node: start the run again, which goes on from the newest"):
-        ranks.call("policy_step", outline())
+    for error in (LostProcessError, RolloutError, ReplayError):
+        ranks.restore = partial(restore, error)
+        with pytest.raises(CheckpointError, match=r"lost with their node: start the run again, which goes on from the newest"):
+            ranks.call("policy_step", outline())
     ranks.restore = lambda lost: None
     with pytest.raises(CheckpointError, match="lost again and again"):
         ranks.call("policy_step", outline())
