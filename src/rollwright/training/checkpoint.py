@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 
 from rollwright.atomic import replaced_directory
-from rollwright.errors import CheckpointError, RollwrightError
+from rollwright.errors import CheckpointError, LostRankError, RollwrightError
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
 from rollwright.training.sharding import call_checkpoint, local_tensor, placed_like
@@ -89,7 +89,10 @@ def fill(pairs: Iterable[tuple[Tensor | SavedTensor, Tensor]]) -> None:
     for directory, targets in saved.items():
         reader = HuggingFaceStorageReader(str(directory / _PARTS))
         try:
-            call_checkpoint(load, targets, storage_reader=reader, process_group=parallel.checkpoint_group())
+            with parallel.watched():
+                call_checkpoint(load, targets, storage_reader=reader, process_group=parallel.checkpoint_group())
+        except LostRankError:
+            raise
         except (Exception, CheckpointException) as error:
             raise CheckpointError(f"{directory} cannot be read: {_reason(error)}") from error
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from rollwright.atomic import replaced_directory
-from rollwright.errors import ConfigError
+from rollwright.errors import ConfigError, LostRankError
 from rollwright.inference.weights.files import write_files
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.progress import without_progress_bars
@@ -40,6 +40,7 @@ def load_weights(model: Any, path: str) -> None:
 
     Raises:
         ConfigError: there is no checkpoint in safetensors files, or it is of another model.
+        LostRankError: another rank has ended.
     """
     files = _weight_files(path)
     own = own_tensors(model)
@@ -51,7 +52,10 @@ def load_weights(model: Any, path: str) -> None:
         if targets:
             reader = HuggingFaceStorageReader(str(files[0].parent))
             reader.fs = _Files(files)
-            call_checkpoint(load, targets, storage_reader=reader, process_group=parallel.checkpoint_group())
+            with parallel.watched():
+                call_checkpoint(load, targets, storage_reader=reader, process_group=parallel.checkpoint_group())
+    except LostRankError:  # of an interrupt, perhaps: the files are not to blame
+        raise
     except (Exception, CheckpointException) as error:  # the cause stands in its text
         raise ConfigError(f"{path} could not be read into a model of type {model.config.model_type!r}: {error}") from error
     for name, tensor in _converted_tensors(model, converted, files):

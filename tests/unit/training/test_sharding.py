@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from rollwright.config.experiment import FinetuneSpec
 from rollwright.config.sections import OptimizerConfig, PPOActorConfig, TrainEngineConfig
-from rollwright.errors import CheckpointError, ConfigError
+from rollwright.errors import CheckpointError, ConfigError, LostRankError
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.training import sharding
 from rollwright.training.actor import FSDPPPOActor
@@ -178,6 +178,19 @@ def test_a_checkpoint_of_another_model_is_not_read(path, experts, group):
         load_weights(model, str(path))
     with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
         load_weights(model, str(path.parent))
+
+
+def test_a_rank_that_is_lost_while_weights_are_read_is_not_a_fault_of_the_files(path, group, monkeypatch):
+    """One that Ctrl-C ended, say: the others would call the model unreadable."""
+
+    def lost(*arguments, **options):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:25505")
+
+    model = empty_model(TrainEngineConfig(path=str(path), device="cpu"), torch.float32)
+    sharding.allocate(model, torch.device("cpu"))
+    monkeypatch.setattr("rollwright.training.pretrained.call_checkpoint", lost)
+    with pytest.raises(LostRankError, match=r"another process of the training has ended .*closed by peer"):
+        load_weights(model, str(path))
 
 
 def test_random_weights_are_drawn_one_module_at_a_time(path, group):
