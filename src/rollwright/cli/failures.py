@@ -11,6 +11,9 @@ from pathlib import Path
 
 from rollwright.errors import ConfigError, LostRankError, RollwrightError
 
+#: Of a file of tracebacks, before it is set aside and replaces the one that was set aside before.
+LOG_BYTES = 1_000_000
+
 _directory: Path | None = None
 
 
@@ -62,6 +65,8 @@ def _write_traceback(error: Exception) -> Path | None:
         file = directory / "failure.log"
         with contextlib.suppress(OSError):
             directory.mkdir(parents=True, exist_ok=True)
+            if file.exists() and file.stat().st_size > LOG_BYTES:
+                file.replace(file.with_name("failure.old.log"))
             with file.open("a", encoding="utf-8") as log:
                 log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {command_line(sys.argv)}\n{text}\n")
             return file

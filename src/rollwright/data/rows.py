@@ -201,7 +201,7 @@ def _hub_rows(path: str, split: str, name: str | None) -> Iterator[tuple[Row, st
     import datasets
     import datasets.config
 
-    unreachable = _unreachable_hub()
+    unreachable = unreachable_hub()
     was_offline, datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE, bool(unreachable)
     try:  # offline, the library looks in its cache and does not try again for half a minute
         dataset = datasets.load_dataset(path, name, split=split)
@@ -217,7 +217,7 @@ def _hub_rows(path: str, split: str, name: str | None) -> Iterator[tuple[Row, st
     return _numbered(map(dict, dataset), f"{path} ({split})")
 
 
-def _unreachable_hub() -> str:
+def unreachable_hub() -> str:
     """Why Hugging Face cannot be reached, found out within ``HUB_WAIT`` seconds; empty where it answers."""
     import datasets
     import datasets.config

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollwright.config.generation import returning_ids
+from rollwright.data.rows import unreachable_hub
 from rollwright.errors import ConfigError, DataError
 
 PAD, END, UNKNOWN = "<pad>", "<|end|>", "<unk>"
@@ -46,15 +47,19 @@ def load_tokenizer(path: str | Path | Any, trust_remote_code: bool = False) -> A
         raise ConfigError("no tokenizer is named: set tokenizer_path (or actor.path) to a directory or a Hugging Face name.")
     from transformers import AutoTokenizer
 
+    # Without a network the library tries each file for half a minute, and says so five times, before it looks in its cache.
+    unreachable = "" if Path(path).expanduser().exists() else unreachable_hub()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(path), trust_remote_code=trust_remote_code, local_files_only=bool(unreachable)
+        )
     except (OSError, ValueError, KeyError) as error:
         if "trust_remote_code" in str(error):
             raise ConfigError(
                 f"the tokenizer {path} comes with code of its own; set trust_remote_code: true if you trust it."
             ) from error
         there = "the directory exists" if Path(path).is_dir() else "no such directory here"
-        cause = " ".join(str(error).split())[:200]
+        cause = f"{unreachable}, and its cache has none" if unreachable else " ".join(str(error).split())[:200]
         raise ConfigError(f"cannot load a tokenizer from {path} ({there}): {cause}") from error
     return _prepared(tokenizer, str(path))
 

@@ -159,6 +159,16 @@ def test_a_failed_run_leaves_one_line_and_its_traceback_in_the_log(config, run_c
     assert "carry_out" in (logs / "failure.log").read_text()
 
 
+def test_the_log_of_tracebacks_does_not_grow_for_ever(config, run_config, cache, monkeypatch):
+    monkeypatch.setattr(failures, "LOG_BYTES", 10)
+    for number in range(3):
+        run_config.error = KeyError(f"cause {number}")
+        assert main(["run", config]) == 1
+    assert "cause 2" in cache.read_text()
+    assert "cause 1" in cache.with_name("failure.old.log").read_text()
+    assert len(list(cache.parent.iterdir())) == 2
+
+
 def test_a_bug_is_one_line_too(config, run_config, capsys, cache):
     run_config.error = KeyError("first\nsecond")
     assert main(["run", config]) == 1

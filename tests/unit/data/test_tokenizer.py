@@ -123,6 +123,17 @@ def test_a_missing_pad_token_becomes_the_end_token(directory):
         load_tokenizer(tokenizer)
 
 
+def test_a_name_without_a_network_is_looked_for_in_the_cache_alone(monkeypatch):
+    """Else the library asks for each file five times, for half a minute, and says so."""
+    monkeypatch.setattr("rollwright.data.tokenizer.unreachable_hub", lambda: "https://hub.test cannot be reached (no route)")
+    monkeypatch.setattr("huggingface_hub.get_session", lambda *_: pytest.fail("the network was asked"))
+    told = (
+        "cannot load a tokenizer from nobody/has-this .*: https://hub.test cannot be reached .no route., and its cache has none"
+    )
+    with pytest.raises(ConfigError, match=told):
+        load_tokenizer("nobody/has-this")
+
+
 def test_nothing_there(tmp_path):
     with pytest.raises(ConfigError, match="cannot load a tokenizer from"):
         load_tokenizer(tmp_path)
