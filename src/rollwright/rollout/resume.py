@@ -140,9 +140,12 @@ def load_state(runner: Runner, factory: GroupFactory, state: dict[str, Any]) -> 
         raise RolloutError("load_state_dict: tasks are in flight already; load the state before the first one.")
     runner.failures.outcomes.extend(state.get("failed_lately", ()))
     factory.next_ordinal, factory.next_task_id = state["next_ordinal"], state["next_task_id"]
-    finished = [factory.restored(entry) for entry in state["finished"]]
-    delivery.restore(state["version"], state["frontier"], state["beyond"], finished)
-    return [dict(row) for row in state["pending"]]
+    finished, again = state["finished"], list[dict[str, Any]]()
+    if runner.elsewhere is not None:  # whose rows stay where they are made: these run again there, as the journal has them
+        finished, again = [], [entry["task"] for entry in finished]
+    restored = [factory.restored(entry) for entry in finished]
+    delivery.restore(state["version"], state["frontier"], state["beyond"], restored)
+    return [dict(row) for row in (*sorted(again, key=lambda task: task["ordinal"]), *state["pending"])]
 
 
 def recall(runner: Runner, directories: Iterable[str | Path]) -> PastEpisodes:

@@ -489,6 +489,25 @@ def test_what_is_complete_is_no_part_of_a_checkpoint_and_is_drawn_again(make):
     assert (state["pending"], state["finished"]) == ([*rows(1), rows(2)[1]], [])
 
 
+def test_what_one_process_had_complete_runs_again_where_workers_go_on(make, tmp_path):
+    config, journal = {"max_head_offpolicyness": 2}, Journal(tmp_path)
+    here = RolloutExecutor(EchoEngine(), RolloutConfig(**config), journal=journal)
+    for row in rows(3):
+        here.submit(row, OneTurn())
+    wait_until(lambda: here.counters()["ready"] == 3)
+    state = here.state_dict()
+    here.destroy()
+    journal.close()
+    assert len(state["finished"]) == 3
+    executor, processes = make(**config)
+    executor.load_state_dict(state)
+    executor.recall([tmp_path])
+    batch = executor.prepare_batch(iter(rows(5)[3:]), OneTurn(), batch_size=5)
+    assert sorted(fetched(batch)["rewards"].tolist()) == [0.0, 1.0, 2.0, 3.0, 4.0]
+    leases = [words for process in processes for words in process.asked if words[0] == "run"]
+    assert sorted(words[1][0] for words in leases if words[4] is not None) == [0, 1, 2]  # these ask nothing
+
+
 def test_a_function_that_accepts_groups_is_given_their_tokens_and_may_change_them(make):
     def accept(group):
         group["rewards"] = group["rewards"] + group["input_ids"][:, 2]
