@@ -46,7 +46,7 @@ class EvaluationResult:
     samples: int
     truncated: float  # share of samples cut by a length limit
     response_tokens: float  # mean sampled tokens of a sample
-    trajectory: Trajectory
+    trajectory: Trajectory  # on a Ray cluster an outline, of which ``kept_rows.fetched`` gives the tokens
 
     def as_metrics(self) -> dict[str, float]:
         """The scalars, for a metrics sink."""
