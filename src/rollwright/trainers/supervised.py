@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
+import shutil
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,15 +110,20 @@ class SupervisedTrainer(Trainer):
         """Publish the present weights to the engine and run the held-out tasks."""
         rollout = self.rollout
         assert rollout is not None
-        self.model.version += 1
+        self.model.version = max(self.model.version, rollout.get_version()) + 1  # ranks elsewhere count no evaluations
         if self.weights is not None:
             self.weights.publish(self.model, self.model.version)
         else:
             arguments = self.model.version, self.config.rollout.logprob_tolerance
             if isinstance(self.ranks, PlacedRanks):  # they come as files, which all nodes see
-                with tempfile.TemporaryDirectory(prefix=".weights-", dir=self.directory.path.absolute()) as path:
-                    self.ranks.call("use_weights", here={"use": partial(write_files, Path(path))})
+                path = self.directory.path.absolute() / ".weights"
+                shutil.rmtree(path, ignore_errors=True)  # of a process that was killed
+                path.mkdir()
+                try:
+                    self.ranks.call("use_weights", here={"use": partial(write_files, path)})
                     give_weights(rollout, dict(read_weights(path)), *arguments)
+                finally:
+                    shutil.rmtree(path, ignore_errors=True)
             else:
                 self.ranks.call("use_weights", here={"use": lambda weights: give_weights(rollout, weights, *arguments)})
         config, gconfig = self.config, self.config.evaluator.gconfig

@@ -1,8 +1,14 @@
 """Supervised training that stops by what the model answers: its weights go to an engine, which is audited like any other."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from rollwright import load_stages
+from rollwright.inference.weights.stream import WeightStream
+from rollwright.trainers import supervised
+from rollwright.trainers.placed_ranks import PlacedRanks
 from rollwright.trainers.stages import run_config
 
 CONFIG = """\
@@ -34,8 +40,6 @@ def test_it_evaluates_as_it_trains_and_stops_when_it_is_accurate_enough(tmp_path
 
 
 def test_what_was_opened_is_closed_where_the_rest_fails(tmp_path, tiny_model, monkeypatch):
-    from rollwright.trainers import supervised
-
     closed = []
     make = supervised.make_local_engine
 
@@ -55,3 +59,37 @@ def test_what_was_opened_is_closed_where_the_rest_fails(tmp_path, tiny_model, mo
     with pytest.raises(OSError, match="no weights"):
         run_config(load_stages(config, ["stats_logger.display=none"]))
     assert closed == ["rollout"]
+
+
+def test_each_evaluation_on_a_cluster_has_a_version_of_its_own_and_leaves_no_weights_behind(tmp_path, monkeypatch):
+    trainer, seen = object.__new__(supervised.SFTTrainer), []
+    trainer.ranks = object.__new__(PlacedRanks)
+    trainer.model = trainer.ranks.engine = SimpleNamespace(version=0)
+    trainer.weights, trainer.valid_dataset, trainer.tokenizer = None, [], None
+    trainer.directory = SimpleNamespace(path=tmp_path)
+    trainer.config = SimpleNamespace(
+        rollout=SimpleNamespace(logprob_tolerance=None),
+        evaluator=SimpleNamespace(gconfig=None),
+        workflow=None,
+        workflow_kwargs={},
+    )
+    trainer.rollout = SimpleNamespace(version=0, get_version=lambda: trainer.rollout.version)
+
+    def call(name, here):
+        here["use"](WeightStream.of({"a": torch.ones(2)}))
+        trainer.model.version = 0  # as each answer of a rank says
+
+    def give(rollout, weights, version, tolerance):
+        rollout.version = version
+        seen.append((version, weights["a"].tolist()))
+
+    trainer.ranks.call = call
+    monkeypatch.setattr(supervised, "give_weights", give)
+    monkeypatch.setattr(supervised, "workflow_arguments", lambda *arguments: {})
+    monkeypatch.setattr(supervised, "evaluate", lambda *arguments: None)
+    (tmp_path / ".weights").mkdir()
+    (tmp_path / ".weights" / "model.safetensors").write_bytes(b"half a file of one that was killed")
+    trainer.evaluate()
+    trainer.evaluate()
+    assert seen == [(1, [1.0, 1.0]), (2, [1.0, 1.0])]
+    assert not list(tmp_path.iterdir())
