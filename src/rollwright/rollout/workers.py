@@ -198,19 +198,23 @@ class WorkerPool:
         deadline = time.monotonic() + self._timeout
         while self._failure is None:
             for process in self._living:
-                with contextlib.suppress(LostProcessError):  # who runs its other episodes sees that
-                    try:
-                        (outline, _), reference = process.call_keeping("run", *words).result(self._timeout)
-                    except TimeoutError:
-                        raise RolloutError(
-                            f"{name} did not end within {self._timeout:g} s as it was run again from the journal"
-                        ) from None
-                    if outline is None or unpack_outline(outline, reference, self._store)[KEPT][0][0].digest != digest:
-                        raise RolloutError(
-                            f"the rows of {name} are lost with their node, and other ones came as it was run again: its workflow or its reward "
-                            "depends on something that is neither seeded nor durable"
-                        )
-                    return reference
+                start = process.started
+                try:
+                    (outline, _), reference = process.call_keeping("run", *words).result(self._timeout)
+                except LostProcessError as error:
+                    logger.warning("%s; %s is run again elsewhere", error, name)
+                    self._lose(process, start)  # it may have nothing else to run that would tell
+                    continue
+                except TimeoutError:
+                    raise RolloutError(
+                        f"{name} did not end within {self._timeout:g} s as it was run again from the journal"
+                    ) from None
+                if outline is None or unpack_outline(outline, reference, self._store)[KEPT][0][0].digest != digest:
+                    raise RolloutError(
+                        f"the rows of {name} are lost with their node, and other ones came as it was run again: its workflow or its reward "
+                        "depends on something that is neither seeded nor durable"
+                    )
+                return reference
             if time.monotonic() > deadline:
                 raise LostProcessError(f"no worker ran for {self._timeout:g} s that could make the rows of {name} again")
             time.sleep(0.1)

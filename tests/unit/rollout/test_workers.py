@@ -452,6 +452,26 @@ def test_rows_that_are_lost_with_their_node_are_made_again_from_the_journal(make
     assert (before["group_ids"].tolist(), before["sample_ids"].unique().numel()) == ([0, 0, 1, 1], 4)
 
 
+def test_rows_that_are_lost_together_with_the_only_worker_are_made_again_when_it_is_back(make, tmp_path):
+    executor, (process,) = make(count=1)
+    pool, begin = executor._runner.elsewhere, process.restart
+    pool._journal, process.worker._workflow, process.worker._runner.journal = tmp_path, (Asks(), None), Journal(tmp_path)
+    batch = executor.rollout_batch(rows(2), Asks())
+    before, kept = fetched(batch), [kept for kept, _ in batch[KEPT]]
+
+    def restart():
+        begin()
+        process.worker._workflow = Asks(), None
+
+    process.restart = restart
+    process.lose()  # while it runs no episode, as between two batches
+    for each in kept:
+        process.store.kept[each.reference] = None
+    pool.restore(kept)
+    assert all(torch.equal(value, fetched(batch)[key]) for key, value in before.items())
+    assert len(process.made) == 2
+
+
 class Rewards(Asks):
     """Gives rows whose number and rewards are what its class says."""
 
