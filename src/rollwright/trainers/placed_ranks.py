@@ -91,7 +91,6 @@ class PlacedRanks:
     """
 
     model = None
-    restore: Callable[[Sequence[KeptRows]], None]
 
     def __init__(self, config: Any, spec: FinetuneSpec, directory: RunDirectory, part: str) -> None:
         from rollwright.cluster.ray import RayCluster
@@ -106,6 +105,7 @@ class PlacedRanks:
         self._checkpoint: int | None = None  # its step; None: there is none
         self._published: tuple[int, list[str]] | None = None  # the version, and the servers that took it
         self._has_trained = self._is_closed = self._connects = False
+        self.restore: Callable[[Sequence[KeptRows]], None] = _refuse
         self._connection: Callable[[], tuple[RolloutConfig, list[str]]] | None = None
         self._gang: list[Any] = []
         self.cluster = RayCluster(config.cluster, directory.logs)
@@ -339,6 +339,10 @@ class PlacedRanks:
             self._ask_all("connect", *self._connection())
         if self._published is not None:
             self._make("republish", [], {}, {})  # so that a server that comes back can be given them
+
+
+def _refuse(lost: Sequence[KeptRows]) -> None:
+    raise LostProcessError(f"{len(lost)} parts of a batch are lost from the object store")
 
 
 def _written(share: Trajectory) -> bytes:
