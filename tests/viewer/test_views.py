@@ -7,8 +7,13 @@ import re
 import time
 
 import pytest
+from starlette.testclient import TestClient
 from viewed_runs import click_to_the_worst_sample, serve
 from written_runs import RUN, VIEWS, WrittenRun
+
+from rollwright.experience.journal.files import Journal
+from rollwright.experience.journal.records import Resumed
+from rollwright.viewer.server import make_app
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1920, "light")])
@@ -207,6 +212,19 @@ def test_the_page_follows_a_run_that_writes(watched, tmp_path):
     finally:
         served.stop()
         run.close()
+
+
+def test_steps_that_are_made_again_are_told_apart(tmp_path):
+    run = WrittenRun(tmp_path / "live" / "now")
+    for _ in range(3):
+        run.write_step()
+    run.close()
+    journal = Journal(tmp_path / "live" / "now" / "journal")
+    journal.write(Resumed(1, 1, 2, 1, 3, 5.0))
+    journal.close()
+    page = TestClient(make_app([tmp_path]), base_url="http://localhost").get("/run/live~now/steps").text
+    assert "1 step, each with the samples that it trained on; 2 more were lost with a process, and are made again" in page
+    assert page.count('<td class="muted">made again</td>') == 2
 
 
 def test_a_link_in_a_drawing_keeps_the_page(watched):

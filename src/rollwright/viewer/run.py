@@ -159,7 +159,7 @@ class Run(RunFiles):
         steps = []
         for step in sorted({*indexed, *rewards}):
             shown = {"step": step, "reward": rewards.get(step), "samples": counts.get(step), "time": times.get(step)}
-            steps.append({**unknown, **shown, **indexed.get(step, {})})
+            steps.append({**unknown, **shown, "is_undone": False, **indexed.get(step, {})})
         return steps[offset : None if limit is None else offset + limit]
 
     def step(self, step: int, bins: int = 20) -> dict[str, Any]:

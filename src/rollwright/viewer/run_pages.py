@@ -84,7 +84,13 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
         context = pages.of_run(name, run, "/steps", title="Steps")
         around = pager(f"{context['run']['url']}/steps?sort={asked if of else '-step'}", offset, ROWS, len(every), len(shown))
         return pages.page(
-            "steps.html", **context, steps=shown, total=len(every), sorting={"by": by, "down": is_down}, pager=around
+            "steps.html",
+            **context,
+            steps=shown,
+            total=len(every),
+            undone=sum(step["is_undone"] for step in every),
+            sorting={"by": by, "down": is_down},
+            pager=around,
         )
 
     def weights(request: Request, name: str) -> Response:

@@ -208,10 +208,13 @@ class Samples:
     # -- steps -------------------------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[dict[str, Any]]:
-        """What the index has of each step, as it was made last."""
+        """What the index has of each step, as it was made last; ``is_undone``: a resume began before it, and it is not made again yet."""
         rows = self._index.rows("SELECT *, max(writer) FROM steps GROUP BY step ORDER BY step")
         same = "step samples groups reward reward_min reward_max tokens dropped without_variance time version"
-        return [{name: row[name] for name in same.split()} for row in rows]
+        return [
+            {**{name: row[name] for name in same.split()}, "is_undone": self._is_undone(row["writer"], row["step"])}
+            for row in rows
+        ]
 
     def step(self, step: int, bins: int) -> dict[str, Any]:
         """A step: its groups, and those that were dropped while it was sampled.

@@ -226,12 +226,14 @@ def test_steps_that_a_resume_undid_are_told_apart(tmp_path):
     with Run(tmp_path) as run:
         run.refresh()
         assert [run.sample(key)["is_undone"] for key in ("1/0@0", "2/0@0", "3/1@0")] == [False, True, True]
+        assert [entry["is_undone"] for entry in run.steps()] == [False, True, True]
     write_step(second, 2, 2, 7, (0.25, 0.75))
     second.close()
     with Run(tmp_path) as run:
         run.refresh()
         assert [(each["step"], each["episodes"]) for each in run.resumes()] == [(1, 1)]
         assert [(entry["step"], entry["reward"]) for entry in run.steps()] == [(1, 0.5), (2, 0.5), (3, 0.5)]
+        assert [entry["is_undone"] for entry in run.steps()] == [False, False, True]
         assert [group["is_undone"] for step in (1, 2, 3) for group in run.step(step)["groups"]] == [False, False, True]
         assert run.sample("2/1")["reward"] == 0.75
         assert run.sample("2/1@0")["is_undone"]
