@@ -17,8 +17,8 @@ def grpo(tmp_path, tiny_model):
     return tmp_path
 
 
-def _start_ray(first: int, **settings: int) -> Any:
-    _clusters.append(start_ray(first, **settings))
+def _start_ray(first: int) -> Any:
+    _clusters.append(start_ray(first))
     return _clusters[-1]
 
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from ranks_runs import LIMIT, compare, metrics, run, start, trial, write_parts
+from ranks_runs import LIMIT, compare, metrics, process_of, run, start, trial, wait_until, write_parts
 
 from rollwright.experience.experience import Experience, ExperienceId
 from rollwright.processes.tree import descendants
@@ -66,13 +66,7 @@ stages:
 @pytest.mark.timeout(900)
 def test_supervised_stages_on_two_ranks_are_those_of_one(tmp_path, request):
     """SFT with its evaluation, DPO with its reference, a stage that makes a model and one that scores it."""
-    write_parts(tmp_path)
-    pairs = tmp_path / "pairs.jsonl"
-    rows = [
-        {"prompt": f"{number} + 1 =", "chosen": str(number + 1), "rejected": "no" * (1 + number % 4)} for number in range(12)
-    ]
-    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "stages.yaml").write_text(STAGES.format(root=tmp_path / "runs", pairs=pairs))
+    write_stages(tmp_path)
     run(tmp_path, "stages.yaml", "trial_name=one")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "rollwright")
     run(tmp_path, "stages.yaml", "trial_name=two", program=torchrun)
@@ -81,6 +75,51 @@ def test_supervised_stages_on_two_ranks_are_those_of_one(tmp_path, request):
         address = request.getfixturevalue("cluster")
         run(tmp_path, "stages.yaml", "trial_name=ray", "cluster.kind=ray", "cluster.processes=2", f"cluster.address={address}")
         compare_stages(trial(tmp_path, "one"), trial(tmp_path, "ray"))
+
+
+def write_stages(directory: Path) -> None:
+    write_parts(directory)
+    pairs = directory / "pairs.jsonl"
+    rows = [
+        {"prompt": f"{number} + 1 =", "chosen": str(number + 1), "rejected": "no" * (1 + number % 4)} for number in range(12)
+    ]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "stages.yaml").write_text(STAGES.format(root=directory / "runs", pairs=pairs))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_supervised_stage_on_ray_that_loses_a_rank_and_its_controller_is_that_of_one_process(tmp_path, request, pytestconfig):
+    """The long form has this: a rank is killed, then the controller, and one process goes on."""
+    pytest.importorskip("ray", reason="the extra `ray` is not installed")
+    if pytestconfig.getoption("--seeds") < 2:
+        pytest.skip("the long form has this: --seeds 2 or 3")
+    write_stages(tmp_path)
+    common = ("stages.yaml", "stages.sft.total_train_steps=60", "recover.every_steps=5")
+    run(tmp_path, *common, "trial_name=one")
+    address = request.getfixturevalue("cluster")
+    process = start(
+        tmp_path, *common, "trial_name=ray", "cluster.kind=ray", "cluster.processes=2", f"cluster.address={address}"
+    )
+    stage = trial(tmp_path, "ray") / "sft"
+
+    def wait_for_step(step: int) -> None:
+        wait_until(tmp_path, process, lambda _: (stage / "metrics.jsonl").exists() and step in metrics(stage))
+
+    try:
+        wait_for_step(8)
+        os.kill(process_of(stage, "rank-1"), signal.SIGKILL)
+        wait_for_step(25)
+    finally:
+        process.kill()
+        process.wait()
+    run(tmp_path, *common, "trial_name=ray")
+    ours, theirs = metrics(trial(tmp_path, "one") / "sft"), metrics(stage)
+    assert list(ours) == list(theirs) == list(range(1, 61))
+    for step in ours:
+        assert ours[step]["loss"] == pytest.approx(theirs[step]["loss"], rel=1e-4), step
+    assert ours[60]["eval/reward"] == theirs[60]["eval/reward"]
+    assert not list(stage.glob(".weights-*"))
 
 
 def compare_stages(one: Path, two: Path) -> None:

@@ -15,6 +15,7 @@ pytest.importorskip("ray", reason="the extra `ray` is not installed")
 from faults.proof import History
 from faults.proof import compare as proved
 from ranks_runs import LIMIT, compare, metrics, process_of, run, start, trial, wait_until
+from ray_machine import start_ray
 
 from rollwright.cluster.ray import RayCluster
 from rollwright.config.sections import ClusterConfig
@@ -145,8 +146,8 @@ class Maker:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_what_stays_on_a_node_is_fetched_by_others_and_lost_with_it(another_ray, tmp_path):
-    first = another_ray(11, health_check_initial_delay_ms=1000, health_check_period_ms=1000, health_check_failure_threshold=3)
+def test_what_stays_on_a_node_is_fetched_by_others_and_lost_with_it(tmp_path):
+    first = start_ray(31, health_check_initial_delay_ms=1000, health_check_period_ms=1000, health_check_failure_threshold=3)
     cluster = RayCluster(ClusterConfig(kind="ray", address=first.address), tmp_path)
     try:
         maker, other = (cluster.process(name, "test_ray:Maker", lambda: (), cpus=3, gpus=0) for name in ("maker 0", "maker 1"))
@@ -163,6 +164,7 @@ def test_what_stays_on_a_node_is_fetched_by_others_and_lost_with_it(another_ray,
         assert cluster.get([kept, own]) == [None, b"here"]
     finally:
         cluster.close()
+        first.shutdown()
 
 
 @pytest.mark.slow
