@@ -3,9 +3,9 @@
 import asyncio
 import json
 import re
-import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -151,35 +151,22 @@ def test_a_group_trains_whole_or_not_at_all(make):
     assert set(batch["input_ids"][:, 2].tolist()) == {2}
 
 
-SCORES = """
-def fails(prompt, completion, prompt_ids, completion_ids, **columns):
-    return completion.grade()
-
-
-def text(prompt, completion, prompt_ids, completion_ids, **columns):
-    return "1"
-"""
-
-
 @pytest.mark.parametrize(
-    ("function", "ends_with"), [("fails", "at {place}/my_scores.py:3"), ("text", "it returned '1', not a number")]
+    ("function", "ends_with"), [("fails", "at {place}/failing_scores.py:5"), ("text", "it returned '1', not a number")]
 )
-def test_a_reward_function_that_fails_is_named_with_its_own_line(make, tmp_path, monkeypatch, function, ends_with):
+def test_a_reward_function_that_fails_is_named_with_its_own_line(make, function, ends_with):
     """Not with the line of the workflow that awaits it."""
 
     class Scored(OneTurn):
         async def arun_episode(self, engine, data):
-            wrapper = AsyncRewardWrapper(f"my_scores.{function}", max_retries=0)
+            wrapper = AsyncRewardWrapper(f"failing_scores.{function}", max_retries=0)
             row = await super().arun_episode(engine, data)
             return {**row, "reward": await wrapper("", "", row["input_ids"], row["output_ids"])}
 
-    (tmp_path / "my_scores.py").write_text(SCORES)
-    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RolloutError) as told:
         make(max_failed_share=1.0, max_sample_retries=0).rollout_batch(tasks(1), Scored)
-    monkeypatch.delitem(sys.modules, "my_scores")
-    where = ends_with.format(place=tmp_path)
-    assert "First cause: RewardError: reward function my_scores." in str(told.value)
+    where = ends_with.format(place=Path(__file__).parent)
+    assert "First cause: RewardError: reward function failing_scores." in str(told.value)
     assert str(told.value).endswith(f"{where} in Scored, task 0, sample 0: {tasks(1)[0]}.")
 
 
