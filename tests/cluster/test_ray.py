@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
@@ -23,6 +24,8 @@ from rollwright.experience.journal.files import read_records
 from rollwright.experience.journal.records import GroupEnd, Trained
 
 STEPS = 10  # that are compared
+#: Of a Ray that knows of a lost node after seconds.
+SOON = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_failure_threshold": 4}
 PLACED = (
     "cluster.kind=ray",
     "cluster.processes=2",
@@ -131,6 +134,45 @@ def test_a_run_that_loses_rays_head_goes_on_on_another_ray(grpo, another_ray, py
     assert all("Ray's head" in words for words in proof.wrong), proof  # what failed with it began anew
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_rows_that_are_lost_with_their_node_are_made_again_from_the_journal(grpo, pytestconfig):
+    """The long form has this: sampling runs ahead on a Ray that keeps even small rows on the nodes, and a node with a worker is lost."""
+    if pytestconfig.getoption("--seeds") < 2:
+        pytest.skip("the long form has this: --seeds 2 or 3")
+    nodes = start_ray(41, max_direct_call_object_size=100, **SOON)
+    directory, halves = trial(grpo, "lost"), [f"cluster.cpus_per_{role}=0.5" for role in ("rank", "server", "worker")]
+    ahead = (
+        "trial_name=lost",
+        "total_train_steps=1000",
+        "rollout.max_head_offpolicyness=2",
+        f"cluster.address={nodes.address}",
+    )
+    process = start(grpo, "grpo.yaml", *PLACED, *ahead, *halves)
+
+    def dumped() -> int:
+        return len(list((directory / "rollouts").glob("step-*.txt")))
+
+    try:
+        wait_until(grpo, process, lambda _: dumped() >= 6)
+        others = [node for node in nodes.list_all_nodes() if node is not nodes.head_node]
+        raylets = {node.all_processes["raylet"][0].process.pid: node for node in others}
+        parents = [psutil.Process(process_of(directory, name)).ppid() for name in ("worker-0", "worker-1")]
+        nodes.remove_node(next(raylets[parent] for parent in parents if parent in raylets), allow_graceful=False)
+        wait_until(grpo, process, lambda said: "were lost with their node, and were made again from the journal" in said)
+        enough = dumped() + 3
+        wait_until(grpo, process, lambda _: dumped() >= enough)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(120) == 128 + signal.SIGINT
+    finally:
+        process.kill()
+        nodes.shutdown()
+    trained = trained_ordinals(directory)
+    assert sorted(trained) == list(range(len(trained)))
+    proof = proved(History([directory / "journal"]), steps=max(metrics(directory)), batch=5, samples=4, slack=0)
+    assert (proof.lost, proof.duplicated, proof.wrong) == (0, 0, []), proof
+
+
 class Maker:
     """Makes bytes in a placed process."""
 
@@ -147,7 +189,7 @@ class Maker:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_what_stays_on_a_node_is_fetched_by_others_and_lost_with_it(tmp_path):
-    first = start_ray(31, health_check_initial_delay_ms=1000, health_check_period_ms=1000, health_check_failure_threshold=3)
+    first = start_ray(31, **SOON)
     cluster = RayCluster(ClusterConfig(kind="ray", address=first.address), tmp_path)
     try:
         maker, other = (cluster.process(name, "test_ray:Maker", lambda: (), cpus=3, gpus=0) for name in ("maker 0", "maker 1"))

@@ -17,7 +17,7 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,6 +40,8 @@ logger = getLogger("rollout")
 
 #: How often in a row a worker may be lost before it has run an episode, and a server before it was in service.
 RESTARTS = 3
+#: Lost episodes that are run again at once.
+_MADE_TOGETHER = 16
 
 
 class Process(Protocol):
@@ -181,17 +183,21 @@ class WorkerPool:
             raise LostProcessError(
                 f"the rows of {len(lost)} episodes are lost with their node, and without a journal there is no copy"
             )
-        leases = {kept: kept.lease for kept in lost if kept.lease is not None}
-        recorded = self._read_past({SampleName(*lease[0]).ordinal for lease in leases.values()}).episodes
-        for kept in lost:
-            lease = leases.get(kept)
-            name = None if lease is None else SampleName(*lease[0])
+        names = [None if kept.lease is None else SampleName(*kept.lease[0]) for kept in lost]
+        recorded = self._read_past({name.ordinal for name in names if name is not None}).episodes
+
+        def made_again(kept: KeptRows, name: SampleName | None) -> Any:
             past = None if name is None else recorded.get(name.ordinal, {}).get(name.index)
             if past is None or name is None or past.begin.attempt != name.attempt or not past.is_finished:
                 raise LostProcessError(
                     f"the rows of {name or 'a group'} are lost with their node, and the journal does not have them whole"
                 )
-            kept.reference = self._made_again(name, (*leases[kept], past), kept.digest)
+            assert kept.lease is not None
+            return self._made_again(name, (*kept.lease, past), kept.digest)
+
+        with ThreadPoolExecutor(_MADE_TOGETHER) as threads:
+            for kept, reference in zip(lost, threads.map(made_again, lost, names), strict=True):
+                kept.reference = reference
         logger.info("the rows of %d episodes were lost with their node, and were made again from the journal", len(lost))
 
     def _made_again(self, name: SampleName, words: tuple[Any, ...], digest: str) -> Any:
@@ -200,7 +206,8 @@ class WorkerPool:
             for process in self._living:
                 start = process.started
                 try:
-                    (outline, _), reference = process.call_keeping("run", *words).result(self._timeout)
+                    (outline, metrics), reference = process.call_keeping("run", *words).result(self._timeout)
+                    get_tracker().merge(metrics)  # what others reported there meanwhile is with them
                 except LostProcessError as error:
                     logger.warning("%s; %s is run again elsewhere", error, name)
                     self._lose(process, start)  # it may have nothing else to run that would tell
