@@ -222,8 +222,14 @@ def test_steps_that_are_made_again_are_told_apart(tmp_path):
     journal = Journal(tmp_path / "live" / "now" / "journal")
     journal.write(Resumed(1, 1, 2, 1, 3, 5.0))
     journal.close()
-    page = TestClient(make_app([tmp_path]), base_url="http://localhost").get("/run/live~now/steps").text
-    assert "1 step, each with the samples that it trained on; 2 more were lost with a process, and are made again" in page
+    client, page = TestClient(make_app([tmp_path]), base_url="http://localhost"), ""
+    deadline, head = (
+        time.monotonic() + 20,
+        "1 step, each with the samples that it trained on; 2 more were lost with a process, and are made again",
+    )
+    while head not in page:  # the journal is read in the background
+        assert time.monotonic() < deadline, page
+        page = client.get("/run/live~now/steps").text
     assert page.count('<td class="muted">made again</td>') == 2
 
 
