@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from rollwright.errors import LostProcessError, TrajectoryError
-from rollwright.experience.contract import COLUMNS, KEPT, NEUTRAL, Trajectory
+from rollwright.experience.contract import COLUMNS, KEPT, NEUTRAL, Trajectory, is_token_column
 from rollwright.experience.packed import pack_bytes, pack_rows, unpack_bytes, unpack_rows
 from rollwright.experience.trajectory import concat_padded_tensors, row_lengths, select_rows
 
@@ -91,10 +91,10 @@ def _columns(rows: Trajectory) -> str:
     for key, value in sorted(rows.items()):
         if key in NEUTRAL or key in WRITTEN or (key in COLUMNS and COLUMNS[key].required):
             continue
-        is_own = key not in COLUMNS and isinstance(value, torch.Tensor)
-        further.append(
-            f"{key} {list(value.shape[1 if value.shape[1:2] != rows['input_ids'].shape[1:] else 2 :])}" if is_own else key
-        )
+        if key not in COLUMNS and isinstance(value, torch.Tensor):
+            goes_with_tokens = is_token_column(key, value, *rows["input_ids"].shape)
+            key = f"{key} {list(value.shape[2 if goes_with_tokens else 1 :])}"
+        further.append(key)
     return ", ".join(further)
 
 

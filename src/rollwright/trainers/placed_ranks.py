@@ -145,7 +145,7 @@ class PlacedRanks:
             return self._call(name, [], own, arguments)[0]
         call = CALLS[name]
         assert call.units is not None
-        minibatches = call.minibatches(_Section(section_of(self._config)))
+        minibatches = call.minibatches(section_of(self._config))
         batch_rows = divided(batch, call.units(batch), len(self._gang), minibatches)
         if KEPT in batch:
             outline = {**batch, **minibatch_ids(batch, minibatches)}
@@ -348,13 +348,6 @@ def _refuse(lost: Sequence[KeptRows]) -> None:
 def _written(share: Trajectory) -> bytes:
     """The columns of a rank's rows that were written here, packed."""
     return pack_bytes({key: share[key] for key in (*WRITTEN, MINIBATCH_IDS) if key in share}, {})
-
-
-class _Section:
-    """What says into how many minibatches a call divides its batch: an engine, as far as its config goes."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
 
 
 def _together(answers: Sequence[Any]) -> list[Any]:

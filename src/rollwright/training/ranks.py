@@ -99,11 +99,11 @@ class Call:
 
     make: Callable[..., Any]
     units: Callable[[Trajectory], Tensor] | None = None  # number of the unit that each row belongs to; None: no batch
-    minibatches: Callable[[Any], int] = lambda engine: 1
+    minibatches: Callable[[Any], int] = lambda section: 1  # by the section of what is trained
 
 
 CALLS = {
-    "policy_step": Call(policy_step, _groups, lambda actor: actor.config.ppo_n_minibatches),
+    "policy_step": Call(policy_step, _groups, lambda section: section.ppo_n_minibatches),
     "supervised_step": Call(supervised_step, _rows),
     "preference_step": Call(preference_step, lambda batch: _rows(batch) // 2),
     "publish": Call(lambda ranks: ranks.engine.update_weights()),
@@ -163,8 +163,8 @@ class TrainRanks:
             if batch is None:
                 return call.make(self, **own)
             assert call.units is not None
-            batch_rows = shares(batch, call.units(batch), parallel.world_size(), call.minibatches(self.engine))
-            sent = sent_columns(batch, call.minibatches(self.engine))
+            batch_rows = shares(batch, call.units(batch), parallel.world_size(), call.minibatches(self.engine.config))
+            sent = sent_columns(batch, call.minibatches(self.engine.config))
             share = unpack_rows(parallel.scattered([pack_rows(sent, rows) for rows in batch_rows]))
             result, written = self.make_with(call, share, own)
             merge_written(batch, batch_rows, [unpack_rows(part) for part in parallel.gathered(written) or []])
