@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollwright.config.experiment import PPOConfig, SFTConfig
+from rollwright.config.experiment import PPOConfig, SFTConfig, section_of
 from rollwright.errors import ConfigError
 from rollwright.inference.backends import BACKENDS
 from rollwright.inference.weights.publication import RemoteClient
@@ -41,8 +41,7 @@ def demands_of(config: PPOConfig | SFTConfig, cluster_has_gpus: bool) -> list[De
     cluster, rollout = config.cluster, config.rollout
     of_rank, of_server = cluster.gpus_per_rank, cluster.gpus_per_server
     if of_rank is None:
-        trained = config.actor if isinstance(config, PPOConfig) else config.model
-        of_rank = int(cluster_has_gpus and trained.device != "cpu")
+        of_rank = int(cluster_has_gpus and section_of(config).device != "cpu")
     ranks = Demand("rank", cluster.processes, cluster.cpus_per_rank, of_rank)
     if not isinstance(config, PPOConfig):  # it samples nothing, or here
         return [ranks]

@@ -200,3 +200,8 @@ STAGE_CLASSES: dict[str, type] = {
     "rl": GRPOConfig,
     "eval": EvalConfig,
 }
+
+
+def section_of(config: Any) -> Any:
+    """The section of the model that a config trains."""
+    return config.actor if isinstance(config, PPOConfig) else config.model

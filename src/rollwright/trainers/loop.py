@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
 
-from rollwright.config.experiment import BaseExperimentConfig, FinetuneSpec
+from rollwright.config.experiment import BaseExperimentConfig, FinetuneSpec, section_of
 from rollwright.config.sections import IntervalConfig, TrainEngineConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import LostRankError
@@ -25,7 +25,7 @@ from rollwright.tracking.logging import getLogger
 from rollwright.tracking.model_card import write_model_card
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.placed_ranks import PlacedRanks
-from rollwright.trainers.ranks import check_processes, follow_config, open_ranks, section_of
+from rollwright.trainers.ranks import check_processes, follow_config, open_ranks
 from rollwright.trainers.reporting import EvaluationResult, StageRun
 from rollwright.training import parallel
 from rollwright.training.model import resolve_device

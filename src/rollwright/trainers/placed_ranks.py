@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from rollwright.cluster.placement import demands_of
-from rollwright.config.experiment import FinetuneSpec
+from rollwright.config.experiment import FinetuneSpec, section_of
 from rollwright.config.sections import RolloutConfig
 from rollwright.errors import CheckpointError, EngineError, LostProcessError, LostRankError, RollwrightError
 from rollwright.experience.contract import KEPT
@@ -32,7 +32,6 @@ from rollwright.experience.packed import pack_bytes, pack_rows
 from rollwright.experience.trajectory import Trajectory, select_rows
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
-from rollwright.trainers.ranks import section_of
 from rollwright.trainers.train_rank import RankState
 from rollwright.training.checkpoint import RecoverCheckpoints
 from rollwright.training.micro_batches import MINIBATCH_IDS
@@ -300,11 +299,13 @@ class PlacedRanks:
                     for process, share, (parts, rows) in zip(self._gang, shares, places, strict=True)
                 ]
             )
-            missing = [parts[number] for (parts, _), numbers in zip(places, lost, strict=True) for number in numbers]
+            missing = dict.fromkeys(
+                parts[number] for (parts, _), numbers in zip(places, lost, strict=True) for number in numbers
+            )
             if not missing:
                 return
             try:
-                self.restore(missing)
+                self.restore(list(missing))
             except RollwrightError as error:
                 raise CheckpointError(
                     f"{error}: start the run again, which goes on from the newest recover checkpoint."

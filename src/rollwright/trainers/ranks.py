@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rollwright.config.experiment import DPOConfig, FinetuneSpec, PPOConfig, RunConfig
+from rollwright.config.experiment import DPOConfig, FinetuneSpec, PPOConfig, RunConfig, section_of
 from rollwright.config.loading import Stage
 from rollwright.config.recipes import apply_recipe
 from rollwright.errors import ConfigError
@@ -85,11 +85,6 @@ def check_processes(config: RunConfig) -> None:
             f"cluster.processes is {wanted}, but {started} {'was' if started == 1 else 'were'} started: `rollwright run` starts them by "
             f"itself, and torchrun needs --nproc-per-node {wanted}."
         )
-
-
-def section_of(config: Any) -> Any:
-    """The section of the model that is trained."""
-    return config.actor if isinstance(config, PPOConfig) else config.model
 
 
 def open_ranks(config: Any, spec: FinetuneSpec, directory: RunDirectory, *, shares_weights: bool) -> TrainRanks:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rollwright.config.experiment import FinetuneSpec
+from rollwright.config.experiment import FinetuneSpec, section_of
 from rollwright.config.sections import RolloutConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.experience.contract import MULTI_MODAL
@@ -26,7 +26,7 @@ from rollwright.inference.backends import BACKENDS
 from rollwright.inference.engine import WeightReceiver
 from rollwright.inference.network import find_free_ports
 from rollwright.inference.weights.publication import RemoteClient
-from rollwright.trainers.ranks import load_ranks, section_of
+from rollwright.trainers.ranks import load_ranks
 from rollwright.training import parallel
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.model import resolve_device
