@@ -35,6 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole-examples", action="store_true", help="Runs of examples are as long as their files say.")
     parser.addoption("--fuzz", type=int, default=3, help="Cases that schemathesis makes of each operation of a service.")
     parser.addoption("--view-runs", default=None, help="A directory of runs, every view of which tests/viewer visits.")
+    parser.addoption(
+        "--all-families", action="store_true", help="tests/truth goes through every family that can be built tiny."
+    )
     parser.addoption("--write-pictures", action="store_true", help="Write the pictures of docs/viewer.md.")
     parser.addoption("--write-agents-table", action="store_true", help="Write docs/agents.md's table of what was shown.")
 
