@@ -29,6 +29,7 @@ from rollwright.config.servers import VLLMConfig as VLLMConfig
 from rollwright.config.tasksets import DatasetConfig as DatasetConfig
 from rollwright.config.tasksets import FormatConfig as FormatConfig
 from rollwright.config.tasksets import TasksetConfig as TasksetConfig
+from rollwright.data.chat_template import apply_chat_template as apply_chat_template
 from rollwright.data.datasets import DATASET_REGISTRY as DATASET_REGISTRY
 from rollwright.data.datasets import get_custom_dataset as get_custom_dataset
 from rollwright.data.datasets import get_dataset as get_dataset
@@ -37,7 +38,6 @@ from rollwright.data.drawing import Selector as Selector
 from rollwright.data.formats import FORMATS as FORMATS
 from rollwright.data.formats import Example as Example
 from rollwright.data.loader import TaskLoader as TaskLoader
-from rollwright.data.tokenizer import apply_chat_template as apply_chat_template
 from rollwright.data.tokenizer import build_character_tokenizer as build_character_tokenizer
 from rollwright.data.tokenizer import build_word_tokenizer as build_word_tokenizer
 from rollwright.data.tokenizer import load_hf_tokenizer as load_hf_tokenizer

@@ -32,8 +32,18 @@ class FormatConfig:
     reward_fn_key: str | None = key(None, "Column that names a row's own reward function.")
     chosen_key: str = key("chosen", "Column of the preferred reply (datasets of type preference).")
     rejected_key: str = key("rejected", "Column of the other reply (datasets of type preference).")
-    enable_thinking: bool | None = key(None, "Passed to the chat template where set.")
-    chat_template: str | None = key(None, "Chat template in place of the tokenizer's.")
+    enable_thinking: bool = key(
+        False, "Given to chat templates that know it (tasksets, and datasets of type sft and preference)."
+    )
+    chat_template: str | None = key(
+        None, "Chat template in place of the tokenizer's (tasksets, and datasets of type sft and preference)."
+    )
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template is given, by name."""
+        own = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        return {"enable_thinking": self.enable_thinking, **own}
 
 
 #: Where a key is read: in train_dataset and valid_dataset, or in tasksets and eval_tasksets. The others are read in both.

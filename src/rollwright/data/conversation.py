@@ -13,7 +13,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-_SENTINEL = "⁂"
+from rollwright.data.chat_template import SENTINEL, end_ids, render, reply_ids, turn_end
+from rollwright.errors import DataError
 
 
 class ConversationTokens:
@@ -36,7 +37,7 @@ class ConversationTokens:
         self.continued = 0
         self.encoded = 0
         self._first: tuple[Any, Any, str] = (None, None, "")  # messages and tools that were encoded as a whole, and their text
-        self._ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *tokenizer.all_special_ids}
+        self._ends = end_ids(tokenizer)
         self._turns: dict[str, list[int]] = {}  # messages with a reply, in canonical form -> its prompt and reply, as sampled
 
     def encode(self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
@@ -80,18 +81,82 @@ class ConversationTokens:
         is_first = (messages[: count - 1], tools) == self._first[:2]  # rendering takes longest of all that a call needs
         before = self._first[2] if is_first else self._render(messages[: count - 1], tools, True)
         before = before.rstrip().removesuffix("<think>").rstrip()
-        marked = [*messages[: count - 1], {"role": "assistant", "content": _SENTINEL}, *messages[count:]]
-        head, sentinel, added = self._render(marked, tools, True).rpartition(_SENTINEL)
+        marked = [*messages[: count - 1], {"role": "assistant", "content": SENTINEL}, *messages[count:]]
+        head, sentinel, added = self._render(marked, tools, True).rpartition(SENTINEL)
         if not sentinel or not head.startswith(before):
             return None
         if ids[-1] in self._ends:
-            added = added.removeprefix(self.tokenizer.decode(ids[-1:], skip_special_tokens=False))
+            space, found, rest = added.partition(self.tokenizer.decode(ids[-1:], skip_special_tokens=False))
+            added = rest if found and not space.strip() else added
         return added
 
     def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, generation_prompt: bool) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **self.template_kwargs
+        return render(self.tokenizer, messages, tools, add_generation_prompt=generation_prompt, **self.template_kwargs)
+
+
+def worked_turns(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    replies: Sequence[Mapping[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+    **template_kwargs: Any,
+) -> list[tuple[list[int], list[int]]]:
+    """Sequences that train every assistant's message of ``replies``, each behind the prompt that sampling gives it.
+
+    Args:
+        tokenizer: with the chat template.
+        messages: the conversation before ``replies``, which is not trained.
+        replies: what follows: messages of the assistant, and of users and tools between them.
+        tools: functions that the template offers.
+        template_kwargs: variables of the template.
+
+    Returns:
+        Token ids and loss mask of each sequence: one of the whole conversation, or, where the template writes earlier turns anew (it
+        drops their reasoning, say), one for each part that it leaves as it was.
+
+    Raises:
+        DataError: the template does not put a reply behind its prompt.
+    """
+    conversation = ConversationTokens(tokenizer, **template_kwargs)
+    sequences: list[tuple[list[int], list[int]]] = []
+    past = list(messages)
+    for message in replies:
+        if message["role"] == "assistant":
+            prompt = conversation.encode(past, tools)
+            text = _reply_text(tokenizer, past, message, tools, template_kwargs)
+            output = reply_ids(tokenizer, text, prompt, **template_kwargs)
+            if not sequences or prompt[: len(sequences[-1][0])] != sequences[-1][0]:
+                sequences.append(([], []))
+            ids, mask = sequences[-1]
+            mask += [0] * (len(prompt) - len(ids)) + [1] * len(output)
+            ids += [*prompt[len(ids) :], *output]
+            conversation.remember(past, message, prompt, output, tools)
+        past.append(message)
+    return sequences
+
+
+def _reply_text(
+    tokenizer: Any,
+    past: Sequence[Mapping[str, Any]],
+    message: Mapping[str, Any],
+    tools: list[dict[str, Any]] | None,
+    template_kwargs: dict[str, Any],
+) -> str:
+    """What the model has to write for ``message``: its text, or what the template makes of its tool calls and its reasoning."""
+    plain = plain_message(message)
+    if not plain.get("tool_calls") and not plain.get("reasoning_content"):
+        return plain["content"]
+    before = [plain_message(each) for each in past]
+    prompt = render(tokenizer, before, tools, add_generation_prompt=True, **template_kwargs)
+    whole = render(tokenizer, [*before, plain], tools, add_generation_prompt=False, **template_kwargs)
+    if not whole.startswith(prompt):
+        raise DataError(
+            f"the chat template does not put the reply {str(dict(message))[:80]} behind the prompt that asks for it: where it has reasoning, set "
+            "format.enable_thinking: true; else write the reply's text as content, or the episode as segments."
         )
+    end = tokenizer.decode(turn_end(tokenizer, **template_kwargs), skip_special_tokens=False)
+    text, found, _ = whole[len(prompt) :].rpartition(end) if end else (whole[len(prompt) :], "end", "")
+    return text if found else whole[len(prompt) :]
 
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:

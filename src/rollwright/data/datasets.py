@@ -16,6 +16,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from rollwright.config.tasksets import DatasetConfig
+from rollwright.data.chat_template import prompt_ids
 from rollwright.data.formats import Example, Row, to_tasks
 from rollwright.data.rows import read_rows
 from rollwright.data.tokenizer import load_tokenizer
@@ -65,13 +66,14 @@ DATASET_REGISTRY = DatasetRegistry(
 )
 
 
-def get_dataset(config: DatasetConfig, tokenizer: Any = None) -> list[Row]:
+def get_dataset(config: DatasetConfig, tokenizer: Any = None, enable_thinking: bool | None = None) -> list[Row]:
     """The rows of a ``train_dataset`` or ``valid_dataset`` section.
 
     Args:
         config: ``path`` is a registered name, ``reasoning_gym:NAME``, the import path of a builder
             (``my.module:builder``), or what ``read_rows`` reads.
         tokenizer: counts a prompt's tokens where ``max_length`` is set; an object, or the directory or name of one.
+        enable_thinking: of the prompts that are counted; None: as ``format`` says.
 
     Returns:
         Tasks with ``messages`` and ``answer``, ``completion`` where ``type`` is sft, ``chosen`` and ``rejected`` where it is preference.
@@ -86,10 +88,16 @@ def get_dataset(config: DatasetConfig, tokenizer: Any = None) -> list[Row]:
     if tokenizer is None:
         raise DataError(f"{source}: max_length counts tokens, so get_dataset needs the tokenizer.")
     tokenizer = load_tokenizer(tokenizer)
+    variables = config.columns.template_variables
+    if enable_thinking is not None:
+        variables["enable_thinking"] = enable_thinking
+    if any("messages" not in task for task in tasks):
+        raise DataError(f"{source}: max_length counts the tokens of messages, and rows have none; leave it out.")
     kept = [
         task
         for task in tasks
-        if len(tokenizer.apply_chat_template(task["messages"], tokenize=True, add_generation_prompt=True)) <= max_length
+        if len(prompt_ids(tokenizer, task["messages"], task.get("tools") if config.type != "rl" else None, **variables))
+        <= max_length
     ]
     if not kept:
         raise DataError(f"{source}: every prompt has more than max_length={max_length} tokens; raise it.")

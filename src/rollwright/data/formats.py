@@ -1,7 +1,7 @@
 """The one way from a row as a file has it to a task: ``messages`` that the model is asked, and the ``answer`` it is scored by.
 
-A row keeps its own columns beside those. A format names the columns. Without one (or with one that sets nothing) a row that has
-``messages`` is a task already, and the usual pairs of a question and its answer are known by their names. Datasets are read this way
+A row keeps its own columns beside those. A format names the columns. Without one (or with one that names no column of prompt or answer) they are
+known by their names (``data.columns``). Datasets are read this way
 when they are loaded, tasksets when a task's ``messages()`` are asked for.
 
 A format may also be a function of the user's, from a row to its messages, to an ``Example`` or to a row that has ``messages``::
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollwright.config.tasksets import FormatConfig
-from rollwright.data.gsm8k import is_worked_answer, task_of
+from rollwright.data.columns import COMPLETIONS, by_names, column, prompt_text_of
 from rollwright.data.rows import Row
 from rollwright.errors import DataError
 from rollwright.registry import Registry
@@ -66,21 +66,20 @@ class Example:
 #: Formats by name, for ``format: NAME``.
 FORMATS: Registry[Callable[[Row], Any]] = Registry("format", DataError, variable="FORMATS", entry_points="rollwright.formats")
 
-#: Columns that hold the user's text and the reference answer, where no format says so; the first pair present is taken.
-KNOWN_PAIRS = (
-    ("question", "answer"),
-    ("prompt", "answer"),
-    ("problem", "answer"),
-    ("prompt", "response"),
-    ("question", "response"),
-    ("instruction", "output"),
-    ("problem", "solution"),
-)
-
 _PLAIN = FormatConfig()
-#: Keys of a format that datasets do not read, whose rows do not choose their workflow; and those that only preference pairs have.
-_TASKSET_ONLY = ("workflow_key", "reward_fn_key", "reply_prefix", "enable_thinking", "chat_template")
+#: Keys that name the columns of prompt and answer. A format that sets none of them reads these by their names.
+_NAMING = ("prompt_type", "prompt_key", "response_key", "messages_key")
+#: Keys of a format that datasets do not read, and what they are for; and those that only some types of datasets have.
+_TASKSET_ONLY = dict.fromkeys(("workflow_key", "reward_fn_key", "reply_prefix"), "it is for tasksets")
 _PAIRS_ONLY = ("chosen_key", "rejected_key")
+_OF_TYPES: dict[str, dict[str, str]] = {
+    "preference": _TASKSET_ONLY,
+    "sft": _TASKSET_ONLY | dict.fromkeys(_PAIRS_ONLY, "it is for datasets of type preference"),
+}
+_OF_TYPES["rl"] = _OF_TYPES["sft"] | {
+    "enable_thinking": "the run's workflow takes it: workflow_kwargs: {enable_thinking: true}",
+    "chat_template": "it is for tasksets, and for datasets of type sft and preference",
+}
 
 
 def read_rows_by(name: str, rows: Sequence[Row], source: str) -> list[Row]:
@@ -127,17 +126,11 @@ def to_tasks(rows: Sequence[Row], layout: FormatConfig | str | None, source: str
     places = _places(rows, source)
     if isinstance(layout, str):
         rows, layout = read_rows_by(layout, rows, source), None
-    for key in _TASKSET_ONLY + (() if kind == "preference" else _PAIRS_ONLY):
+    for key, use in _OF_TYPES[kind].items():
         if layout is not None and getattr(layout, key) != getattr(_PLAIN, key):
-            use = "datasets of type preference" if key in _PAIRS_ONLY else "tasksets"
-            raise DataError(f"{source}: format.{key} means nothing for a dataset of {kind} rows; it is for {use}.")
-    tasks = []
-    for row, where in zip(rows, places, strict=True):
-        task = _pair(row, layout, where) if kind == "preference" else to_task(row, layout, where)
-        if kind == "sft" and "segments" not in task and "input_ids" not in task:  # worked episodes need no completion
-            task = {**task, "completion": _completion(task, where)}
-        tasks.append(task)
-    return tasks
+            raise DataError(f"{source}: format.{key} means nothing for a dataset of {kind} rows; {use}.")
+    read = {"rl": to_task, "sft": _worked, "preference": _pair}[kind]
+    return [read(row, layout, where) for row, where in zip(rows, places, strict=True)]
 
 
 def to_task(row: Row, layout: FormatConfig | None, where: str) -> Row:
@@ -145,48 +138,67 @@ def to_task(row: Row, layout: FormatConfig | None, where: str) -> Row:
 
     Args:
         row: as it was read.
-        layout: which columns hold what; None, or one that sets nothing: known by their names.
+        layout: which columns hold what; None, or one that names no columns: known by their names.
         where: place of the row, for messages.
 
     Raises:
-        DataError: a column is missing or is not what it should be.
+        DataError: a column is missing or is not what it should be, or the conversation ends with a reply.
     """
-    messages = messages_of(row, layout, where)
-    if layout is None or layout == _PLAIN:
-        return {**_by_names(row, where), "messages": messages}
-    task = {**row, "messages": messages}
-    if layout.response_key in row:
-        task["answer"] = row[layout.response_key]
-    elif layout.response_key != _PLAIN.response_key:
-        _column(row, layout.response_key, "response_key", where)
-    if layout.tools_key:
-        task["tools"] = _column(row, layout.tools_key, "tools_key", where)
-    if layout.image_key:
-        images = _column(row, layout.image_key, "image_key", where)
-        task["images"] = images if isinstance(images, list) else [images]
+    task = _read(row, layout, where)
+    _check_is_asked(task["messages"], where)
     return task
 
 
 def messages_of(row: Row, layout: FormatConfig | None, where: str) -> list[Row]:
-    """The conversation that a row begins with; arguments and errors as of ``to_task``.
+    """The conversation that a row begins with; arguments and errors as of ``to_task``."""
+    return to_task(row, layout, where)["messages"]
+
+
+def _read(row: Row, layout: FormatConfig | None, where: str) -> Row:
+    """As ``to_task``; the conversation may end with a reply.
 
     A system message of the row's own wins over ``system_prompt_key``, and that over ``system_prompt``: there is never a second.
     """
-    if layout is None or layout == _PLAIN:
-        messages = _by_names(row, where)["messages"]
-    elif layout.prompt_type == "messages":
-        messages = _column(row, layout.messages_key, "messages_key", where)
+    names = layout or _PLAIN
+    if all(getattr(names, key) == getattr(_PLAIN, key) for key in _NAMING):
+        task = by_names(row, layout, where)
     else:
-        text = _column(row, layout.prompt_key, "prompt_key", where)
-        if not isinstance(text, str):
-            raise DataError(f"{where}: column {layout.prompt_key!r} is a {type(text).__name__}, not the user's text.")
-        messages = [{"role": "user", "content": text}]
+        if names.prompt_type == "messages":
+            messages = column(row, names.messages_key, "messages_key", where)
+        else:
+            messages = [{"role": "user", "content": prompt_text_of(row, names.prompt_key, "prompt_key", where)}]
+        task = {**row, "messages": messages}
+        if names.response_key in row:
+            task["answer"] = row[names.response_key]
+        elif names.response_key != _PLAIN.response_key:
+            column(row, names.response_key, "response_key", where)
+    if names.tools_key:
+        task["tools"] = column(row, names.tools_key, "tools_key", where)
+    if names.image_key:
+        images = column(row, names.image_key, "image_key", where)
+        task["images"] = images if isinstance(images, list) else [images]
+    return {**task, "messages": with_system(_conversation(task["messages"], "messages", where), _system_prompt(row, names))}
+
+
+def _conversation(messages: Any, name: str, where: str) -> list[Row]:
+    """Messages, each without the keys that are None (a file of columns gives every message the keys of all others)."""
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: messages must be a list of at least one message, not {messages!r:.80}.")
+        raise DataError(f"{where}: {name} must be a list of at least one message, not {messages!r:.80}.")
     for message in messages:
-        if not isinstance(message, dict) or "role" not in message or "content" not in message:
+        if not isinstance(message, dict) or "role" not in message or not ("content" in message or message.get("tool_calls")):
             raise DataError(f"{where}: a message needs role and content, this is {message!r:.80}.")
-    return with_system([dict(message) for message in messages], _system_prompt(row, layout or _PLAIN))
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise DataError(f"{where}: a message has no content: {message!r:.80}.")
+    bare = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    return [message if "content" in message else {**message, "content": ""} for message in bare]
+
+
+def _check_is_asked(messages: list[Row], where: str) -> None:
+    if messages[-1]["role"] == "assistant":
+        raise DataError(
+            f"{where}: the conversation ends with the assistant's reply, so there is nothing to ask. To train on the reply, give the dataset "
+            "type: sft; to sample one, let messages end with the user's, and keep the reply in a column of its own."
+        )
 
 
 def with_system(messages: list[Row], prompt: str | None) -> list[Row]:
@@ -200,52 +212,62 @@ def _system_prompt(row: Row, layout: FormatConfig) -> str | None:
     return (layout.system_prompt_key and row.get(layout.system_prompt_key)) or layout.system_prompt
 
 
-def _by_names(row: Row, where: str) -> Row:
-    if "messages" in row:
-        return row
-    if "chosen" in row and "rejected" in row:
-        for prompt_key in ("prompt", "question", "instruction"):
-            if isinstance(row.get(prompt_key), str):
-                return {**row, "messages": [{"role": "user", "content": row[prompt_key]}]}
-    for prompt_key, answer_key in KNOWN_PAIRS:
-        if prompt_key in row and answer_key in row:
-            if is_worked_answer(row[answer_key]):
-                return {**row, **task_of(row[prompt_key], row[answer_key], where)}
-            text = str(_column(row, prompt_key, "prompt_key", where))
-            return {**row, "messages": [{"role": "user", "content": text}], "answer": row[answer_key]}
-    if isinstance(row.get(_PLAIN.prompt_key), str):  # a reward may need no reference answer
-        return {**row, "messages": [{"role": "user", "content": row[_PLAIN.prompt_key]}]}
-    raise DataError(
-        f"{where}: which column is the prompt? It has {', '.join(map(str, row)) or 'none'}. Name it in the dataset's format: "
-        "prompt_key, or prompt_type: messages and messages_key (and response_key where there is a reference answer)."
-    )
+def _worked(row: Row, layout: FormatConfig | None, where: str) -> Row:
+    """A row to train on: ``messages`` and the ``completion`` behind them, a text or a conversation that goes on.
+
+    Of a conversation that ends with the assistant, all replies are trained. Rows with ``segments``, or ``input_ids`` and ``loss_mask``, stay
+    as they are.
+    """
+    if "segments" in row or ("input_ids" in row and "loss_mask" in row):
+        return row if row.get("messages") is None else _read(row, layout, where)
+    task = _read(row, layout, where)
+    messages, given = task["messages"], task.get("completion")
+    if isinstance(task.get("label"), bool) and given is not None:
+        raise DataError(
+            f"{where}: the column label says whether the completion is a good one (TRL's unpaired preferences), which supervised training "
+            "does not read: keep the rows that are to be learned, and drop the column."
+        )
+    if messages[-1]["role"] != "assistant":
+        return {**task, "completion": _completion(task, layout, where)}
+    if given is not None:
+        raise DataError(
+            f"{where}: the text to train on is both in the column completion and in the last message; let messages end with the user's, or "
+            "drop the column."
+        )
+    first = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
+    if first == 0:
+        raise DataError(f"{where}: the conversation begins with the assistant; begin it with the user's or a system message.")
+    return {**task, "messages": messages[:first], "completion": _as_text(messages[first:])}
 
 
-def _column(row: Row, key: str, name: str, where: str) -> Any:
-    if key in row and row[key] is None:
-        raise DataError(f"{where}: column {key!r} is empty; fill it, or leave the row out.")
-    if key not in row:
-        raise DataError(f"{where} has no column {key!r} (it has {', '.join(map(str, row)) or 'none'}); set format.{name}.")
-    return row[key]
-
-
-def _completion(task: Row, where: str) -> str:
-    for key in ("completion", "response", "answer"):
+def _completion(task: Row, layout: FormatConfig | None, where: str) -> Any:
+    if layout is not None and layout.response_key != _PLAIN.response_key and isinstance(task["answer"], str):
+        return task["answer"]
+    for key in COMPLETIONS:
         if isinstance(task.get(key), str):
             return task[key]
-    last = task["messages"][-1]
-    hint = " Take the last assistant message out of messages and give it as completion." if last["role"] == "assistant" else ""
-    raise DataError(f"{where}: supervised training needs the text to train on in a column completion (or response).{hint}")
+        if isinstance(task.get(key), list) and all(isinstance(each, dict) for each in task[key]):
+            replies = _conversation(task[key], key, where)
+            if replies[0]["role"] != "assistant" or replies[-1]["role"] != "assistant":
+                raise DataError(f"{where}: the messages of {key} must begin and end with the assistant's.")
+            return _as_text(replies)
+    raise DataError(f"{where}: supervised training needs the text to train on in a column completion (or response).")
+
+
+def _as_text(replies: list[Row]) -> Any:
+    """The text of a single reply that is only text; other conversations as they are."""
+    single = len(replies) == 1 and not replies[0].keys() - {"role", "content"} and isinstance(replies[0]["content"], str)
+    return replies[0]["content"] if single else replies
 
 
 def _pair(row: Row, layout: FormatConfig | None, where: str) -> Row:
     """A preference pair: ``messages``, and the texts ``chosen`` and ``rejected``.
 
-    Either both columns hold a reply as text, beside a prompt in a column of its own; or both hold a whole conversation, equal up to
-    the last message, which is the reply.
+    Either both columns hold a reply (a text, or a list of one message) beside a prompt in a column of its own; or both hold a whole
+    conversation, equal up to the last message, which is the reply.
     """
     names = layout or _PLAIN
-    chosen, rejected = (_column(row, getattr(names, name), name, where) for name in _PAIRS_ONLY)
+    chosen, rejected = (column(row, getattr(names, name), name, where) for name in _PAIRS_ONLY)
     if isinstance(chosen, str) and isinstance(rejected, str):
         task = to_task(row, layout, where)
     else:
@@ -256,7 +278,12 @@ def _pair(row: Row, layout: FormatConfig | None, where: str) -> Row:
                 f"{where}: {names.chosen_key} and {names.rejected_key} differ before their last message; a pair is two replies to "
                 "the same conversation."
             )
-        task = {**row, "messages": with_system(prompt, _system_prompt(row, names))} if prompt else to_task(row, layout, where)
+        if prompt:
+            _check_same_prompt(row.get(names.prompt_key), prompt, names.prompt_key, where)
+            _check_is_asked(prompt, where)
+            task = {**row, "messages": with_system(prompt, _system_prompt(row, names))}
+        else:
+            task = to_task(row, layout, where)
     if chosen == rejected:
         raise DataError(f"{where}: {names.chosen_key} and {names.rejected_key} are the same reply, which prefers nothing.")
     return {**task, "chosen": chosen, "rejected": rejected}
@@ -269,4 +296,19 @@ def _split(value: Any, key: str, where: str) -> tuple[list[Row], str]:
     *before, last = value
     if last.get("role") != "assistant" or not isinstance(last["content"], str):
         raise DataError(f"{where}: the last message of {key} is not the assistant's text, which would be the reply.")
-    return [dict(message) for message in before], last["content"]
+    if last.get("tool_calls"):
+        raise DataError(f"{where}: the reply in {key} calls tools; write the calls as the model does, in its content.")
+    return (_conversation(before, key, where) if before else []), last["content"]
+
+
+def _check_same_prompt(given: Any, prompt: list[Row], key: str, where: str) -> None:
+    """Refuse a prompt beside two conversations that have another one."""
+    if isinstance(given, list):
+        same = given == prompt or _conversation(given, key, where) == prompt
+    else:
+        same = not isinstance(given, str) or any(given == message["content"] for message in prompt)
+    if not same:
+        raise DataError(
+            f"{where}: the column {key!r} is not the conversation before the replies in chosen and rejected. Let these hold the replies "
+            f"alone, one message each, or drop {key!r}."
+        )

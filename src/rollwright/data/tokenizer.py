@@ -87,11 +87,6 @@ def load_hf_tokenizer(model_name_or_path: str, fast_tokenizer: bool = True, padd
     return tokenizer
 
 
-def apply_chat_template(tokenizer: Any, messages: list[dict[str, Any]], *, tokenize: bool = True, **kwargs: Any) -> Any:
-    """The tokenizer's chat template over ``messages``: ids as ``list[int]`` with every version of transformers, or text."""
-    return tokenizer.apply_chat_template(messages, tokenize=tokenize, **{"return_dict": False, **kwargs})
-
-
 def build_character_tokenizer(
     characters: str | Iterable[str] = ASCII,
     path: str | Path | None = None,

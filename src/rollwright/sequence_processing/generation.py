@@ -17,6 +17,7 @@ from transformers import LogitsProcessor
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.tasksets import DatasetConfig
+from rollwright.data.chat_template import prompt_ids
 from rollwright.data.datasets import DATASET_REGISTRY, get_dataset
 from rollwright.data.formats import Example
 from rollwright.data.rows import ENDINGS
@@ -48,6 +49,7 @@ class GenerationConfig:
         tf_batch_size: sequences in one teacher-forced forward pass. ``"auto"``: from free memory.
         stop_after_answer: end a response after ``</answer>``, which it includes.
         stop: further strings that end a response, included in it.
+        enable_thinking: of prompts that are conversations, for chat templates that know it.
         deterministic: the same seed gives the same bits on one machine: batch sizes must be numbers, and running out of
             memory is an error instead of a reason to halve them.
 
@@ -66,6 +68,7 @@ class GenerationConfig:
     stop_after_answer: bool = True
     stop: list[str] | None = None
     deterministic: bool = False
+    enable_thinking: bool = False
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
@@ -121,8 +124,8 @@ def dataset_prompts(name: str, split: str, count: int | None, seed: int | None, 
     return random.Random(seed).sample(prompts, count)
 
 
-def encoded(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:
-    """Token ids of each prompt; text gets the tokenizer's own special tokens.
+def encoded(prompts: Sequence[Prompt], tokenizer: Any, enable_thinking: bool = False) -> list[list[int]]:
+    """Token ids of each prompt; text gets the tokenizer's own special tokens, and ``enable_thinking`` is for templates that know it.
 
     Raises:
         ConfigError: one text instead of a list of them, nothing at all, or a prompt without tokens.
@@ -131,18 +134,18 @@ def encoded(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:
         raise ConfigError(f"prompts is one {type(prompts).__name__}: give a list of prompts, [prompt] for a single one.")
     if not prompts:
         raise ConfigError("prompts is empty: give at least one prompt.")
-    ids = [_ids_of(prompt, tokenizer) for prompt in prompts]
+    ids = [_ids_of(prompt, tokenizer, enable_thinking) for prompt in prompts]
     for index, tokens in enumerate(ids):
         if not tokens:
             raise ConfigError(f"Prompt {index} has no tokens ({prompts[index]!r}): give text, or the begin token.")
     return ids
 
 
-def _ids_of(prompt: Prompt, tokenizer: Any) -> list[int]:
+def _ids_of(prompt: Prompt, tokenizer: Any, enable_thinking: bool) -> list[int]:
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
     if prompt and isinstance(prompt[0], dict):
-        return list(tokenizer.apply_chat_template(prompt, tokenize=True, add_generation_prompt=True, return_dict=False))
+        return prompt_ids(tokenizer, prompt, enable_thinking=enable_thinking)  # type: ignore[arg-type]
     return [int(token) for token in prompt]  # type: ignore[arg-type]
 
 

@@ -108,7 +108,7 @@ class SequenceProcessor:
             PromptTooLongError: a prompt fills the model's context.
         """
         chosen = self._chosen(prompts, G, dataset_name, split, num_prompts, seed, dataset_kwargs)
-        ids = encoded(chosen, self.tokenizer)
+        ids = encoded(chosen, self.tokenizer, self.config.enable_thinking)
         first_seed = int(torch.randint(1 << 62, ())) if seed is None else seed
         config = self._config(gen_batch_size, tf_batch_size)
         if across_processes and world_size() > 1:
@@ -139,7 +139,10 @@ class SequenceProcessor:
         """
         if isinstance(prompts, list | tuple) and not prompts:
             return BatchedSequences.from_tokens([], [], [], self.tokenizer.pad_token_id or 0, self.device)
-        ids, config = encoded(self._chosen(prompts, G), self.tokenizer), self._config(gen_batch_size)
+        ids, config = (
+            encoded(self._chosen(prompts, G), self.tokenizer, self.config.enable_thinking),
+            self._config(gen_batch_size),
+        )
         with plain_model(self.model) as model:
             return self._generate(model, ids, G, int(torch.randint(1 << 62, ())) if seed is None else seed, config)
 
@@ -216,7 +219,7 @@ class SequenceProcessor:
             A ``ShardedExperiment``, whose ``rows()`` reads the files back.
         """
         chosen = self._chosen(prompts, G, dataset_name, split, num_prompts, seed, dataset_kwargs)
-        ids, wanted = encoded(chosen, self.tokenizer), ShardOptions(**options)
+        ids, wanted = encoded(chosen, self.tokenizer, self.config.enable_thinking), ShardOptions(**options)
         check_lengths(ids, self._inner)
         config = self._config(wanted.gen_batch_size, wanted.tf_batch_size)
 

@@ -208,12 +208,15 @@ def make_model(config: NewModelConfig) -> dict[str, Any]:
 
 def _train_supervised(stage: Stage, directory: RunDirectory) -> dict[str, Any]:
     from rollwright.data.datasets import get_dataset
+    from rollwright.trainers import tasks
     from rollwright.trainers.supervised import DPOTrainer, SFTTrainer
 
     trainer_class = DPOTrainer if stage.kind == "dpo" else SFTTrainer
     config = stage.config
     tokenizer = config.tokenizer_path or config.model.path  # counts prompts where max_length is set
-    valid = get_dataset(config.valid_dataset, tokenizer) if config.valid_dataset else None
+    thinking = tasks.thinks(config.workflow_kwargs)
+    thinking = config.train_dataset.columns.enable_thinking if thinking is None else thinking
+    valid = get_dataset(config.valid_dataset, tokenizer, thinking) if config.valid_dataset else None
     with trainer_class(config, get_dataset(config.train_dataset, tokenizer), valid, directory=directory) as trainer:
         return trainer.train()
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from rollwright.config.experiment import DPOConfig, FinetuneSpec, SFTConfig
+from rollwright.data.chat_template import prompt_ids, prompt_text, reply_ids
+from rollwright.data.conversation import worked_turns
 from rollwright.data.vision import as_images, image_placeholder, load_processor, multi_modal_outputs, place_images
 from rollwright.errors import ConfigError, DataError
 from rollwright.experience.contract import MULTI_MODAL
@@ -25,7 +27,7 @@ from rollwright.trainers.placed_ranks import PlacedRanks
 from rollwright.trainers.reporting import StageRun
 from rollwright.trainers.rollout_backend import copy_to_sample, make_local_engine
 from rollwright.trainers.shared_run import give_weights
-from rollwright.trainers.tasks import task_loader, workflow_arguments
+from rollwright.trainers.tasks import task_loader, with_defaults, workflow_arguments
 from rollwright.training.publish import Publisher, publisher_for
 from rollwright.workflows.turns import BranchedSequence
 
@@ -62,6 +64,11 @@ class SupervisedTrainer(Trainer):
         self.spec = FinetuneSpec(
             config.total_train_epochs, len(train_dataset), config.train_dataset.batch_size, config.total_train_steps
         )
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template is given, by ``train_dataset.format``."""
+        return self.config.train_dataset.columns.template_variables
 
     @abstractmethod
     def make_batch(self, rows: Sequence[dict[str, Any]]) -> Trajectory:
@@ -127,7 +134,10 @@ class SupervisedTrainer(Trainer):
             else:
                 self.ranks.call("use_weights", here={"use": lambda weights: give_weights(rollout, weights, *arguments)})
         config, gconfig = self.config, self.config.evaluator.gconfig
-        kwargs = workflow_arguments(config, config.workflow, config.workflow_kwargs, self.tokenizer, gconfig)
+        given = with_defaults(
+            config.workflow, config.workflow_kwargs, {"enable_thinking": self.template_variables["enable_thinking"]}
+        )
+        kwargs = workflow_arguments(config, config.workflow, given, self.tokenizer, gconfig)
         return evaluate(rollout, self.valid_dataset, config.workflow, kwargs, gconfig)
 
     def is_done(self, evaluation: float | None) -> bool:
@@ -137,7 +147,7 @@ class SupervisedTrainer(Trainer):
 
 
 class SFTTrainer(SupervisedTrainer):
-    """Trains a model on rows with ``messages`` and ``completion``; the loss is on the completion and the end token.
+    """Trains a model on rows with ``messages`` and ``completion``; the loss is on the completion and what ends it.
 
     Args: those of ``SupervisedTrainer``, with rows as :func:`supervised_batch` takes them.
     """
@@ -150,7 +160,7 @@ class SFTTrainer(SupervisedTrainer):
 
     def make_batch(self, rows: Sequence[dict[str, Any]]) -> Trajectory:
         """See :func:`supervised_batch`."""
-        return supervised_batch(rows, self.tokenizer, self.processor)
+        return supervised_batch(rows, self.tokenizer, self.processor, **self.template_variables)
 
     def update(self, batch: Trajectory) -> dict[str, float]:
         """The mean negative log-likelihood of the completions' tokens."""
@@ -167,47 +177,71 @@ class DPOTrainer(SupervisedTrainer):
 
     def make_batch(self, rows: Sequence[dict[str, Any]]) -> Trajectory:
         """See :func:`preference_batch`."""
-        return preference_batch(rows, self.tokenizer)
+        return preference_batch(rows, self.tokenizer, **self.template_variables)
 
     def update(self, batch: Trajectory) -> dict[str, float]:
         """One step of DPO."""
         return self.ranks.call("preference_step", batch, beta=self.config.beta, label_smoothing=self.config.label_smoothing)
 
 
-def supervised_batch(rows: Sequence[dict[str, Any]], tokenizer: Any, processor: Any = None) -> Trajectory:
+def supervised_batch(
+    rows: Sequence[dict[str, Any]], tokenizer: Any, processor: Any = None, **template_variables: Any
+) -> Trajectory:
     """Rows with ``messages`` and ``completion`` as a batch: ``input_ids``, ``attention_mask``, ``loss_mask`` ``[B, L]``.
 
     Rows with ``images`` need the model's ``processor``; then the batch has ``multi_modal_inputs``, too.
 
     A row may instead carry ``input_ids`` and ``loss_mask``, or ``segments``: a worked episode of several turns as
     ``[{"text": str, "train": bool}]``, in which ``"branch": n`` (1, 2, …) puts a segment on an isolated branch that begins
-    where the segments before the first branch ended. The end token follows the completion and is learned.
+    where the segments before the first branch ended.
+
+    What ends a turn by the chat template follows the completion and is learned (``data.chat_template.turn_end``). A ``completion`` that is a
+    list of messages is a conversation that goes on: each message of the assistant is learned, behind the prompt that sampling gives it. Where
+    the template writes earlier turns anew, such a row becomes several rows of the batch.
+
+    Args:
+        rows: of a dataset.
+        tokenizer: with the chat template.
+        processor: of the images; None: there are none.
+        template_variables: ``enable_thinking`` (off unless given) and others, as ``FormatConfig.template_variables`` gives them.
 
     Raises:
         DataError: a row lacks the columns.
     """
-    return concat_padded_tensors([_encode(row, tokenizer, processor) for row in rows])
+    return concat_padded_tensors([each for row in rows for each in _encode(row, tokenizer, processor, template_variables)])
 
 
-def _encode(row: dict[str, Any], tokenizer: Any, processor: Any = None) -> Trajectory:
+def _encode(row: dict[str, Any], tokenizer: Any, processor: Any, variables: dict[str, Any]) -> list[Trajectory]:
     seen: dict[str, Any] = {}
     layout: dict[str, torch.Tensor] = {}
+    variables = {"enable_thinking": False, **variables}
     if "input_ids" in row and "loss_mask" in row:
         ids, mask = list(row["input_ids"]), list(row["loss_mask"])
     elif "segments" in row:
         ids, mask, layout = _joined(row["segments"], tokenizer)
+    elif "messages" in row and isinstance(row.get("completion"), list):
+        if row.get("images"):
+            raise DataError("a conversation of several replies has images; give images to rows whose completion is text.")
+        sequences = worked_turns(tokenizer, row["messages"], row["completion"], row.get("tools"), **variables)
+        return [_row_of(ids, mask, layout, processor, seen) for ids, mask in sequences]
     elif "messages" in row and "completion" in row:
         if processor is None:
-            prompt = tokenizer.apply_chat_template(row["messages"], tokenize=True, add_generation_prompt=True)
+            prompt = prompt_ids(tokenizer, row["messages"], row.get("tools"), **variables)
         else:
-            prompt, seen = _seen_prompt(row, tokenizer, processor)
-        completion = [*tokenizer.encode(row["completion"], add_special_tokens=False), tokenizer.eos_token_id]
+            prompt, seen = _seen_prompt(row, tokenizer, processor, variables)
+        completion = reply_ids(tokenizer, row["completion"], prompt, **variables)
         ids, mask = [*prompt, *completion], [0] * len(prompt) + [1] * len(completion)
     else:
         raise DataError(
             f"a row for supervised training has the columns {', '.join(sorted(row))}; it needs messages and completion, "
             "segments, or input_ids and loss_mask."
         )
+    return [_row_of(ids, mask, layout, processor, seen)]
+
+
+def _row_of(
+    ids: list[int], mask: list[int], layout: dict[str, torch.Tensor], processor: Any, seen: dict[str, Any]
+) -> Trajectory:
     encoded = {
         "input_ids": torch.tensor([ids], dtype=torch.long),
         "attention_mask": torch.ones(1, len(ids), dtype=torch.bool),
@@ -232,17 +266,21 @@ def _joined(segments: Sequence[dict[str, Any]], tokenizer: Any) -> tuple[list[in
     return sequence.input_ids, mask, {name: torch.tensor([ids]) for name, ids in sequence.layout().items()}
 
 
-def _seen_prompt(row: dict[str, Any], tokenizer: Any, processor: Any) -> tuple[list[int], dict[str, torch.Tensor]]:
+def _seen_prompt(
+    row: dict[str, Any], tokenizer: Any, processor: Any, variables: dict[str, Any]
+) -> tuple[list[int], dict[str, torch.Tensor]]:
     """Prompt ids with every image token, and what the model takes of the images; as ``VisionRLVRWorkflow`` makes them."""
     images = as_images(row.get("images") or [])
     messages = place_images(row["messages"], len(images), image_placeholder(processor))
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    text = prompt_text(tokenizer, messages, row.get("tools"), **variables)
     processed = processor(images=images or None, text=text, padding=False, return_tensors="pt")
     return processed["input_ids"][0].tolist(), multi_modal_outputs(processed) if images else {}
 
 
-def preference_batch(rows: Sequence[dict[str, Any]], tokenizer: Any) -> Trajectory:
+def preference_batch(rows: Sequence[dict[str, Any]], tokenizer: Any, **template_variables: Any) -> Trajectory:
     """Rows as pairs: ``input_ids``, ``attention_mask`` and ``loss_mask`` ``[2P, L]``, each preferred reply before the other one.
+
+    Prompts and the end of a reply are those of ``supervised_batch``.
 
     Raises:
         DataError: a row is no pair, or has images.
@@ -256,5 +294,6 @@ def preference_batch(rows: Sequence[dict[str, Any]], tokenizer: Any) -> Trajecto
             )
         if row.get("images"):
             raise DataError("a preference row has images, which this trainer does not give to the model; train on text.")
-        replies += [{"messages": row["messages"], "completion": row[key]} for key in ("chosen", "rejected")]
-    return supervised_batch(replies, tokenizer)
+        shared = {key: row[key] for key in ("messages", "tools") if key in row}
+        replies += [{**shared, "completion": row[key]} for key in ("chosen", "rejected")]
+    return supervised_batch(replies, tokenizer, **template_variables)

@@ -50,6 +50,11 @@ def workflow_arguments(
     return with_defaults(workflow, given, defaults | {"overflow_reward": config.rollout.overflow_reward})
 
 
+def thinks(workflow_kwargs: dict[str, Any] | None) -> bool | None:
+    """The ``enable_thinking`` that a workflow is given, by which prompts are counted, too; None: it is given none."""
+    return (workflow_kwargs or {}).get("enable_thinking")
+
+
 def held_out_tasks(
     config: PPOConfig, tokenizer: Any, services: TaskServices, *, n_samples: int | None = None
 ) -> tuple[list[Row], Any, dict[str, Any]]:
@@ -79,13 +84,14 @@ def evaluation_rows(config: PPOConfig) -> list[Row]:
     """The held-out tasks: the rows of all evaluation tasksets, each of which says its taskset's name, or ``valid_dataset``."""
     if config.eval_tasksets or config.valid_dataset is None:
         return [{**row, "taskset": taskset.name} for taskset in config.eval_tasksets for row in taskset_rows(taskset)]
-    return get_dataset(config.valid_dataset, config.tokenizer_path or config.actor.path)
+    given = config.workflow_kwargs if config.eval_workflow_kwargs is None else config.eval_workflow_kwargs
+    return get_dataset(config.valid_dataset, config.tokenizer_path or config.actor.path, thinks(given))
 
 
 def training_rows(config: PPOConfig) -> Iterator[Row]:
     """All rows that training tasks are drawn from."""
     if not config.tasksets:
-        yield from get_dataset(config.train_dataset, config.tokenizer_path or config.actor.path)
+        yield from get_dataset(config.train_dataset, config.tokenizer_path or config.actor.path, thinks(config.workflow_kwargs))
     for taskset in config.tasksets:
         yield from taskset_rows(taskset)
 
@@ -175,7 +181,7 @@ def _without_end(source: Iterable[list[Row]]) -> Iterator[list[Row]]:
 def task_source(config: PPOConfig) -> TaskMixture | list[Row]:
     """The training tasks: the tasksets, drawn from as one, or the rows of ``train_dataset``."""
     if not config.tasksets:
-        return get_dataset(config.train_dataset, config.tokenizer_path or config.actor.path)
+        return get_dataset(config.train_dataset, config.tokenizer_path or config.actor.path, thinks(config.workflow_kwargs))
     rows = [taskset_rows(taskset) for taskset in config.tasksets]
     return TaskMixture(config.tasksets, rows, config.train_dataset.batch_size, config.seed)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollwright.config.generation import GenerationHyperparameters
+from rollwright.data.chat_template import prompt_ids, stopping_at_turn_end
 from rollwright.errors import WorkflowError
 from rollwright.experience.normaliser import normalise
 from rollwright.experience.recorder import Recorder
@@ -40,13 +41,18 @@ def extract_messages(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The task's ``messages``.
 
     Raises:
-        WorkflowError: the task has none.
+        WorkflowError: the task has none, or they end with a reply.
     """
     messages = data.get("messages")
     if not messages:
         raise WorkflowError(
             f"the task has no column 'messages' (it has {', '.join(sorted(data)) or 'none'}): prepare it with messages, or give "
             "data_extract_prompt_fn, a function from the task to its prompt."
+        )
+    if isinstance(messages[-1], Mapping) and messages[-1].get("role") == "assistant":
+        raise WorkflowError(
+            f"the messages of task {task_name(data)!r} end with the assistant's reply, so there is nothing to ask: let them end with the user's, "
+            "or give data_extract_prompt_fn, a function from the task to its prompt."
         )
     return list(messages)
 
@@ -60,9 +66,7 @@ def chat_input_ids(prompt: Any, tokenizer: Any, enable_thinking: bool = False) -
         enable_thinking: given to chat templates, which may know it.
     """
     if not isinstance(prompt, str):
-        prompt = tokenizer.apply_chat_template(
-            prompt, tokenize=False, add_generation_prompt=True, enable_thinking=enable_thinking
-        )
+        return prompt_ids(tokenizer, prompt, enable_thinking=enable_thinking)
     return list(tokenizer.encode(prompt, add_special_tokens=False))
 
 
@@ -75,8 +79,8 @@ class EpisodeWorkflow(RolloutWorkflow):
     Args:
         reward_fn: function ``(prompt, completion, prompt_ids, completion_ids, **data) -> float``, plain or async, or its
             registered name or import path; None: the subclass scores by itself.
-        gconfig: how completions are sampled; a mapping (from YAML) is taken too. The tokenizer's end and pad tokens are added
-            to its stop tokens.
+        gconfig: how completions are sampled; a mapping (from YAML) is taken too. The tokenizer's end and pad tokens, and
+            what ends a turn by its chat template, are added to its stop tokens.
         tokenizer: the policy's tokenizer, or its path or name.
         enable_thinking: given to chat templates that know it.
         rollout_stat_scope: scope that figures are reported under.
@@ -110,7 +114,7 @@ class EpisodeWorkflow(RolloutWorkflow):
         if gconfig is None or isinstance(gconfig, Mapping):
             gconfig = GenerationHyperparameters.from_names(**(gconfig or {}))
         self.tokenizer = tokenizer
-        self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
+        self.gconfig = stopping_at_turn_end(gconfig.new_with_stop_and_pad_token_ids(tokenizer), tokenizer)
         self.async_reward_fn: Any = None if reward_fn is None else AsyncRewardWrapper(reward_fn, reward_timeout)
         if self.async_reward_fn is not None:
             _ = self.async_reward_fn.columns  # a function that cannot score a task is refused before the run

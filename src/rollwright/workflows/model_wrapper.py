@@ -11,6 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from rollwright.config.generation import GenerationHyperparameters
+from rollwright.data.chat_template import stopping_at_turn_end
 from rollwright.data.conversation import ConversationTokens
 from rollwright.errors import WorkflowError
 from rollwright.experience.experience import Experience
@@ -120,7 +121,7 @@ class ModelWrapper:
         messages = [dict(message) for message in messages]
         if messages and messages[-1].get("role") == "assistant":
             reply_prefix = (messages.pop()["content"] or "") + (reply_prefix or "")
-        gconfig = self._generation(generation)
+        gconfig = stopping_at_turn_end(self._generation(generation), self.tokenizer, **self._conversation.template_kwargs)
         prompt = self._conversation.encode(messages, tools)
         if reply_prefix:
             prompt = [*prompt, *self.tokenizer.encode(reply_prefix, add_special_tokens=False)]

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.tasksets import FormatConfig, TasksetConfig
+from rollwright.data.columns import answer_of
 from rollwright.data.formats import messages_of
 from rollwright.errors import TrajectoryError, WorkflowError
 from rollwright.experience.experience import Experience
@@ -66,8 +67,9 @@ class Task:
 
     @property
     def truth(self) -> Any:
-        """The reference answer, from the format's ``response_key``, else from the column ``answer``."""
-        return self.raw_task.get(self.format_args.response_key, self.raw_task.get("answer"))
+        """The reference answer, from the format's ``response_key``, else from the column that is known by its name."""
+        key = self.format_args.response_key
+        return self.raw_task[key] if key in self.raw_task else answer_of(self.raw_task, f"task {self.task_id!r}").get("answer")
 
     def messages(self) -> list[dict[str, Any]]:
         """The conversation that the task begins with, read as its format says (``data.formats``).

@@ -130,7 +130,7 @@ class TaskRunner(RolloutWorkflow):
                     model,
                     auxiliary_models=self.auxiliary_models,
                     has_front=self.openai_front is not None,
-                    template_kwargs=_template_arguments(task),
+                    template_kwargs=task.format_args.template_variables,
                 )
             elif class_trait(kind, "asynchronous", task):
                 with self._workflows.workflow(task, model, lambda: self.auxiliary_models, taskset.name) as workflow:
@@ -170,7 +170,7 @@ class TaskRunner(RolloutWorkflow):
             self.feedback(task.index, sum(rewards) / len(rewards))
 
     def _model(self, engine: InferenceEngine, task: Task) -> ModelWrapper:
-        template_kwargs = _template_arguments(task)
+        template_kwargs = task.format_args.template_variables
         front = self.openai_front
         open_episode = front and partial(front.episode, engine, gconfig=task.rollout_args, template_kwargs=template_kwargs)
         return ModelWrapper(
@@ -281,9 +281,3 @@ class AbandonableThreads:
             if outcome.cancelled():
                 logger.warning("%s did not end in time: its thread is left behind (%d such)", name, self.abandoned)
             raise
-
-
-def _template_arguments(task: Task) -> dict[str, Any]:
-    layout = task.format_args
-    arguments = {"enable_thinking": layout.enable_thinking, "chat_template": layout.chat_template}
-    return {name: value for name, value in arguments.items() if value is not None}

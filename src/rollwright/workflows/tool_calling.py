@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollwright.data.chat_template import without_end
 from rollwright.errors import ConfigError, PromptTooLongError, SandboxError, WorkflowError
 from rollwright.experience.durable import kept_calls
 from rollwright.experience.experience import Experience
@@ -98,7 +99,7 @@ class ToolCallingWorkflow(ResettableWorkflow):
         tokenizer = self.model.tokenizer
         text = tokenizer.decode(reply.response_tokens, skip_special_tokens=False)
         convention = tool_convention(tokenizer.chat_template or "")
-        return convention.parse(text.removesuffix(tokenizer.eos_token or ""), self.tools.schemas)
+        return convention.parse(without_end(text, tokenizer), self.tools.schemas)
 
 
 async def execute_python(code: str) -> str:

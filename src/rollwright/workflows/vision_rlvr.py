@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollwright.config.generation import GenerationHyperparameters
+from rollwright.data.chat_template import prompt_text
 from rollwright.data.vision import (
     IMAGE,
     VISION_PIECES,
@@ -91,9 +92,7 @@ class VisionRLVRWorkflow(RLVRWorkflow):
         images = as_images(data.get(self.image_key) or [], f"task {task_name(data)}")
         prompt = place_images(self.data_extract_prompt_fn(data), len(images), self.placeholder)
         if not isinstance(prompt, str):
-            prompt = self.tokenizer.apply_chat_template(
-                prompt, tokenize=False, add_generation_prompt=True, enable_thinking=self.enable_thinking
-            )
+            prompt = prompt_text(self.tokenizer, prompt, enable_thinking=self.enable_thinking)
         processed = self.processor(images=images or None, text=prompt, padding=False, return_tensors="pt")
         ids = processed["input_ids"][0]
         seen = multi_modal_outputs(processed) if images else None

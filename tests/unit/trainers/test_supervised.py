@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rollwright import load_stages
+from rollwright.config.tasksets import DatasetConfig
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.trainers import supervised
 from rollwright.trainers.placed_ranks import PlacedRanks
@@ -70,6 +71,7 @@ def test_each_evaluation_on_a_cluster_has_a_version_of_its_own_and_leaves_no_wei
     trainer.config = SimpleNamespace(
         rollout=SimpleNamespace(logprob_tolerance=None),
         evaluator=SimpleNamespace(gconfig=None),
+        train_dataset=DatasetConfig(),
         workflow=None,
         workflow_kwargs={},
     )

@@ -20,6 +20,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from rollwright.config.generation import GenerationHyperparameters
+from rollwright.data.chat_template import render, stopping_at_turn_end
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.server.bodies import Chat, Completion
@@ -228,12 +229,12 @@ class OpenAIProtocol:
         self, messages: list[dict[str, Any]], tools: list[Any] | None, fields: dict[str, Any], variables: dict[str, Any]
     ) -> list[int]:
         continues = bool(fields.get("continue_final_message"))
-        text = self.tokenizer.apply_chat_template(
+        text = render(
+            self.tokenizer,
             messages,
-            tools=tools,
+            tools,
             add_generation_prompt=fields.get("add_generation_prompt", not continues),
             continue_final_message=continues,
-            tokenize=False,
             **variables,
         )
         return self._encode(text)
@@ -302,7 +303,7 @@ class OpenAIProtocol:
         if given is None:
             room = (self._context_length or prompt_length + defaults.max_new_tokens) - prompt_length
             given = max(1, room if endpoint == CHAT else 16)
-        return defaults.new(
+        gconfig = defaults.new(
             n_samples=1,
             max_new_tokens=max(1, given),
             min_new_tokens=fields.get("min_tokens", defaults.min_new_tokens),
@@ -312,6 +313,7 @@ class OpenAIProtocol:
             skip_special_tokens=fields.get("skip_special_tokens", True),
             **sampling,
         )
+        return stopping_at_turn_end(gconfig, self.tokenizer, **self._variables(fields)) if endpoint == CHAT else gconfig
 
     def _end_of_calls(self, fields: dict[str, Any]) -> list[str]:
         """What ends a reply after its first tool call, where no more are wanted."""

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollwright.data.chat_template import without_end
 from rollwright.inference.request import ModelRequest, ModelResponse, version_spans
 from rollwright.inference.server.text_stream import ReasoningSplit, TextStream, completion_text, held_back
 from rollwright.inference.server.tool_calls import ToolCall, ToolConvention
@@ -188,7 +189,7 @@ def answer_choice(
     if split is not None:
         _, text = split.push(text, is_last=True)
     if call.tools:
-        reply = call.begun + text.removesuffix(tokenizer.eos_token or "")
+        reply = call.begun + without_end(text, tokenizer)
         text, calls, malformed = convention.parse(reply, call.body.get("tools"))
         call.malformed_tool_calls += len(malformed) if response.stop_reason == "stop" else 0  # a limit cut it otherwise
         text = _without(text, _special_texts(tokenizer)) if skips else text

@@ -1,0 +1,165 @@
+"""The one place where a chat template turns messages into text and token ids.
+
+Sampling, supervised training, preference pairs, the length filter and ``SequenceProcessor`` take their prompts from ``prompt_text`` and
+``prompt_ids``, so that a model is trained on the prompts that it is asked. Servers, whose clients choose the template's variables, call
+``render``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollwright.config.generation import GenerationHyperparameters
+from rollwright.errors import DataError
+
+Messages = Sequence[Mapping[str, Any]]
+
+#: Stands for a reply whose surroundings are looked at.
+SENTINEL = "⁂"
+
+
+def render(tokenizer: Any, messages: Messages, tools: Sequence[Any] | None = None, **options: Any) -> str:
+    """The text of a conversation by the tokenizer's chat template.
+
+    Args:
+        tokenizer: with the chat template.
+        messages: the conversation.
+        tools: functions that the template offers, in OpenAI's form; None: none.
+        options: ``add_generation_prompt``, ``continue_final_message``, ``chat_template``, and variables of the template.
+    """
+    offered = {} if tools is None else {"tools": list(tools)}
+    return tokenizer.apply_chat_template(list(messages), tokenize=False, **offered, **options)
+
+
+def prompt_text(
+    tokenizer: Any, messages: Messages, tools: Sequence[Any] | None = None, *, enable_thinking: bool = False, **variables: Any
+) -> str:
+    """What the model is asked, up to where its reply begins.
+
+    Args:
+        tokenizer: with the chat template.
+        messages: the conversation so far.
+        tools: functions that the template offers; None: none.
+        enable_thinking: for chat templates that know it.
+        variables: ``chat_template``, in place of the tokenizer's, and further variables of the template.
+
+    Raises:
+        DataError: the tokenizer has no chat template.
+    """
+    if not variables.get("chat_template") and getattr(tokenizer, "chat_template", "unknown") is None:
+        raise DataError(
+            f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template, so messages cannot be made a prompt: take the "
+            "model's chat variant, or set tokenizer.chat_template and save the tokenizer."
+        )
+    return render(tokenizer, messages, tools, add_generation_prompt=True, enable_thinking=enable_thinking, **variables)
+
+
+def prompt_ids(
+    tokenizer: Any, messages: Messages, tools: Sequence[Any] | None = None, *, enable_thinking: bool = False, **variables: Any
+) -> list[int]:
+    """Token ids ``[P]`` of ``prompt_text``, whose arguments and errors these are."""
+    text = prompt_text(tokenizer, messages, tools, enable_thinking=enable_thinking, **variables)
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def apply_chat_template(tokenizer: Any, messages: list[dict[str, Any]], *, tokenize: bool = True, **kwargs: Any) -> Any:
+    """The tokenizer's chat template over ``messages``: ids as ``list[int]`` with every version of transformers, or text."""
+    return tokenizer.apply_chat_template(messages, tokenize=tokenize, **{"return_dict": False, **kwargs})
+
+
+# -- how a reply ends -----------------------------------------------------------------------------------------------
+
+
+def turn_end(tokenizer: Any, **variables: Any) -> list[int]:
+    """Token ids that follow a reply, up to and with the token that ends it.
+
+    They are read off the template: what it puts between an assistant's message and the next user's. Many base models have the end of a
+    document as ``eos_token`` (``<|endoftext|>``), while their template ends turns with another token (``<|im_end|>``, ``<|eot_id|>``,
+    ``<end_of_turn>``). The tokenizer's end token is taken where the template shows none, and where it stands after the last message
+    only (``<|return|>``, which templates of gpt-oss rewrite in earlier turns).
+
+    Args:
+        tokenizer: with the chat template; one without a template ends replies with its end token.
+        variables: ``chat_template``, in place of the tokenizer's, and variables of the template.
+    """
+    template = variables.get("chat_template") or getattr(tokenizer, "chat_template", None)
+    eos = tokenizer.eos_token_id
+    if template is None:
+        return [] if eos is None else [eos]
+    try:
+        return list(_turn_end(tokenizer, str(template), eos, tuple(sorted(variables.items()))))
+    except TypeError:  # a tokenizer or a variable that cannot be hashed
+        return list(_turn_end.__wrapped__(tokenizer, str(template), eos, tuple(sorted(variables.items()))))
+
+
+@functools.lru_cache(maxsize=32)
+def _turn_end(tokenizer: Any, template: str, eos: int | None, variables: tuple[tuple[str, Any], ...]) -> tuple[int, ...]:
+    question, reply = {"role": "user", "content": "?"}, {"role": "assistant", "content": SENTINEL}
+    last, later = (
+        _after_reply(tokenizer, messages, dict(variables)) for messages in ([question, reply], [question, reply, question])
+    )
+    if eos is not None and last and last[-1] == eos:
+        return last
+    return later or last or (() if eos is None else (eos,))
+
+
+def _after_reply(tokenizer: Any, messages: Messages, variables: dict[str, Any]) -> tuple[int, ...]:
+    """Ids from the end of the reply to the first special token, where nothing but white space is between; empty where there is none."""
+    try:
+        text = render(tokenizer, messages, **variables)
+    except Exception:  # a template may refuse conversations of this form by any error of its own
+        return ()
+    _, found, after = text.rpartition(SENTINEL)
+    ids = tokenizer.encode(after, add_special_tokens=False) if found else []
+    ends = end_ids(tokenizer)
+    place = next((index for index, token in enumerate(ids) if token in ends), None)
+    if place is None or tokenizer.decode(ids[:place]).strip():
+        return ()
+    return tuple(ids[: place + 1])
+
+
+def end_ids(tokenizer: Any) -> set[int]:
+    """Ids that can end a turn: all special tokens of a tokenizer, whether it declares them or has only added them."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {token for token, entry in added.items() if entry.special}
+    return special | {
+        token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id, *tokenizer.all_special_ids) if token is not None
+    }
+
+
+def stopping_at_turn_end(gconfig: GenerationHyperparameters, tokenizer: Any, **variables: Any) -> GenerationHyperparameters:
+    """Generation arguments that also stop where ``turn_end`` says that a reply ends; the engine knows the tokenizer's own end token."""
+    end = [token for token in turn_end(tokenizer, **variables)[-1:] if token != tokenizer.eos_token_id]
+    if gconfig.ignore_eos or not end or end[0] in gconfig.stop_token_ids:
+        return gconfig
+    return gconfig.new(stop_token_ids=[*gconfig.stop_token_ids, *end])
+
+
+def without_end(text: str, tokenizer: Any) -> str:
+    """A reply's text without the token that ended it."""
+    for token in {tokenizer.eos_token_id, *turn_end(tokenizer)[-1:]} - {None}:
+        text = text.removesuffix(tokenizer.decode([token], skip_special_tokens=False))
+    return text
+
+
+def reply_ids(tokenizer: Any, text: str, prompt: Sequence[int] = (), **variables: Any) -> list[int]:
+    """Token ids of a reply to learn: its text, and what ends it by ``turn_end`` unless the text ends so.
+
+    Args:
+        tokenizer: with the chat template.
+        text: of the reply.
+        prompt: ids that it follows, to see that they do not contradict it.
+        variables: those that the prompt was made with.
+
+    Raises:
+        DataError: the reply reasons in ``<think>`` behind a prompt that has ended the reasoning.
+    """
+    if "<think>" in text and tokenizer.decode(list(prompt[-32:])).rstrip().endswith("</think>"):
+        raise DataError(
+            f"the reply {text[:60]!r}… reasons in <think>, but the prompt switches reasoning off (it ends with </think>); set "
+            "format.enable_thinking: true (RL: enable_thinking among the workflow's arguments)."
+        )
+    ids, end = list(tokenizer.encode(text, add_special_tokens=False)), turn_end(tokenizer, **variables)
+    return ids if end and ids[-len(end) :] == end else [*ids, *end]
