@@ -73,7 +73,9 @@ def tokenizer_of(model):
     template, eos, _ = MODELS[model]
     tokenizer = build_character_tokenizer(chat_template=template)
     marks = dict.fromkeys([eos, *re.findall(r"<\|?[a-z_]+\|?>|<bos>", template.replace("<think>", ""))])
-    tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])  # as Llama-3's: added, not declared
+    tokenizer.add_tokens(
+        [AddedToken(mark, special=True, normalized=False) for mark in marks]
+    )  # as Llama-3's: added, not declared
     tokenizer.eos_token = eos
     return tokenizer
 
@@ -105,7 +107,9 @@ async def test_all_ask_in_the_same_words(model, thinks, tmp_path):
     assert encoded([MESSAGES], tokenizer, GenerationConfig(enable_thinking=thinks).enable_thinking) == [wanted]
     assert ConversationTokens(tokenizer, **variables).encode(MESSAGES) == wanted
     file = tmp_path / "rows.jsonl"
-    file.write_text('{"messages": [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}], "answer": "2"}\n')
+    file.write_text(
+        '{"messages": [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}], "answer": "2"}\n'
+    )
 
     def kept(length, **settings):
         section = DatasetConfig(path=str(file), max_length=length, type="sft", format=FormatConfig(enable_thinking=thinks))
