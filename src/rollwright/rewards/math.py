@@ -6,19 +6,29 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
+from fractions import Fraction
 from typing import Any
 
 from rollwright.errors import RewardError
-from rollwright.rewards.numbers import gsm8k_answer, sole_number, without_grouping
+from rollwright.rewards.numbers import (
+    gsm8k_answer,
+    is_plain_number,
+    is_several_numbers,
+    sole_number,
+    stated_number,
+    states_several,
+    without_grouping,
+)
 from rollwright.rewards.registry import REWARD_FUNCTIONS
 from rollwright.rewards.text import format_reward, last_boxed, last_tagged, references
 
 #: Takes a second, and is not needed where these functions are only looked up.
 _IMPORTS = ("math_verify",) if importlib.util.find_spec("math_verify") else ()
+_ROUNDING = Fraction(1, 2_000_000)
 _LONGEST_ANSWER = 2000  # characters that are parsed; an answer stands at the end
 _DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
-#: A word of prose, such as a unit, which math-verify would read as a product of letters.
-_WORD = re.compile(r"(?<![\\{A-Za-z])(?!(?:sin|cos|tan|log|ln|exp|mod|sqrt|pi)(?![A-Za-z]))[A-Za-z]{2,}")
+#: A unit, which math-verify would read as a division by 100.
+_PERCENT = re.compile(r"\s*(?:\\?%|\bper ?cent\b)")
 _DAPO_ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 
 
@@ -32,9 +42,17 @@ def equivalent(found: str, wanted: str, *, is_free_text: bool = False) -> bool:
         wanted: the reference.
     """
     found, wanted = without_grouping(found), without_grouping(wanted)
-    is_plain = not is_free_text and not any(map(str.isalpha, _WORD.sub("", found)))  # a number and words, no expression
-    if is_plain and sole_number(found) == sole_number(wanted) is not None:
-        return True
+    number = sole_number(wanted)
+    if is_free_text:
+        if number is not None and states_several(found):
+            return False
+        if number is not None and stated_number(found) == number:
+            return True
+    elif found.strip() == wanted.strip() or (number is not None and is_several_numbers(found)):
+        return found.strip() == wanted.strip()
+    elif number is not None and is_plain_number(found):
+        return _same(sole_number(found), number)
+    found, wanted = _PERCENT.sub("", found), _PERCENT.sub("", wanted)
     try:
         import math_verify
     except ModuleNotFoundError as error:
@@ -46,6 +64,14 @@ def equivalent(found: str, wanted: str, *, is_free_text: bool = False) -> bool:
     texts = (_marked(wanted), found[-_LONGEST_ANSWER:] if is_free_text else _marked(found))
     gold, guess = (math_verify.parse(text, parsing_timeout=0) for text in texts)
     return bool(gold) and bool(guess) and math_verify.verify(gold, guess, timeout_seconds=None)
+
+
+def _same(found: Fraction | None, wanted: Fraction) -> bool:
+    """Equal, or equal as far as six decimals tell, as math-verify compares a decimal with a fraction."""
+    if found is None:
+        return False
+    difference = abs(found - wanted)
+    return difference <= _ROUNDING and difference <= 4 * _ROUNDING * abs(wanted)
 
 
 def _marked(answer: str) -> str:

@@ -1,13 +1,17 @@
 """The number that a completion gives as its answer, and the rewards that compare it: numeric, GSM8K and arithmetic.
 
-A completion's **stated number** is the one at its last mark: what ``\\boxed{…}`` holds, the first number after ``####``, or that of the
-sentence after "answer is", "Answer:" and the like. Without a mark it is the last number. LaTeX is read as far as it writes a number
-(``\\frac{1}{2}``, ``10^3``, ``1{,}234``, ``\\$18``); an expression such as ``\\frac{2a}{2}`` is no number, and the math rewards compare it.
+A completion's **stated number** is the one at its last mark: what ``\\boxed{…}`` or ``<answer>…</answer>`` holds, the first number after
+``####``, or that of the sentence after "answer is", "Answer:" and the like. Without a mark it is the last number. Two numbers that an "and", an
+"or" or a range joins state none. A number may have a sign, separators of thousands, a fraction, a mixed number (``2 1/2``, ``2½``), an exponent
+(``1e3``, ``10^3``) and units; a percent sign is a unit. LaTeX is read as far as it writes a number (``\\frac{1}{2}``, ``1{,}234``, ``\\$18``);
+an expression such as ``\\frac{2a}{2}`` is no number, and the math rewards compare it.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -15,9 +19,9 @@ from rollwright.rewards.registry import REWARD_FUNCTIONS
 from rollwright.rewards.text import last_boxed, last_tagged, references
 
 #: A number with its power or power of ten, a minus after a word, digit or bracket being an operator. The other alternatives, and the
-#: last group, find what is no number but part of an expression: ``\sqrt``, ``\pi``, ``x^2``, ``{2a}``, ``3x``, ``2^n``.
+#: last group, find what is no number but part of an expression: ``\pm 5``, ``\sqrt``, ``\pi``, ``x^2``, ``{2a}``, ``3x``, ``2^n``.
 _NUMBER = re.compile(
-    r"\\[a-zA-Z]+(?=\s*\{)|\\(?:pi|infty|theta|alpha|beta|phi|lambda|sin|cos|tan|log|ln|exp)(?![a-zA-Z])|[\^_{]\s*[-+]?\.?\d[\d.]*"
+    r"(?:\\pm|\\mp|[±∓])\s*[\d.]*|\\[a-zA-Z]+(?=\s*\{)|\\(?:pi|infty|theta|alpha|beta|phi|lambda|sin|cos|tan|log|ln|exp)(?![a-zA-Z])|[\^_{]\s*[-+]?\.?\d[\d.]*"
     r"|((?:(?<![\w.)\]}])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:[eE][-+]?\d+(?!\w)|/\d+)?|\.\d+))"
     r"(?:(?:\s*(?:\\times|\\cdot|[×*])\s*(10))?\s*(?:\^|\*\*)\s*(?:\{\s*([-+]?\d+)\s*\}|([-+]?\d+)))?"
     r"(\s*\^|[abcdijnpqrtuvwxyz](?![a-zA-Z]))?"
@@ -25,9 +29,29 @@ _NUMBER = re.compile(
 _HUGE = re.compile(r"[eE][-+]?\d{4}")  # exact arithmetic on these would take time
 _FRACTION = re.compile(r"(?:(?<!\d)(\d{1,9}) ?)?\\[dt]?frac ?(?:\{ ?(\d{1,99}) ?\} ?\{ ?(\d{1,99}) ?\}|(\d) ?(\d))")
 _GROUPED = re.compile(r"(?<=\d)(?:\{,\}|\\[,!;: ])\s*(?=\d{3}(?!\d))")
+_SPACING = re.compile(r"\\[,!;: ]\s*")
+#: ``2 1/2`` and ``2 and 1/2``.
+_MIXED = re.compile(r"(?<![\d.,/^])(\d{1,9}) +(?:and +)?(\d{1,9})/(\d{1,9})(?![\d/.])")
+_VULGAR = re.compile("[¼½¾⅐-⅞]")
+_SUPERSCRIPT = re.compile(r"(?<=\d)[⁰¹²³⁴-⁹]+")
+#: A unit with its power, which is no power of a number: ``cm^2``, ``ft²``.
+_UNIT_POWER = re.compile(
+    r"(?<![A-Za-z\\])(mm|cm|dm|m|km|in|inch(?:es)?|ft|feet|foot|yd|yards?|mi|miles?|meters?|metres?|units?|sec|s)\s*"
+    r"(?:\^\s*(?:\{\s*[23]\s*\}|[23])|[²³])(?!\d)"
+)
+#: What stands between two numbers of which neither is the answer: ``20 apples and 18``, ``3 or 5``, ``3 to 5``, ``3–5``.
+_JOINED = re.compile(r"\W{0,3}(?:[A-Za-z]+\W{1,3}){0,3}(?:and|or|&)\W{0,3}|\s*(?:to|[–—])\s*")
 _WRAPPED = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf|mathit|mbox)\s*\{([^{}]*)\}")
 _DECORATION = re.compile(r"\\(?:[$%()\[\],!;: ]|left|right|displaystyle)|\^\s*\{?\\circ\}?")
 _STATED = re.compile(r"####|\b(?:answer|Answer|ANSWER)\W{0,6}(?:is\b|are\b|[:=])")
+_SEVERAL_EQUATIONS = re.compile(r"[,;]|\b(?:and|or)\b")
+_SPACED_MINUS = re.compile(r"^\s*-\s+(?=[\d.\\])")
+_FACTORIAL = re.compile(r"\d\s*!")
+_PROSE = re.compile(r"[A-Za-z]{2,}")
+#: A word of prose, such as a unit, and no name of a function.
+_WORD = re.compile(r"(?<![\\{A-Za-z])(?!(?:sin|cos|tan|log|ln|exp|mod|sqrt|pi)(?![A-Za-z]))[A-Za-z]{2,}")
+#: A unit of one letter, as in ``1.2e3 m``.
+_LETTER_UNIT = re.compile(r"(?<![A-Za-z\\])[mgshlkL](?![A-Za-z])")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
 _LONGEST_NUMBER = 400  # digits; longer ones are no answers, and exact arithmetic on them would take time
 
@@ -39,11 +63,25 @@ def without_grouping(text: str) -> str:
 
 def _numbers(text: str) -> list[re.Match[str]]:
     """The numbers of a text in their order, and what is only part of an expression."""
+    return list(_NUMBER.finditer(_written_plainly(text)))
+
+
+def _written_plainly(text: str) -> str:
+    """A text without the LaTeX and the signs that numbers are written with, and mixed numbers as fractions."""
     text = text.replace("−", "-")
     if "\\" in text or "{" in text:
-        text = _FRACTION.sub(_plain_fraction, without_grouping(text))
+        text = _FRACTION.sub(_plain_fraction, _SPACING.sub(" ", without_grouping(text)))
         text = _DECORATION.sub("", _WRAPPED.sub(r" \1 ", text))
-    return list(_NUMBER.finditer(text))
+    if not text.isascii():
+        text = _VULGAR.sub(lambda one: f" {unicodedata.normalize('NFKC', one[0]).replace('⁄', '/')}", text)
+        text = _SUPERSCRIPT.sub(lambda power: f"^{unicodedata.normalize('NFKC', power[0])}", text)
+    return _MIXED.sub(_improper, _UNIT_POWER.sub(r"\1", text))
+
+
+def _improper(match: re.Match[str]) -> str:
+    """``2 1/2`` as ``5/2``; two numbers where the second is no proper fraction."""
+    whole, top, bottom = map(int, match.groups())
+    return f"{whole * bottom + top}/{bottom}" if top < bottom else match[0]
 
 
 def _plain_fraction(match: re.Match[str]) -> str:
@@ -68,8 +106,32 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 def sole_number(text: str) -> Fraction | None:
     """The number that an answer is, units and words aside; None where it has none or several. ``x = 18`` is 18."""
-    found = _numbers(text.rsplit("=", 1)[-1])
+    head, _, tail = text.rpartition("=")
+    if "=" in head and _SEVERAL_EQUATIONS.search(head):
+        return None
+    tail = _SPACED_MINUS.sub("-", tail.replace("−", "-"))
+    if _FACTORIAL.search(tail) and not _PROSE.search(tail):
+        return None
+    found = _numbers(tail)
     return _value(found[0]) if len(found) == 1 else None
+
+
+def is_plain_number(text: str) -> bool:
+    """True where an answer is one number, with words and signs around it at most, and no expression."""
+    rest = _NUMBER.sub(" ", _written_plainly(text))
+    return (
+        sole_number(text) is not None
+        and not any(map(str.isalpha, _LETTER_UNIT.sub("", _WORD.sub("", rest))))
+        and not re.search(r"[+*/^]", rest)
+    )
+
+
+def is_several_numbers(text: str) -> bool:
+    """True for words with more than one number, of which none is the answer: ``20 apples and 18 pears``, ``5 ft 6 in``, ``3 to 5``."""
+    found = _numbers(text)
+    rest = _NUMBER.sub(" ", _written_plainly(text))
+    is_prose = bool(_PROSE.search(rest) or re.search("[–—]", rest)) and not re.search(r"[\\=^*/+]", rest)
+    return is_prose and len(found) > 1 and all(_value(one) is not None for one in found)
 
 
 def first_number(text: str) -> Fraction | None:
@@ -86,15 +148,34 @@ def last_number(text: str) -> Fraction | None:
 
 def stated_number(text: str) -> Fraction | None:
     """The number that a completion gives as its answer, as the module says."""
+    take, part = _statement(text)
+    return None if states_several(text) else take(part)
+
+
+def states_several(text: str) -> bool:
+    """True where what a completion states are two numbers that are joined, so that neither is its answer."""
+    take, part = _statement(text)
+    if take is sole_number:
+        return is_several_numbers(part)
+    found = _numbers(part)
+    pair = found[:2] if take is first_number else found[-2:]
+    return len(pair) == 2 and bool(_JOINED.fullmatch(pair[0].string[pair[0].end() : pair[1].start()]))
+
+
+def _statement(text: str) -> tuple[Callable[[str], Fraction | None], str]:
+    """Where a completion states its answer, and which number of that it is."""
     mark = max(_STATED.finditer(text), key=re.Match.end, default=None)
-    box = text.rfind("\\boxed{")
-    if box >= 0 and (mark is None or box > mark.start()) and (boxed := last_boxed(text)) is not None:
-        return sole_number(boxed)
+    place = -1 if mark is None else mark.start()
+    box, tag = text.rfind("\\boxed{"), text.rfind("<answer>")
+    if box >= 0 and box > place and (boxed := last_boxed(text)) is not None:
+        return sole_number, boxed
+    if tag >= 0 and (tagged := last_tagged(text, "answer")) is not None and text.rfind("</answer>") > place:
+        return sole_number, tagged
     if mark is not None:
         statement = _SENTENCE_END.split(text[mark.end() :].lstrip(" \t\n*_:$"), maxsplit=1)[0].rsplit("=", 1)[-1]
         if _numbers(statement):
-            return first_number(statement)
-    return last_number(text)
+            return first_number, statement
+    return last_number, text
 
 
 def gsm8k_answer(text: str) -> str:
@@ -119,8 +200,8 @@ def gsm8k_reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any = None, **_: Any
 ) -> float:
     """1 where the number after the completion's last ``####``, or else the one it states, is that of the GSM8K solution."""
-    marked = "####" in completion
-    return _same_number(first_number(gsm8k_answer(completion)) if marked else stated_number(completion), answer)
+    text = f"#### {gsm8k_answer(completion)}" if "####" in completion else completion
+    return _same_number(stated_number(text), answer)
 
 
 @REWARD_FUNCTIONS.register_module("arithmetic_reward", runs_inline=True)
@@ -129,4 +210,4 @@ def arithmetic_reward(
 ) -> float:
     """1 where the one number in the last ``<answer>…</answer>``, or without such tags the one stated, is the answer, else 0."""
     tagged = last_tagged(completion, "answer")
-    return _same_number(stated_number(completion) if tagged is None else sole_number(tagged), answer)
+    return _same_number(stated_number(completion if tagged is None else f"<answer>{tagged}</answer>"), answer)
