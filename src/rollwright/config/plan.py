@@ -37,7 +37,17 @@ def describe(stages: Sequence[Stage]) -> str:
 
 def in_words(stage: Stage) -> str:
     """What a stage does: ``train MODEL on the completions of DATASET, 400 steps``."""
-    return _WORDS[stage.kind](stage.config)
+    return f"{_WORDS[stage.kind](stage.config)}{_kl(stage)}"
+
+
+def _kl(stage: Stage) -> str:
+    """Where the KL to the reference enters: in AReaL's files ``kl_ctl`` is another thing."""
+    actor = getattr(stage.config, "actor", None)
+    if actor is None or actor.kl_ctl == 0:
+        return ""
+    is_translated = ("actor", "kl_ctl") in stage.origins.document.written
+    elsewhere = "" if is_translated else "; AReaL's kl_ctl takes it from the reward instead (docs/coming-from.md)"
+    return f". KL to the reference: a term of the loss, {actor.kl_ctl:g} × {actor.kl_estimator}{elsewhere}"
 
 
 def _new_model(config: NewModelConfig) -> str:

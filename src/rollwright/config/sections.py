@@ -136,7 +136,11 @@ class PPOActorConfig(TrainEngineConfig):
     reward_scaling: float = key(1.0, "Rewards are multiplied by this after reward_bias is added.")
     reward_bias: float = key(0.0, "Added to every reward.")
     reward_clip: float | None = key(None, "Scaled rewards are clipped to ± this; None: they are not.", gt=0.0)
-    kl_ctl: float = key(0.0, "Weight of the KL to the reference in the loss; above 0 loads the reference model.", ge=0.0)
+    kl_ctl: float = key(
+        0.0,
+        "Weight of the KL to the reference in the loss (AReaL takes it from the reward); above 0 loads the reference model.",
+        ge=0.0,
+    )
     kl_estimator: str = key("k3", "Schulman's k1, k2 or k3; or a registered name or import path.", registry=KL_ESTIMATORS)
     entropy_coef: float = key(0.0, "Weight of an entropy bonus.", ge=0.0)
     mask_truncated: bool = key(False, "Samples cut by a length limit do not train (DAPO's overlong filter).")
