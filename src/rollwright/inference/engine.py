@@ -86,7 +86,8 @@ class WeightReceiver:
         Args:
             meta: by which way; None: the engine's own.
             version: of these weights.
-            weights: whole tensors by parameter name; tied ones may stand twice. A stream is read one tensor at a time.
+            weights: whole tensors by name: those of ``save_pretrained``, or where there is a ``local_model``, its own; tied ones may
+                stand twice. A stream is read one tensor at a time.
             config: a Hugging Face config, written beside weights on disk.
 
         Raises:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import json
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from rollwright.atomic import replaced_directory
 from rollwright.errors import ConfigError, LostRankError
 from rollwright.inference.weights.files import write_files
+from rollwright.inference.weights.names import CheckpointKeys, as_published
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.progress import without_progress_bars
 from rollwright.training import parallel
@@ -45,9 +43,9 @@ def load_weights(model: Any, path: str) -> None:
     files = _weight_files(path)
     own = own_tensors(model)
     by_name = _names_of_same(model)
-    direct, converted = _matched(model, files)
-    targets = {key: own[by_name[name]] for key, name in direct.items() if name in by_name}
-    filled = {by_name[name] for name in direct.values() if name in by_name}
+    keys = CheckpointKeys.of(model, _keys_of(files))
+    targets = {key: own[by_name[name]] for key, name in keys.direct.items() if name in by_name}
+    filled = {by_name[name] for name in keys.direct.values() if name in by_name}
     try:
         if targets:
             reader = HuggingFaceStorageReader(str(files[0].parent))
@@ -58,9 +56,10 @@ def load_weights(model: Any, path: str) -> None:
         raise
     except (Exception, CheckpointException) as error:  # the cause stands in its text
         raise ConfigError(f"{path} could not be read into a model of type {model.config.model_type!r}: {error}") from error
-    for name, tensor in _converted_tensors(model, converted, files):
+    for name, tensor in _converted_tensors(keys, files):
         own[by_name[name]].copy_(placed_like(tensor.to(own[by_name[name]].dtype), own[by_name[name]]))
         filled.add(by_name[name])
+    keys.remember()
     if missing := sorted(own.keys() - filled):
         raise ConfigError(
             f"{path} has no weights for {len(missing)} tensors of the model, such as {missing[0]}: it is another architecture's, or "
@@ -115,51 +114,21 @@ class _Files(FileSystem):
         return [str(file) for file in self._files]
 
 
-def _matched(model: Any, files: list[Path]) -> tuple[dict[str, str], dict[str, list[tuple[str, str, Any]]]]:
-    """What the checkpoint's keys are in the model.
-
-    Returns:
-        Keys that are a tensor of the model, with its name. By the first name that it fills, keys that transformers
-        converts (such as experts that it holds as one tensor), with their pattern and converter.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    transforms = get_model_conversion_mapping(model)
-    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-    converters = [each for each in transforms if isinstance(each, WeightConverter)]
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    state, prefix = model.state_dict(keep_vars=True), model.base_model_prefix
-    direct: dict[str, str] = {}
-    converted: dict[str, list[tuple[str, str, Any]]] = {}
+def _keys_of(files: list[Path]) -> list[str]:
+    keys: list[str] = []
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118 - safe_open is no mapping
-                name, pattern = rename_source_key(key, renamings, converters, prefix, state)
-                if name not in state and key in state:
-                    name, pattern = key, None
-                if pattern is None:
-                    direct[key] = name
-                else:
-                    converted.setdefault(name, []).append((key, pattern, by_pattern[pattern]))
-    return direct, converted
+            keys += opened.keys()
+    return keys
 
 
-def _converted_tensors(
-    model: Any, converted: dict[str, list[tuple[str, str, Any]]], files: list[Path]
-) -> Iterator[tuple[str, Tensor]]:
+def _converted_tensors(keys: CheckpointKeys, files: list[Path]) -> Iterator[tuple[str, Tensor]]:
     """Tensors that transformers makes of several (or of one, several), whole, as many at a time as one conversion gives."""
-    from transformers.core_model_loading import dot_natural_key
-
     with ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files] if converted else []
+        opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files] if keys.converted else []
         place = {key: file for file in opened for key in file.keys()}  # noqa: SIM118
-        for name, sources in converted.items():
-            converter = copy.deepcopy(sources[0][2])
-            for key, pattern, _ in sorted(sources, key=lambda source: dot_natural_key(source[0])):
-                converter.add_tensor(name, key, pattern, place[key].get_tensor(key))
-            for target, tensor in converter.convert(name, model=model, config=model.config).items():
-                yield target, tensor[0] if isinstance(tensor, list) else tensor
+        for name in keys.converted:
+            yield from keys.convert(name, lambda key: place[key].get_tensor(key))
 
 
 def save_model(
@@ -177,39 +146,15 @@ def save_model(
         directory: replaced where it exists.
         tokenizer: its files and chat template are written too.
         image_processor: of a model that sees; its file is written too.
-        weights: the tensors to write, which are read one at a time; None: the model's own.
+        weights: the tensors to write by the model's own names, which are read one at a time; None: the model's own.
     """
     weights = whole_weights(model) if weights is None else weights
     with replaced_directory(directory) as draft, without_progress_bars():
         model.save_pretrained(draft, state_dict={})  # type: ignore[operator] - its configuration
         for path in draft.glob("*.safetensors"):
             path.unlink()
-        write_files(draft, _named_as_published(model, weights))
+        write_files(draft, as_published(model, weights))
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)
         if image_processor is not None:
             image_processor.save_pretrained(draft)
-
-
-def _named_as_published(model: nn.Module, weights: WeightStream) -> WeightStream:
-    """Weights under the names, and in the pieces, in which the architecture's checkpoints are published.
-
-    A tensor may be written as several, such as a layer's experts, which transformers holds in one: layers are converted one at a time.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    def converted(pairs: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        return list(revert_weight_conversion(model, dict(pairs)).items())  # type: ignore[arg-type]
-
-    if {name for name, _ in converted(weights.described)} == {name for name, _ in weights.described}:
-        return weights
-
-    def layer_of(pair: tuple[str, Tensor]) -> str:
-        found = re.match(r".*?\.\d+(?=\.)", pair[0])
-        return found[0] if found else pair[0]
-
-    def by_layer(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for _, layer in itertools.groupby(pairs, key=layer_of):
-            yield from converted(list(layer))
-
-    return WeightStream(by_layer(weights.described), lambda: by_layer(weights))

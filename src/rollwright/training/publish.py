@@ -23,6 +23,7 @@ from rollwright.inference.engine import InferenceEngine, WeightReceiver, takes_n
 from rollwright.inference.network import find_server_addresses
 from rollwright.inference.remote import CONNECTED_CLIENTS
 from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.inference.weights.names import as_published
 from rollwright.inference.weights.publication import RemoteClient
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.logging import getLogger
@@ -157,12 +158,16 @@ class SentWeights:
     def publish(self, trainer: TrainEngine, version: int) -> None:
         """Send the weights from the first rank, put together one tensor at a time, and see that the engines compute with them.
 
+        An engine in this process gets them by the model's own names, others by those of its checkpoints (``weights/names.py``).
+
         Raises:
             WeightUpdateError: on every rank, where an engine refused the weights or does not compute with them.
         """
 
         def send(weights: WeightStream) -> None:
             started, sampler = time.perf_counter(), self.engine.sampler
+            if sampler.local_model is None:
+                weights = as_published(trainer.model, weights)
             self.engine.update_weights(self.meta, version=version, weights=weights, config=trainer.model.config)
             way = sampler.weight_way if self.meta is None else self.meta.type
             self.publication = Publication(way, time.perf_counter() - started, weights.nbytes, sampler.weight_holders)

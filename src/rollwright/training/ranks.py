@@ -25,6 +25,7 @@ from rollwright.errors import ConfigError
 from rollwright.experience.contract import KEPT, MULTI_MODAL
 from rollwright.experience.packed import pack_rows, unpack_rows
 from rollwright.experience.trajectory import Trajectory, select_rows, tensor_container_to
+from rollwright.inference.weights.names import as_published
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.training import parallel
 from rollwright.training.checkpoint import RecoverCheckpoints
@@ -80,8 +81,9 @@ def load_recover(ranks: TrainRanks, *, part: str) -> tuple[int, dict[str, Any]]:
 
 
 def use_weights(ranks: TrainRanks, *, use: Callable[[WeightStream], None] = lambda weights: None) -> None:
-    """Read the weights on the first rank, which says for what, while the others help to put them together."""
-    with_whole_weights(ranks.engine.weights(), use)
+    """Pass the weights to ``use`` on the first rank, under the names of the model's checkpoints. Collective."""
+    model = ranks.engine.model
+    with_whole_weights(ranks.engine.weights(), lambda weights: use(as_published(model, weights)))
 
 
 def _groups(batch: Trajectory) -> Tensor:

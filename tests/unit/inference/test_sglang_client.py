@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from fake_sglang import FakeSGLang, ask, connected
+from safetensors.torch import save_file
 from server_parts import served
 
 from rollwright.config.sections import RolloutConfig
@@ -481,3 +482,25 @@ def test_bodies_of_a_distributed_update_have_sglangs_shape(monkeypatch):
             assert (buckets[0]["dtypes"], buckets[1]["dtypes"]) == (["float32"], ["bfloat16"])
             assert buckets[0]["shapes"] == [[4, 2]]
             assert buckets[1]["flush_cache"] is True
+
+
+def test_success_is_not_believed_where_names_are_unknown(tmp_path):
+    """SGLang leaves out weights that it does not know, and answers success."""
+    torch.manual_seed(0)
+    save_file({"model.experts.0.up.weight": torch.zeros(2), "norm.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    fake = FakeSGLang()
+    fake.info["model_path"] = str(tmp_path)
+    with connected(fake) as client:
+        meta = WeightUpdateMeta.from_disk(tmp_path / "published")
+        with pytest.raises(WeightUpdateError, match=r"would leave out 1 of 2 weights, such as model\.experts\.up"):
+            client.update_weights(
+                meta, version=1, weights={"model.experts.up": torch.zeros(2), "model.norm.weight": torch.zeros(2)}
+            )
+        assert "update_weights_from_disk" not in fake.calls
+        known = {"model.experts.0.up.weight": torch.zeros(2), "model.norm.weight": torch.zeros(2)}
+        client.update_weights(meta, version=1, weights=known)
+        assert fake.calls.count("update_weights_from_disk") == 1
+        # what a trainer published before says nothing about the server's model
+        fake.info["model_path"] = str(tmp_path / "published" / "v1")
+    with connected(fake) as client:
+        client.update_weights(meta, version=2, weights={"other": torch.zeros(2)})

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from tiny_policy import tiny_actor, tiny_batch, tiny_model
 
 from rollwright.config.experiment import FinetuneSpec
@@ -135,6 +136,43 @@ def test_servers_are_sent_whole_weights():
     assert isinstance(actor._publisher, SentWeights)
     actor.update_weights(meta)
     assert servers.got == (meta, 1, [name for name, _ in actor.model.named_parameters()], actor.model.config)
+
+
+class Listener(WeightReceiver):
+    """Notes the names and shapes that it is sent."""
+
+    def __init__(self, model=None):
+        self.local_model_here = model
+
+    @property
+    def local_model(self):
+        return self.local_model_here
+
+    def update_weights(self, meta=None, *, version, weights, config=None):
+        self.got = {name: tuple(tensor.shape) for name, tensor in weights}
+
+
+def mixture_of_experts():
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=32, moe_intermediate_size=8, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, head_dim=4, max_position_embeddings=64,
+    )  # fmt: skip
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+@pytest.mark.parametrize("is_here", [False, True])
+def test_servers_are_sent_the_names_of_save_pretrained_and_an_engine_here_the_models_own(is_here, tmp_path):
+    model = mixture_of_experts()
+    model.save_pretrained(tmp_path)
+    actor = FSDPPPOActor(PPOActorConfig(device="cpu"), model=model)
+    actor.initialize(None, FinetuneSpec(1, 100, 10))
+    listener = Listener(mixture_of_experts() if is_here else None)
+    actor.connect_engine(listener)
+    actor.update_weights()
+    on_disk = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert len(on_disk) > len(own)  # the experts of a layer, each on its own
+    assert listener.got == (own if is_here else on_disk)
 
 
 @pytest.mark.parametrize("held", [torch.bfloat16, torch.float32, None])

@@ -153,6 +153,8 @@ class SGLangClient(BroadcastClient):
             ) from error
         is_builtin = info.get("server") == "rollwright"
         models = {} if is_builtin else self.ask(server, "GET", "/v1/models", timeout=30.0)
+        if not is_builtin:  # serve-model refuses what it does not know
+            self.note_checkpoint(server, info.get("model_path"))
         self._facts[server.address] = _Facts(
             is_builtin,
             bool(info.get("enable_deterministic_inference")),

@@ -154,6 +154,7 @@ class VLLMClient(BroadcastClient):
                 "sampled at. Start it with --logprobs-mode processed_logprobs, as VLLMConfig.build_cmd does."
             )
         self._facts[server.address] = _facts(config, info.get("vllm_env") or {})
+        self.note_checkpoint(server, model.get("model"))
         if "cpu" in (device.get("device_type"), device.get("device")) and scheduler.get("enable_chunked_prefill"):
             self._dies_of_seeds.add(server.address)
             logger.warning(

@@ -143,6 +143,22 @@ def read_weights(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
             raise WeightUpdateError(f"{path} cannot be read as safetensors ({error}); publish the weights again.") from error
 
 
+def checkpoint_names(directory: str | Path) -> frozenset[str] | None:
+    """The names of a checkpoint's weights; None where it is not on this machine, or is what a trainer published."""
+    directory = Path(directory)
+    paths = sorted(directory.glob("*.safetensors"))
+    if not paths or (directory / MANIFEST).exists():
+        return None
+    names: set[str] = set()
+    try:
+        for path in paths:
+            with safe_open(path, framework="pt") as file:
+                names.update(file.keys())
+    except (SafetensorError, OSError):  # of somebody else's directory, which a server could read
+        return None
+    return frozenset(names)
+
+
 def keep_newest(parent: Path, prefix: str, count: int) -> None:
     """Remove all but the ``count`` directories with the highest numbers after ``prefix``."""
     for _, path in _numbered(parent, prefix)[:-count]:

@@ -23,7 +23,7 @@ from rollwright.inference.connections import UpdateRefusedError
 from rollwright.inference.network import is_loopback
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.router import Server
-from rollwright.inference.weights.files import keep_newest, remove_later, write_weights
+from rollwright.inference.weights.files import checkpoint_names, keep_newest, remove_later, write_weights
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.inference.weights.versions import RemoteVersions
 from rollwright.inference.weights.ways import MappedWeights, WeightUpdateMeta, shared_directory
@@ -85,6 +85,7 @@ class RemoteClient(RemoteVersions):
     def __init__(self, config: RolloutConfig | None = None, *, addresses: Iterable[str] | None = None) -> None:
         super().__init__(config, addresses=addresses)
         self._mapped: MappedWeights | None = None
+        self._names_of_servers: dict[str, frozenset[str]] = {}
 
     def destroy(self) -> None:
         """See ``RemoteServers.destroy``; what was shared with the servers is removed."""
@@ -109,6 +110,7 @@ class RemoteClient(RemoteVersions):
                 memory = f"{type(self).__name__} is not in this process"
                 wrong = memory if meta.type == "memory" else f"The {self.kind} servers take no weights by {meta.type}"
                 raise WeightUpdateError(f"{wrong}: use {' or '.join(_MADE_BY[way] for way in self.ways)}.")
+            self._check_names(named)
             if meta.type == "disk":
                 root = Path(str(meta.path)).resolve()
                 remove_later(root, "v", version)  # left by a run that went back to a checkpoint; kept instead of these
@@ -124,6 +126,31 @@ class RemoteClient(RemoteVersions):
         size, seconds = named.nbytes / 1e6, time.perf_counter() - started
         names = ", ".join(engines)
         logger.info("published version %d (%.1f MB) to %s by %s in %.2f s", version, size, names, meta.type, seconds)
+
+    def note_checkpoint(self, server: Server, directory: str | None) -> None:
+        """Note what a server loaded at its start, for servers that answer success to names that they do not know."""
+        names = None if directory is None or not Path(directory).is_dir() else checkpoint_names(directory)
+        if names is not None:
+            self._names_of_servers[server.address] = names
+
+    def _check_names(self, named: WeightStream) -> None:
+        """See that servers know what they are sent, as far as the checkpoints that they loaded are on this machine.
+
+        Raises:
+            WeightUpdateError: a weight is not in a server's checkpoint, with the model's prefix or without.
+        """
+        sent = {name for name, _ in named.described}
+        for server in self.router.servers:
+            known = self._names_of_servers.get(server.address)
+            if known is None:
+                continue
+            unknown = sorted(name for name in sent if name not in known and name.partition(".")[2] not in known)
+            if unknown:
+                raise WeightUpdateError(
+                    f"The {self.kind} server at {server.address} would leave out {len(unknown)} of {len(sent)} weights, such as "
+                    f"{unknown[0]}: the checkpoint that it was started with has {len(known)} weights, and none of that name. Start "
+                    "it with a checkpoint of the model that is trained (rollwright writes one with the names that it publishes)."
+                )
 
     def update_weights_from_disk(self, directory: str, version: int, digest: str | None = None) -> list[str]:
         """Have every server load safetensors from a directory; see ``load_from_disk`` and ``apply_update``."""

@@ -33,6 +33,7 @@ from rollwright.inference.backends.builtin.batch import ForwardBatch
 from rollwright.inference.backends.builtin.cache import INVARIANT_ROWS, LENGTH_STEP, KVCache, LayerShape, in_blocks
 from rollwright.inference.backends.builtin.general_model import GeneralModel
 from rollwright.inference.backends.builtin.rows import DecodeBatch
+from rollwright.inference.weights.names import as_own
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.progress import without_progress_bars
@@ -347,10 +348,14 @@ def fuse_rows(parameters: list[nn.Parameter]) -> Tensor:
 def paired(model: Any, weights: WeightStream) -> Iterator[tuple[Tensor, Tensor]]:
     """A model's tensors, each with the new one for it, which is given as it is asked for.
 
+    Args:
+        model: a Hugging Face model.
+        weights: by the names of its state, or by those of its checkpoints.
+
     Raises:
         WeightUpdateError: a name or shape is not the model's.
     """
-    state = model.state_dict(keep_vars=True)
+    state, weights = model.state_dict(keep_vars=True), as_own(model, weights)
     for name, tensor in weights.described:
         if name not in state or state[name].shape != tensor.shape:
             there = f"has shape {tuple(state[name].shape)}" if name in state else "is not in the model"

@@ -1,0 +1,236 @@
+"""Names of weights: those of a Hugging Face model's own tensors, and those of its checkpoints.
+
+They differ: transformers holds a layer's experts in one tensor that checkpoints have as many, and renames others. One rule says
+which names travel: **what leaves a process has the names and shapes that** ``save_pretrained`` **writes** (``as_published``), because
+servers load checkpoints; an engine in the trainer's process gets the model's own tensors by their own names. The built-in engine
+takes either (``as_own``).
+
+What is private of transformers is imported by ``_conversions`` alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollwright.errors import WeightUpdateError
+from rollwright.inference.weights.stream import WeightStream
+
+
+@functools.cache
+def _conversions() -> Any:
+    """What transformers converts checkpoints with.
+
+    Raises:
+        WeightUpdateError: this version of transformers has none of it.
+    """
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+            revert_weight_conversion,
+        )
+    except ImportError as error:
+        import transformers
+
+        raise WeightUpdateError(
+            f"transformers {transformers.__version__} converts the names of weights in another way than the versions that this one "
+            f"of rollwright knows ({error}): install one that pyproject.toml allows."
+        ) from error
+    return SimpleNamespace(
+        mapping=get_model_conversion_mapping,
+        converter=WeightConverter,
+        renaming=WeightRenaming,
+        natural_key=dot_natural_key,
+        rename=rename_source_key,
+        revert=revert_weight_conversion,
+    )
+
+
+# -- from a model to its checkpoint ------------------------------------------------------------------------------------
+
+
+def as_published(model: Any, weights: WeightStream) -> WeightStream:
+    """A model's weights under the names, and in the pieces, in which ``save_pretrained`` writes them.
+
+    Most tensors only get another name. Where one becomes several, or several one, a layer's are converted at a time, so that no
+    second copy of the model exists.
+
+    Args:
+        model: a Hugging Face model; others have no other names.
+        weights: its tensors by their own names.
+
+    Raises:
+        WeightUpdateError: transformers cannot convert them.
+    """
+    if not hasattr(model, "_keys_to_ignore_on_save"):
+        return weights
+    names = {name: _kept_name(model, name) for name, _ in weights.described}
+    described = {names[own]: t for own, t in weights.described if own not in (model._keys_to_ignore_on_save or ())}
+    own_names = {id(tensor): name for name, tensor in described.items()}
+    published = _reverted(model, described)
+    renamed = {own_names[id(tensor)]: name for name, tensor in published.items() if id(tensor) in own_names}
+    if renamed == {name: name for name in names}:
+        return weights
+    groups: dict[str, list[str]] = {}
+    for name in described:
+        if name not in renamed:
+            groups.setdefault(_layer_of(name), []).append(name)
+    alone = [_reverted(model, {name: described[name] for name in members}) for members in groups.values()]
+    if _shapes(_joined(alone)) != _shapes({name: t for name, t in published.items() if id(t) not in own_names}):
+        groups = {"": [name for name in described if name not in renamed]}  # conversions that take tensors of several layers
+    together = {name: members for members in groups.values() for name in members}
+
+    def converted(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        waiting: dict[str, dict[str, Tensor]] = {}
+        for own, tensor in pairs:
+            name = names[own]
+            if name in renamed:
+                yield renamed[name], tensor
+            elif name in together:
+                members = together[name]
+                group = waiting.setdefault(members[0], {})
+                group[name] = tensor
+                if len(group) == len(members):
+                    yield from _reverted(model, waiting.pop(members[0])).items()
+
+    return WeightStream(converted(weights.described), lambda: converted(weights))
+
+
+def _kept_name(model: Any, name: str) -> str:
+    """Of the names of a tied tensor, the one that checkpoints have; another tensor's own."""
+    kept = (getattr(model, "all_tied_weights_keys", None) or {}).get(name, name)
+    try:
+        is_tied = kept == name or model.get_parameter(kept) is model.get_parameter(name)
+    except AttributeError:
+        return name
+    return kept if is_tied else name
+
+
+def _reverted(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    try:
+        with torch.no_grad():
+            return _conversions().revert(model, weights)
+    except (ValueError, RuntimeError, KeyError, AttributeError) as error:
+        raise WeightUpdateError(
+            f"transformers cannot bring weights such as {next(iter(weights))} of {type(model).__name__} into the form of its "
+            f"checkpoints, in which servers take them: {error}"
+        ) from error
+
+
+def _layer_of(name: str) -> str:
+    found = re.match(r".*?\.\d+(?=\.)", name)
+    return found[0] if found else name
+
+
+def _joined(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+def _shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
+
+
+# -- from a checkpoint to a model --------------------------------------------------------------------------------------
+
+
+@dataclass
+class CheckpointKeys:
+    """What the keys of a checkpoint are in a model.
+
+    Attributes:
+        direct: keys that are a tensor of the model, with its name there.
+        converted: by the first name in the model that they fill, keys that transformers converts (such as experts, which it holds
+            as one tensor), with their pattern and converter.
+        transforms: what transformers converts such checkpoints with.
+    """
+
+    model: Any
+    direct: dict[str, str] = field(default_factory=dict)
+    converted: dict[str, list[tuple[str, str, Any]]] = field(default_factory=dict)
+    transforms: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: Any, keys: Iterable[str]) -> CheckpointKeys:
+        """Find out what ``keys`` are. Those that the model does not have are ``direct`` under the name that they would have."""
+        private = _conversions()
+        found = cls(model, transforms=private.mapping(model))
+        renamings = [each for each in found.transforms if isinstance(each, private.renaming)]
+        converters = [each for each in found.transforms if isinstance(each, private.converter)]
+        by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+        state, prefix = model.state_dict(keep_vars=True), model.base_model_prefix
+        for key in sorted(keys, key=private.natural_key):  # some renamings begin with the key that comes first
+            name, pattern = private.rename(key, renamings, converters, prefix, state)
+            if name not in state and key in state:
+                name, pattern = key, None
+            if pattern is None:
+                found.direct[key] = name
+            else:
+                found.converted.setdefault(name, []).append((key, pattern, by_pattern[pattern]))
+        return found
+
+    def remember(self) -> None:
+        """Have ``save_pretrained`` and ``as_published`` write the names that were read, as after ``from_pretrained``."""
+        self.model._weight_conversions = [each for each in self.transforms if each.was_used()]
+
+    def convert(self, name: str, tensor_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The model's tensors that one entry of ``converted`` makes, by their names in the model.
+
+        Args:
+            name: of the entry.
+            tensor_of: the tensor of a key.
+        """
+        sources = self.converted[name]
+        converter = copy.deepcopy(sources[0][2])
+        for key, pattern, _ in sources:
+            converter.add_tensor(name, key, pattern, tensor_of(key))
+        for target, tensor in converter.convert(name, model=self.model, config=self.model.config).items():
+            yield target, tensor[0] if isinstance(tensor, list) else tensor
+
+
+def as_own(model: Any, weights: WeightStream) -> WeightStream:
+    """Weights under a model's own names, whether they come by these or by those of its checkpoints.
+
+    Names that the model has under neither keep theirs. Tensors of which the model holds several as one are kept until the last
+    of these has come.
+
+    Raises:
+        WeightUpdateError: of tensors that make one, some are missing or have another shape.
+    """
+    state = model.state_dict(keep_vars=True)
+    if all(name in state for name, _ in weights.described) or not hasattr(model, "_keys_to_ignore_on_save"):
+        return weights
+    keys = CheckpointKeys.of(model, (name for name, _ in weights.described))
+    entry_of = {key: name for name, sources in keys.converted.items() for key, _, _ in sources}
+
+    def converted(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        waiting: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in pairs:
+            if key in keys.direct:
+                yield keys.direct[key], tensor
+                continue
+            name = entry_of[key]
+            group = waiting.setdefault(name, {})
+            group[key] = tensor
+            if len(group) == len(keys.converted[name]):
+                del waiting[name]
+                try:
+                    yield from keys.convert(name, group.__getitem__)
+                except (ValueError, RuntimeError, KeyError, IndexError) as error:
+                    raise WeightUpdateError(
+                        f"Weights such as {key} make no {name} of {type(model).__name__}: some are missing, or they belong to another "
+                        f"model ({error})."
+                    ) from error
+
+    return WeightStream(converted(weights.described), lambda: converted(weights))
