@@ -81,6 +81,11 @@ def run(
         from rollwright.trainers.dry_run import refuse_missing_files
 
         refuse_missing_files(stages)
+        if cluster.kind == "local":
+            from rollwright.trainers.gpus import refuse_too_few_gpus
+
+            for stage in trained:
+                refuse_too_few_gpus(stage.config)
     if cluster.kind == "slurm":
         look_up_names(stages)
         from rollwright.cluster.slurm import run_job

@@ -185,8 +185,8 @@ class RolloutConfig:
     tensor_parallel: int = key(1, "GPUs of each server that is started here.", ge=1)
     first_gpu: int | None = key(
         None,
-        "The first GPU of the servers that are started here; None: the first after those of the trainer's processes, where this "
-        "host has enough, else GPU 0, shared with the trainer.",
+        "The first GPU of the servers that are started here; None: the first after those of the trainer's processes. 0 shares GPUs "
+        "with the trainer.",
         ge=0,
     )
     api_key: str | None = key(None, "Bearer token for the servers. ${oc.env:NAME} keeps it out of the file.", secret=True)

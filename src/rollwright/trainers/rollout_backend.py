@@ -21,6 +21,7 @@ from rollwright.inference.weights.publication import RemoteClient
 from rollwright.rollout.engines import LocalRolloutEngine, RemoteEngine, RolloutEngine
 from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
+from rollwright.trainers.gpus import first_gpu_of_servers
 from rollwright.training.fast_layers import use_fast_layers
 from rollwright.training.model import load_model, resolve_device, resolve_dtype
 
@@ -110,7 +111,7 @@ def _rollout_engine(config: PPOConfig, actor: Any, tokenizer: Any, directory: Ru
             logs=directory.logs,
             count=rollout.servers,
             tensor_parallel=rollout.tensor_parallel,
-            base_gpu=_first_gpu(rollout, backend.needs_gpu, trains_here=actor is not None),
+            base_gpu=first_gpu_of_servers(config, trains_here=actor is not None),
             threads=_engine_threads(config),
             weights_roots=() if rollout.weight_update_path is None else (rollout.weight_update_path,),
             deterministic=config.deterministic,
@@ -132,19 +133,6 @@ def servers_of(rollout: RolloutConfig) -> type[RemoteClient] | None:
     """
     backend = BACKENDS.get(rollout.backend)
     return backend if issubclass(backend, RemoteClient) else None
-
-
-def _first_gpu(rollout: RolloutConfig, needs_gpu: bool, trains_here: bool) -> int:
-    """The servers' own GPUs come after those of the trainer's processes on this host."""
-    if rollout.first_gpu is not None:
-        return rollout.first_gpu
-    training = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))) if trains_here else 0
-    present, needed = torch.cuda.device_count(), rollout.servers * rollout.tensor_parallel
-    first = training if training + needed <= present else 0
-    if present and needs_gpu:
-        last = first + needed - 1
-        logger.info("the servers' GPUs are %d to %d of %d; %d processes train on the first", first, last, present, training)
-    return first
 
 
 def _engine_threads(config: PPOConfig) -> int:

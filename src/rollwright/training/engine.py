@@ -44,6 +44,7 @@ from rollwright.training.model import (
 from rollwright.training.optimizers import load_optimizer_state, make_optimizer, make_scheduler, optimizer_state
 from rollwright.training.parallel import TokenStatistics
 from rollwright.training.pretrained import load_weights
+from rollwright.training.router_loss import RouterLoss
 from rollwright.training.sharding import (
     allocate,
     full_tensor,
@@ -88,6 +89,7 @@ class TrainEngine:
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: torch.optim.lr_scheduler.LambdaLR | None = None
         self._scorer: Any = None
+        self._router_loss: RouterLoss | None = None
         self._bad_steps = 0
         self._sharing = PrefixSharing(config)
 
@@ -113,6 +115,7 @@ class TrainEngine:
         if self.config.optimizer is not None:
             self.optimizer = make_optimizer(self.model, self.config.optimizer)
             self.scheduler = make_scheduler(self.optimizer, self.config.optimizer, ft_spec)
+            self._router_loss = RouterLoss(self.model, self.config.mb_spec.max_tokens_per_mb)
 
     def _load(self, shards: bool, like: TrainEngine | None = None) -> None:
         """Have the model with its weights: those of its path, or those of ``like``; sharded one tensor at a time."""
@@ -229,6 +232,11 @@ class TrainEngine:
             value = loss(part, logprobs_BL, entropy_BL, statistics)
             # FSDP averages gradients over ranks; the weights' denominator is already that of all of them.
             (value * parallel.world_size()).backward()
+            total += value.detach().double()
+        if self._router_loss is not None and self._router_loss.coefficient:
+            with self._autocast():
+                value = self._router_loss(batch)
+            value.backward()
             total += value.detach().double()
         self._run_mode(training=False)  # an engine that shares the model samples next, and checkpointing switches caches off
         return self._step(float(parallel.summed(total)))

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rollwright.config.experiment import PPOConfig
-from rollwright.config.sections import PPOActorConfig, RolloutConfig
+from rollwright.config.experiment import PPOConfig, SFTConfig
+from rollwright.config.sections import ClusterConfig, PPOActorConfig, RolloutConfig, TrainEngineConfig
+from rollwright.config.servers import VLLMConfig
 from rollwright.errors import ConfigError
 from rollwright.inference.engine import InferenceEngine
 from rollwright.trainers import rollout_backend
+from rollwright.trainers.gpus import refuse_too_few_gpus
 
 PRESENT = 8
 
@@ -49,7 +51,6 @@ def test_servers_get_the_gpus_after_the_trainers_and_the_directory_of_its_weight
     ("trains_here", "processes", "servers", "given", "first"),
     [
         (True, 2, 6, None, 2),
-        (True, 2, 7, None, 0),  # they have to share
         (False, 2, 6, None, 0),  # the trainer is elsewhere
         (True, 2, 2, 5, 5),
     ],
@@ -58,6 +59,56 @@ def test_the_first_gpu(started, tmp_path, monkeypatch, trains_here, processes, s
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     start(object() if trains_here else None, tmp_path, servers=servers, first_gpu=given)
     assert started["base_gpu"] == first
+
+
+@pytest.mark.parametrize(
+    ("present", "processes", "rollout", "message"),
+    [
+        (8, 2, {"servers": 7}, r"2 processes want one GPU each, rollout\.servers=7 .* want 7, and this machine has 8: set "
+                              r"cluster\.processes=1, rollout\.servers=7, rollout\.tensor_parallel=1, or let them share"),
+        (4, 4, {"servers": 2}, r"set cluster\.processes=2, rollout\.servers=2, rollout\.tensor_parallel=1"),
+        (4, 1, {"tensor_parallel": 4}, r"process wants 1 GPU, .*=4 want 4, and .* has 4: set cluster\.processes=1, rollout\.servers=1, "
+                                       r"rollout\.tensor_parallel=3"),
+        (1, 1, {}, r"has 1: sample in the trainer's process \(rollout\.backend: builtin\), or .*rollout\.first_gpu=0"),
+        (2, 0, {"servers": 3}, r"^rollout\.servers=3 .* want 3, and this machine has 2: set rollout\.servers=2"),
+        (4, 1, {"servers": 2, "first_gpu": 3}, r"from rollout\.first_gpu=3 on, .*rollout\.servers=2.* and leave rollout\.first_gpu out"),
+        (2, 4, {"servers": 1}, r"set cluster\.processes=1, rollout\.servers=1, rollout\.tensor_parallel=1\.$"),
+    ],
+)  # fmt: skip
+def test_more_gpus_than_there_are_is_refused_with_the_split_that_fits(
+    started, tmp_path, monkeypatch, present, processes, rollout, message
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: present)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    with pytest.raises(ConfigError, match=message):
+        start(object() if processes else None, tmp_path, **rollout)
+    assert not started
+
+
+def test_a_run_is_refused_before_anything_is_loaded(started, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    ranks = {"cluster": ClusterConfig(processes=4)}
+    with pytest.raises(
+        ConfigError, match=r"4 processes want one GPU each, and this machine has 2: set cluster\.processes to 2"
+    ):
+        refuse_too_few_gpus(SFTConfig(model=TrainEngineConfig(path="m"), **ranks))
+    refuse_too_few_gpus(SFTConfig(model=TrainEngineConfig(path="m", device="cpu"), **ranks))
+    model = {"actor": PPOActorConfig(path="m")}
+    with pytest.raises(ConfigError, match=r"set cluster\.processes=1, rollout\.servers=1"):
+        refuse_too_few_gpus(PPOConfig(rollout=RolloutConfig(backend="vllm", servers=2), **model))
+    with pytest.raises(ConfigError, match=r"cluster\.processes to 2"):
+        refuse_too_few_gpus(PPOConfig(**model, **ranks))
+    refuse_too_few_gpus(PPOConfig(mode="explore", rollout=RolloutConfig(backend="vllm", servers=2), **model, **ranks))
+    refuse_too_few_gpus(PPOConfig(rollout=RolloutConfig(backend="vllm", addresses=["10.0.0.1:1"]), **model))
+    refuse_too_few_gpus(PPOConfig(rollout=RolloutConfig(backend="builtin_process", servers=2), **model))
+    refuse_too_few_gpus(PPOConfig(rollout=RolloutConfig(backend="vllm", servers=2), vllm=VLLMConfig(device="cpu"), **model))
+
+
+def test_a_machine_without_gpus_goes_on(started, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    start(object(), tmp_path, servers=3)
+    assert started["base_gpu"] == 0
+    refuse_too_few_gpus(PPOConfig(actor=PPOActorConfig(path="m"), cluster=ClusterConfig(processes=4)))
 
 
 class Own(InferenceEngine):
