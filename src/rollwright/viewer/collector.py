@@ -57,10 +57,21 @@ _COLUMNS = [
     "ended",
     "truncated",
     "places",
+    "is_undone",
 ]
 _INSERT = f"INSERT INTO samples ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
 _TRAINED = """
-UPDATE samples SET step = ?, step_writer = ?, trained = ?, advantage = ?, advantages = ?, trained_places = ? WHERE id = ?
+UPDATE samples SET step = ?, step_writer = ?, trained = ?, advantage = ?, advantages = ?, trained_places = ?, is_undone = ? WHERE id = ?
+"""
+#: Samples of the steps and evaluations that a resume took back.
+_UNDONE_BY_RESUME = """
+UPDATE samples SET is_undone = 1
+WHERE (step > :step AND step_writer < :writer) OR (is_eval AND version > :version AND writer < :writer)
+"""
+#: Samples that a process runs again: it began the same one, from an attempt that is not later.
+_UNDONE_BY_SAMPLE = """
+UPDATE samples SET is_undone = 1
+WHERE ordinal = ? AND is_eval = ? AND idx = ? AND attempt >= ? AND writer < ? AND (NOT is_eval OR version = ?)
 """
 _STEP = """
 INSERT OR REPLACE INTO steps (step, writer, version, time, way, seconds, bytes, engines, audit)
@@ -87,6 +98,7 @@ class OpenSample:
         "begin",
         "calls",
         "first",
+        "is_undone",
         "last",
         "model_seconds",
         "names",
@@ -104,6 +116,7 @@ class OpenSample:
         self.first, self.last = 1 << 62, -1
         self.model_seconds = self.tool_seconds = 0.0
         self.names: set[str] = set()
+        self.is_undone = False
 
     def state(self) -> bytes:
         """All of it, packed."""
@@ -116,6 +129,7 @@ class OpenSample:
             self.last,
             self.model_seconds,
             self.tool_seconds,
+            self.is_undone,
         )
         return msgspec.msgpack.encode((self.begin, self.places.tobytes(), numbers, sorted(self.names)))
 
@@ -126,7 +140,7 @@ class OpenSample:
         sample = cls(tuple(begin), 0)
         sample.places = array("q", places)
         sample.calls, sample.prompt, sample.tokens, sample.tools, sample.first, sample.last = numbers[:6]
-        sample.model_seconds, sample.tool_seconds = numbers[6:]
+        sample.model_seconds, sample.tool_seconds, sample.is_undone = numbers[6:]
         sample.names = set(names)
         return sample
 
@@ -153,7 +167,7 @@ class OpenSample:
             0,
         ]
         times = [self.model_seconds, self.tool_seconds, began, ended, False, self.places.tobytes()]
-        return [*head, self.calls, self.tools, names, first, last, *times]
+        return [*head, self.calls, self.tools, names, first, last, *times, self.is_undone]
 
     def columns(self, writer: int, status: str) -> dict[str, Any]:
         """Its row by the names of the columns, as of a sample that has ended."""
@@ -181,6 +195,8 @@ class Collector:
         for row in connection.execute("SELECT * FROM running"):
             self._open[row["writer"], row["episode"]] = OpenSample.of(row["state"])
         self._first_steps = first_steps(connection)
+        self._resumes = [row[0] for row in connection.execute("SELECT writer FROM resumes ORDER BY writer")]
+        self._left = self._left_open()
         self._steps = dict(connection.execute("SELECT writer, max(step) FROM steps GROUP BY writer").fetchall())
         self._checkpoint = connection.execute("SELECT max(step) FROM checkpoints").fetchone()[0] or 0
         self._take: dict[type, Callable[[int, int, Any], None]] = {
@@ -230,6 +246,26 @@ class Collector:
     def _begin(self, writer: int, place: int, record: Begin) -> None:
         begin = (record.ordinal, record.index, record.attempt, record.is_eval, record.version, record.workflow, record.time)
         self._open[writer, record.episode] = OpenSample(begin, place)
+        if resumed := max((each for each in self._resumes if each <= writer), default=0):
+            self._begun_again(resumed, begin)
+
+    def _begun_again(self, resumed: int, begin: tuple[Any, ...]) -> None:
+        """A sample begins in the process that went on, or in one that it started: what those before had of it is undone."""
+        ordinal, index, attempt, is_eval, version = begin[:5]
+        self._flush()
+        self._connection.execute(_UNDONE_BY_SAMPLE, (ordinal, is_eval, index, attempt, resumed, version))
+        for sample in self._left.get((is_eval, ordinal, index), ()):
+            if sample.begin[2] >= attempt and (not is_eval or sample.begin[4] == version):
+                sample.is_undone = True
+
+    def _left_open(self) -> dict[tuple[bool, int, int], list[OpenSample]]:
+        """Samples that had no end when the last process went on."""
+        left: dict[tuple[bool, int, int], list[OpenSample]] = {}
+        for (writer, _), sample in self._open.items():
+            if self._resumes and writer < max(self._resumes):
+                ordinal, index, _, is_eval = sample.begin[:4]
+                left.setdefault((is_eval, ordinal, index), []).append(sample)
+        return left
 
     def _call(self, writer: int, place: int, record: Call) -> None:
         sample = self._open.get((writer, record.episode))
@@ -343,11 +379,15 @@ class Collector:
         group = self._connection.execute(find, (number, writer)).fetchone()
         if group is None:
             return True  # of a store, or of a file that was removed
+        resumed = min(
+            (each for each in self._resumes if each > writer), default=1 << 31
+        )  # samples from there on are of later steps
         own = self._connection.execute(
             "SELECT id, idx, rows, step, step_writer, trained FROM samples WHERE ordinal = ? AND is_eval = 0 AND status = 'accepted' "
-            "ORDER BY idx, id DESC",
-            (group["ordinal"],),
+            "AND writer < ? ORDER BY idx, id DESC",
+            (group["ordinal"], resumed),
         ).fetchall()
+        is_undone = any(other > writer and first <= step for other, first in self._first_steps.items())
         left, seen, updates = iter(trained), set[int](), []
         for sample in own:
             if sample["idx"] in seen:
@@ -360,7 +400,7 @@ class Collector:
             places = array("q", [place for place, _, _ in rows]).tobytes()
             times = (sample["trained"] or 0) + self._counts(sample, writer, step)
             several = json.dumps(advantages) if len(rows) > 1 else None
-            updates.append((step, writer, times, sum(advantages) / len(advantages), several, places, sample["id"]))
+            updates.append((step, writer, times, sum(advantages) / len(advantages), several, places, is_undone, sample["id"]))
         self._connection.executemany(_TRAINED, updates)
         change = "UPDATE groups SET state = 'trained', step = ?, has_variance = ? WHERE id = ?"
         self._connection.execute(change, (step, len({reward for _, reward, _ in trained}) > 1, group["id"]))
@@ -406,6 +446,12 @@ class Collector:
     def _resumed(self, writer: int, place: int, record: Resumed) -> None:
         self._checkpoint = record.step
         self._first_steps[writer] = record.step + 1
+        if writer not in self._resumes:
+            self._resumes.append(writer)
+        self._left = self._left_open()
+        self._flush()
+        undone = {"step": record.step, "version": record.version, "writer": writer}
+        self._connection.execute(_UNDONE_BY_RESUME, undone)
         values = (writer, record.step, record.version, record.frontier, record.episodes, record.tokens, record.time)
         self._connection.execute("INSERT OR REPLACE INTO resumes VALUES (?, ?, ?, ?, ?, ?, ?)", values)
 

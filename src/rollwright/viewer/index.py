@@ -45,11 +45,12 @@ CREATE TABLE samples (
     id INTEGER PRIMARY KEY, writer INT, ordinal INT, idx INT, attempt INT, is_eval INT, version INT, workflow TEXT, status TEXT,
     reason TEXT, reward REAL, rewards TEXT, prompt_tokens INT, tokens INT, length INT, rows INT, calls INT, tools INT, tool_names TEXT,
     first_version INT, last_version INT, model_seconds REAL, tool_seconds REAL, began REAL, ended REAL, truncated INT, places BLOB,
-    step INT, step_writer INT, trained INT, advantage REAL, advantages TEXT, trained_places BLOB
+    step INT, step_writer INT, trained INT, advantage REAL, advantages TEXT, trained_places BLOB, is_undone INT DEFAULT 0
 );
 CREATE INDEX samples_of_group ON samples (ordinal, is_eval);
 CREATE INDEX samples_of_step ON samples (step) WHERE step IS NOT NULL;
 CREATE INDEX samples_began ON samples (began);
+CREATE INDEX samples_undone ON samples (id) WHERE is_undone;
 CREATE TABLE groups (
     id INTEGER PRIMARY KEY, writer INT, ordinal INT, is_eval INT, version INT, number INT, state TEXT, policy TEXT, reason TEXT,
     samples INT, time REAL, step INT, has_variance INT
@@ -69,7 +70,7 @@ CREATE TABLE checkpoints (step INT, writer INT, frontier INT, time REAL, beyond 
 """
     + TEXTS
 )
-_CONTENT = 2  # of what the tables hold; to be raised where it changes and they do not
+_CONTENT = 3  # of what the tables hold; to be raised where it changes and they do not
 #: Of tables and content; an index of another one is built anew.
 VERSION = (zlib.crc32(_SCHEMA.encode()) + _CONTENT) & 0x7FFF_FFFF
 
@@ -256,15 +257,18 @@ class Index:
         return self._texts.advance(self._writer, deadline)
 
     def progress(self) -> dict[str, Any]:
-        """How far the index is: samples, bytes and the share of texts."""
+        """How far the index is: samples without those that a resume undid, bytes and the share of texts."""
         sizes = {path.name: path.stat().st_size for path in journal_files(self.journal)}
         read = {row["name"]: row["position"] for row in self.rows("SELECT name, position FROM files")}
-        (counted,) = self.rows("SELECT (SELECT max(id) FROM samples), (SELECT max(id) FROM texts)")
+        highest = (
+            "SELECT (SELECT max(id) FROM samples), (SELECT max(id) FROM texts), (SELECT count(*) FROM samples WHERE is_undone)"
+        )
+        (counted,) = self.rows(highest)
         samples, texts = counted[0] or 0, counted[1] or 0
         done, of = sum(min(read.get(name, 0), size) for name, size in sizes.items()), sum(sizes.values())
         text = 1.0 if not samples or not self._texts.is_possible else texts / samples
         return {
-            "samples": samples,
+            "samples": samples - counted[2],
             "bytes": done,
             "of_bytes": of,
             "text": text,

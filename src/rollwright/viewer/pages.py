@@ -161,6 +161,11 @@ def wants_file(request: Request) -> bool:
     return request.query_params.get("format") in ("csv", "jsonl")
 
 
+def wants_undone(request: Request) -> bool:
+    """True where what a resume undid is asked for, too."""
+    return request.query_params.get("undone") == "1"
+
+
 def as_file(request: Request, name: str, rows: Iterable[Mapping[str, Any]]) -> Response:
     """Rows as CSV or JSONL. Text in CSV never begins like a formula; JSONL holds everything as it is."""
     kind = request.query_params["format"]

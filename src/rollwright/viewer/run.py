@@ -18,7 +18,7 @@ from rollwright.viewer import frames, reading, search
 from rollwright.viewer.index import Index
 from rollwright.viewer.messages import chat_of
 from rollwright.viewer.run_files import RunFiles
-from rollwright.viewer.samples import Samples, plain_publication
+from rollwright.viewer.samples import NOT_UNDONE, Samples
 from rollwright.viewer.timeline import timeline
 from rollwright.viewer.tokens import Vocabulary, find_vocabulary
 from rollwright.viewer.tree import parting, prefix_tree
@@ -150,9 +150,14 @@ class Run(RunFiles):
 
     # -- steps, groups and samples -----------------------------------------------------------------------------------------
 
-    def steps(self, offset: int = 0, limit: int | None = None) -> list[dict[str, Any]]:
-        """All steps, from ``metrics.jsonl`` and with what the index has of them."""
-        indexed = {row["step"]: row for row in self._samples.steps()} if self.has_journal else {}
+    def steps(self, offset: int = 0, limit: int | None = None, *, undone: bool = False) -> list[dict[str, Any]]:
+        """All steps, from ``metrics.jsonl`` and with what the index has of them.
+
+        Args:
+            offset, limit: the first of them, and how many.
+            undone: also those that a resume undid and that are not made again yet (``is_undone``).
+        """
+        indexed = {row["step"]: row for row in self._samples.steps(undone=undone)} if self.has_journal else {}
         rewards, counts = (dict(self.curves.points(name)) for name in ("reward", "samples"))
         times = dict(reversed(self.curves.times))
         unknown = dict.fromkeys(("groups", "reward_min", "reward_max", "tokens", "dropped", "without_variance", "version"))
@@ -170,13 +175,17 @@ class Run(RunFiles):
         """
         return self._samples.step(step, bins)
 
-    def group(self, key: str | int) -> dict[str, Any]:
+    def group(self, key: str | int, *, undone: bool = False) -> dict[str, Any]:
         """A group by the ordinal of its task (``eval:5`` for one of evaluations): its samples, task and prefix tree.
+
+        Args:
+            key: the ordinal.
+            undone: also samples that a resume undid.
 
         Raises:
             DataError: it is not in the index.
         """
-        group = self._samples.group(str(key))
+        group = self._samples.group(str(key), undone=undone)
         task, error, rows = None, "", []
         best = {
             sample["index"]: sample
@@ -216,7 +225,7 @@ class Run(RunFiles):
         """
         sample, places, trained = self._samples.find(key)
         episode = self._episode(key, places)
-        group = self._samples.group(sample["group"])["samples"]
+        group = self._samples.group(sample["group"], undone=sample["is_undone"])["samples"]
         return {
             **sample,
             "task": reading.plain_value(episode.task()),
@@ -289,10 +298,13 @@ class Run(RunFiles):
         """Lanes of samples, engines and the trainer between two times; see ``viewer.timeline``."""
         return timeline(self._index, self._samples, start, end, lanes)
 
-    def publications(self) -> list[dict[str, Any]]:
-        """Each publication of weights: ``step``, ``version``, ``way``, ``seconds``, ``bytes``, ``engines``, ``audit``, ``time``."""
-        rows = self._index.rows("SELECT *, max(writer) FROM steps GROUP BY step ORDER BY step")
-        return [plain_publication(row) for row in rows]
+    def publications(self, *, undone: bool = False) -> list[dict[str, Any]]:
+        """Each publication of weights: ``step``, ``version``, ``way``, ``seconds``, ``bytes``, ``engines``, ``audit``, ``time``.
+
+        Args:
+            undone: also those of steps that a resume undid and that are not made again yet.
+        """
+        return self._samples.publications(undone=undone)
 
     def checkpoints(self) -> list[dict[str, Any]]:
         """Recover checkpoints: ``step``, ``frontier``, ``time``, groups finished ``beyond`` it, and ``unfinished`` episodes then."""
@@ -322,7 +334,7 @@ class Run(RunFiles):
 
         Args:
             what: which of them.
-            query: of samples and tokens, fields of ``viewer.search.Query``: ``run.frame("tokens", step=12)``.
+            query: of samples and tokens, fields of ``viewer.search.Query``: ``run.frame("tokens", step=12)``; of publications ``undone``.
 
         Raises:
             DataError: ``what`` is none of these, or pandas is not installed.
@@ -332,7 +344,7 @@ class Run(RunFiles):
             series = {name: pandas.Series(dict(self.curves.points(name))) for name in self.curves.names()}
             return pandas.DataFrame(series).rename_axis("step")
         if what == "publications":
-            return pandas.json_normalize(self.publications())
+            return pandas.json_normalize(self.publications(**query))
         answer = self.search(**{"limit": -1, **query})
         if answer["is_cut"]:
             raise DataError(f"the pattern takes too long: {answer['scanned']} samples were looked through; add filters.")
@@ -345,9 +357,11 @@ class Run(RunFiles):
         _, places, trained = self._samples.find(key)
         return frames.tokens_of(key, self._rows(self._episode(key, places), trained))
 
-    def last_samples(self, limit: int = 50) -> list[dict[str, Any]]:
-        """The samples that ended last, for a run that has not trained yet."""
-        return [*self._samples.running(), *self._samples.listed("ORDER BY samples.id DESC LIMIT ?", limit)][:limit]
+    def last_samples(self, limit: int = 50, *, undone: bool = False) -> list[dict[str, Any]]:
+        """The samples that ended last, for a run that has not trained yet; with ``undone`` also those that a resume undid."""
+        where = "" if undone else f"WHERE {NOT_UNDONE} "
+        ended = self._samples.listed(f"{where}ORDER BY samples.id DESC LIMIT ?", limit)
+        return [*self._samples.running(undone=undone), *ended][:limit]
 
 
 def _neighbours(sample: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:

@@ -11,7 +11,17 @@ from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
 
 from rollwright.viewer.drawings import range_box, sparkline, swimlanes
-from rollwright.viewer.pages import Pages, address, as_file, key_in_address, offset_of, pager, url_of_run, wants_file
+from rollwright.viewer.pages import (
+    Pages,
+    address,
+    as_file,
+    key_in_address,
+    offset_of,
+    pager,
+    url_of_run,
+    wants_file,
+    wants_undone,
+)
 from rollwright.viewer.run import Run
 from rollwright.viewer.runs import config_difference
 from rollwright.viewer.shown import count, counted, number, seconds, share, visible
@@ -68,7 +78,10 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
 
     def steps(request: Request, name: str) -> Response:
         run = pages.run(name)
-        every = run.steps()
+        every = run.steps(undone=True)
+        undone = sum(step["is_undone"] for step in every)
+        if not wants_undone(request):
+            every = [step for step in every if not step["is_undone"]]
         if wants_file(request):
             return as_file(request, f"{name}-steps", every)
         asked = request.query_params.get("sort", "-step")
@@ -82,13 +95,15 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
         high = max((step["reward_max"] for step in every if step["reward_max"] is not None), default=1.0)
         shown = [{**step, "box": range_box(step, low, high)} for step in every[offset : offset + ROWS]]
         context = pages.of_run(name, run, "/steps", title="Steps")
-        around = pager(f"{context['run']['url']}/steps?sort={asked if of else '-step'}", offset, ROWS, len(every), len(shown))
+        here = f"{context['run']['url']}/steps?sort={asked if of else '-step'}{'&undone=1' if wants_undone(request) else ''}"
+        around = pager(here, offset, ROWS, len(every), len(shown))
         return pages.page(
             "steps.html",
             **context,
             steps=shown,
-            total=len(every),
-            undone=sum(step["is_undone"] for step in every),
+            total=len(every) - (undone if wants_undone(request) else 0),
+            undone=undone,
+            shows_undone=wants_undone(request),
             sorting={"by": by, "down": is_down},
             pager=around,
         )

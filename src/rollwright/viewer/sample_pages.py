@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from rollwright.errors import DataError
 from rollwright.viewer import sample_view
 from rollwright.viewer.drawings import histogram, prefix_tree, shade
-from rollwright.viewer.pages import Pages, address, as_file, key_in_address, offset_of, pager, wants_file, without
+from rollwright.viewer.pages import Pages, address, as_file, key_in_address, offset_of, pager, wants_file, wants_undone, without
 from rollwright.viewer.run import Run
 from rollwright.viewer.search import ASKED, filters, span
 from rollwright.viewer.shown import as_json, clipped, count, counted, number, seconds, signed
@@ -35,7 +35,7 @@ def add_routes(router: APIRouter, pages: Pages) -> None:
 
     def group(request: Request, name: str, key: str) -> Response:
         run = pages.run(name)
-        found = run.group(key)
+        found = run.group(key, undone=wants_undone(request))
         if wants_file(request):
             return as_file(request, f"{name}-group-{key}", found["samples"])
         title = title_of_group(found)

@@ -19,12 +19,14 @@ _UNFINISHED = ("failed", "cut", "diverged")  # outcomes of attempts behind which
 _LISTED = """
 samples.id, writer, ordinal, idx, attempt, is_eval, version, workflow, status, reason, reward, rewards, prompt_tokens, tokens, length, rows,
 calls, tools, tool_names, first_version, last_version, model_seconds, tool_seconds, began, ended, truncated, step, step_writer, trained,
-advantage, advantages, substr(texts.said, 1, 120) AS preview
+advantage, advantages, is_undone, substr(texts.said, 1, 120) AS preview
 """
 #: The query of listed samples, to be continued with its conditions.
 SELECT = f"SELECT {_LISTED} FROM samples LEFT JOIN texts ON texts.id = samples.id"
 #: Of several attempts with one name, the first of these is meant.
-_BEST_FIRST = "status IN ('accepted', 'rejected') DESC, samples.id DESC"
+_BEST_FIRST = "is_undone, status IN ('accepted', 'rejected') DESC, samples.id DESC"
+#: The condition of lists that were not asked for samples that a resume undid.
+NOT_UNDONE = "NOT is_undone"
 
 
 class Key(NamedTuple):
@@ -73,11 +75,13 @@ class Samples:
         """Samples that have ended, by the rest of the query ``SELECT``."""
         return [self.plain(row) for row in self._index.rows(f"{SELECT} {where}", *values)]
 
-    def running(self, ordinal: int | None = None, is_eval: bool = False) -> list[dict[str, Any]]:
-        """Samples without an end; of one task, or all."""
+    def running(self, ordinal: int | None = None, is_eval: bool = False, *, undone: bool = False) -> list[dict[str, Any]]:
+        """Samples without an end; of one task, or all. ``undone``: also those that began again after a resume."""
         found = []
         for row in self._index.rows("SELECT writer, state FROM running"):
             sample = OpenSample.of(row["state"])
+            if sample.is_undone and not undone:
+                continue
             if ordinal is None or (sample.begin[0] == ordinal and bool(sample.begin[3]) == is_eval):
                 status = self._status if row["writer"] >= self._resumed else "interrupted"
                 found.append(self.plain(sample.columns(row["writer"], status)))
@@ -113,7 +117,6 @@ class Samples:
 
     def plain(self, row: sqlite3.Row | Mapping[str, Any]) -> dict[str, Any]:
         """A sample as plain values."""
-        undone = row["step"] is not None and self._is_undone(row["step_writer"], row["step"])
         first, last = row["first_version"], row["last_version"]
         same = (
             "ordinal attempt workflow status reason reward step advantage prompt_tokens tokens length rows calls tools model_seconds "
@@ -127,7 +130,7 @@ class Samples:
             "version": None if first is None else [first, last],
             "truncated": bool(row["truncated"]),
             "trained": row["trained"] or 0,
-            "is_undone": undone,
+            "is_undone": bool(row["is_undone"]),
             "rewards": json.loads(row["rewards"]) if row["rewards"] else [] if row["reward"] is None else [row["reward"]],
             "advantages": json.loads(row["advantages"])
             if row["advantages"]
@@ -150,8 +153,12 @@ class Samples:
 
     # -- groups ------------------------------------------------------------------------------------------------------------------
 
-    def group(self, key: str) -> dict[str, Any]:
+    def group(self, key: str, *, undone: bool = False) -> dict[str, Any]:
         """A group with its samples, those of all attempts.
+
+        Args:
+            key: of the group, or of a sample of it.
+            undone: also those that a resume undid.
 
         Raises:
             DataError: there is none.
@@ -162,8 +169,9 @@ class Samples:
             conditions.append("version = ?")
             values.append(parts.version)
         where = " AND ".join(conditions)
-        samples = self.listed(f"WHERE {where} ORDER BY idx, attempt, samples.id", *values)
-        samples += self.running(parts.ordinal, parts.is_eval)
+        wanted = where if undone else f"{where} AND {NOT_UNDONE}"
+        samples = self.listed(f"WHERE {wanted} ORDER BY idx, attempt, samples.id", *values)
+        samples += self.running(parts.ordinal, parts.is_eval, undone=undone)
         if parts.is_eval and parts.version is None and samples:  # the last evaluation
             newest = samples[-1]["group"]
             samples = [sample for sample in samples if sample["group"] == newest]
@@ -194,30 +202,37 @@ class Samples:
             "samples": list(samples),
         }
 
-    def _groups(self, condition: str, *values: Any, of_eval: bool = False) -> list[dict[str, Any]]:
-        """Groups that have ended, each with its samples; those of evaluations are all of one version."""
-        groups = self._index.rows(f"SELECT * FROM groups WHERE {condition} ORDER BY ordinal, id", *values)
+    def _groups(self, condition: str, *values: Any, shown: str, of_eval: bool = False) -> list[dict[str, Any]]:
+        """Groups that have ended, each with the samples that are ``shown``; those of evaluations are all of one version."""
+        last = f"SELECT max(id) FROM groups WHERE {condition} GROUP BY ordinal"  # one that was evaluated again after a resume
+        groups = self._index.rows(f"SELECT * FROM groups WHERE id IN ({last}) ORDER BY ordinal", *values)
         of_group: dict[str, list[dict[str, Any]]] = {}
         tasks = f"SELECT ordinal FROM groups WHERE {condition}"
         own = "is_eval AND version = (SELECT max(version) FROM groups WHERE " + condition + ")" if of_eval else "NOT is_eval"
         twice = values * 2 if of_eval else values
-        for sample in self.listed(f"WHERE ordinal IN ({tasks}) AND {own} ORDER BY idx, attempt", *twice):
+        for sample in self.listed(f"WHERE ordinal IN ({tasks}) AND {own} AND {shown} ORDER BY idx, attempt", *twice):
             of_group.setdefault(sample["group"], []).append(sample)
         return [self._group(row, of_group.get(group_key(row), [])) for row in groups]
 
     # -- steps -------------------------------------------------------------------------------------------------------------------
 
-    def steps(self) -> list[dict[str, Any]]:
-        """What the index has of each step, as it was made last; ``is_undone``: a resume began before it, and it is not made again yet."""
+    def steps(self, *, undone: bool = False) -> list[dict[str, Any]]:
+        """What the index has of each step, as it was made last; with ``undone`` also those that a resume undid and that are not made again."""
         rows = self._index.rows("SELECT *, max(writer) FROM steps GROUP BY step ORDER BY step")
         same = "step samples groups reward reward_min reward_max tokens dropped without_variance time version"
         return [
             {**{name: row[name] for name in same.split()}, "is_undone": self._is_undone(row["writer"], row["step"])}
             for row in rows
+            if undone or not self._is_undone(row["writer"], row["step"])
         ]
 
+    def publications(self, *, undone: bool = False) -> list[dict[str, Any]]:
+        """What was published after each step, as it was made last; with ``undone`` also of those that a resume undid."""
+        rows = self._index.rows("SELECT *, max(writer) FROM steps GROUP BY step ORDER BY step")
+        return [plain_publication(row) for row in rows if undone or not self._is_undone(row["writer"], row["step"])]
+
     def step(self, step: int, bins: int) -> dict[str, Any]:
-        """A step: its groups, and those that were dropped while it was sampled.
+        """A step: its groups, and those that were dropped while it was sampled. One that a resume undid has the samples of then.
 
         Raises:
             DataError: there is none.
@@ -226,7 +241,9 @@ class Samples:
         row = self._index.rows("SELECT * FROM steps WHERE step = ? ORDER BY writer DESC LIMIT 1", step)
         if writers[0][0] is None and not row:
             raise DataError(f"there is no step {step} in what is indexed of this run.")
-        groups = self._groups("step = ? AND writer = ? AND NOT is_eval", step, writers[0][0])
+        writer = row[0]["writer"] if row else writers[0][0]
+        shown = "TRUE" if self._is_undone(writer, step) else NOT_UNDONE
+        groups = self._groups("step = ? AND writer = ? AND NOT is_eval", step, writers[0][0], shown=shown)
         dropped = Counter(group["policy"] for group in groups if group["state"] != "trained")
         trained = sum(group["state"] == "trained" for group in groups)
         phases = "SELECT name, seconds, max(writer) FROM phases WHERE step = ? GROUP BY name"
@@ -242,7 +259,7 @@ class Samples:
             },
             "publication": plain_publication(row[0]) if row else None,
             "phases": {name: seconds for name, seconds, _ in self._index.rows(phases, step)},
-            "evaluations": self._groups("is_eval AND version = ?", row[0]["version"], of_eval=True) if row else [],
+            "evaluations": self._groups("is_eval AND version = ?", row[0]["version"], shown=shown, of_eval=True) if row else [],
         }
 
 

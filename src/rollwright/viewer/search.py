@@ -15,7 +15,7 @@ from typing import Any
 from rollwright.errors import DataError
 from rollwright.viewer import patterns
 from rollwright.viewer.index import Index
-from rollwright.viewer.samples import SELECT, Samples
+from rollwright.viewer.samples import NOT_UNDONE, SELECT, Samples
 from rollwright.viewer.texts import SNIPPET, marked_snippet, match_query
 
 #: Orders of what is found; ``-`` before one turns it around.
@@ -54,6 +54,7 @@ class Query:
         tool: the name of a durable call that was made, or a part of it.
         is_eval: of evaluations, or of training.
         truncated: cut by a length limit.
+        undone: also samples that a resume undid: those of steps that were lost, and those that ran again.
         order: one of ``ORDERS``.
     """
 
@@ -71,6 +72,7 @@ class Query:
     tool: str | None = None
     is_eval: bool | None = None
     truncated: bool | None = None
+    undone: bool = False
     order: str = "began"
     offset: int = 0
     limit: int = 50
@@ -138,6 +140,8 @@ def _conditions(query: Query) -> tuple[list[str], list[Any]]:
         add("is_eval = ?", query.is_eval)
     if query.truncated is not None:
         add("truncated = ?", query.truncated)
+    if not query.undone:
+        add(NOT_UNDONE)
     return conditions, values
 
 
@@ -252,7 +256,7 @@ def _by_number(index: Index, numbers: list[int]) -> list[Any]:
 
 _ASKED_RANGES = ("step", "reward", "tokens", "version")
 #: What an address may ask the search for.
-ASKED = ("text", "regex", "where", *_ASKED_RANGES, "status", "tool", "tag", "eval", "truncated", "order")
+ASKED = ("text", "regex", "where", *_ASKED_RANGES, "status", "tool", "tag", "eval", "truncated", "undone", "order")
 
 
 def filters(query: Mapping[str, str]) -> dict[str, Any]:
@@ -277,6 +281,8 @@ def filters(query: Mapping[str, str]) -> dict[str, Any]:
         found["is_eval"] = query["eval"] == "1"
     if query.get("truncated") in ("0", "1"):
         found["truncated"] = query["truncated"] == "1"
+    if query.get("undone") == "1":
+        found["undone"] = True
     if query.get("order"):
         found["order"] = query["order"]
     return found

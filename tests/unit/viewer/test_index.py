@@ -43,12 +43,20 @@ def contents(index: Index) -> dict[str, list]:
 
 
 def write_sample(
-    journal: Journal, ordinal: int, index: int = 0, *, reward: float = 0.0, outcome: str = "accepted", began: float = 0.0
+    journal: Journal,
+    ordinal: int,
+    index: int = 0,
+    *,
+    reward: float = 0.0,
+    outcome: str = "accepted",
+    began: float = 0.0,
+    is_eval: bool = False,
+    version: int = 0,
 ):
     """An episode of one call of three tokens."""
     number = journal.next_episode()
     task = pack_value({"question": "?"})
-    journal.write(Begin(number, ordinal, index, 0, False, 0, "W", 1, task, "", began))
+    journal.write(Begin(number, ordinal, index, 0, is_eval, version, "W", 1, task, "", began))
     ids = b"".join(token.to_bytes(4, "little") for token in (5, 6, 7))
     journal.write(Call(number, 0, 0, 0, -1, 0, ids, ids, bytes(12), 0, 1.0, "stop", None, 1, 0, began, began + 1, 1.0, 0.1))
     rows = [Row(0, 6, b"", [3, 6], reward, False, b"")] if outcome == "accepted" else []
@@ -226,18 +234,69 @@ def test_steps_that_a_resume_undid_are_told_apart(tmp_path):
     with Run(tmp_path) as run:
         run.refresh()
         assert [run.sample(key)["is_undone"] for key in ("1/0@0", "2/0@0", "3/1@0")] == [False, True, True]
-        assert [entry["is_undone"] for entry in run.steps()] == [False, True, True]
+        assert [entry["step"] for entry in run.steps()] == [1]
+        assert [entry["is_undone"] for entry in run.steps(undone=True)] == [False, True, True]
+        assert [len(group["samples"]) for group in run.step(3)["groups"]] == [2]  # who asks for a step that was undone gets it
     write_step(second, 2, 2, 7, (0.25, 0.75))
     second.close()
     with Run(tmp_path) as run:
         run.refresh()
         assert [(each["step"], each["episodes"]) for each in run.resumes()] == [(1, 1)]
-        assert [(entry["step"], entry["reward"]) for entry in run.steps()] == [(1, 0.5), (2, 0.5), (3, 0.5)]
-        assert [entry["is_undone"] for entry in run.steps()] == [False, False, True]
+        assert [(entry["step"], entry["reward"]) for entry in run.steps()] == [(1, 0.5), (2, 0.5)]
+        assert [entry["is_undone"] for entry in run.steps(undone=True)] == [False, False, True]
+        assert [entry["step"] for entry in run.publications()] == [1, 2]
         assert [group["is_undone"] for step in (1, 2, 3) for group in run.step(step)["groups"]] == [False, False, True]
         assert run.sample("2/1")["reward"] == 0.75
         assert run.sample("2/1@0")["is_undone"]
         assert (run.sample("2/1")["trained"], run.sample("3/0")["is_undone"]) == (1, True)
+
+
+def test_a_sample_that_ran_again_after_resumes_counts_once(tmp_path):
+    """Groups of four, recorded by three processes: what was under way or lost is written again by each."""
+    first = Journal(tmp_path / "journal")
+    write_step(first, 1, 0, 0, (0.0, 0.25, 0.5, 0.75))
+    first.write(Checkpoint(1, 1, 0.0))
+    write_step(first, 2, 1, 1, (0.0, 0.25, 0.5, 0.75))
+    write_sample(first, 5, version=2, is_eval=True)  # of weights that are lost with step 2
+    write_sample(first, 2, 0)  # finished, and not trained
+    first.write(Begin(first.next_episode(), 2, 1, 0, False, 1, "W", 1, None, "", 9.0))  # under way
+    first.close()
+    middle = Journal(tmp_path / "journal")
+    middle.write(Resumed(1, 1, 1, 6, 9, 9.0))
+    worker = Journal(tmp_path / "journal")  # of that process
+    write_sample(worker, 1, 0)
+    middle.close()
+    worker.close()
+    last = Journal(tmp_path / "journal")
+    last.write(Resumed(1, 1, 1, 6, 9, 19.0))
+    with Run(tmp_path) as run:
+        run.refresh()
+        assert run.search(step=2)["total"] == 0
+        trained = [f"0/{index}@0" for index in (3, 2, 1, 0)]
+        assert [each["key"] for each in run.last_samples()] == ["2/1@0", "1/0@2", "2/0@0", *trained]
+    write_step(last, 2, 1, 1, (0.0, 0.25, 0.5, 0.75))
+    for index in range(2):
+        write_sample(last, 2, index)
+    write_sample(last, 5, version=2, is_eval=True)
+    last.close()
+    with Run(tmp_path) as run:
+        assert run.refresh()["samples"] == run.info()["samples"] == 11
+        assert run.search()["total"] == 11
+        assert run.search(undone=True)["total"] == 18
+        assert {len(run.group(ordinal)["samples"]) for ordinal in (0, 1)} == {4}
+        assert len(run.group(1, undone=True)["samples"]) == 9
+        assert len(run.group(2)["samples"]) == 2
+        assert [len(group["samples"]) for group in run.step(2)["groups"]] == [4]
+        assert [entry["samples"] for entry in run.steps()] == [4, 4]
+        assert len(run.frame("samples")) == 11
+        assert len(run.frame("samples", undone=True)) == 18
+        assert set(run.frame("tokens").key) == {each["key"] for each in run.search()["samples"]}
+        assert sorted(each["key"] for each in run.last_samples()) == sorted(each["key"] for each in run.search()["samples"])
+        assert len(run.last_samples(undone=True)) == 19
+        assert run.search(is_eval=True)["total"] == 1
+        assert len(run.sample("1/0@0")["attempts"]) == 3  # one that was undone is shown among the others
+        assert run.sample("1/0")["process"] == 3
+        assert {sample["trained"] for sample in run.group(1)["samples"]} == {1}
 
 
 def test_samples_that_other_processes_wrote_are_found_for_what_was_trained(tmp_path):
