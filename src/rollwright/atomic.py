@@ -1,6 +1,6 @@
 """Files and directories that readers see whole or not at all.
 
-Each is written beside its target under a name of its own (``.<name>.<8 hex digits>.tmp``) and then renamed. A writer that is
+A line or an object of JSON can have a checksum, by which a reader finds damage. Each file is written beside its target under a name of its own (``.<name>.<8 hex digits>.tmp``) and then renamed. A writer that is
 killed leaves the old target as it was, and a leftover that ``sweep`` removes.
 """
 
@@ -12,11 +12,14 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
+_CHECKSUM = "checksum"
 _LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 
@@ -94,9 +97,65 @@ def write_json(
     default: Callable[[Any], Any] | None = None,
     durable: bool = False,
     mode: int | None = None,
+    checked: bool = False,
 ) -> Path:
-    """Write a value as JSON, whole or not at all; see ``json.dumps`` and ``replaced_file``. Returns the path."""
+    """Write a value as JSON, whole or not at all; see ``json.dumps`` and ``replaced_file``. Returns the path.
+
+    ``checked`` adds a ``checksum`` to an object, by which ``read_json`` finds damage.
+    """
+    if checked:
+        value = json.loads(json.dumps(value, default=default))
+        value = {**value, _CHECKSUM: _checksum(value)}
     return write_text(path, json.dumps(value, indent=indent, default=default) + "\n", durable=durable, mode=mode)
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The object in a JSON file, without its checksum where it has one.
+
+    Raises:
+        ValueError: it is damaged, or holds no object.
+        OSError: it cannot be read.
+    """
+    text = Path(path).read_text(encoding="utf-8")
+    if not text.strip():
+        raise ValueError("it is empty")
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError("it holds no JSON object")
+    expected = value.pop(_CHECKSUM, None)
+    if expected is not None and expected != _checksum(value):
+        raise ValueError("its checksum does not hold: it was changed or damaged")
+    return value
+
+
+#: The end of a line of JSON that ``line_with_checksum`` made.
+_AT_END = re.compile(rb', "checksum": "([0-9a-f]{16})"}\s*')
+
+
+def line_with_checksum(value: Mapping[str, Any], number: int = 0) -> str:
+    """An object as one line of JSON that ends with a checksum of its bytes, and of its number among the lines where it has one."""
+    text = json.dumps(value)
+    return f'{text[:-1]}, "{_CHECKSUM}": "{xxhash.xxh3_64_hexdigest(text.encode(), seed=number)}"}}\n'
+
+
+def number_of_line(line: bytes, numbers: Iterable[int] = (0,)) -> int | None:
+    """The one of some numbers with which a line was written; None where it has no checksum.
+
+    Raises:
+        ValueError: with none of them: it is damaged.
+    """
+    match = _AT_END.search(line)
+    if match is None or match.end() != len(line):
+        return None
+    text, expected = line[: match.start()] + b"}", match[1].decode()
+    for number in numbers:
+        if xxhash.xxh3_64_hexdigest(text, seed=number) == expected:
+            return number
+    raise ValueError("its checksum does not hold")
+
+
+def _checksum(value: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 def sweep(directory: str | Path, *, older_than: float = 3600.0) -> list[Path]:

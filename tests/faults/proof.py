@@ -11,12 +11,14 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from rollwright.experience.journal.files import Place, journal_files, read_file
+from rollwright.experience.journal.files import Gap, Place, journal_files, read_file
 from rollwright.experience.journal.records import (
     Begin,
     Call,
     Checkpoint,
+    Closed,
     End,
+    Files,
     GroupEnd,
     Result,
     Trained,
@@ -94,6 +96,10 @@ class History:
         begun: dict[int, Begin] = {}
         made: dict[int, list[int]] = {}  # calls and tokens of episodes
         for place, record in read_file(path):
+            if isinstance(record, Gap):
+                begun.clear()  # who goes on takes no more of those that were open there
+            if isinstance(record, Gap | Files | Closed):
+                continue
             writer = (directory, place.writer)
             if isinstance(record, Begin | Call | End | GroupEnd):
                 seen = record.finished if isinstance(record, Call) else record.time
@@ -235,8 +241,16 @@ def damage_tail(directory: Path, generator: random.Random) -> int:
             file.write(bytes(generator.randrange(1, 40)))
         else:
             file.truncate(start + generator.randrange(size - start))
-    left = len(list(read_file(paths[-1])))
-    return sum(tokens_in(record.output) for _, record in records[left:] if isinstance(record, Call))
+    left: dict[int, set[int]] = {}  # by episode that is open, where its records that are taken end
+    for place, record in read_file(paths[-1]):
+        if isinstance(record, Gap):
+            left.update((episode, ends | {-1}) for episode, ends in left.items())  # nothing behind is taken of it
+        elif isinstance(record, Begin):
+            left[record.episode] = set()
+        elif isinstance(record, Call) and -1 not in left.get(record.episode, set()):
+            left.setdefault(record.episode, set()).add(place.end)
+    calls = [(place, record) for place, record in records if isinstance(record, Call)]
+    return sum(tokens_in(record.output) for place, record in calls if place.end not in left.get(record.episode, ()))
 
 
 def damage_checkpoint(directory: Path, generator: random.Random) -> bool:

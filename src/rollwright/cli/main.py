@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sequences": ("rollwright.cli.sequences:sequences", "Generate and score responses, and write them as a table."),
     "replay": ("rollwright.cli.replay:replay", "Run recorded episodes again, without a model."),
     "view": ("rollwright.cli.view:view", "Look at runs in the browser: every token, group, weight update and reason."),
+    "check": ("rollwright.cli.check:check", "Say which files of a run are whole, and what others lack."),
     "config": ("rollwright.cli.config:app", "Show, check and describe configs."),
     "model": ("rollwright.cli.new:models", "Make models."),
     "new": ("rollwright.cli.new:app", "Write files to begin with: a workflow, its config and its test."),

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import xxhash
+
 from rollwright.config.experiment import STAGE_CLASSES, BaseExperimentConfig, GRPOConfig
 from rollwright.config.generation import ALIASES
 from rollwright.config.interpolation import resolve
@@ -145,9 +147,19 @@ def to_yaml(config: Any) -> str:
     return dump_yaml(plain(config))
 
 
+_CHECKSUM = "# checksum: "
+
+
 def save_config(config: Any, file: str | Path) -> None:
-    """Write ``to_yaml(config)`` to a file."""
-    Path(file).write_text(to_yaml(config), encoding="utf-8")
+    """Write ``to_yaml(config)`` to a file, with a checksum in its last line."""
+    text = to_yaml(config)
+    Path(file).write_text(f"{text}{_CHECKSUM}{xxhash.xxh3_64_hexdigest(text.encode())}\n", encoding="utf-8")
+
+
+def is_as_written(text: str) -> bool:
+    """False where a file that ``save_config`` wrote was changed or damaged since."""
+    before, mark, checksum = text.rpartition(_CHECKSUM)
+    return not mark or checksum.strip() == xxhash.xxh3_64_hexdigest(before.encode())
 
 
 #: Keys that are no settings of a stage's config.

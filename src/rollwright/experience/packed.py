@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load
 
@@ -20,7 +21,9 @@ from rollwright.experience.contract import COLUMNS, MULTI_MODAL, Trajectory, is_
 from rollwright.experience.trajectory import row_lengths
 
 FORMAT = "rollwright.experience"
-VERSION = 1
+VERSION = 2
+_FIRST_WITH_CHECKSUM = 2
+_CHECKSUM, _NO_CHECKSUM = "checksum", "0" * 16  # of all bytes, with zeros in its place
 
 
 #: Names of the types in the format (https://github.com/huggingface/safetensors#format).
@@ -48,13 +51,37 @@ def pack_bytes(tensors: dict[str, torch.Tensor], rest: dict[str, Any]) -> bytes:
         TrajectoryError: ``rest`` holds what JSON cannot; the message names the path to it.
     """
     document = json.dumps(plain_json(rest, ""), separators=(",", ":"), allow_nan=True)
+    metadata = {_CHECKSUM: _NO_CHECKSUM, "format": FORMAT, "version": str(VERSION), "rest": document}
     named = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # keeps every block aligned
     try:
-        head = safetensors_head(named, {"format": FORMAT, "version": str(VERSION), "rest": document})
+        head = safetensors_head(named, metadata)
     except TypeError as error:
         raise TrajectoryError(f"{error} that can be stored; convert it.") from None
     blocks = (tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for _, tensor in named)
-    return b"".join((head, *blocks))
+    body = b"".join(blocks)
+    checksum = _checksum_of(head, body)
+    return head.replace(_NO_CHECKSUM.encode(), checksum.encode(), 1) + body
+
+
+def _checksum_of(head: bytes, body: bytes) -> str:
+    digest = xxhash.xxh3_64(head)
+    digest.update(body)
+    return digest.hexdigest()
+
+
+def _check(data: bytes, size: int, metadata: Mapping[str, str]) -> None:
+    """Compare bytes with their checksum; the first version wrote none.
+
+    Raises:
+        ValueError: they are not what was written.
+    """
+    expected = metadata.get(_CHECKSUM)
+    if expected is None and int(metadata["version"]) >= _FIRST_WITH_CHECKSUM:
+        raise ValueError("they have no checksum")
+    if expected is not None:
+        head, body = data[: 8 + size], data[8 + size :]
+        if _checksum_of(head.replace(expected.encode(), _NO_CHECKSUM.encode(), 1), body) != expected:
+            raise ValueError("their checksum does not hold")
 
 
 def safetensors_head(named: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str]) -> bytes:
@@ -87,14 +114,16 @@ def unpack_bytes(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """
     try:
         (size,) = struct.unpack_from("<Q", data)
-        metadata = json.loads(bytes(data[8 : 8 + size])).get("__metadata__", {})
+        data = bytes(data)
+        metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
         if metadata.get("format") != FORMAT:
             raise TrajectoryError(f"the bytes are safetensors of format {metadata.get('format')!r}, not {FORMAT!r}.")
         if int(metadata["version"]) > VERSION:
             raise TrajectoryError(
                 f"the bytes were written in version {metadata['version']} of the format; this installation reads up to {VERSION}: update it."
             )
-        return load(bytes(data)), json.loads(metadata["rest"])
+        _check(data, size, metadata)
+        return load(data), json.loads(metadata["rest"])
     except (struct.error, ValueError, KeyError, AttributeError, SafetensorError) as error:
         raise TrajectoryError(f"the bytes are no serialised experience ({error}); they are damaged or cut.") from error
 

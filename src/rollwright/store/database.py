@@ -248,6 +248,13 @@ class Database:
             raise StoreError(
                 f"{self.name}: the database refused ({_cause(error)}): check that its disk is not full and that no other program holds it."
             ) from error
+        except exc.DatabaseError as error:
+            if type(error) is not exc.DatabaseError:
+                raise
+            raise StoreError(
+                f"{self.name} is damaged ({_cause(error)}): restore it from a copy, or start a new store (store.url). rollwright check says "
+                "what of it can be read."
+            ) from error
 
     def _create(self, run: str | None) -> None:
         with self.engine.begin() as connection:

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import torch
 
-from rollwright.atomic import replaced_file, write_json
+from rollwright.atomic import line_with_checksum, number_of_line, replaced_file, write_json
 from rollwright.errors import ConfigError, StoreError
 from rollwright.experience.experience import Experience, ExperienceId
 from rollwright.experience.packed import plain_json
@@ -63,7 +63,7 @@ class FileStore:
                 return 0
             documents = [experience_document(each) for each in rows]
             line = {"group": name, "ordinal": ordinal, "attempt": attempt, "experiences": documents}
-            writer.write(json.dumps(line).encode() + b"\n")
+            writer.write(line_with_checksum(line).encode())
             writer.flush()
             self._names.add(name)
         return len(rows)
@@ -187,6 +187,8 @@ class FileStore:
             content: Any = json.loads(raw)
             if not isinstance(content, dict):
                 raise ValueError("it is no JSON object")
+            if number_of_line(raw) is not None:
+                del content["checksum"]
         except ValueError as error:
             raise StoreError(f"{where} cannot be read ({error}): correct or delete it.") from None
         experiences = [document_experience(document, where) for document in content.get("experiences", [content])]

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from sqlalchemy import Connection, delete, func, insert, select, update
+from sqlalchemy.exc import SQLAlchemyError
 
 from rollwright.errors import StoreError, TrajectoryError
 from rollwright.experience.experience import Experience
@@ -220,6 +221,33 @@ class GroupStorage(Database):
             yield from loaded
             last = ids[-1]
 
+    def damaged(self) -> list[str]:
+        """What of the store cannot be read: pages of a SQLite file, and rows that are not what was written; empty where all is whole."""
+        found: list[str] = []
+        try:
+            with self.reading() as connection:
+                if self.dialect == "sqlite":
+                    said = connection.exec_driver_sql("PRAGMA integrity_check(20)").scalars().all()
+                    found += [f"{self.name}: {each}" for each in said if each != "ok"]
+                names = dict(connection.execute(select(groups.c.id, groups.c.name)).all())
+                columns = (
+                    experiences.c.id,
+                    experiences.c.group_id,
+                    experiences.c.data,
+                    experiences.c.reward,
+                    experiences.c.eid,
+                )
+                for row in connection.execute(select(*columns).order_by(experiences.c.id)):
+                    try:
+                        _experience_of(row)
+                    except TrajectoryError as error:
+                        found.append(
+                            f"{self.name}: a row of group {names.get(row.group_id, row.group_id)!r} cannot be read ({error})"
+                        )
+        except (SQLAlchemyError, StoreError, ValueError, TypeError) as error:
+            found.append(f"{self.name}: its rows cannot be read ({str(getattr(error, 'orig', None) or error).splitlines()[0]})")
+        return found
+
     # -- inside a transaction --------------------------------------------------------------------------------------------
 
     def _write_group(
@@ -315,11 +343,12 @@ class GroupStorage(Database):
             for row in connection.execute(select(groups).where(groups.c.id.in_(some))):
                 complete = row.state != OPEN
                 loaded[row.id] = StoredGroup(row.id, row.name, row.ordinal, row.attempt, row.version, row.uses, complete, [])
-            statement = select(experiences.c.group_id, experiences.c.data).where(experiences.c.group_id.in_(some))
+            wanted = (experiences.c.group_id, experiences.c.data, experiences.c.reward, experiences.c.eid)
+            statement = select(*wanted).where(experiences.c.group_id.in_(some))
             for row in connection.execute(statement.order_by(experiences.c.group_id, experiences.c.sample, experiences.c.part)):
                 group = loaded[row.group_id]
                 try:
-                    group.experiences.append(Experience.deserialize(row.data))
+                    group.experiences.append(_experience_of(row))
                 except TrajectoryError as error:
                     raise StoreError(
                         f"{self.name}: row {len(group.experiences)} of group {group.name!r} cannot be read ({error}): "
@@ -329,6 +358,25 @@ class GroupStorage(Database):
 
 
 _INSERT_ROWS = insert(experiences)
+
+
+def _experience_of(row: Any) -> Experience:
+    """The experience of a stored row, whose columns say the same.
+
+    Raises:
+        TrajectoryError: it is damaged.
+    """
+    experience = Experience.deserialize(row.data)
+    if _number(row.reward) != _number(experience.reward):
+        raise TrajectoryError(f"its reward is {experience.reward} and the column says {row.reward}; the row is damaged.")
+    if row.eid != str(experience.eid):
+        raise TrajectoryError(f"it is experience {experience.eid} and the column says {row.eid}; the row is damaged.")
+    return experience
+
+
+def _number(reward: float | None) -> float | None:
+    """A reward without nan, which SQLite keeps as nothing."""
+    return None if reward is None or reward != reward else reward
 
 
 def rows_of(group: Group, version: int | None, first_sample: int = 0) -> list[dict[str, Any]]:

@@ -1,4 +1,8 @@
-"""``metrics.jsonl``: the numbers of each step, which plots, resume and model cards read."""
+"""``metrics.jsonl``: the numbers of each step, which plots, resume and model cards read.
+
+Each line ends with a ``checksum`` of the rest of it and of its number among the lines, so that a digit that was damaged and a line that
+was lost are noticed. Lines of versions before have none.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollwright.atomic import write_text
+from rollwright.atomic import line_with_checksum, number_of_line, write_text
 from rollwright.errors import CheckpointError
 from rollwright.tracking.logging import getLogger
 
@@ -21,21 +25,68 @@ def _json_number(value: Any) -> float | int | None:
     return number if math.isfinite(number) else None
 
 
+_MOST_LOST = 10_000  # lines in a row
+
+
+class LineReader:
+    """Reads lines in their order.
+
+    Attributes:
+        number: of the line that was read last.
+        lost: numbers of lines that are gone, first and last of those that were side by side.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.lost: list[tuple[int, int]] = []
+        self._damaged = 0  # lines since the last one that was whole
+        self._has_checksums = False
+
+    def record(self, line: bytes) -> dict[str, Any]:
+        """What the next line says, without its checksum.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        try:
+            record, number = self._read(line)
+        except ValueError:
+            self._damaged += 1
+            raise
+        gone = number - self.number - 1 - self._damaged
+        if gone > 0 and (self._has_checksums or not self.number):
+            self.lost.append((number - gone, number - 1))
+        self.number, self._damaged = number, 0
+        return record
+
+    def _read(self, line: bytes) -> tuple[dict[str, Any], int]:
+        record = json.loads(line)
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise ValueError("no JSON object with a step")
+        number = number_of_line(line, range(self.number + 1, self.number + _MOST_LOST))
+        if number is None:
+            if self._has_checksums:
+                raise ValueError("its checksum is gone")
+            return record, self.number + self._damaged + 1
+        self._has_checksums = True
+        del record["checksum"]
+        return record, number
+
+
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl``; a last line that was cut off by a kill is left out, with a warning.
+    """The records of a ``metrics.jsonl``; a last line that was cut off by a kill is left out, and so are lost lines, with a warning.
 
     Raises:
-        CheckpointError: a line in the middle of the file is no JSON object.
+        CheckpointError: a line in the middle of the file is damaged.
     """
     lines = Path(path).read_bytes().split(b"\n")
+    reader = LineReader()
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-                raise ValueError("no JSON object with a step")
+            records.append(reader.record(line))
         except ValueError as error:
             if number == len(lines):  # no newline after it
                 logger.warning("the last line of %s was cut off while it was written and is left out: %r", path, line[:80])
@@ -43,7 +94,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             raise CheckpointError(
                 f"line {number} of {path} is damaged ({error}): fix or delete that line; the rest is not touched."
             ) from None
-        records.append(record)
+    for first, last in reader.lost:
+        logger.warning("%s lacks what were its lines %d to %d; they are left out.", path, first, last)
     return records
 
 
@@ -71,12 +123,17 @@ class JSONLSink:
                     f"{self.path} already holds metrics of a run: resume that run (recover.mode=resume) or choose another trial_name."
                 )
             earlier = self._cut_after(resume_step)
+        else:
+            self._lines = 0
         self._started = time.time() - earlier
         self._file = self.path.open("a", encoding="utf-8")
 
     def _cut_after(self, resume_step: int) -> float:
         kept = [record for record in read_metrics(self.path) if record["step"] <= resume_step]
-        write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept), durable=True)
+        write_text(
+            self.path, "".join(line_with_checksum(record, number) for number, record in enumerate(kept, 1)), durable=True
+        )
+        self._lines = len(kept)
         return max((record.get("time", 0.0) for record in kept), default=0.0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -84,7 +141,8 @@ class JSONLSink:
         now = time.time()
         record = {"step": step, "time": round(now - self._started, 3), "unix_time": round(now, 3)}
         record.update({name: _json_number(value) for name, value in metrics.items()})
-        self._file.write(json.dumps(record) + "\n")
+        self._lines += 1
+        self._file.write(line_with_checksum(record, self._lines))
         self._file.flush()
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollwright.atomic import sweep, write_json
+from rollwright.atomic import read_json, sweep, write_json
 from rollwright.errors import CheckpointError, ConfigError
 from rollwright.tracking.logging import getLogger
 
@@ -107,6 +107,7 @@ class RunDirectory:
         self.experiment, self.trial = experiment, trial
         self.resumed = False
         self._lock_file: int | None = None
+        self._whole: RunDirectory = self  # that of the run, which is locked, where this is that of a stage
         self._set_path(Path(root) / experiment / trial)
 
     def _set_path(self, path: Path) -> None:
@@ -125,6 +126,7 @@ class RunDirectory:
         """A directory of the same form inside of this one."""
         part = RunDirectory(self.path.parent.parent, self.experiment, self.trial)
         part._set_path(path)
+        part._whole = self._whole
         return part
 
     @property
@@ -178,14 +180,35 @@ class RunDirectory:
         if not path.exists():
             return None
         try:
-            marker = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(marker, dict):
-                raise ValueError("it holds no JSON object")
-            return marker
+            return read_json(path)
         except ValueError as error:
             raise CheckpointError(
-                f"{path} is damaged ({error}): the run cannot be recognised; choose another trial_name."
+                f"{path} is damaged ({error}): the run cannot be recognised, and is left as it is. Restore this file from a copy, or "
+                "choose another trial_name; rollwright check says what else of the run is whole, and rollwright view shows it."
             ) from None
+
+    def finished_stages(self) -> dict[str, Any]:
+        """What ``stages.json`` says of stages that were finished; nothing where there is none.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        if not self.stages_file.exists():
+            return {}
+        try:
+            stages = read_json(self.stages_file)
+            if not all(isinstance(stage, dict) for stage in stages.values()):
+                raise ValueError("a stage of it is no JSON object")
+            return stages
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self.stages_file} is damaged ({error}), so which stages were finished is not known. Restore it from a copy, or delete "
+                "it: stages that left a recover checkpoint go on from there, all others are carried out again."
+            ) from None
+
+    def write_stages(self, stages: Mapping[str, Any]) -> None:
+        """Replace ``stages.json``."""
+        write_json(self.stages_file, dict(stages), default=str, checked=True)
 
     def claim(self, config: Mapping[str, Any] | None = None, recover_mode: str = "auto") -> RunDirectory:
         """Takes the directory for this process: creates it, or resumes the run in it (``resumed``). Returns itself.
@@ -250,6 +273,7 @@ class RunDirectory:
                 "finished": False,
                 "config": json.loads(json.dumps(config, default=str)),
             },
+            checked=True,
         )
 
     def _decide(self, config: Mapping[str, Any], mode: str) -> bool:
@@ -323,8 +347,7 @@ class RunDirectory:
         """Whether a step was made, or a stage finished that takes longer than random weights (``kind: model``)."""
         if any(part.has_metrics or part.has_recover_checkpoint for part in parts):
             return True
-        stages = json.loads(self.stages_file.read_text(encoding="utf-8")) if self.stages_file.exists() else {}
-        return any(stage.get("kind") != "model" for stage in stages.values())
+        return any(stage.get("kind") != "model" for stage in self.finished_stages().values())
 
     def _set_aside(self) -> Path:
         attempts = self.path / "attempts"
@@ -350,6 +373,29 @@ class RunDirectory:
         os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._lock_file = handle  # the kernel lets go of it when this process ends, however it ends
 
+    def check_lock(self) -> None:
+        """See that the lock is still this process's own: a file that was deleted keeps nobody out. For before each checkpoint.
+
+        Raises:
+            CheckpointError: it was deleted or replaced, or the directory was.
+        """
+        whole = self._whole
+        if whole._lock_file is None:
+            return
+        mine = os.fstat(whole._lock_file)
+        try:
+            found = (whole.path / LOCK).stat()
+        except OSError:
+            found = None
+        if found is None or (found.st_dev, found.st_ino) != (mine.st_dev, mine.st_ino):
+            what = f"{whole.path / LOCK} was {'deleted' if found is None else 'replaced'}"
+            if not whole.path.is_dir():
+                what = f"{whole.path} was moved or removed"
+            raise CheckpointError(
+                f"{what} while this run wrote there, so another process may write there, too. This one ends without a further checkpoint. "
+                "See that no other run uses the directory, then start the run again: it goes on from its last checkpoint."
+            )
+
     def was_left(self) -> bool:
         """True where a process of this machine wrote here and has ended, however it ended."""
         try:
@@ -363,7 +409,7 @@ class RunDirectory:
 
     def finish(self) -> None:
         """Marks the run as finished: from now on it is resumed only by ``recover.mode=resume``."""
-        write_json(self.path / MARKER, {**(self.marker() or {}), "finished": True})
+        write_json(self.path / MARKER, {**(self.marker() or {}), "finished": True}, checked=True)
 
     def release(self) -> None:
         """Lets another process have the directory."""

@@ -222,12 +222,14 @@ class Trainer(ABC):
         return path
 
     def _save_step(self) -> None:
+        self.directory.check_lock()
         self.save(self.directory.checkpoints / f"step-{self.step:06d}")
         if self.config.saver.keep is not None:
             keep_newest(self.directory.checkpoints, "step-", self.config.saver.keep)
 
     def _save_recover(self) -> None:
         if self.config.recover.mode != "off":
+            self.directory.check_lock()
             here = {
                 "rest": {name: part.state_dict() for name, part in self.parts().items()},
                 "before_visible": self.before_recover_visible(),

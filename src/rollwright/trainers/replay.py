@@ -23,12 +23,15 @@ from rollwright.experience.journal.files import journal_files
 from rollwright.experience.journal.tasks import ImageDigest, digest_of, images_in
 from rollwright.rewards.wrapper import REWARD_CALLS
 from rollwright.rollout.replay import Replayed, Replayer
+from rollwright.tracking.logging import getLogger
 from rollwright.trainers import tasks
 from rollwright.trainers.evaluation import evaluating
 from rollwright.trainers.rollout_backend import make_local_engine
 from rollwright.trainers.shared_run import SERVICE_FILE
 from rollwright.trainers.task_services import TaskServices
 from rollwright.workflows.registry import WORKFLOWS
+
+logger = getLogger("replay")
 
 _SAMPLE = re.compile(r"(eval:)?(\d+)(?:/(\d+))?(?:@v(\d+))?(?:@(\d+))?")
 
@@ -159,7 +162,9 @@ class RunReplay:
         journal = self.directory / "journal"
         chosen = last_of_each_name(journal, selected(samples), ("accepted", "rejected"))
         for episode in read_episodes(journal, lambda writer, begin: (writer, begin.episode) in chosen):
-            if episode.end is not None:  # always so, unless a file was removed meanwhile
+            if episode.damage is not None:
+                logger.warning("%s is left out: %s", episode.name, episode.damage)
+            elif episode.end is not None:  # always so, unless a file was removed meanwhile
                 episode.names_writer = chosen[episode.writer, episode.begin.episode]
                 yield episode
 

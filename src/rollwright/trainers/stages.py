@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -15,7 +14,6 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from rollwright.atomic import write_json
 from rollwright.config.experiment import EvalConfig, NewModelConfig, PPOConfig
 from rollwright.config.loading import Stage
 from rollwright.config.plan import in_words
@@ -59,9 +57,8 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
         secrets = {secret for stage in stages for secret in secrets_of(stage.config)}
         copy_without_secrets(source_path, directory.path / "source.yaml", secrets)
     console = logging.console()
-    finished = directory.stages_file
-    done = json.loads(finished.read_text(encoding="utf-8")) if directory.resumed and finished.exists() else {}
     with directory:
+        done = directory.finished_stages() if directory.resumed else {}
         done = _still_done(stages, done, directory)
         for number, stage in enumerate(stages, 1):
             if stage.name in done:
@@ -79,7 +76,7 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
             results = _CARRY_OUT[stage.kind](stage, directory if len(stages) == 1 else directory.stage(stage.name))
             results["total_seconds"] = time.monotonic() - started
             done[stage.name] = {"kind": stage.kind, "length": _length(stage.config), **results}
-            write_json(finished, done, default=str)
+            directory.write_stages(done)
         summary = _summarise(done, directory)
         write_summary(directory.summary_file, summary)
         directory.finish()
@@ -116,7 +113,7 @@ def _still_done(stages: Sequence[Stage], done: dict[str, Any], directory: RunDir
             "stages.NAME.total_train_steps) to train on"
         )
     if longer:  # one that is interrupted now goes on there by itself
-        write_json(directory.stages_file, kept, default=str)
+        directory.write_stages(kept)
     return kept
 
 

@@ -12,13 +12,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rollwright.experience.journal.files import step_of
 from rollwright.experience.journal.records import (
     AnyRecord,
     Arguments,
     Begin,
     Call,
     Checkpoint,
+    Closed,
     End,
+    Files,
     GroupEnd,
     Phase,
     Published,
@@ -58,6 +61,7 @@ _COLUMNS = [
     "truncated",
     "places",
     "is_undone",
+    "is_damaged",
 ]
 _INSERT = f"INSERT INTO samples ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
 _TRAINED = """
@@ -88,6 +92,7 @@ WHERE step = :step AND writer = :writer
 """
 
 
+PLACE_BITS = 44  # of a place: the number of the file, shifted by these, and the byte where the record begins
 _WAITING_KEPT = 1_000  # groups whose samples are looked for again
 
 
@@ -98,6 +103,7 @@ class OpenSample:
         "begin",
         "calls",
         "first",
+        "is_damaged",
         "is_undone",
         "last",
         "model_seconds",
@@ -116,7 +122,7 @@ class OpenSample:
         self.first, self.last = 1 << 62, -1
         self.model_seconds = self.tool_seconds = 0.0
         self.names: set[str] = set()
-        self.is_undone = False
+        self.is_undone = self.is_damaged = False
 
     def state(self) -> bytes:
         """All of it, packed."""
@@ -130,6 +136,7 @@ class OpenSample:
             self.model_seconds,
             self.tool_seconds,
             self.is_undone,
+            self.is_damaged,
         )
         return msgspec.msgpack.encode((self.begin, self.places.tobytes(), numbers, sorted(self.names)))
 
@@ -140,7 +147,7 @@ class OpenSample:
         sample = cls(tuple(begin), 0)
         sample.places = array("q", places)
         sample.calls, sample.prompt, sample.tokens, sample.tools, sample.first, sample.last = numbers[:6]
-        sample.model_seconds, sample.tool_seconds, sample.is_undone = numbers[6:]
+        sample.model_seconds, sample.tool_seconds, sample.is_undone, sample.is_damaged = numbers[6:]
         sample.names = set(names)
         return sample
 
@@ -167,7 +174,7 @@ class OpenSample:
             0,
         ]
         times = [self.model_seconds, self.tool_seconds, began, ended, False, self.places.tobytes()]
-        return [*head, self.calls, self.tools, names, first, last, *times, self.is_undone]
+        return [*head, self.calls, self.tools, names, first, last, *times, self.is_undone, self.is_damaged]
 
     def columns(self, writer: int, status: str) -> dict[str, Any]:
         """Its row by the names of the columns, as of a sample that has ended."""
@@ -192,11 +199,15 @@ class Collector:
         self._open: dict[tuple[int, int], OpenSample] = {}
         self._ended: list[list[Any]] = []  # rows of samples that are not written yet
         self._trained: list[tuple[int, int, Trained]] = []  # writer, place and record: the rows of one group
+        self._behind_gap: int | None = None  # the writer whose last record is the one behind damaged bytes
+        self._is_cut = False  # rows of the group may be lost
         for row in connection.execute("SELECT * FROM running"):
             self._open[row["writer"], row["episode"]] = OpenSample.of(row["state"])
         self._first_steps = first_steps(connection)
         self._resumes = [row[0] for row in connection.execute("SELECT writer FROM resumes ORDER BY writer")]
         self._left = self._left_open()
+        found = connection.execute("SELECT DISTINCT writer FROM gaps WHERE last IS NULL")
+        self._gaps_open = {row[0]: True for row in found}  # writers that recorded no step behind damaged bytes yet
         self._steps = dict(connection.execute("SELECT writer, max(step) FROM steps GROUP BY writer").fetchall())
         self._checkpoint = connection.execute("SELECT max(step) FROM checkpoints").fetchone()[0] or 0
         self._take: dict[type, Callable[[int, int, Any], None]] = {
@@ -210,21 +221,52 @@ class Collector:
             Published: self._published,
             Checkpoint: self._checkpointed,
             Resumed: self._resumed,
+            Files: self._files,
+            Closed: self._closed,
         }
 
     def take(self, writer: int, place: int, record: AnyRecord) -> None:
         """The next record, written by a process and found at a place."""
+        if self._gaps_open.get(writer) and (step := step_of(record)) is not None:
+            self._connection.execute("UPDATE gaps SET last = ? WHERE writer = ? AND last IS NULL", (step, writer))
+            self._gaps_open[writer] = False
         if isinstance(record, Trained):
             self._trained_row(writer, place, record)
             return
         if self._trained:
             self._assign()
+        self._behind_gap = None
         if (take := self._take.get(type(record))) is not None:
             take(writer, place, record)
 
+    def gap(self, writer: int, file: int, begin: int, end: int, note: str = "") -> None:
+        """Bytes of a file are damaged, or the rest of it cannot be read (``note``): what was open there may lack records."""
+        self._is_cut = bool(self._trained)
+        if self._trained:
+            self._assign()
+        self._behind_gap = writer
+        for (its, _), sample in self._open.items():
+            sample.is_damaged |= its == writer
+        first = self._connection.execute("SELECT max(step) FROM steps WHERE writer = ?", (writer,)).fetchone()[0]
+        self._connection.execute(
+            "INSERT OR REPLACE INTO gaps VALUES (?, ?, ?, ?, ?, NULL, ?)", (file, begin, end, writer, first, note)
+        )
+        self._gaps_open[writer] = True
+
+    def _files(self, writer: int, place: int, record: Files) -> None:
+        before = self._connection.execute("SELECT value FROM state WHERE name = 'files'").fetchone()
+        if before is None or json.loads(before[0])["time"] <= record.time:
+            listed = json.dumps({"time": record.time, "sizes": record.sizes})
+            self._connection.execute("INSERT OR REPLACE INTO state VALUES ('files', ?)", (listed,))
+
+    def _closed(self, writer: int, place: int, record: Closed) -> None:
+        self._connection.execute("UPDATE files SET is_closed = 1 WHERE id = ?", (place >> PLACE_BITS,))
+
     def place_to_go_on(self, end: int) -> int:
         """Where to read on after ``end``: before the rows of a group that may not be complete."""
-        if self._trained:
+        if self._trained and self._is_cut:
+            self._assign()
+        elif self._trained:
             end, self._trained = self._trained[0][1], []
         return end
 
@@ -356,18 +398,28 @@ class Collector:
             last = self._trained[-1][2]
             if (last.step, last.group) != (record.step, record.group):
                 self._assign()
+        if self._behind_gap == writer:
+            self._is_cut, self._behind_gap = True, None
         self._trained.append((writer, place, record))
 
     def _assign(self) -> None:
         """The rows of a group are complete: find its samples."""
         trained, self._trained = self._trained, []
+        is_cut, self._is_cut = self._is_cut, False
         writer, _, first = trained[0]
         self._first_steps.setdefault(writer, first.step)
         rows = [(place, record.reward, _mean_advantage(record)) for _, place, record in trained]
         self._flush()
-        if not self._find(writer, first.step, first.group, rows):
+        if is_cut:  # which of them are whose is not known
+            self._mark_damaged(writer, first.group)
+        elif not self._find(writer, first.step, first.group, rows):
             values = (first.group, writer, first.step, msgspec.msgpack.encode(rows))
             self._connection.execute("INSERT OR REPLACE INTO waiting VALUES (?, ?, ?, ?)", values)
+
+    def _mark_damaged(self, writer: int, number: int) -> None:
+        of = "SELECT ordinal FROM groups WHERE number = ? AND writer = ? AND NOT is_eval"
+        change = f"UPDATE samples SET is_damaged = 1 WHERE ordinal IN ({of}) AND NOT is_eval AND NOT is_undone"
+        self._connection.execute(change, (number, writer))
 
     def _find(self, writer: int, step: int, number: int, trained: list[tuple[int, float, float]]) -> bool:
         """Note what was trained with its samples: a batch has the rows of a group in the order of its samples.

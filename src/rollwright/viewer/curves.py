@@ -8,8 +8,7 @@ from array import array
 from collections.abc import Iterable
 from pathlib import Path
 
-import msgspec
-
+from rollwright.tracking.metrics_file import LineReader
 from rollwright.tracking.plots import smoothed
 
 #: Titles of groups of metrics, and what the names of theirs begin with; the first that fits counts.
@@ -58,9 +57,11 @@ class Curves:
         self._read, self._inode = 0, -1
         self._columns: dict[str, tuple[array[float], array[float]]] = {}  # steps and values
         self.times: list[tuple[int, float]] = []  # step and seconds since the epoch
+        self._reader = LineReader()
+        self._damaged: list[str] = []
 
     def update(self) -> None:
-        """Read what was written since; a file that a resume cut is read anew. Lines that are damaged are left out."""
+        """Read what was written since; a file that a resume cut is read anew. Lines that are damaged are left out, see ``missing``."""
         with self._lock:
             if not self.path.exists():
                 return
@@ -75,15 +76,18 @@ class Curves:
                 data = file.read()
             whole = data.rfind(b"\n") + 1
             self._read += whole
-            for line in data[:whole].splitlines():
-                self._take(line)
+            for line in data[:whole].split(b"\n"):
+                if line.strip():
+                    self._take(line)
 
     def _take(self, line: bytes) -> None:
         try:
-            record = msgspec.json.decode(line)
-            step = record["step"]
-        except (msgspec.DecodeError, KeyError, TypeError):
+            record = self._reader.record(line)
+        except ValueError as error:
+            behind = f", behind that of step {self.times[-1][0]}" if self.times else ""
+            self._damaged.append(f"a line is damaged ({error}) and left out{behind}: {line[:60]!r}")
             return
+        step = record["step"]
         self.times.append((step, record.get("unix_time") or 0.0))
         for name, value in record.items():
             if name in _NO_METRICS or not isinstance(value, int | float):
@@ -91,6 +95,17 @@ class Curves:
             steps, values = self._columns.setdefault(name, (array("d"), array("d")))
             steps.append(step)
             values.append(value)
+
+    def missing(self) -> list[str]:
+        """What the file does not have any more."""
+        self.update()
+        with self._lock:
+            left = self.path.stat().st_size - self._read if self.path.exists() else 0
+            lost = [
+                f"line {first} is gone" if first == last else f"lines {first} to {last} are gone"
+                for first, last in self._reader.lost
+            ]
+            return [*self._damaged, *lost, *([f"the last {left} bytes are no whole line"] if left > 0 else [])]
 
     def names(self) -> list[str]:
         """Of all metrics, sorted."""

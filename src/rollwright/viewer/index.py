@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import queue
 import sqlite3
@@ -21,16 +22,18 @@ from typing import Any
 
 import xxhash
 
-from rollwright.experience.journal.files import frames, journal_files, record_at
-from rollwright.experience.journal.records import AnyRecord, decode
+from rollwright.errors import JournalError
+from rollwright.experience.journal import frames as frames_module
+from rollwright.experience.journal.files import Gap, journal_files
+from rollwright.experience.journal.frames import decoded, frames, record_at
+from rollwright.experience.journal.records import AnyRecord
 from rollwright.tracking.logging import getLogger
-from rollwright.viewer.collector import Collector
+from rollwright.viewer.collector import PLACE_BITS, Collector
 from rollwright.viewer.texts import TEXTS, TextIndex
 from rollwright.viewer.tokens import Vocabulary
 
 logger = getLogger("viewer")
 
-PLACE_BITS = 44  # of a place: the number of the file, shifted by these, and the byte where the record begins
 _READERS = 4  # connections for reading; each keeps some MiB
 _HEAD = 4096  # bytes by which a file is recognised
 _AT_ONCE = 20_000  # records between two looks at the clock
@@ -38,14 +41,15 @@ _AT_ONCE = 20_000  # records between two looks at the clock
 _SCHEMA = (
     """
 CREATE TABLE state (name TEXT PRIMARY KEY, value);
-CREATE TABLE files (id INTEGER PRIMARY KEY, name TEXT UNIQUE, writer INT, position INT, head INT, head_digest TEXT);
+CREATE TABLE files (id INTEGER PRIMARY KEY, name TEXT UNIQUE, writer INT, position INT, head INT, head_digest TEXT, is_closed INT DEFAULT 0);
+CREATE TABLE gaps (file INT, begin INT, end INT, writer INT, first INT, last INT, note TEXT, PRIMARY KEY (file, begin)) WITHOUT ROWID;
 CREATE TABLE arguments (writer INT, number INT, place INT, PRIMARY KEY (writer, number)) WITHOUT ROWID;
 CREATE TABLE running (writer INT, episode INT, state BLOB, PRIMARY KEY (writer, episode)) WITHOUT ROWID;
 CREATE TABLE samples (
     id INTEGER PRIMARY KEY, writer INT, ordinal INT, idx INT, attempt INT, is_eval INT, version INT, workflow TEXT, status TEXT,
     reason TEXT, reward REAL, rewards TEXT, prompt_tokens INT, tokens INT, length INT, rows INT, calls INT, tools INT, tool_names TEXT,
     first_version INT, last_version INT, model_seconds REAL, tool_seconds REAL, began REAL, ended REAL, truncated INT, places BLOB,
-    step INT, step_writer INT, trained INT, advantage REAL, advantages TEXT, trained_places BLOB, is_undone INT DEFAULT 0
+    step INT, step_writer INT, trained INT, advantage REAL, advantages TEXT, trained_places BLOB, is_undone INT DEFAULT 0, is_damaged INT DEFAULT 0
 );
 CREATE INDEX samples_of_group ON samples (ordinal, is_eval);
 CREATE INDEX samples_of_step ON samples (step) WHERE step IS NOT NULL;
@@ -234,12 +238,19 @@ class Index:
         assert self._writer is not None
         if deadline is not None and time.monotonic() > deadline:
             return 1  # there is more, for the next time
-        high, read_to, take = number << PLACE_BITS, begin, collector.take
-        for count, (at, end, body) in enumerate(frames(path, begin), 1):
-            take(writer, high | at, decode(body))
-            read_to = end
-            if deadline is not None and count % _AT_ONCE == 0 and time.monotonic() > deadline:
-                break
+        high, read_to, take = number << PLACE_BITS, begin or len(frames_module.VERSION), collector.take
+        try:
+            for count, (at, end, body) in enumerate(frames(path, begin), 1):
+                if at > read_to:
+                    collector.gap(writer, number, read_to, at)
+                take(writer, high | at, decoded(body, path, at))
+                read_to = end
+                if deadline is not None and count % _AT_ONCE == 0 and time.monotonic() > deadline:
+                    break
+        except JournalError as error:  # the others can be read
+            collector.gap(writer, number, read_to, path.stat().st_size, str(error))
+        if read_to == len(frames_module.VERSION) and not begin:
+            return 0
         safe = collector.place_to_go_on(high | read_to) & ((1 << PLACE_BITS) - 1)
         self._writer.execute("UPDATE files SET position = ? WHERE id = ?", (safe, number))
         return safe - begin
@@ -274,6 +285,56 @@ class Index:
             "text": text,
             "is_complete": self._is_complete and text == 1.0,
         }
+
+    def missing(self, *, is_running: bool, is_finished: bool) -> list[Gap]:
+        """What the journal does not have any more: damaged bytes, ends and files.
+
+        Args:
+            is_running: a process writes, whose last file may end in the middle of a record.
+            is_finished: the run came to its end, and so did its files.
+        """
+        known = {row["id"]: row for row in self.rows("SELECT * FROM files")}
+        found = [
+            Gap(
+                self.journal / known[row["file"]]["name"],
+                row["begin"],
+                row["end"],
+                (row["first"], row["last"]),
+                note=row["note"] or "",
+            )
+            for row in self.rows("SELECT * FROM gaps ORDER BY file, begin")
+            if row["file"] in known
+        ]
+        noted = {gap.path for gap in found if gap.note}
+        sizes = {path.name: path.stat().st_size for path in journal_files(self.journal)}
+        newest = {
+            row["writer"]: row["name"] for row in self.rows("SELECT writer, max(name) AS name FROM files GROUP BY writer")
+        }
+        steps = dict(self.rows("SELECT writer, max(step) FROM steps GROUP BY writer"))
+        (listed,) = self.rows("SELECT (SELECT value FROM state WHERE name = 'files')")
+        expected = json.loads(listed[0])["sizes"] if listed[0] else {}
+        for row in known.values():
+            path, size = self.journal / row["name"], sizes.get(row["name"], 0)
+            is_last = newest[row["writer"]] == row["name"]
+            after = (steps.get(row["writer"]), None)
+            lost = expected.get(row["name"], 0) - size
+            if path in noted or (is_running and is_last) or row["name"] not in sizes:
+                continue
+            if lost > 0:
+                found.append(Gap(path, row["position"], size + lost, after, note=f"its last {lost:,} bytes or more are gone"))
+            elif size > row["position"] and size > len(frames_module.VERSION):
+                found.append(Gap(path, row["position"], size, after, is_tail=True))
+            elif not size:
+                found.append(Gap(path, 0, 0, after, note="it is empty"))
+            elif not row["is_closed"] and (not is_last or is_finished) and self._says_where_it_ends(path):
+                found.append(Gap(path, size, size, after, note="its end is gone"))
+        gone = sorted(expected.keys() - sizes.keys())
+        return found + [Gap(self.journal / name, 0, expected[name], note="this file is gone") for name in gone]
+
+    def _says_where_it_ends(self, path: Path) -> bool:
+        """Files of the version before do not, and one that a killed process just began has nothing to say."""
+        with path.open("rb") as file:
+            return file.read(len(frames_module.VERSION) + 1)[:-1] == frames_module.VERSION
 
     # -- the database --------------------------------------------------------------------------------------------------------
 

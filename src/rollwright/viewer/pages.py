@@ -90,7 +90,7 @@ class Pages:
             title: of this page; empty: the run's.
             is_followed: the page changes while the run writes.
         """
-        entry = {"id": _id_of(name), **run.info()}
+        entry = {"id": _id_of(name), **run.info(), "missing": [each["message"] for each in run.missing()]}
         url = entry["url"] = url_of_run(entry["id"])
         crumbs = [{"text": entry["id"], "url": url}, *({"text": text, "url": url + address} for text, address in places)]
         if title:

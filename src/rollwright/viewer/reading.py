@@ -88,7 +88,7 @@ def plain_floats(values: np.ndarray) -> list[float | None]:
 
 
 def read_episode(index: Index, places: bytes, writer: int) -> RecordedEpisode:
-    """The episode whose records are at these places.
+    """The episode whose records are at these places; of one of which some are lost (``is_damaged`` in lists) what is left.
 
     Raises:
         JournalError: a file of the journal is gone or was changed.
@@ -99,11 +99,14 @@ def read_episode(index: Index, places: bytes, writer: int) -> RecordedEpisode:
     episode = RecordedEpisode(records[0], writer=writer)
     for record in records[1:]:
         if isinstance(record, Call):
-            episode.add(record, _arguments(index, writer, record.arguments))
+            if record.index == len(episode.calls):  # else one before is lost, and what this builds on is not known
+                episode.add(record, _arguments(index, writer, record.arguments))
         elif isinstance(record, Result):
             episode.results.append(record)
         elif isinstance(record, End):
             episode.end = record
+    if episode.end is not None:  # the rows of calls that are lost cannot be put together
+        episode.end.rows = [row for row in episode.end.rows if row.base < len(episode.calls)]
     return episode
 
 

@@ -39,10 +39,10 @@ def write_report(places: Sequence[str | Path], file: Path, samples: int = 40) ->
     if len(entries) != 1:
         named = ", ".join(entry["path"] for entry in entries[:6]) or "none"
         raise ConfigError(f"a report is of one run, and there are {len(entries)}: name one of {named}.")
-    entry = entries[0]
-    run = pages.runs.get(entry["id"])
+    run = pages.runs.get(entries[0]["id"])
     try:
         run.refresh(_INDEX_SECONDS)
+        entry = {**entries[0], "missing": [each["message"] for each in run.missing()]}
         scripts = "\n".join(pages.static[name].decode() for name in _SCRIPTS)
         styles = "\n".join(pages.static[name].decode() for name in _STYLES)
         html = pages.render(

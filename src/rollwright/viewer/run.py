@@ -112,6 +112,43 @@ class Run(RunFiles):
                 self._following = threading.Event()
                 threading.Thread(target=self._follow, args=(self._following,), name="rollwright-index", daemon=True).start()
 
+    def missing(self) -> list[dict[str, Any]]:
+        """As ``RunFiles.missing``, with what the journal lacks: damaged bytes, ends and files, and the steps that they lie between."""
+        found = super().missing()
+        if not (self.path / "journal").is_dir():
+            return [*found, *self._without_journal()]
+        if not self.has_journal:
+            return [*found, self._lacks(self.path / "journal", "it is empty: nothing is known of its samples")]
+        is_finished = self.info()["state"] == "finished"
+        for gap in self._index.missing(is_running=self.is_running, is_finished=is_finished):
+            said = str(gap).partition(": " if gap.note else ", ")[2]
+            found.append(self._lacks(gap.path, said, gap.begin, gap.end, gap.steps))
+        return [*found, *self._unlike()]
+
+    def _without_journal(self) -> list[dict[str, Any]]:
+        kept = self.config.get("journal.enabled") and self.config.get("mode", "both") in ("both", "explore", "serve")
+        if not kept or "gconfig.n_samples" not in self.config:
+            return []
+        return [self._lacks(self.path / "journal", "it is gone: nothing is known of the samples")]
+
+    def _unlike(self) -> list[dict[str, Any]]:
+        """Where journal and metrics, of which each has every step, do not have the same ones."""
+        if self.is_running or not self._index.progress()["is_complete"]:
+            return []
+        indexed = {row["step"] for row in self._samples.steps()}
+        logged = {step for step, _ in self.curves.points("reward")}
+        found = []
+        if lost := sorted(indexed - logged):
+            found.append(
+                self._lacks(self.curves.path, f"it lacks {_steps(lost)}, which the journal has", steps=(lost[0], lost[-1]))
+            )
+        if indexed and (
+            lost := sorted(step for step in logged - indexed if step > min(indexed))
+        ):  # journal.keep removes the first
+            said = f"it lacks the end of {_steps(lost)}, which metrics.jsonl has"
+            found.append(self._lacks(self.path / "journal", said, steps=(lost[0], lost[-1])))
+        return found
+
     def _follow(self, ended: threading.Event) -> None:
         while not ended.is_set():
             is_complete = True
@@ -362,6 +399,10 @@ class Run(RunFiles):
         where = "" if undone else f"WHERE {NOT_UNDONE} "
         ended = self._samples.listed(f"{where}ORDER BY samples.id DESC LIMIT ?", limit)
         return [*self._samples.running(undone=undone), *ended][:limit]
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
 
 
 def _neighbours(sample: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:

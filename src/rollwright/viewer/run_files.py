@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from rollwright.atomic import read_json
+from rollwright.config.loading import is_as_written
 from rollwright.errors import DataError
 from rollwright.experience.journal.files import journal_files
 from rollwright.tracking.learning_signs import signs_of
@@ -37,6 +38,7 @@ class RunFiles:
         self.path = find_part(Path(path))
         self.curves = Curves(self.path / "metrics.jsonl")
         self._config: tuple[int, dict[str, Any]] = (-1, {})  # when the file was written, and what it says
+        self._config_problem = ""
 
     @cached_property
     def name(self) -> str:
@@ -55,10 +57,13 @@ class RunFiles:
         written = file.stat().st_mtime_ns
         if self._config[0] != written:
             loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+            text = file.read_text(encoding="utf-8", errors="replace")
+            self._config_problem = "" if is_as_written(text) else "it is not as the run wrote it: it was changed or damaged"
             try:
-                found = yaml.load(file.read_text(encoding="utf-8", errors="replace"), loader)
+                found = yaml.load(text, loader)
             except yaml.YAMLError as error:
                 logger.warning("%s cannot be read, so its values are not shown: %s", file, error)
+                self._config_problem = f"it cannot be read, so its values are not shown ({str(error).splitlines()[0]})"
                 found = None
             self._config = written, flattened(found) if isinstance(found, dict) else {}
         return dict(self._config[1])
@@ -136,6 +141,62 @@ class RunFiles:
         """
         return {"series": self.curves.series(names, points, smoothing), "groups": groups_of(self.curves.names())}
 
+    def missing(self) -> list[dict[str, Any]]:
+        """What the files do not say any more, because they are damaged, cut or gone; empty where all is whole.
+
+        Returns:
+            For each its ``file`` (below the run's directory), the bytes from ``begin`` to ``end`` and the ``steps`` that it lies between,
+            as far as these are known, and all of it as a ``message``.
+        """
+        found = [self._lacks(self.curves.path, each) for each in self.curves.missing()]
+        if not self.curves.path.exists() and self._wrote_metrics():
+            found.append(self._lacks(self.curves.path, "it is gone: there are no curves"))
+        elif self.curves.path.exists() and not self.curves.path.stat().st_size and self._wrote_metrics():
+            found.append(self._lacks(self.curves.path, "it is empty: there are no curves"))
+        elif self._last_known_step() > (last := max((step for step, _ in self.curves.times), default=0)):
+            steps = last + 1, self._last_known_step()
+            said = f"it ends with step {last}, and the run came to step {steps[1]}"
+            found.append(self._lacks(self.curves.path, said, steps=steps))
+        for root in dict.fromkeys((self._root, self.path)):
+            for name in (MARKER, "stages.json"):
+                problem = _problem_of(root / name)
+                if problem is None and name == MARKER and root == self._root and not (root / name).exists():
+                    problem = "it is gone: the run cannot be resumed"
+                if problem:
+                    found.append(self._lacks(root / name, problem))
+        _ = self.config
+        if not (self.path / "config.yaml").exists() and self.curves.times:
+            found.append(self._lacks(self.path / "config.yaml", "it is gone"))
+        elif self._config_problem:
+            found.append(self._lacks(self.path / "config.yaml", self._config_problem))
+        return found
+
+    def _wrote_metrics(self) -> bool:
+        """A step was made, or an evaluation."""
+        return self._last_known_step() > 0
+
+    def _last_known_step(self) -> int:
+        """The last that a recover checkpoint or the results of the stage know of."""
+        made = [int(path.name.rpartition("_")[2]) for path in self.path.glob("recover/step_*") if path.name[5:].isdecimal()]
+        steps = self._results().get("steps")
+        return max([*made, steps if isinstance(steps, int) else 0], default=0)
+
+    @property
+    def _root(self) -> Path:
+        """The directory of the whole run."""
+        return self.path if (self.path / MARKER).exists() or not (self.path.parent / MARKER).exists() else self.path.parent
+
+    def _lacks(
+        self,
+        path: Path,
+        message: str,
+        begin: int | None = None,
+        end: int | None = None,
+        steps: Sequence[int | None] = (None, None),
+    ) -> dict[str, Any]:
+        name = path.relative_to(self._root).as_posix() if path.is_relative_to(self._root) else path.name
+        return {"file": name, "begin": begin, "end": end, "steps": list(steps), "message": f"{name}: {message}"}
+
     def diagnosis(self) -> list[dict[str, Any]]:
         """What is wrong and which setting changes it: ``rule``, ``level`` (bad, warn or info), ``message``, ``setting`` and ``step``."""
         return [sign.plain() for sign in signs_of(self.curves.points, self.config)]
@@ -169,10 +230,20 @@ def is_part(path: Path) -> bool:
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object; empty where there is none, or one that is being written or damaged."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+
+
+def _problem_of(path: Path) -> str | None:
+    """Why a JSON file cannot be read; None where it can, or there is none."""
+    try:
+        read_json(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        return f"it cannot be read ({error}), so nothing of it is shown"
+    return None
 
 
 def _unix_time(text: Any) -> float | None:

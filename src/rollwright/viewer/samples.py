@@ -19,7 +19,7 @@ _UNFINISHED = ("failed", "cut", "diverged")  # outcomes of attempts behind which
 _LISTED = """
 samples.id, writer, ordinal, idx, attempt, is_eval, version, workflow, status, reason, reward, rewards, prompt_tokens, tokens, length, rows,
 calls, tools, tool_names, first_version, last_version, model_seconds, tool_seconds, began, ended, truncated, step, step_writer, trained,
-advantage, advantages, is_undone, substr(texts.said, 1, 120) AS preview
+advantage, advantages, is_undone, is_damaged, substr(texts.said, 1, 120) AS preview
 """
 #: The query of listed samples, to be continued with its conditions.
 SELECT = f"SELECT {_LISTED} FROM samples LEFT JOIN texts ON texts.id = samples.id"
@@ -131,6 +131,7 @@ class Samples:
             "truncated": bool(row["truncated"]),
             "trained": row["trained"] or 0,
             "is_undone": bool(row["is_undone"]),
+            "is_damaged": bool(row["is_damaged"]),
             "rewards": json.loads(row["rewards"]) if row["rewards"] else [] if row["reward"] is None else [row["reward"]],
             "advantages": json.loads(row["advantages"])
             if row["advantages"]

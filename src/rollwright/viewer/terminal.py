@@ -104,7 +104,8 @@ class RunView(View):
     def read(self) -> Any:
         assert self.watched is not None
         run = self.watched
-        return {"info": run.info(), "signs": run.diagnosis(), "curves": run.metrics(), "progress": run.progress()}
+        found = {"info": run.info(), "signs": run.diagnosis(), "curves": run.metrics(), "progress": run.progress()}
+        return {**found, "missing": [each["message"] for each in run.missing()]}
 
     def show(self, found: Any) -> None:
         self.found, info, progress = found, found["info"], found["progress"]
@@ -112,7 +113,10 @@ class RunView(View):
         read = f"{progress['samples']:,} samples"
         read += "" if progress["is_complete"] else f" ({share(progress['bytes'] / max(1, progress['of_bytes']))} read)"
         self.head(info["name"], info["state"], f"step {info['last_step']}{of}", f"reward {number(info['reward'])}", read)
-        signs = [f"{'!' if sign['level'] == 'bad' else '▸'} {sign['message']}" for sign in found["signs"][:3]]
+        missing = [f"✗ missing: {message}" for message in found["missing"][:3]]
+        if len(found["missing"]) > 3:
+            missing.append(f"✗ and {len(found['missing']) - 3} more: rollwright check lists them all")
+        signs = [*missing, *(f"{'!' if sign['level'] == 'bad' else '▸'} {sign['message']}" for sign in found["signs"][:3])]
         self.query_one("#signs", Static).update(Text(visible("\n".join(signs))))
         rows = {}
         for names in found["curves"]["groups"].values():

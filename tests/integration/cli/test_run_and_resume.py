@@ -53,7 +53,7 @@ def test_stopped_resumed_finished(tmp_path):
         first.send_signal(signal.SIGTERM)
         assert first.wait(200) == 128 + signal.SIGTERM, (tmp_path / "first.log").read_text()
     stopped = max(steps(run / "grpo" / "metrics.jsonl"))
-    assert set(json.loads((run / "stages.json").read_text())) == {"model", "warmup"}
+    assert set(json.loads((run / "stages.json").read_text())) == {"model", "warmup", "checksum"}
 
     again = [*command, f"stages.grpo.total_train_steps={stopped + 2}"]
     second = subprocess.run(again, capture_output=True, text=True, timeout=200, env=environment)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import struct
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
+import xxhash
 
 from rollwright.config.sections import JournalConfig
 from rollwright.errors import JournalError
 from rollwright.experience.journal import files
 from rollwright.experience.journal.files import Journal, journal_files, read_records
-from rollwright.experience.journal.records import Arguments, Begin, End, Phase, Result, pack_value
+from rollwright.experience.journal.records import Arguments, Begin, End, Phase, Result, encode, pack_value
 
 
 def phases(directory) -> list[int]:
@@ -85,17 +88,65 @@ def test_a_torn_tail_is_cut_and_said(tmp_path, caplog, left):
     assert f"the last {left} bytes, from byte {whole} on" in caplog.text
 
 
-def test_a_damaged_record_ends_what_is_read_of_its_file(tmp_path, caplog):
-    journal = Journal(tmp_path)
-    for step in range(3):
+def old_form(directory, records) -> Path:
+    """A file as the version before wrote it: no marks, and no records of the files."""
+    directory.mkdir(exist_ok=True)
+    bodies = map(encode, records)
+    framed = (struct.pack("<IQ", len(body), xxhash.xxh3_64_intdigest(body)) + body for body in bodies)
+    path = directory / "000000-0000.journal"
+    path.write_bytes(b"RWJRNL1\n" + b"".join(framed))
+    return path
+
+
+def written(directory, steps: int) -> Path:
+    journal = Journal(directory)
+    for step in range(steps):
         journal.write(Phase(step, "train", 0.5))
     journal.close()
-    (file,) = journal_files(tmp_path)
-    content = bytearray(file.read_bytes())
-    content[-3] ^= 1
-    file.write_bytes(content)
-    with caplog.at_level("WARNING"):
-        assert phases(tmp_path) == [0, 1]
+    return journal_files(directory)[0]
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_each_byte_that_is_damaged_costs_one_record_which_is_named(tmp_path, caplog, is_old):
+    """Also one of a length, of a mark and of the version: all other records are read."""
+    file = old_form(tmp_path, [Phase(step, "train", 0.5) for step in range(6)]) if is_old else written(tmp_path, 6)
+    assert phases(tmp_path) == list(range(6))
+    content = file.read_bytes()
+    for place in range(len(content)):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 0x55]) + content[place + 1 :])
+        caplog.clear()
+        with caplog.at_level("WARNING"):
+            found = phases(tmp_path)
+        lost = sorted({*range(6)} - {*found})
+        assert found == sorted(found)
+        assert len(lost) <= 1
+        if lost:
+            assert file.name in caplog.text
+            assert "bytes" in caplog.text
+        if lost and 0 < lost[0] < 5:
+            assert f"between step {lost[0] - 1} and step {lost[0] + 1}: damaged" in caplog.text
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_reading_goes_on_behind_bytes_that_are_gone_or_too_many(tmp_path, is_old):
+    file = old_form(tmp_path, [Phase(step, "train", 0.5) for step in range(6)]) if is_old else written(tmp_path, 6)
+    content = file.read_bytes()
+    middle = len(content) // 2
+    file.write_bytes(content[: middle - 20] + content[middle + 20 :])
+    found = phases(tmp_path)
+    assert found[0] == 0
+    assert found[-1] == 5
+    assert len(found) >= 3
+    file.write_bytes(content[:middle] + os.urandom(9_000_000) + content[middle:])  # more than is read at once
+    assert len(phases(tmp_path)) >= 5
+    file.write_bytes(content[:middle] + b"\x1eRW\xf7\xff\xff\x0f\x00" * 400_000 + content[middle:])  # looks like records
+    found = phases(tmp_path)
+    assert found[0] == 0
+    assert len(found) >= 2
+
+
+def test_what_is_no_journal_is_refused(tmp_path):
+    file = written(tmp_path, 1)
     file.write_bytes(b"something else")
     with pytest.raises(JournalError, match="is no journal of this version"):
         phases(tmp_path)

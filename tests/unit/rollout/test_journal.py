@@ -101,7 +101,7 @@ def test_a_call_whose_arguments_are_gone_is_an_error_with_its_place(tmp_path, mo
     run(tmp_path, Chat(), tasks=1, group_size=1)
     whole = list(read_records(tmp_path))
     monkeypatch.setattr(
-        episodes, "read_records", lambda directory, files=None: (e for e in whole if not isinstance(e[1], Arguments))
+        episodes, "read_all", lambda directory, files=None: (e for e in whole if not isinstance(e[1], Arguments))
     )
     with pytest.raises(JournalError, match=r"000000-0000\.journal, before byte \d+: call 0 of 0/0 has generation arguments 0"):
         list(read_episodes(tmp_path))

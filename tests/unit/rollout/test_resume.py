@@ -20,7 +20,8 @@ from rollwright.config.sections import JournalConfig
 from rollwright.errors import DatasetEnded, ReplayError, RolloutError
 from rollwright.experience.journal import files, task_files
 from rollwright.experience.journal.episodes import read_episodes
-from rollwright.experience.journal.files import Journal, frames, read_file, read_records
+from rollwright.experience.journal.files import Journal, read_file, read_records
+from rollwright.experience.journal.frames import frames
 from rollwright.experience.journal.records import GroupEnd
 from rollwright.experience.journal.task_files import TaskFiles
 from rollwright.rollout.executor import RolloutExecutor

@@ -470,6 +470,35 @@ class TestIdentity:
             with pytest.raises(StoreError, match="row 0 of group 'task/4' cannot be read"):
                 list(store.groups())
 
+    def test_each_byte_of_a_row_that_is_damaged_is_noticed(self, tmp_path):
+        """A token that was 11 came back as 4123."""
+        with ExperienceStore(f"sqlite:///{tmp_path}/store.db") as store:
+            store.append(group(), ordinal=4)
+            assert store.damaged() == []
+            connection = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+            (number, data) = connection.execute("SELECT id, data FROM experiences").fetchone()
+            for place in range(0, len(data), 7):
+                damaged = data[:place] + bytes([data[place] ^ 0x10]) + data[place + 1 :]
+                connection.execute("UPDATE experiences SET data = ? WHERE id = ?", (damaged, number))
+                with pytest.raises(StoreError, match="row 0 of group 'task/4' cannot be read"):
+                    list(store.groups())
+                assert len(store.damaged()) == 1
+            connection.execute("UPDATE experiences SET data = ?, reward = reward + 1 WHERE id = ?", (data, number))
+            with pytest.raises(StoreError, match="the column says"):
+                list(store.groups())
+            connection.close()
+
+    def test_pages_that_are_damaged_are_said_with_what_to_do(self, tmp_path):
+        with ExperienceStore(f"sqlite:///{tmp_path}/store.db") as store:
+            append_groups(store, *(group(i) for i in range(60)))
+        path = tmp_path / "store.db"
+        data = bytearray(path.read_bytes())
+        data[4096 * 3 :] = bytes(len(data) - 4096 * 3)
+        path.write_bytes(data)
+        with pytest.raises(StoreError, match="restore it from a copy, or start a new store"):
+            with ExperienceStore(f"sqlite:///{path}") as store:
+                list(store.groups())
+
     @pytest.mark.parametrize("url", ["mysql://host/x", "nonsense"])
     def test_urls_that_are_not_supported(self, url):
         with pytest.raises(ConfigError, match=r"store\.url"):

@@ -306,3 +306,38 @@ def test_what_a_process_left_is_taken_up_with_all_that_is_in_it(tmp_path):
     lock = again.path / "run.lock"
     lock.write_text("process 1 on another-machine\n")
     assert not again.was_left()  # whose lock may not be seen here
+
+
+def test_a_lock_that_was_deleted_ends_the_run_at_its_next_checkpoint(tmp_path):
+    with RunDirectory(tmp_path, "quickstart", "first").claim({}) as run:
+        stage = run.stage("grpo")
+        run.check_lock()
+        stage.check_lock()
+        (run.path / "run.lock").unlink()
+        with pytest.raises(CheckpointError, match=r"run\.lock was deleted while this run wrote there, so another process may"):
+            stage.check_lock()
+        with RunDirectory(tmp_path, "quickstart", "first").claim({}) as other:  # which nothing keeps out
+            with pytest.raises(CheckpointError, match=r"run\.lock was replaced while this run wrote there"):
+                run.check_lock()
+            other.check_lock()
+            other.path.rename(tmp_path / "elsewhere")
+            with pytest.raises(CheckpointError, match="first was moved or removed"):
+                other.check_lock()
+            (tmp_path / "elsewhere").rename(other.path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"first": 1}'])
+def test_files_of_the_run_that_are_damaged_are_named_with_what_to_do(tmp_path, content):
+    with RunDirectory(tmp_path, "quickstart", "first").claim({}) as run:
+        run.write_stages({"first": {"kind": "sft", "reward": 0.5}})
+        assert run.finished_stages() == {"first": {"kind": "sft", "reward": 0.5}}
+        run.stages_file.write_text(run.stages_file.read_text().replace("0.5", "0.7"))
+        with pytest.raises(CheckpointError, match=r"stages\.json is damaged \(its checksum does not hold.* or delete it"):
+            run.finished_stages()
+        run.stages_file.write_text(content)
+        with pytest.raises(CheckpointError, match=r"stages\.json is damaged .* or delete it"):
+            run.finished_stages()
+        run.stages_file.unlink()
+        (run.path / "run.json").write_text(content if content != '{"first": 1}' else "")
+        with pytest.raises(CheckpointError, match=r"run\.json is damaged .* Restore this file from a copy, or choose another"):
+            run.marker()

@@ -179,9 +179,9 @@ def test_a_torn_tail_is_left_out_and_read_when_it_is_whole(tmp_path):
     journal = Journal(tmp_path / "journal")
     write_sample(journal, 0)
     write_sample(journal, 1)
-    journal.close()
     (file,) = journal_files(tmp_path / "journal")
     data = file.read_bytes()
+    journal.close()
     file.write_bytes(data[:-3])
     with Run(tmp_path) as run:
         assert run.refresh()["samples"] == 1

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from rollwright.atomic import line_with_checksum
 from rollwright.errors import DataError
 from rollwright.tracking.metrics_file import JSONLSink
 from rollwright.tracking.run_directory import RunDirectory, is_claimed
@@ -87,8 +88,12 @@ def test_what_is_written_is_seen_and_the_stamp_changes(tmp_path):
     assert run.stamp != before
     assert run.metrics(["reward", "odd"])["series"] == {"reward": [[1, 0.1], [2, 0.2], [3, 0.9]], "odd": []}
     with (path / "metrics.jsonl").open("ab") as file:
-        file.write(b'no json\n{"step": 4, "reward": 1.0}\n{"step": 5, "rew')
+        file.write(b"no json\n" + line_with_checksum({"step": 4, "reward": 1.0}, 5).encode() + b'{"step": 5, "rew')
     assert run.curves.last("reward") == 1.0
+    damaged, tail = (each["message"] for each in run.missing() if each["file"].endswith("metrics.jsonl"))
+    assert "a line is damaged" in damaged
+    assert "behind that of step 3: b'no json'" in damaged
+    assert "the last 16 bytes are no whole line" in tail
     sink.close()
 
 

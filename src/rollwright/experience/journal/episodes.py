@@ -15,13 +15,15 @@ from typing import Any
 import numpy as np
 
 from rollwright.errors import JournalError
-from rollwright.experience.journal.files import Place, read_records
+from rollwright.experience.journal.files import Gap, Place, read_all
 from rollwright.experience.journal.records import (
     AnyRecord,
     Arguments,
     Begin,
     Call,
+    Closed,
     End,
+    Files,
     Result,
     Row,
     tokens_in,
@@ -66,6 +68,7 @@ class RecordedEpisode:
     end: End | None = None  # None: it was not at an end when its process was, or it runs
     writer: int = 0  # number of the process that wrote it
     names_writer: bool = False  # a later process has an episode of the same name
+    damage: Gap | None = None  # bytes behind which nothing is taken of it, because some of its records may be lost in them
     ignored: tuple[str, ...] = ()  # durable calls whose name begins so are made anew
 
     def __post_init__(self) -> None:
@@ -163,7 +166,15 @@ class RecordedEpisode:
         return mask
 
     def add(self, call: Call, gconfig: dict[str, Any]) -> None:
-        """The next call; its prompt is made whole."""
+        """The next call; its prompt is made whole.
+
+        Raises:
+            JournalError: a call before it is missing.
+        """
+        if call.index != len(self.calls):
+            raise JournalError(
+                f"{self.name}: call {call.index} follows call {len(self.calls) - 1}: those between them are lost."
+            )
         added = np.frombuffer(call.added, dtype=TOKEN_TYPE)
         if call.base >= 0:
             base = self.calls[call.base]
@@ -189,7 +200,7 @@ def last_of_each_name(directory: str | Path, wanted: Wanted, outcomes: tuple[str
     begun: dict[tuple[int, int], Begin] = {}
     chosen: dict[tuple[Any, ...], tuple[int, int]] = {}
     writers: dict[tuple[Any, ...], int] = {}  # the last of each name
-    for place, record in read_records(directory):
+    for place, record in read_all(directory):
         if isinstance(record, Begin):
             begun[place.writer, record.episode] = record
         elif isinstance(record, End):
@@ -211,6 +222,8 @@ def read_episodes(
 ) -> Iterator[RecordedEpisode]:
     """The episodes of a journal, each when its end is read; those without an end come last.
 
+    One of which records may be lost in damaged bytes is read up to there, as if its process had been stopped then (``damage``).
+
     Args:
         directory: of the journal.
         wanted: says which are read; the others cost nothing but the reading of the file.
@@ -222,18 +235,27 @@ def read_episodes(
     """
     open_episodes: dict[tuple[int, int], RecordedEpisode] = {}
     arguments: dict[tuple[int, int], dict[str, Any]] = {}
-    for place, record in read_records(directory, files):
-        if isinstance(record, Arguments):
+    damaged: dict[int, Gap] = {}  # the last of each writer
+    for place, record in read_all(directory, files):
+        if isinstance(record, Gap):
+            damaged[place.writer] = record
+            for (writer, _), episode in open_episodes.items():
+                if writer == place.writer and episode.damage is None:
+                    episode.damage = record
+        elif isinstance(record, Arguments):
             arguments[place.writer, record.number] = record.gconfig
         elif isinstance(record, Begin):
             if wanted(place.writer, record):
                 open_episodes[place.writer, record.episode] = RecordedEpisode(record, writer=place.writer)
         elif isinstance(record, Call | Result | End):
             episode = open_episodes.get((place.writer, record.episode))
-            if episode is None:
-                continue  # not wanted, or its beginning was removed
+            if episode is None or episode.damage is not None:
+                continue  # not wanted, or its beginning was removed, or what is before this may be lost
             if isinstance(record, Call):
                 gconfig = arguments.get((place.writer, record.arguments))
+                if gconfig is None and place.writer in damaged:
+                    episode.damage = damaged[place.writer]
+                    continue
                 if gconfig is None:
                     raise JournalError(
                         f"{place.path}, before byte {place.end}: call {record.index} of {episode.name} has generation arguments "
@@ -246,7 +268,7 @@ def read_episodes(
             else:
                 episode.end = record
                 yield open_episodes.pop((place.writer, record.episode)).rewind()
-        else:
+        elif not isinstance(record, Files | Closed):
             note(place, record)
     for episode in open_episodes.values():
         yield episode.rewind()

@@ -1,20 +1,20 @@
-"""Journal files: appended to by one process each, readable while they are written and after any crash.
+"""Journal files: appended to by one process each, readable while they are written, after any crash, and around damage.
 
-A file is a mark and records, each with its length and checksum. A record is one ``write``, so that a process that is killed loses
-none; the disk is flushed every ``fsync_seconds``, so that a machine that loses its power loses no more than that. What a killed process or a
-full disk left of its last record is not read, and said.
+A record (``frames``) is one ``write``, so that a process that is killed loses none; the disk is flushed every ``fsync_seconds``, so that a
+machine that loses its power loses no more than that. Bytes in which no whole record is are left out, and named (``Gap``).
 
 ``000003-0000.journal`` is the first file of the fourth process that wrote this directory's journal; it begins its next file at the
-end of an episode or a checkpoint, where the one before is large. Old files are removed only where ``keep`` says so.
+end of an episode or a checkpoint, where the one before is large. Each begins with a list of the files that there are, so that one that is removed
+or cut later is missed. Old files are removed only where ``keep`` says so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import re
-import struct
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -23,22 +23,30 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 
 from rollwright.config.sections import JournalConfig
 from rollwright.errors import JournalError
-from rollwright.experience.journal.records import AnyRecord, Begin, Checkpoint, End, decode, encode, pack_value
+from rollwright.experience.journal.frames import VERSION, decoded, frame, frames
+from rollwright.experience.journal.records import (
+    AnyRecord,
+    Begin,
+    Checkpoint,
+    Closed,
+    End,
+    Files,
+    Phase,
+    Published,
+    Trained,
+    encode,
+    pack_value,
+)
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("journal")
 
-_MARK = b"RWJRNL1\n"
-_FRAME = struct.Struct("<IQ")  # length and checksum of a record
 _NAME = re.compile(r"(\d{6,})-(\d{4,})\.journal")
 _ARGUMENTS_KEPT = 4096  # generation arguments that are recognised, and not written again
 _SMALLEST_REDACTED = 4  # characters of a text that is looked for as a secret
-_CHUNK = 4 << 20  # bytes read at a time
-_FEW = 16 << 10  # bytes in which most records end
 
 
 class Journal:
@@ -57,6 +65,7 @@ class Journal:
         self.config = config or JournalConfig()
         self.writer = -1  # number of this process among those that wrote here
         self.size = 0  # of the present file
+        self.failure: JournalError | None = None  # the first that a record met: what came after it may be missing
         self._secrets = [secret.encode() for secret in secrets if len(secret) >= _SMALLEST_REDACTED]
         self._segment = -1
         self._file: int | None = None
@@ -89,7 +98,7 @@ class Journal:
             body = encode(type(record)(*map(_as_unicode, msgspec.structs.astuple(record))))
         if may_hold_secrets and self._secrets:
             body = self._redacted(body)
-        frame = _FRAME.pack(len(body), xxhash.xxh3_64_intdigest(body)) + body
+        packed = frame(body)
         with self._lock:
             if self._is_closed or self._process != os.getpid():
                 return  # a child of this process that was forked, or a sample that goes on after the end
@@ -97,7 +106,7 @@ class Journal:
                 self._open_next()
             if self.config.keep is not None and isinstance(record, Begin) and not record.is_eval:
                 self._first.setdefault(record.ordinal, self._segment)
-            self._append(frame)
+            self._append(packed)
             if isinstance(record, End):
                 self._end_large_file()
         if not self._unflushed.is_set():
@@ -130,20 +139,26 @@ class Journal:
                 self.write(make(number, msgspec.msgpack.decode(packed)))
             return number
 
-    def _append(self, frame: bytes) -> None:
+    def _append(self, packed: bytes) -> None:
         assert self._file is not None
         try:
-            written = os.write(self._file, frame)
-            while written < len(frame):
-                written += os.write(self._file, frame[written:])
+            written = os.write(self._file, packed)
+            while written < len(packed):
+                written += os.write(self._file, packed[written:])
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self.size)
-            raise JournalError(
-                f"The journal in {self.directory} cannot be written ({error}), so what episodes are answered would be lost with this "
-                "process: free space on that disk, then start the run again, which goes on from its last checkpoint."
-            ) from error
-        self.size += len(frame)
+            raise self._cannot_be_written(error) from error
+        self.size += len(packed)
+
+    def _cannot_be_written(self, error: OSError) -> JournalError:
+        """The error of this journal, kept in ``failure``: code that raises it may catch whatever comes."""
+        failure = JournalError(
+            f"The journal in {self.directory} cannot be written ({error}), so what episodes are answered would be lost with this "
+            f"process: {_remedy(error)}, then start the run again, which goes on from its last checkpoint."
+        )
+        self.failure = self.failure or failure
+        return failure
 
     def redacted(self, packed: bytes) -> bytes:
         """Packed values as a record has them: without what is secret."""
@@ -158,7 +173,14 @@ class Journal:
     # -- files -----------------------------------------------------------------------------------------------------------
 
     def _open_next(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            self._open_file()
+        except OSError as error:
+            raise self._cannot_be_written(error) from error
+
+    def _open_file(self) -> None:
+        if self._segment < 0:
+            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._segment += 1
         while self._file is None:
@@ -172,14 +194,24 @@ class Journal:
         self.size = 0
         self._arguments = {}
         try:
-            self._append(_MARK)
-        except JournalError:  # records behind no mark could not be read
+            self._append(VERSION)
+            self._append(frame(encode(Files(self._sizes(), time.time()))))
+        except (JournalError, OSError):  # records behind no version could not be read
             os.close(self._file)
             self._file = None
             raise
         if self._flusher is None:
             self._flusher = threading.Thread(target=self._flush_now_and_then, name="rollwright-journal", daemon=True)
             self._flusher.start()
+
+    def _sizes(self, without: Iterable[Path] = ()) -> dict[str, int]:
+        """How long the files of the journal are, those of other processes at least."""
+        sizes = {}
+        for path in journal_files(self.directory):
+            if path not in without:
+                with contextlib.suppress(FileNotFoundError):  # removed by another process
+                    sizes[path.name] = path.stat().st_size
+        return sizes
 
     def _path(self, segment: int) -> Path:
         return self.directory / f"{self.writer:06d}-{segment:04d}.journal"
@@ -242,6 +274,7 @@ class Journal:
 
     def _end_large_file(self) -> None:
         if self._file is not None and self.size >= self.config.rotate_mib * 2**20:
+            self._append(frame(encode(Closed(time.time()))))
             self._ended.append(self._file)  # closed when it has reached the disk
             self._file = None
             self._open_next()
@@ -252,19 +285,23 @@ class Journal:
             return
         frontier, needed = self._checkpoints[0]
         oldest = (0, 0) if frontier > self.goes_on_to else (self.writer, 0)
-        for path in sorted(self.directory.iterdir()):
-            numbers = _numbers(path)
-            if numbers and oldest <= numbers < (self.writer, needed):  # also those of processes that wrote before this one
-                path.unlink()
+        old = [path for path in journal_files(self.directory) if oldest <= file_numbers(path) < (self.writer, needed)]
+        if old:  # also those of processes that wrote before this one
+            self.write(Files(self._sizes(without=old), time.time()))
+        for path in old:
+            path.unlink()
 
     def close(self) -> None:
         """Flush and close; what comes later is not written. Idempotent."""
         self._flush_or_say()
         with self._lock:
-            self._is_closed = True
             if self._file is not None:
+                if not self._is_closed and self._process == os.getpid():
+                    with contextlib.suppress(JournalError):
+                        self._append(frame(encode(Closed(time.time()))))
                 os.close(self._file)
                 self._file = None
+            self._is_closed = True
         with self._flushing:
             while self._ended:  # the disk failed
                 os.close(self._ended.pop())
@@ -304,6 +341,47 @@ def _numbers(path: Path) -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True)
+class Gap:
+    """Bytes of a file, or a file, in which no whole record is.
+
+    Attributes:
+        path: of the file.
+        begin, end: the first byte, and the one behind the last.
+        steps: the last step that its process had recorded before and the first that it recorded behind; None where there is none.
+        is_tail: nothing whole comes behind: a writer was stopped in the middle of a write, is at work, or the end is lost.
+        note: why, where there are no bytes that could be shown.
+    """
+
+    path: Path
+    begin: int
+    end: int
+    steps: tuple[int | None, int | None] = (None, None)
+    is_tail: bool = False
+    note: str = ""
+
+    def __str__(self) -> str:
+        first, last = self.steps
+        between = f", {_between(first, last)}" if first is not None or last is not None else ""
+        if self.note:
+            return f"{self.path.name}: {self.note}{between}"
+        kind = "the last bytes, which are no whole record" if self.is_tail else "damaged, and left out"
+        return f"{self.path.name}, bytes {self.begin:,} to {self.end:,} ({self.end - self.begin:,}){between}: {kind}"
+
+
+def _between(first: int | None, last: int | None) -> str:
+    if first is None:
+        return f"before the end of step {last}"
+    if last is None:
+        return f"after step {first}"
+    return f"in step {first}" if first == last else f"between step {first} and step {last}"
+
+
+def step_of(record: AnyRecord) -> int | None:
+    """The step that a record is of; None where it is of none."""
+    return record.step if isinstance(record, Trained | Published | Phase | Checkpoint) else None
+
+
+@dataclass(frozen=True)
 class Place:
     """Where a record stands: the number of its writer, its file, and the byte behind it."""
 
@@ -330,26 +408,40 @@ def file_numbers(path: Path) -> tuple[int, int]:
 def read_records(directory: str | Path, files: Iterable[Path] | None = None) -> Iterator[tuple[Place, AnyRecord]]:
     """All records of a journal, or of some of its files, file by file; memory does not grow with them.
 
-    A file whose last record is torn is read up to there, and the log says so: its writer was killed in the middle of a write, or is
-    at work.
+    Bytes in which no whole record is are left out, and the log says so: they are damaged, or their writer was killed in the middle of a
+    write, or is at work.
 
     Raises:
         JournalError: a file is no journal, or of a later version.
     """
+    for place, record in read_all(directory, files):
+        if not isinstance(record, Gap | Files | Closed):
+            yield place, record
+
+
+def read_all(directory: str | Path, files: Iterable[Path] | None = None) -> Iterator[tuple[Place, AnyRecord | Gap]]:
+    """As ``read_records``, with the records of files themselves, and each gap where it is."""
     for path in journal_files(directory) if files is None else files:
         yield from read_file(path)
 
 
-def read_file(path: Path) -> Iterator[tuple[Place, AnyRecord]]:
-    """The records of one file; see ``read_records``."""
+def read_file(path: Path) -> Iterator[tuple[Place, AnyRecord | Gap]]:
+    """The records and gaps of one file; see ``read_all``. A gap comes when what is behind it was found."""
     numbers = _numbers(path)
     writer = numbers[0] if numbers else 0
-    end, begin = 0, -1
+    end, begin, step = len(VERSION), -1, None
     while end != begin:  # what was written meanwhile is read, too
         begin = end
-        for _, end, body in frames(path, begin):
-            yield Place(writer, path, end), _decoded(body, path, end)
-    end = max(end, len(_MARK))
+        for start, after, body in frames(path, 0 if begin == len(VERSION) else begin):
+            record = decoded(body, path, after)
+            if start > end:
+                gap = Gap(path, end, start, (step, step_of(record)))
+                logger.warning("%s", gap)
+                yield Place(writer, path, start), gap
+            end = after
+            if (made := step_of(record)) is not None:
+                step = made
+            yield Place(writer, path, end), record
     left = path.stat().st_size - end
     if left > 0:  # below 0: made, and nothing written yet
         logger.warning(
@@ -359,67 +451,12 @@ def read_file(path: Path) -> Iterator[tuple[Place, AnyRecord]]:
             left,
             end,
         )
+        yield Place(writer, path, end + left), Gap(path, end, end + left, (step, None), is_tail=True)
 
 
-def frames(path: Path, begin: int = 0) -> Iterator[tuple[int, int, memoryview]]:
-    """Where the whole records of a file begin and end, and what is in them, packed; up to the first that is not whole.
-
-    Args:
-        path: of the file, which may grow meanwhile.
-        begin: where a record begins; 0: the first.
-
-    Raises:
-        JournalError: the file is no journal, or of a later version.
-    """
-    with path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        if begin == 0:
-            mark = file.read(len(_MARK))
-            if mark != _MARK:
-                if len(mark) < len(_MARK) and _MARK.startswith(mark):
-                    return
-                raise JournalError(f"{path} is no journal of this version: it begins with {mark!r}. Move it away.")
-            begin = len(_MARK)
-        file.seek(begin)
-        rest = b""  # of what was read, behind the last whole record
-        while chunk := file.read(_CHUNK):
-            data, at = memoryview(rest + chunk), 0
-            while len(data) - at >= _FRAME.size:
-                length, checksum = _FRAME.unpack_from(data, at)
-                start, end = at + _FRAME.size, at + _FRAME.size + length
-                if begin + end > size:
-                    return
-                if end > len(data):
-                    break
-                body = data[start:end]
-                if xxhash.xxh3_64_intdigest(body) != checksum:
-                    return
-                yield begin + at, begin + end, body
-                at = end
-            rest, begin = bytes(data[at:]), begin + at
-
-
-def record_at(file: int, begin: int, path: Path) -> AnyRecord:
-    """The record that begins at a byte of an open file.
-
-    Raises:
-        JournalError: there is no whole record.
-    """
-    data = os.pread(file, _FEW, begin)
-    if len(data) >= _FRAME.size:
-        length, checksum = _FRAME.unpack_from(data)
-        end = _FRAME.size + length
-        if end > len(data):
-            data += os.pread(file, end - len(data), begin + len(data))
-        if xxhash.xxh3_64_intdigest(data[_FRAME.size : end]) == checksum:
-            return _decoded(data[_FRAME.size : end], path, begin)
-    raise JournalError(f"{path}, byte {begin}: no whole record begins there; the file was changed after it was read.")
-
-
-def _decoded(body: bytes | memoryview, path: Path, place: int) -> AnyRecord:
-    try:
-        return decode(body)
-    except msgspec.DecodeError as error:
-        raise JournalError(
-            f"{path}, byte {place}: a record of another version ({error}); use the version that wrote it."
-        ) from None
+def _remedy(error: OSError) -> str:
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+        return "put the directory back where it was"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "make it writable again"
+    return "free space on that disk"

@@ -175,6 +175,19 @@ class Resumed(Record, tag="resumed"):
     time: float
 
 
+class Files(Record, tag="files"):
+    """The files of the journal when this was written, and how long each was at least: later ones are shorter only if they were cut."""
+
+    sizes: dict[str, int]
+    time: float
+
+
+class Closed(Record, tag="closed"):
+    """A file ends here, because its process began another or had nothing more to write."""
+
+    time: float
+
+
 def plain_value(value: Any) -> Any:
     """What MessagePack has a form for, of texts and mappings of other classes, numbers and arrays.
 
@@ -190,8 +203,10 @@ def plain_value(value: Any) -> Any:
     raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} is neither number, text, list nor dict")
 
 
-KINDS = (Arguments, Begin, Call, Result, End, GroupEnd, Trained, Published, Phase, Checkpoint, Resumed)
-AnyRecord = Arguments | Begin | Call | Result | End | GroupEnd | Trained | Published | Phase | Checkpoint | Resumed
+KINDS = (Arguments, Begin, Call, Result, End, GroupEnd, Trained, Published, Phase, Checkpoint, Resumed, Files, Closed)
+AnyRecord = (
+    Arguments | Begin | Call | Result | End | GroupEnd | Trained | Published | Phase | Checkpoint | Resumed | Files | Closed
+)
 
 encode = msgspec.msgpack.Encoder(enc_hook=plain_value).encode
 decode = msgspec.msgpack.Decoder(AnyRecord).decode

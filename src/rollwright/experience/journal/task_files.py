@@ -11,7 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from rollwright.experience.journal.files import file_numbers, frames, journal_files
+from rollwright.experience.journal.files import file_numbers, journal_files
+from rollwright.experience.journal.frames import frames
 from rollwright.experience.journal.records import Begin
 
 _BEGIN = b"\xa5begin"  # its tag, packed

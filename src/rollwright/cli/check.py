@@ -1,0 +1,85 @@
+"""``rollwright check``: whether the files of a run are what it wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rollwright.errors import CheckpointError, DataError, RollwrightError
+
+
+def check(
+    run: Annotated[Path, typer.Argument(help="The directory of the run, or of a stage of it.")],
+) -> None:
+    """Say which files of a run are whole, and what others lack: bytes, lines, steps.
+
+    Looked at are run.json, stages.json, config.yaml, metrics.jsonl, the journal, recover checkpoints and the experience store. Ends with 1
+    where something is missing or damaged.
+    """
+    from rollwright.tracking.logging import console
+
+    if not run.is_dir():
+        raise DataError(f"{run} is no directory: give that of a run, such as runs/quickstart/trial.")
+    lacks = 0
+    for what, problems in _looked_at(run):
+        lacks += len(problems)
+        for line in problems:
+            console().print(f"missing  {line}", markup=False, highlight=False, soft_wrap=True)
+        if not problems:
+            console().print(f"whole    {what}", markup=False, highlight=False, soft_wrap=True)
+    if lacks:
+        console().print(f"{lacks} of what {run} held is missing or damaged", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1)
+
+
+def _looked_at(run: Path) -> Iterator[tuple[str, list[str]]]:
+    """What there is, in words, and what each lacks."""
+    from rollwright.viewer.run import Run
+    from rollwright.viewer.runs import parts_below
+
+    parts = list(parts_below(run))
+    if not parts:
+        raise DataError(f"{run} is no run: neither metrics.jsonl nor a journal is in it or below it.")
+    for path in parts:
+        with Run(path) as part:
+            problems, said = _of_files(part)
+        yield said, problems
+        for checkpoint in sorted(path.glob("recover/[!.]*")):
+            yield f"{checkpoint.relative_to(run)}", _of_checkpoint(checkpoint, run)
+    for store in sorted(run.glob("**/experiences.db")):
+        yield f"{store.relative_to(run)}", _of_store(store)
+
+
+def _of_files(part: Any) -> tuple[list[str], str]:
+    try:
+        while not part.refresh()["is_complete"]:
+            pass
+        problems = [each["message"] for each in part.missing()]
+    except (RollwrightError, OSError) as error:
+        return [str(error)], str(part.path)
+    progress, steps = part.progress(), part.steps()
+    last = f", steps to {steps[-1]['step']}" if steps else ""
+    return problems, f"{part.path}: {progress['samples']:,} samples{last}"
+
+
+def _of_checkpoint(checkpoint: Path, run: Path) -> list[str]:
+    from rollwright.training.checkpoint import check_state  # it loads torch
+
+    try:
+        check_state(checkpoint)
+    except CheckpointError as error:
+        return [f"{checkpoint.relative_to(run)}: {error}"]
+    return []
+
+
+def _of_store(store: Path) -> list[str]:
+    from rollwright.store import ExperienceStore
+
+    try:
+        with ExperienceStore(f"sqlite:///{store}", create=False) as opened:
+            return opened.damaged()
+    except RollwrightError as error:
+        return [str(error)]
