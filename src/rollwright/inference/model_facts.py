@@ -1,0 +1,189 @@
+"""What a Hugging Face model's configuration, and a probe of it, say about how it computes. Engine and trainer take them from here.
+
+A *regime* is a range of lengths in which a model computes in one way. Rows longer than a window lose their first tokens; rows longer than
+``original_max_position_embeddings`` may have other rotary frequencies. What was proved on short rows says nothing about rows of the next
+regime.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from rollwright.errors import ConfigError
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger(__name__)
+
+
+# ------------------------------------------------------------------ attention
+
+
+def attention_arguments(wanted: str) -> dict[str, Any]:
+    """Arguments for ``from_pretrained`` and ``from_config``: ``sdpa`` is transformers' own choice, which is eager where a model has no other."""
+    return {"attn_implementation": None if wanted == "sdpa" else wanted}
+
+
+def note_attention(model: Any, wanted: str) -> None:
+    """Say it, once for each kind of model, if a model was loaded with another attention than ``wanted``."""
+    found = model.config.get_text_config()._attn_implementation
+    if found != wanted:
+        _note_once(type(model).__name__, wanted, found)
+
+
+@functools.cache
+def _note_once(name: str, wanted: str, found: str) -> None:
+    logger.info("%s is computed with attn_implementation=%s: transformers has no %s for it.", name, found, wanted)
+
+
+# ------------------------------------------------------------------ regimes
+
+#: Keys of configurations that hold a length after which a model computes otherwise.
+_LENGTH_KEYS = re.compile(
+    r"^(sliding_window|window|attention_window|local_window|local_attention|chunk|attention_chunk|mamba_chunk)(_size)?(_len)?$"
+    r"|^original_max_position_embeddings$|^floor_scale$|^index_topk$|^(sliding|attention)_window_size$"
+)
+
+
+def regime_lengths(config: Any) -> dict[str, int]:
+    """The longest rows before each further regime that a model's configuration names, by the setting that names it.
+
+    A row of more tokens is computed in another way than a shorter one. The settings are windows, chunks,
+    ``original_max_position_embeddings``, what positions are scaled by, and ``max_position_embeddings`` where frequencies follow the
+    length. Naming too many is harmless: each costs a proof.
+
+    Args:
+        config: of a Hugging Face model; that of its text part is looked at.
+    """
+    text = config.get_text_config()
+    found = {name: length for name, key, length in _numbers(text.to_dict(), "") if _LENGTH_KEYS.match(key) and length > 1}
+    if _dynamic_rope(text):
+        found["max_position_embeddings"] = text.max_position_embeddings
+    return found
+
+
+def _numbers(value: Any, path: str) -> Iterator[tuple[str, str, int]]:
+    """Name, key and value of each whole number in nested dicts and lists."""
+    key = path.rsplit(".", 1)[-1].split("[")[0]
+    if isinstance(value, dict):
+        for name, part in value.items():
+            if not str(name).endswith("_config"):
+                yield from _numbers(part, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, (list, tuple)):
+        for index, part in enumerate(value):
+            yield from _numbers(part, f"{path}[{index}]")
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield path, key, value
+
+
+class Proofs:
+    """Up to which length of rows a model has been proved to compute something right.
+
+    Args:
+        config: of a Hugging Face model.
+    """
+
+    def __init__(self, config: Any) -> None:
+        lengths = regime_lengths(config).values()
+        # At a window's end, past it by the token that is the first to show it, and well past it.
+        self._edges = sorted({edge for length in lengths for edge in (length, length + 1, length + max(8, length // 8))})
+        self._passed = -1
+
+    def is_due(self, longest: int) -> bool:
+        """True if rows of ``longest`` tokens reach a regime that is not proved."""
+        return self._passed < 0 or bisect_left(self._edges, longest) > bisect_left(self._edges, self._passed)
+
+    def passed(self, longest: int) -> None:
+        """Rows of up to ``longest`` tokens were proved."""
+        self._passed = max(self._passed, longest)
+
+
+# ------------------------------------------------------------------ rotary frequencies that follow the length
+
+
+def frequency_groups(config: Any, lengths: Sequence[int]) -> list[int]:
+    """A number for each row; rows of one number may be in one forward pass, rows of different numbers may not.
+
+    With ``rope_type: longrope`` (Phi-3, Phi-4) a model has two sets of rotary frequencies and takes the set of the *longest* row of
+    a forward pass for all of them. A row's own set is that of its own length.
+
+    Args:
+        config: of a Hugging Face model.
+        lengths: of each row, its highest position plus one.
+
+    Raises:
+        ConfigError: frequencies follow the length of a forward pass continuously (``rope_type: dynamic``), and a row is so long that
+            they do.
+    """
+    text = config.get_text_config()
+    if _dynamic_rope(text) and max(lengths, default=0) > text.max_position_embeddings:
+        raise ConfigError(
+            f"The model has rope_type=dynamic (rope_parameters in its config.json) and a row of {max(lengths)} tokens, more than its "
+            f"max_position_embeddings={text.max_position_embeddings}: from there on its rotary frequencies depend on the other rows of "
+            "a batch. Shorten the rows, or set another rope_type, such as yarn, in the model's configuration."
+        )
+    limits = sorted({rope["original_max_position_embeddings"] for rope in _ropes(text) if rope.get("rope_type") == "longrope"})
+    return [bisect_left(limits, length) for length in lengths]
+
+
+def _ropes(text_config: Any) -> list[dict[str, Any]]:
+    """The rotary parameters of a model, those of each kind of its layers where they differ."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    nested = [part for part in parameters.values() if isinstance(part, dict)]
+    return nested or [parameters]
+
+
+def _dynamic_rope(text_config: Any) -> bool:
+    return any("dynamic" in str(rope.get("rope_type")) for rope in _ropes(text_config))
+
+
+# ------------------------------------------------------------------ probes
+
+
+def ordinary_tokens(config: Any) -> list[int]:
+    """Some tokens that are no special ones, such as that of an image."""
+    text = config.get_text_config()
+    named = [value for part in (config, text) for key, value in vars(part).items() if key.endswith("_token_id")]
+    special = {token for value in named for token in (value if isinstance(value, list) else [value])}
+    return [token for token in range(min(64, text.vocab_size)) if token not in special]
+
+
+@torch.no_grad()
+def refuse_unless_causal(model: Any, call: Any = None) -> None:
+    """Change the last token of a row and see that no logits before it change.
+
+    Args:
+        model: a Hugging Face model.
+        call: computes ``model(input_ids=...)``, where that is not to be called directly; None: the model.
+
+    Raises:
+        ConfigError: they change, or the configuration says so: the model sees tokens that come later, so that its logits are no
+            probabilities of the next token.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+    why = ""
+    if getattr(config, "is_causal", True) is False:
+        why = "is_causal is false in its configuration"
+    else:
+        tokens = ordinary_tokens(model.config)
+        row = [tokens[(7 * column + 3) % len(tokens)] for column in range(12)]
+        other = [*row[:-1], tokens[(tokens.index(row[-1]) + 1) % len(tokens)]]
+        device = next(model.parameters()).device
+        first, second = (
+            (call or model)(input_ids=torch.tensor([ids], device=device)).logits[0].float() for ids in (row, other)
+        )
+        scale = float((first - first.mean(-1, keepdim=True)).abs().max())
+        changed = float((first[:-1] - second[:-1]).abs().max())
+        limit = scale * (1e-4 if next(model.parameters()).dtype.itemsize >= 4 else 0.05)
+        if not changed <= limit:
+            why = f"a change of the last token changes logits before it by {changed:.3g} of {scale:.3g}"
+    if why:
+        raise ConfigError(
+            f"{name} is not a causal language model: {why}. Tokens see what comes after them, so it cannot be sampled from or "
+            "trained on; choose a decoder (a *ForCausalLM model whose is_causal is true)."
+        )
