@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rollwright.errors import ConfigError
 from rollwright.tracking.logging import getLogger
@@ -154,36 +155,36 @@ def ordinary_tokens(config: Any) -> list[int]:
 
 
 @torch.no_grad()
-def refuse_unless_causal(model: Any, call: Any = None) -> None:
-    """Change the last token of a row and see that no logits before it change.
+def refuse_unless_causal(model: Any, scores: Callable[[Tensor], Tensor] | None = None) -> None:
+    """Change the last token of a row and see that nothing before it changes.
 
     Args:
         model: a Hugging Face model.
-        call: computes ``model(input_ids=...)``, where that is not to be called directly; None: the model.
+        scores: from ``input_ids [1, L]`` to ``[1, L, ...]``, or ``[1, L - 1]`` of each token but the first; None: the model's logits.
 
     Raises:
         ConfigError: they change, or the configuration says so: the model sees tokens that come later, so that its logits are no
             probabilities of the next token.
     """
-    name, config = type(model).__name__, model.config.get_text_config()
-    why = ""
-    if getattr(config, "is_causal", True) is False:
-        why = "is_causal is false in its configuration"
-    else:
+    parameter = next(model.parameters())
+    reason = "is_causal is false in its configuration"
+    if getattr(model.config.get_text_config(), "is_causal", True) is not False:
         tokens = ordinary_tokens(model.config)
-        row = [tokens[(7 * column + 3) % len(tokens)] for column in range(12)]
+        row = [tokens[(7 * column + 3) % len(tokens)] for column in range(_PROBE_TOKENS)]
         other = [*row[:-1], tokens[(tokens.index(row[-1]) + 1) % len(tokens)]]
-        device = next(model.parameters()).device
-        first, second = (
-            (call or model)(input_ids=torch.tensor([ids], device=device)).logits[0].float() for ids in (row, other)
+        compute = scores or (lambda ids_BL: model(input_ids=ids_BL).logits)
+        one, two = (
+            compute(torch.tensor([ids], device=parameter.device))[:, : _PROBE_TOKENS - 2].float() for ids in (row, other)
         )
-        scale = float((first - first.mean(-1, keepdim=True)).abs().max())
-        changed = float((first[:-1] - second[:-1]).abs().max())
-        limit = scale * (1e-4 if next(model.parameters()).dtype.itemsize >= 4 else 0.05)
-        if not changed <= limit:
-            why = f"a change of the last token changes logits before it by {changed:.3g} of {scale:.3g}"
-    if why:
-        raise ConfigError(
-            f"{name} is not a causal language model: {why}. Tokens see what comes after them, so it cannot be sampled from or "
-            "trained on; choose a decoder (a *ForCausalLM model whose is_causal is true)."
-        )
+        scale, changed = float((one - one.mean()).abs().max()), float((one - two).abs().max())
+        is_half = parameter.dtype.itemsize < 4 or torch.is_autocast_enabled(parameter.device.type)
+        if not changed > scale * (0.05 if is_half else 1e-4) + 1e-6:
+            return
+        reason = f"another last token changes what it says of earlier ones by {changed:.3g} (they differ by {scale:.3g})"
+    raise ConfigError(
+        f"{type(model).__name__} is not a causal language model: {reason}. Its tokens see what comes after them, so it cannot be sampled "
+        "from or trained on; choose a decoder (is_decoder or is_causal in its config.json)."
+    )
+
+
+_PROBE_TOKENS = 12

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rollwright.inference.model_facts import frequency_groups
 from rollwright.sequence_processing.batches import BatchedSequences, LogprobResults
 from rollwright.sequence_processing.generation import BatchSize
 from rollwright.sequence_processing.models import evaluation_mode, halved_after, scoring_batch_size
@@ -57,12 +58,13 @@ def score(
     rows = [(b, g) for b in range(prompts) for g in range(group) if sequences.gen_lens[b][g]]
     lengths = {(b, g): sequences.prompt_lens[b] + sequences.gen_lens[b][g] for b, g in rows}
     rows.sort(key=lengths.__getitem__, reverse=True)  # if memory does not do, that shows at once
+    groups = dict(zip(rows, frequency_groups(inner.config, [lengths[row] for row in rows]), strict=True))
     scorer = TokenScorer(module, chunk_bytes=4 * max(16 * vocabulary, _CHUNK_ENTRIES.get(device.type, 1 << 21)))
     dtype = torch.promote_types(next(module.parameters()).dtype, torch.float32)
     scored: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     recompute = with_grad and len(rows) > batch_size
     while remaining := rows[len(scored) :]:
-        batch = _of_like_length(remaining[:batch_size], lengths)
+        batch = _of_like_length(remaining[:batch_size], lengths, groups)
         try:
             logprobs_T, entropy_T = _score_batch(scorer, sequences, batch, temperature, device, with_grad, recompute)
         except Exception as error:
@@ -77,10 +79,14 @@ def score(
     return LogprobResults.from_tensors([logprobs_T for logprobs_T, _ in pairs], [entropy_T for _, entropy_T in pairs], group)
 
 
-def _of_like_length(rows: list[tuple[int, int]], lengths: dict[tuple[int, int], int]) -> list[tuple[int, int]]:
-    """The leading rows that pad little: padding is computed like any token, and lengths differ by several times."""
-    least = lengths[rows[0]] * _LEAST_FILLED
-    count = next((index for index, row in enumerate(rows) if index >= _FEW_ROWS and lengths[row] < least), len(rows))
+def _of_like_length(
+    rows: list[tuple[int, int]], lengths: dict[tuple[int, int], int], groups: dict[tuple[int, int], int]
+) -> list[tuple[int, int]]:
+    """The leading rows that pad little and may be computed together: padding is computed like any token, and lengths differ by several
+    times."""
+    least, group = lengths[rows[0]] * _LEAST_FILLED, groups[rows[0]]
+    is_short = ((index >= _FEW_ROWS and lengths[row] < least) or groups[row] != group for index, row in enumerate(rows))
+    count = next((index for index, ends in enumerate(is_short) if ends), len(rows))
     return rows[:count]
 
 
@@ -101,7 +107,11 @@ def _score_batch(
     ids_BL = sequences.sequences[b_B.to(stored), g_B.to(stored), : int(end_B.max())].to(device)
     columns_L = torch.arange(ids_BL.shape[1])
     wanted_BL = ((columns_L >= start_B[:, None]) & (columns_L < end_B[:, None])).to(device)
-    inputs = {"input_ids": ids_BL, "temperature": torch.full((len(batch),), temperature, device=device)}
+    inputs = {
+        "input_ids": ids_BL,
+        "attention_mask": (columns_L < end_B[:, None]).to(device),
+        "temperature": torch.full((len(batch),), temperature, device=device),
+    }
 
     def compute(inputs: dict[str, Tensor], wanted_BL: Tensor) -> tuple[Tensor, Tensor]:
         with evaluation_mode(scorer.model):  # also when it runs again in the backward pass

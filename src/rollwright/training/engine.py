@@ -23,13 +23,14 @@ from rollwright.config.experiment import FinetuneSpec
 from rollwright.config.sections import TrainEngineConfig
 from rollwright.errors import CheckpointError, ConfigError, TrainingError
 from rollwright.experience.trajectory import Trajectory, tensor_container_to
+from rollwright.inference.model_facts import refuse_unless_causal
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
 from rollwright.training.checkpoint import ModelTensors, fill, random_states, restore_random_states
 from rollwright.training.fast_layers import use_fast_layers
 from rollwright.training.logprobs import TokenScorer
-from rollwright.training.micro_batches import PrefixSharing, attended_tokens
+from rollwright.training.micro_batches import attended_tokens
 from rollwright.training.model import (
     checkpoint_layers,
     empty_copy,
@@ -44,6 +45,7 @@ from rollwright.training.model import (
 from rollwright.training.optimizers import load_optimizer_state, make_optimizer, make_scheduler, optimizer_state
 from rollwright.training.parallel import TokenStatistics
 from rollwright.training.pretrained import load_weights
+from rollwright.training.proofs import BatchDivision
 from rollwright.training.router_loss import RouterLoss
 from rollwright.training.sharding import (
     allocate,
@@ -51,6 +53,7 @@ from rollwright.training.sharding import (
     initialise_randomly,
     is_sharded,
     own_tensors,
+    reshard,
     shard,
     transformer_layers,
     wants_sharding,
@@ -91,7 +94,7 @@ class TrainEngine:
         self._scorer: Any = None
         self._router_loss: RouterLoss | None = None
         self._bad_steps = 0
-        self._sharing = PrefixSharing(config)
+        self._division = BatchDivision(config)
 
     def initialize(self, addr: Any = None, ft_spec: FinetuneSpec | None = None) -> None:
         """Load the model and make ready to train.
@@ -101,7 +104,7 @@ class TrainEngine:
             ft_spec: length of the run, from which schedules are computed.
 
         Raises:
-            ConfigError: the model cannot be loaded, or the configuration cannot be trained with.
+            ConfigError: the model cannot be loaded or is not causal, or the configuration cannot be trained with.
         """
         del addr
         shards = wants_sharding(self.config, resolve_device(self.config.device), is_shared=self.shares_weights)
@@ -110,6 +113,9 @@ class TrainEngine:
         if self.compute_dtype == torch.float16 and self.config.optimizer is not None:
             raise ConfigError("dtype=float16 cannot be trained with (its gradients underflow): use bfloat16 or float32.")
         self._load(shards)
+        with self._autocast():
+            refuse_unless_causal(self.model, self._probe_scores)
+        reshard(self._scorer)
         if self.needs_reference and self.reference is None:
             self.reference = self.frozen_copy()
         if self.config.optimizer is not None:
@@ -147,6 +153,11 @@ class TrainEngine:
             initialise_randomly(self.model)
         else:
             load_weights(self.model, config.path)
+
+    def _probe_scores(self, ids_BL: Tensor) -> Tensor:
+        ids_BL = ids_BL.to(self.device)
+        wanted_BL = attended_tokens({"input_ids": ids_BL})
+        return self._scorer({"input_ids": ids_BL}, wanted_BL)[0][:, 1:]
 
     def load_reference(self, config: TrainEngineConfig) -> None:
         """Load the frozen reference that this model is compared with; called before ``initialize``."""
@@ -385,7 +396,7 @@ class TrainEngine:
 
     def _micro_batches(self, batch: Trajectory) -> list[tuple[Tensor, Trajectory]]:
         with self._autocast():
-            return self._sharing.micro_batches(self._scorer, batch)
+            return self._division.micro_batches(self._scorer, batch)
 
     def _autocast(self) -> Any:
         parameter_dtype = next(self.model.parameters()).dtype

@@ -1,11 +1,16 @@
 """Log-probabilities of given tokens under a model, a micro-batch at a time.
 
-Only hidden states of tokens that are asked for go through the output layer.
+Only hidden states of tokens that are asked for go through the output layer. A row's log-probabilities are those of the model's own,
+untouched forward of the row alone. In a row with branches a token sees what ``experience.branches`` says, and a layer's window or chunk
+goes by position (see ``inference.visible_tokens``): with ``position_ids`` in which a branch continues the trunk, its tokens have the
+log-probabilities of a row of the trunk and this branch alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,9 +18,12 @@ from torch import Tensor, nn
 
 from rollwright.errors import TrainingError
 from rollwright.experience.branches import branch_attention, last_visible
-from rollwright.experience.trajectory import MULTI_MODAL, Trajectory
+from rollwright.experience.trajectory import MULTI_MODAL, Trajectory, row_lengths
+from rollwright.inference.model_facts import frequency_groups
+from rollwright.inference.visible_tokens import VisibleTokens, only_visible
 from rollwright.training.output_layer import output_logprobs, selected_logprobs
 from rollwright.training.prefix_tree import PrefixTree
+from rollwright.training.tree_attention import over_tree
 
 
 class TokenScorer(nn.Module):
@@ -49,9 +57,13 @@ class TokenScorer(nn.Module):
         Returns:
             ``logprobs_BL`` and ``entropy_BL``, float32, 0 where not wanted. The entropy at a token is that of the
             distribution that it was drawn from.
+
+        Raises:
+            TrainingError: the model cannot compute the rows, or not these rows together.
         """
         ids_BL = batch["input_ids"]
         tree: PrefixTree | None = batch.get("prefix_tree")
+        _require_one_group(batch, self.model)
         inputs = model_inputs(batch, self.model) if tree is None else tree_inputs(batch, tree, self.model)
         at = wanted_BL.nonzero(as_tuple=True)
         labels_T = ids_BL[at]
@@ -73,8 +85,16 @@ class TokenScorer(nn.Module):
                 labels_T[first_T],
                 temperature_T[first_T],
             )
-        if self._head_applies(inputs):
-            hidden_BLH = self.model.base_model(**inputs, use_cache=False).last_hidden_state  # type: ignore[operator]
+        head_applies = self._head_applies(inputs)
+        with _attention_of(batch, tree, self.model):
+            outputs = (self.model.base_model if head_applies else self.model)(**inputs, use_cache=False)  # type: ignore[operator]
+        if tree is not None and tree.refusal and not tree.is_tried:
+            raise TrainingError(
+                f"{type(self.model).__name__} cannot share prefixes in this batch: {tree.refusal}. Set actor.share_prefixes=false, and "
+                "ref.share_prefixes=false where there is a reference."
+            )
+        if head_applies:
+            hidden_BLH = outputs.last_hidden_state
             logprobs_T, entropy_T = output_logprobs(
                 self.model.get_output_embeddings(),  # type: ignore[operator]
                 hidden_BLH.flatten(0, 1).index_select(0, predictor[0] * hidden_BLH.shape[1] + predictor[1]),
@@ -85,7 +105,7 @@ class TokenScorer(nn.Module):
                 chunk_bytes=self.chunk_bytes,
             )
         else:
-            logits_TV = self.model(**inputs, use_cache=False).logits[predictor]
+            logits_TV = outputs.logits[predictor]
             logprobs_T, entropy_T = selected_logprobs(
                 logits_TV, labels_T, temperature_T, with_entropy=with_entropy, entropy_gradient=entropy_gradient
             )
@@ -122,6 +142,61 @@ def _text_config(model: Any) -> Any:
     return model.config.get_text_config()
 
 
+def own_lengths(batch: Trajectory) -> list[int]:
+    """Of each row its highest position plus one: its tokens, where it has no ``position_ids``."""
+    lengths_B = row_lengths(batch)
+    positions_BL = batch.get("position_ids")
+    if positions_BL is None:
+        return lengths_B.tolist()
+    columns_L = torch.arange(positions_BL.shape[1], device=positions_BL.device)
+    own_BL = positions_BL.masked_fill(columns_L >= lengths_B[:, None].to(positions_BL.device), -1)
+    return (own_BL.amax(1) + 1).tolist() if own_BL.shape[0] else []
+
+
+def _require_one_group(batch: Trajectory, model: Any) -> None:
+    """Refuse rows, or branches of a row, of which each would be computed with the rotary frequencies of the longest."""
+    lengths = [*own_lengths(batch), *_lengths_of_branches(batch)]
+    if len(set(frequency_groups(model.config, lengths))) > 1:
+        raise TrainingError(
+            f"A micro-batch of {type(model).__name__} has rows or branches that end at positions {min(lengths)} and {max(lengths)}, and "
+            "the model's rotary frequencies (rope_type: longrope) differ between them: score them apart, and make rows of branches on "
+            "both sides of original_max_position_embeddings one row for each branch."
+        )
+
+
+def _lengths_of_branches(batch: Trajectory) -> list[int]:
+    """Of each branch its highest position plus one."""
+    branches_BL = batch.get("branch_ids")
+    if branches_BL is None:
+        return []
+    columns_L = torch.arange(branches_BL.shape[1], device=branches_BL.device)
+    is_own_BL = (branches_BL > 0) & (columns_L < row_lengths(batch)[:, None].to(branches_BL.device))
+    positions_BL = columns_L.expand_as(branches_BL) if batch.get("position_ids") is None else batch["position_ids"]
+    row_T, branch_T = is_own_BL.nonzero()[:, 0], branches_BL[is_own_BL]
+    kinds, kind_T = torch.unique(torch.stack([row_T, branch_T], 1), dim=0, return_inverse=True)
+    highest = torch.zeros(len(kinds), dtype=torch.long, device=branches_BL.device)
+    return (highest.scatter_reduce(0, kind_T, positions_BL[is_own_BL].long(), "amax") + 1).tolist()
+
+
+@contextlib.contextmanager
+def _attention_of(batch: Trajectory, tree: PrefixTree | None, model: Any) -> Iterator[None]:
+    """What tokens see in the model's forward pass: all before them in their row, by branches, or over a tree."""
+    branches_BL = batch.get("branch_ids")
+    if tree is not None:
+        with over_tree(model):
+            yield
+    elif branches_BL is not None:
+        positions_BL = batch.get("position_ids")
+        if positions_BL is None:
+            positions_BL = torch.arange(branches_BL.shape[1], device=branches_BL.device).expand(branches_BL.shape)
+        choice = VisibleTokens(branch_attention(branches_BL), positions_BL, positions_BL)
+        with only_visible(choice):
+            yield
+        choice.require_use(model)
+    else:
+        yield
+
+
 def _first_of_equal(place_T: Tensor, temperature_T: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens of one place and one temperature: where each kind comes first, and which kind each token is."""
     kinds, kind_T = torch.unique(torch.stack([place_T.double(), temperature_T.double()], -1), dim=0, return_inverse=True)
@@ -144,20 +219,35 @@ def model_inputs(batch: Trajectory, model: nn.Module) -> dict[str, Any]:
     inputs: dict[str, Any] = {"input_ids": ids_BL}
     if mask_BL is not None and bool((mask_BL[:, 1:].int() > mask_BL[:, :-1].int()).any()):
         raise TrainingError("A row's attention_mask has a 0 before a 1: rows must be right-padded without gaps.")
-    if batch.get("position_ids") is not None:
-        inputs["position_ids"] = batch["position_ids"]
-    if batch.get("branch_ids") is not None:
-        allowed_BLL = branch_attention(batch["branch_ids"])
-        kind = ids_BL.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else next(model.parameters()).dtype
-        bias_BLL = torch.zeros(allowed_BLL.shape, dtype=dtype, device=ids_BL.device)
-        inputs["attention_mask"] = bias_BLL.masked_fill_(~allowed_BLL, torch.finfo(dtype).min)[:, None]
+    if batch.get("position_ids") is not None or batch.get("branch_ids") is not None:
+        inputs |= _positions(batch, model)
     if any(batch.get(MULTI_MODAL) or []):
         if mask_BL is not None:
             inputs["attention_mask"] = mask_BL.to(torch.long)
         inputs["input_ids"] = ids_BL = _without_sampled_images(batch, model.config)
         inputs |= _picture_inputs(batch[MULTI_MODAL], ids_BL, model)
     return inputs
+
+
+def _positions(batch: Trajectory, model: Any) -> dict[str, Tensor]:
+    """Given positions, with a mask of ones: without one, transformers takes positions that jump for several sequences in a row."""
+    ids_BL = batch["input_ids"]
+    found = {"attention_mask": torch.ones_like(ids_BL)}
+    positions_BL = batch.get("position_ids")
+    if positions_BL is None:
+        return found
+    inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    if "position_ids" not in inspect.signature(inner.forward).parameters:
+        raise TrainingError(f"{type(model).__name__} takes no position_ids, and the batch has them.")
+    columns_L = torch.arange(ids_BL.shape[1], device=ids_BL.device)
+    padding_BL = columns_L >= row_lengths(batch)[:, None].to(ids_BL.device)
+    attention = str(_text_config(model)._attn_implementation)
+    jumps_BL = (positions_BL[:, 1:] != positions_BL[:, :-1] + 1) & ~padding_BL[:, 1:]
+    if "flash" in attention and bool(jumps_BL.any()):
+        raise TrainingError(
+            f"attn_implementation={attention} takes position_ids that jump for several sequences in a row: use sdpa."
+        )
+    return found | {"position_ids": positions_BL.masked_fill(padding_BL, 0)}
 
 
 def tree_inputs(batch: Trajectory, tree: PrefixTree, model: nn.Module) -> dict[str, Any]:

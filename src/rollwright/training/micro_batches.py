@@ -1,6 +1,6 @@
 """How a batch is divided: over ranks, into minibatches, one for each optimizer step, and those into micro-batches that fit into memory.
 
-The loss's weights are fixed before (``aggregation_weights``), so micro-batches do not change the gradient. Where rows share prefixes, a
+Rows whose rotary frequencies differ (``model_facts.frequency_groups``) never share a micro-batch. The loss's weights are fixed before (``aggregation_weights``), so micro-batches do not change the gradient. Where rows share prefixes, a
 micro-batch gets its ``prefix_tree``; else rows are sorted by length, so that those of a micro-batch are about as long as each other, and
 columns to the right of the longest are cut off.
 """
@@ -8,112 +8,22 @@ columns to the right of the longest are cut off.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollwright.config.sections import MicroBatchSpec, TrainEngineConfig
+from rollwright.config.sections import MicroBatchSpec
 from rollwright.errors import TrainingError
 from rollwright.experience.contract import KEPT
 from rollwright.experience.trajectory import Trajectory, row_lengths, select_rows
-from rollwright.tracking.logging import getLogger
-from rollwright.training import parallel
-from rollwright.training.logprobs import picture_ids
 from rollwright.training.prefix_tree import SortedRows
 from rollwright.training.prefix_tree import build as build_tree
-from rollwright.training.tree_attention import use_tree_attention, why_not
-
-logger = getLogger("training")
 
 #: Column that says to which minibatch a row belongs, where the batch is a part of one that was divided.
 MINIBATCH_IDS = "minibatch_ids"
 
-#: Rows that are scored with shared prefixes and without, before prefixes are shared.
-_PROVEN_ROWS = 4
-
 #: Distinct tokens over padded ones from which on the padded path is as fast.
 _WORTH_SHARING = 0.9
-
-
-class PrefixSharing:
-    """Whether the rows of a model's batches share prefixes; it proves itself on the first that do."""
-
-    def __init__(self, config: TrainEngineConfig) -> None:
-        """
-        Args:
-            config: the model's section.
-        """
-        self.config = config
-        self.is_proven = False
-        self._is_off = not config.share_prefixes
-        self._said: str | None = None
-
-    def micro_batches(self, scorer: Any, batch: Trajectory) -> list[tuple[Tensor, Trajectory]]:
-        """The micro-batches of a batch, as many on each rank as on the one with the most.
-
-        Args:
-            scorer: a ``TokenScorer``, sharded or not.
-            batch: the rows of this rank.
-
-        Raises:
-            TrainingError: with shared prefixes the log-probabilities are others.
-        """
-        share = not self._is_off and self._is_possible(scorer.model, batch)
-        options = {"share_prefixes": share, "picture_ids": picture_ids(scorer.model.config)}
-        parts = micro_batches(batch, self.config.mb_spec, **options)
-        most = parallel.largest(len(parts), batch["input_ids"].device)
-        if most != len(parts):
-            parts = micro_batches(batch, self.config.mb_spec, at_least=most, **options)
-        if share and not self.is_proven:
-            self._prove(scorer, parts)
-            if self._is_off:
-                return self.micro_batches(scorer, batch)
-        return parts
-
-    def _is_possible(self, model: Any, batch: Trajectory) -> bool:
-        """The same on every rank."""
-        device = batch["input_ids"].device
-        reason = why_not(model, parallel.largest(batch["input_ids"].shape[1], device))
-        if reason is None:
-            use_tree_attention(model)
-        elif reason != self._said:
-            self._say(reason)
-        return reason is None
-
-    def _say(self, reason: str) -> None:
-        logger.info("Prefixes that rows share are computed for each row: %s.", reason)
-        self._said = reason
-
-    @torch.no_grad()
-    def _prove(self, scorer: Any, parts: list[tuple[Tensor, Trajectory]]) -> None:
-        """Score a few rows with shared prefixes and without."""
-        part = next((part for _, part in parts if "prefix_tree" in part), parts[0][1])
-        device = part["input_ids"].device
-        shares = "prefix_tree" in part
-        if not parallel.largest(int(shares), device):
-            return  # no rank had anything to share yet
-        few = select_rows(part, list(range(min(_PROVEN_ROWS, part["input_ids"].shape[0]))))
-        few.pop("prefix_tree", None)
-        wanted_BL = attended_tokens(few)
-        shared = part["prefix_tree"].repeated[: few["input_ids"].shape[0]].sum(1).tolist() if shares else []
-        tree = build_tree(few, shared) if shares else None
-        alone_BL, _ = scorer(few, wanted_BL)
-        together_BL, _ = scorer({**few, "prefix_tree": tree}, wanted_BL)
-        if parallel.largest(int(tree is not None and tree.uses == 0), device):
-            self._is_off = True
-            self._say(f"{type(scorer.model).__name__} passes no prefix_tree on")
-            return
-        difference = float((alone_BL - together_BL).abs().max())
-        is_half = torch.is_autocast_enabled(device.type) or next(scorer.model.parameters()).dtype.itemsize < 4
-        limit = 0.25 if is_half else 1e-3
-        if not difference <= limit:
-            raise TrainingError(
-                f"{type(scorer.model).__name__}: with shared prefixes a log-probability differs by {difference:.3g} (limit {limit}) "
-                "from that of the row alone, so its layers see something that attention over a row's tokens does not give. Set "
-                "actor.share_prefixes=false, and ref.share_prefixes=false where there is a reference."
-            )
-        self.is_proven = True
 
 
 def attended_tokens(batch: Trajectory) -> Tensor:
@@ -158,6 +68,7 @@ def micro_batches(
     at_least: int = 1,
     share_prefixes: bool = False,
     picture_ids: Sequence[int] = (),
+    groups: Sequence[int] | None = None,
 ) -> list[tuple[torch.Tensor, Trajectory]]:
     """The micro-batches of a batch, each with the indices of its rows.
 
@@ -167,10 +78,27 @@ def micro_batches(
         at_least: a smallest number of micro-batches (that of the rank with the most).
         share_prefixes: give each micro-batch its ``prefix_tree``, where that leaves out a tenth of the padded tokens or more.
         picture_ids: tokens that stand for pictures.
+        groups: of each row; rows of different groups are in different micro-batches. None: all are of one.
 
     An empty micro-batch (see ``split_rows``) is row 0 over one column: it is computed, because every rank must take part
     in a sharded forward pass, and its indices are empty so that nothing of it counts. So is the one of a batch without rows.
     """
+    groups = [0] * batch["input_ids"].shape[0] if groups is None else list(groups)
+    result: list[tuple[torch.Tensor, Trajectory]] = []
+    kinds = sorted(set(groups)) or [0]
+    for kind in kinds:
+        rows = [row for row, group in enumerate(groups) if group == kind]
+        part = batch if len(kinds) == 1 else select_rows(batch, rows)
+        index_B = torch.tensor(rows, dtype=torch.long, device=batch["input_ids"].device)
+        missing = at_least - len(result) if kind == kinds[-1] else 1
+        found = _micro_batches_of_group(part, spec, at_least=missing, share_prefixes=share_prefixes, picture_ids=picture_ids)
+        result += [(index_B[index], selected) for index, selected in found]
+    return result
+
+
+def _micro_batches_of_group(
+    batch: Trajectory, spec: MicroBatchSpec, *, at_least: int, share_prefixes: bool, picture_ids: Sequence[int]
+) -> list[tuple[torch.Tensor, Trajectory]]:
     lengths = row_lengths(batch).clamp(min=1).tolist()
     device = batch["input_ids"].device
     parts = split_rows(lengths, spec, at_least=at_least)

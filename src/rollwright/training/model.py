@@ -16,8 +16,10 @@ from rollwright.config.experiment import NewVisionConfig
 from rollwright.config.sections import TrainEngineConfig
 from rollwright.data.vision import IMAGE, VIDEO, VISION_END, VISION_PIECES, VISION_START, new_image_processor
 from rollwright.errors import ConfigError
+from rollwright.inference.model_facts import attention_arguments, note_attention
 from rollwright.tracking.progress import without_progress_bars
 from rollwright.training.pretrained import save_model
+from rollwright.training.tree_attention import recomputed_alike
 
 #: Architectures that ``new_model`` makes: name -> configuration class of transformers.
 ARCHITECTURES = {"qwen3": "Qwen3Config", "qwen2": "Qwen2Config", "llama": "LlamaConfig"}
@@ -112,11 +114,12 @@ def _made(config: TrainEngineConfig, dtype: torch.dtype, make: Callable[[Any, An
     arguments: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     try:
         model_config = transformers.AutoConfig.from_pretrained(config.path, **arguments)
-        arguments |= {"dtype": dtype, "attn_implementation": config.attn_implementation}
+        arguments |= {"dtype": dtype, **attention_arguments(config.attn_implementation)}
         with without_progress_bars():
             model = make(_auto_class(model_config), model_config, arguments)
     except (OSError, ValueError) as error:
         raise ConfigError(f"No model could be loaded from {config.path!r}: {error}") from error
+    note_attention(model, config.attn_implementation)
     _switch_off_dropout(model)
     return model
 
@@ -140,7 +143,8 @@ def _parameters_without_memory() -> Iterator[None]:
 
 def checkpoint_layers(model: nn.Module, layers: list[nn.Module], every: int) -> None:
     """Recompute the activations of every ``every``-th layer in the backward pass, in training mode."""
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    options = {"use_reentrant": False, "context_fn": recomputed_alike(model)}
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)  # type: ignore[operator]
     for number, layer in enumerate(layers):
         if (number + 1) % every:
             layer.gradient_checkpointing = False  # type: ignore[assignment]

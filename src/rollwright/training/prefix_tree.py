@@ -47,7 +47,10 @@ class PrefixTree:
         shared_calls: more keys of many queries, whose results are merged with those of their own calls.
         ends: ``[T]``, the place after the last token below each token: it is seen from its own place up to there.
         branches: ``[T]``, the branch of each token, 0 on the trunk; None where no row has branches.
+        longest: tokens of the longest row.
         uses: attention layers that used the tree; 0 after a forward pass says that the model does not pass it on.
+        refusal: why a layer's attention is not the one over the tree, as found in a forward pass, whose result counts for nothing.
+        is_tried: True where a refusal is looked for; else it is an error.
     """
 
     input_ids: Tensor
@@ -60,7 +63,10 @@ class PrefixTree:
     shared_calls: list[AttentionCall]
     ends: Tensor
     branches: Tensor | None
+    longest: int
     uses: int = 0
+    refusal: str | None = None
+    is_tried: bool = False
     block_mask: Any = None
 
     @property
@@ -69,11 +75,12 @@ class PrefixTree:
         return int(self.input_ids.shape[1])
 
     def inputs(self) -> dict[str, Any]:
-        """Arguments of a Hugging Face model, see ``tree_attention.use_tree_attention``.
+        """Arguments of a Hugging Face model, see ``tree_attention.over_tree``.
 
-        A mask of four axes is handed on as it is, so that none is made of ``[T, T]``.
+        A mask of four axes is handed on as it is, so that none is made of ``[T, T]``. A layer that looks at it instead of the tree
+        computes what is not a number.
         """
-        mask = torch.ones(1, 1, 1, 1, device=self.input_ids.device)
+        mask = torch.full((1, 1, 1, 1), torch.nan, device=self.input_ids.device)
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "attention_mask": mask, "prefix_tree": self}
 
 
@@ -240,6 +247,7 @@ def build(batch: Trajectory, shared: Sequence[int] | None = None) -> PrefixTree:
         shared_calls=shared_calls,
         ends=_put(ends_T, device),
         branches=None if branches_T is None else _put(branches_T, device),
+        longest=max(lengths),
     )
 
 

@@ -105,6 +105,15 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+def reshard(module: nn.Module) -> None:
+    """Free what a forward pass without a backward pass has gathered, so that parameters are the sharded ones again."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 def allocate(model: nn.Module, device: torch.device) -> None:
     """Give parameters that have no memory yet (on the meta device) some on ``device``; tied ones stay tied."""
     made: dict[int, nn.Parameter] = {}

@@ -1,14 +1,18 @@
 """Attention over a prefix tree: each token over what it sees, through transformers' attention interface.
 
-``use_tree_attention`` registers it under the name of the model's own attention with ``prefix_tree|`` before it; a forward pass without
-a tree computes what it computed before.
+``over_tree`` gives a model this attention for the time of one forward pass. Every other pass, and every other user of the model, has the
+model's own attention, untouched. An argument of a layer's attention that is not understood here is noted in the tree, whose result then
+counts for nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +23,13 @@ from rollwright.training.prefix_tree import PrefixTree
 
 
 def attend(
-    query_HTD: Tensor, key_HTD: Tensor, value_HTD: Tensor, tree: PrefixTree, scaling: float, softcap: float | None = None
+    query_HTD: Tensor,
+    key_HTD: Tensor,
+    value_HTD: Tensor,
+    tree: PrefixTree,
+    scaling: float,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attention of every token over what it sees.
 
@@ -28,6 +38,7 @@ def attend(
         tree: the layout.
         scaling: of the products.
         softcap: products are capped to ``softcap * tanh(x / softcap)``.
+        sinks_H: one more term ``exp(sink)`` in the normaliser of each query, which adds nothing to the result. Not on GPUs.
 
     Returns:
         ``[T, H, D]``.
@@ -36,9 +47,10 @@ def attend(
     if torch.is_autocast_enabled(kind):
         query_HTD, key_HTD, value_HTD = (x.to(torch.get_autocast_dtype(kind)) for x in (query_HTD, key_HTD, value_HTD))
     if query_HTD.is_cuda:
+        assert sinks_H is None, "attention sinks are not supported over a tree on a GPU"
         return attend_in_blocks(query_HTD, key_HTD, value_HTD, tree, scaling, softcap, compiled=True)
     query_THD, key_THD, value_THD = (x.transpose(0, 1) for x in (query_HTD, key_HTD, value_HTD))
-    return attend_by_calls(query_THD, key_THD, value_THD, tree.own_calls, tree.shared_calls, scaling, softcap)
+    return attend_by_calls(query_THD, key_THD, value_THD, tree.own_calls, tree.shared_calls, scaling, softcap, sinks_H)
 
 
 def attend_by_calls(
@@ -49,16 +61,18 @@ def attend_by_calls(
     shared_calls: list[AttentionCall],
     scaling: float,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """``attend`` by the kernel of CPUs: see ``attention_calls``."""
-    return _TreeAttention.apply(query_THD, key_THD, value_THD, own_calls, shared_calls, scaling, softcap)  # type: ignore[no-any-return]
+    return _TreeAttention.apply(query_THD, key_THD, value_THD, own_calls, shared_calls, scaling, softcap, sinks_H)  # type: ignore[no-any-return]
 
 
 class _TreeAttention(torch.autograd.Function):
     """Attention by the calls of a tree.
 
     Results of several calls over the same queries are merged by the logarithms of their normalisers. The gradient of a call needs nothing
-    but the merged result and normaliser (arXiv 2205.14135, appendix B.2), so that only those are kept and no call's copies.
+    but the merged result and normaliser (arXiv 2205.14135, appendix B.2), so that only those are kept and no call's copies. A sink is
+    merged last, as a key whose value is 0.
     """
 
     @staticmethod
@@ -71,6 +85,7 @@ class _TreeAttention(torch.autograd.Function):
         shared_calls: list[AttentionCall],
         scaling: float,
         softcap: float | None,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         T, heads, _ = query_THD.shape
         out_THD = value_THD.new_empty(T, heads, value_THD.shape[-1])
@@ -85,13 +100,17 @@ class _TreeAttention(torch.autograd.Function):
             here_TH = normaliser_TH[call.queries]
             out_THD[call.queries].lerp_(more_THD, torch.sigmoid(more_TH - here_TH)[:, :, None].to(out_THD.dtype))
             torch.logaddexp(here_TH, more_TH, out=here_TH)
-        ctx.save_for_backward(query_THD, key_THD, value_THD, out_THD, normaliser_TH)
+        if sinks_H is not None:
+            sinks_H = sinks_H.to(normaliser_TH.dtype)
+            out_THD.mul_(torch.sigmoid(normaliser_TH - sinks_H)[:, :, None].to(out_THD.dtype))
+            normaliser_TH = torch.logaddexp(normaliser_TH, sinks_H)
+        ctx.save_for_backward(query_THD, key_THD, value_THD, out_THD, normaliser_TH, sinks_H)
         ctx.calls, ctx.scaling, ctx.softcap = (own_calls, shared_calls), scaling, softcap
         return out_THD
 
     @staticmethod
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        query_THD, key_THD, value_THD, out_THD, normaliser_TH = ctx.saved_tensors
+        query_THD, key_THD, value_THD, out_THD, normaliser_TH, sinks_H = ctx.saved_tensors
         grad_query_THD = torch.empty_like(query_THD)
         own_calls, shared_calls = ctx.calls
         make = (
@@ -112,7 +131,10 @@ class _TreeAttention(torch.autograd.Function):
                     target[call.keys] += grad.flatten(0, 1)
                 else:
                     target.index_add_(0, call.keys.flatten(), grad.flatten(0, 1))
-        return grad_query_THD, grad_key_THD, grad_value_THD, None, None, None, None
+        grad_sinks_H = None
+        if sinks_H is not None:  # dp = p (0 - grad · out), where p is the sink's share
+            grad_sinks_H = -(torch.exp(sinks_H - normaliser_TH) * (grad_THD * out_THD).sum(-1)).sum(0)
+        return grad_query_THD, grad_key_THD, grad_value_THD, None, None, None, None, grad_sinks_H
 
 
 def _pieces(call: AttentionCall, places: Tensor | slice, *layouts: Tensor) -> list[Tensor]:
@@ -265,36 +287,72 @@ def attend_in_blocks(
 _compiled_flex_attention: Any = None
 
 
-def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float) -> Tensor:
-    """Attention whose products are capped; ``mask`` is bool, or added, or None for causal attention."""
-    scores = softcap * torch.tanh(q @ k.transpose(-1, -2) * (scaling / softcap))
-    if mask is None:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    return torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype) @ v
-
-
-def use_tree_attention(model: nn.Module) -> None:
-    """Let a model's attention layers take a ``prefix_tree``; without one they compute what they computed before."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    before = config._attn_implementation
-    if before.startswith(_NAME):
-        return
-    name = f"{_NAME}|{before}"
-    masks = AttentionMaskInterface()
-    AttentionInterface.register(name, _attention(AttentionInterface()["sdpa" if before == "eager" else before]))
-    AttentionMaskInterface.register(name, masks["sdpa" if before == "eager" else before])
-    config._attn_implementation = name
-
-
 _NAME = "prefix_tree"
 
 
-def _over_tree(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scaling: float, softcap: float | None) -> Tensor:
+@contextmanager
+def over_tree(model: nn.Module) -> Iterator[None]:
+    """Let a model's attention layers take the ``prefix_tree`` of a forward pass meanwhile.
+
+    With gradient checkpointing, layers are computed again after it: see ``recomputed_alike``.
+    """
+    config = _text_config(model)
+    with _ComputedBy(config, _registered(config._attn_implementation)):
+        yield
+
+
+def recomputed_alike(model: nn.Module) -> Callable[[], tuple[Any, Any]]:
+    """``context_fn`` of ``torch.utils.checkpoint``: layers are computed again with the attention that they were computed with."""
+    return functools.partial(_contexts, _text_config(model))  # a copy of the model gets one with its own configuration
+
+
+def _contexts(config: Any) -> tuple[Any, Any]:
+    return contextlib.nullcontext(), _ComputedBy(config, config._attn_implementation)
+
+
+class _ComputedBy:
+    """Layers compute with the attention of a name while the context lasts; it may be entered several times."""
+
+    def __init__(self, config: Any, name: str) -> None:
+        self._config, self._name = config, name
+        self._before: list[str] = []
+
+    def __enter__(self) -> None:
+        self._before.append(self._config._attn_implementation_internal)
+        self._config._attn_implementation_internal = self._name  # the property's setter would reach a vision tower, too
+
+    def __exit__(self, *_error: Any) -> None:
+        self._config._attn_implementation_internal = self._before.pop()
+
+
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_config()
+
+
+@functools.cache
+def _registered(own: str) -> str:
+    """The name of the attention over trees for layers whose own attention is ``own``."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    name = own if own.startswith(_NAME) else f"{_NAME}|{own}"
+    if name != own:
+        AttentionInterface.register(name, _attention(own))
+        if own in (masks := AttentionMaskInterface()):
+            AttentionMaskInterface.register(name, masks[own])
+    return name
+
+
+def _over_tree(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: PrefixTree,
+    scaling: float,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
     tree.uses += 1
-    return attend(query.squeeze(0), key.squeeze(0), value.squeeze(0), tree, scaling, softcap)[None]
+    return attend(query.squeeze(0), key.squeeze(0), value.squeeze(0), tree, scaling, softcap, sinks_H)[None]
 
 
 @functools.cache
@@ -304,49 +362,96 @@ def leave_uncompiled() -> None:
     _over_tree = torch.compiler.disable(_over_tree)  # type: ignore[assignment]
 
 
-def _attention(otherwise: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
+#: Arguments of attention functions that say nothing of what is computed, or say it of rows without a tree.
+_WITHOUT_EFFECT = {
+    "position_ids",
+    "position_embeddings",
+    "hidden_states",
+    "use_cache",
+    "cache_position",
+    "logits_to_keep",
+    "layer_idx",
+}
+
+
+def _attention(own: str) -> Callable[..., tuple[Tensor, Any]]:
     def forward(
         module: nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        softcap: float | None = None,
+        attention_mask: Any,
+        *args: Any,
         prefix_tree: PrefixTree | None = None,
-        **others: Any,
+        **arguments: Any,
     ) -> tuple[Tensor, Any]:
+        if prefix_tree is None:
+            return _own_attention(module, own)(module, query, key, value, attention_mask, *args, **arguments)
+        scaling, softcap, sinks_H = (arguments.pop(name, None) for name in ("scaling", "softcap", "s_aux"))
+        prefix_tree.refusal = prefix_tree.refusal or _not_understood(args, arguments, prefix_tree, sinks_H)
+        if prefix_tree.refusal:
+            sinks_H = None
         scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
-        if prefix_tree is not None:
-            return _over_tree(query, key, value, prefix_tree, scaling, softcap), None
-        if softcap is not None:
-            groups = query.shape[1] // key.shape[1]
-            key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-            return _capped(query, key, value, attention_mask, scaling, softcap).transpose(1, 2).contiguous(), None
-        return otherwise(module, query, key, value, attention_mask, scaling=scaling, **others)
+        return _over_tree(query, key, value, prefix_tree, scaling, softcap, sinks_H), None
 
     return forward
 
 
+def _own_attention(module: nn.Module, own: str) -> Callable[..., tuple[Tensor, Any]]:
+    """What a layer would have called: transformers' function of that name, or the eager one of the file that the layer is in."""
+    for layer in type(module).__mro__:
+        names = getattr(inspect.unwrap(layer.__dict__.get("forward", object)), "__globals__", {})
+        if "ALL_ATTENTION_FUNCTIONS" in names:
+            return names["ALL_ATTENTION_FUNCTIONS"].get_interface(own, names.get("eager_attention_forward"))
+    from transformers import AttentionInterface
+
+    return AttentionInterface()[own]
+
+
+def _not_understood(args: tuple[Any, ...], arguments: dict[str, Any], tree: PrefixTree, sinks_H: Tensor | None) -> str | None:
+    """Why the attention that a layer asks for is not the one over the tree; None: it is."""
+    if sinks_H is not None and tree.input_ids.is_cuda:
+        return "its attention has sinks (s_aux), which are not supported over a tree on a GPU"
+    if args:
+        return f"its attention takes {len(args)} arguments without names"
+    arguments = dict(arguments)
+    if arguments.pop("is_causal", None) is False:
+        return "its attention is not causal"
+    window = arguments.pop("sliding_window", None)
+    if window is not None and window < tree.longest:
+        return f"its attention slides over {window} tokens, and rows have {tree.longest}"
+    has_effect = (
+        name
+        for name, value in arguments.items()
+        if name not in _WITHOUT_EFFECT
+        and not name.startswith("output_")
+        and not (value is None or (isinstance(value, (bool, int, float)) and not value))
+    )
+    name = next(has_effect, None)
+    return None if name is None else f"its attention takes {name}, which attention over a tree does not know"
+
+
 def why_not(model: nn.Module, longest: int) -> str | None:
-    """Why rows of a model cannot share prefixes; None: they can.
+    """Why rows of a model cannot share prefixes, by what its configuration says; None: they may.
 
     Args:
         model: a Hugging Face model.
         longest: tokens of the longest row.
     """
-    config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    name, config = type(model).__name__, _text_config(model)
     if not getattr(model, "_supports_attention_backend", False):
-        return f"{type(model).__name__} does not use transformers' attention interface"
+        return f"{name} does not use transformers' attention interface"
     if getattr(model, "_is_stateful", False):
-        return f"{type(model).__name__} has a recurrent state"
-    if not getattr(config, "is_causal", True):
-        return f"{type(model).__name__} is not causal"
+        return f"{name} has a recurrent state"
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
-    if kinds - {"full_attention", "sliding_attention"}:
-        return f"{type(model).__name__} has layers of {', '.join(sorted(kinds - {'full_attention', 'sliding_attention'}))}"
-    slides = "sliding_attention" in kinds or (getattr(config, "layer_types", None) is None and window)
-    if slides and window is not None and window < longest:
-        return f"{type(model).__name__} attends to the last {window} tokens, and rows have {longest}"
+    if others := kinds - _KINDS.keys():
+        return f"{name} has layers of {', '.join(sorted(others))}"
+    for kind in kinds if getattr(config, "layer_types", None) else _KINDS:
+        size = getattr(config, _KINDS[kind], None) if _KINDS[kind] else None
+        if size is not None and size < longest:
+            return f"{name} attends to {_KINDS[kind]}={size} tokens, and rows have {longest}"
     return None
+
+
+#: Kinds of layers that see all tokens before them in rows up to a length, and the setting that holds it.
+_KINDS = {"full_attention": "", "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}

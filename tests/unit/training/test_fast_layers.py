@@ -65,3 +65,28 @@ def test_another_kind_of_rotation_is_left_alone():
     use_fast_layers(model)
     assert "forward" not in vars(model.model.layers[0].self_attn)
     torch.testing.assert_close(model(ids).logits, before)
+
+
+def test_gpt_oss_whose_rotation_takes_half_as_many_angles_keeps_its_own():
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+    config = transformers.GptOssConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.arange(1, 20)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert use_fast_layers(model) > 0  # its norms
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_layer_with_a_forward_pass_of_its_own_keeps_it():
+    model = tiny_model(dtype=torch.float32)
+    layer = model.model.layers[0].self_attn
+    layer.forward = own = lambda *args, **kwargs: (torch.zeros(1), None)
+    changed = use_fast_layers(model)
+    assert layer.forward is own
+    assert changed == use_fast_layers(tiny_model(dtype=torch.float32)) - 1

@@ -7,13 +7,12 @@ from hypothesis import strategies as st
 from tiny_policy import grouped_batch, tiny_actor
 
 from rollwright.config.sections import MicroBatchSpec
-from rollwright.errors import TrainingError
 from rollwright.experience.trajectory import MULTI_MODAL
 from rollwright.training import attention_calls, tree_attention
 from rollwright.training.logprobs import TokenScorer
 from rollwright.training.micro_batches import micro_batches
 from rollwright.training.prefix_tree import SortedRows, build
-from rollwright.training.tree_attention import attend, attend_in_blocks, use_tree_attention, why_not
+from rollwright.training.tree_attention import attend, attend_in_blocks, why_not
 
 VOCABULARY = 11
 
@@ -46,7 +45,6 @@ def make_model(kind: str, **changes):
 @pytest.fixture(scope="module", params=["qwen3", "llama", "gemma"])
 def model(request):
     model = make_model(request.param)
-    use_tree_attention(model)
     return model
 
 
@@ -85,8 +83,9 @@ def compare(model, batch, wanted_BL, weights_BL, spec: MicroBatchSpec) -> None:
     together = gradients(model, batch, wanted_BL, weights_BL, parts=tree_parts)
     torch.testing.assert_close(together[0], alone[0], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(together[1], alone[1], rtol=1e-6, atol=1e-6)
+    rounding = 1e-4 if model.config._attn_implementation == "eager" else 1e-6  # transformers' eager softmax is float32
     for mine, theirs in zip(together[2], alone[2], strict=True):
-        assert float((mine - theirs).norm()) <= 1e-6 * float(theirs.norm()) + 1e-12
+        assert float((mine - theirs).norm()) <= rounding * float(theirs.norm()) + 1e-12
 
 
 @st.composite
@@ -178,7 +177,7 @@ def test_pictures_that_differ_keep_equal_tokens_apart():
         (
             "qwen3",
             {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8, "use_sliding_window": True},
-            "last 8 tokens",
+            "sliding_window=8 tokens",
         ),
         ("qwen3", {}, None),
     ],
@@ -249,7 +248,7 @@ def test_an_update_is_the_same_with_shared_prefixes_and_without(keys):
         scores.append(actor.compute_logp(batch))
         metrics.append([actor.ppo_update(batch) for _ in range(2)])
         weights.append(actor.full_weights())
-        assert actor._sharing.is_proven == share
+        assert actor._division.shares_prefixes == share
     torch.testing.assert_close(*scores, rtol=1e-6, atol=1e-6)
     for mine, theirs in zip(*metrics, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-6, abs=1e-7)
@@ -257,14 +256,16 @@ def test_an_update_is_the_same_with_shared_prefixes_and_without(keys):
         torch.testing.assert_close(weights[0][name], weights[1][name], rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_that_sees_something_else_is_found_out(monkeypatch):
-    def blind(query, key, value, tree, scaling, softcap=None):
-        return attend(query, key, value.roll(1, dims=1), tree, scaling, softcap)
+def test_a_model_that_sees_something_else_takes_the_padded_path(monkeypatch, caplog):
+    def blind(query, key, value, tree, *rest):
+        return attend(query, key, value.roll(1, dims=1), tree, *rest)
 
+    expected = tiny_actor(share_prefixes=False).compute_logp(grouped_batch())
     monkeypatch.setattr(tree_attention, "attend", blind)
     actor = tiny_actor()
-    with pytest.raises(TrainingError, match=r"a log-probability differs by .*Set actor.share_prefixes=false"):
-        actor.compute_logp(grouped_batch())
+    for _ in range(2):
+        torch.testing.assert_close(actor.compute_logp(grouped_batch()), expected, rtol=1e-6, atol=1e-6)
+    assert caplog.text.count("with shared prefixes a log-probability of Qwen3ForCausalLM differs by") == 1
 
 
 def test_a_model_that_passes_no_tree_on_takes_the_padded_path(caplog):
