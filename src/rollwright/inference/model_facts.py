@@ -132,6 +132,21 @@ def frequency_groups(config: Any, lengths: Sequence[int]) -> list[int]:
     return [bisect_left(limits, length) for length in lengths]
 
 
+def fixed_frequencies(config: Any) -> tuple[str, int] | None:
+    """The ``rope_type`` and the most tokens of a row up to which its rotary frequencies do not go by its length; None: they never do.
+
+    In a longer row every token, also the first, has other frequencies. What was sampled before the row grew beyond has then another
+    log-probability than a forward pass over the finished row gives.
+    """
+    text = config.get_text_config()
+    limits = [
+        ("longrope", rope["original_max_position_embeddings"]) for rope in _ropes(text) if rope.get("rope_type") == "longrope"
+    ]
+    if _dynamic_rope(text):
+        limits.append(("dynamic", text.max_position_embeddings))
+    return min(limits, key=lambda limit: limit[1], default=None)
+
+
 def _ropes(text_config: Any) -> list[dict[str, Any]]:
     """The rotary parameters of a model, those of each kind of its layers where they differ."""
     parameters = getattr(text_config, "rope_parameters", None) or {}

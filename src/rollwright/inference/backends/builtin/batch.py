@@ -182,6 +182,7 @@ class ForwardBatch:
         padded_tokens, padded_positions: ``token_ids`` and ``positions``, and behind them those of padding, which is computed too.
         chunks: what is computed, where each query is to be computed in whole blocks; then there is no ``visible``.
         multi_modal: processor outputs of the sequence, where the pass is a multi-modal prompt.
+        branched: by row, counted from ``first_row``, the positions of a branched sequence's first tokens; later ones go on from the last.
     """
 
     token_ids: Tensor
@@ -198,6 +199,7 @@ class ForwardBatch:
     last_tokens: Tensor | None = None
     scores_all: bool = False
     multi_modal: dict[str, Any] | None = None
+    branched: dict[int, Tensor] = field(default_factory=dict)
     padded_tokens: Tensor = field(init=False)
     padded_positions: Tensor = field(init=False)
     chunks: list[Chunk] | None = None
@@ -222,6 +224,22 @@ class ForwardBatch:
         padded = packed.new_zeros(self.row_count, self.query_length, *packed.shape[1:])
         padded[self.is_query] = packed
         return padded
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """The places that windows and chunks are counted by, of queries ``[n, Q]`` and of columns ``[n or 1, K]``.
+
+        They are the columns, and in branched sequences the positions, as if a branch and what it sees were a row of their own.
+        """
+        queries = self.pad(self.columns)
+        keys = torch.arange(self.read_length, device=queries.device)[None]
+        if not self.branched:
+            return queries, keys
+        keys = keys.repeat(self.row_count, 1)
+        for row, positions in self.branched.items():
+            known = positions[: self.read_length]
+            keys[row, : len(known)] = known
+            keys[row, len(known) :] += positions[-1] + 1 - len(positions)
+        return keys.gather(1, queries), keys
 
     def unpad(self, padded: Tensor) -> Tensor:
         """``[n, Q, ...]`` to ``[T, ...]``."""
@@ -268,6 +286,7 @@ def prefill_batch(chunks: list[Chunk], first_row: int, device: torch.device, blo
         for index, chunk in branched:
             branches = to_tensor(chunk.sequence.branch_ids()[: chunk.end], device)
             batch.visible[index, -chunk.length :, : chunk.end] &= sees(branches[chunk.start :], branches)
+            batch.branched[index] = to_tensor(chunk.sequence.position_ids()[: chunk.end], device)
     return batch
 
 

@@ -1,8 +1,8 @@
 """Any other Hugging Face causal model, by its own forward over the slot cache.
 
-The model sees padded queries (on the left), an explicit mask ``[n, 1, Q, K]`` and explicit positions, and a
+The model sees padded queries (on the left), explicit masks ``[n, 1, Q, K]``, one for each kind of layer, and explicit positions, and a
 ``transformers`` cache whose layers write to and read from our slots. A model that does not honour these (a state-space
-model, attention biases of its own) is found out by a probe when the engine starts, not by wrong samples.
+model, attention biases of its own) is found out by a proof when the engine starts, not by wrong samples.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from rollwright.errors import EngineError
-from rollwright.inference.backends.builtin.batch import Chunk, ForwardBatch, Sequence, prefill_batch
+from rollwright.errors import EngineError, RollwrightError
+from rollwright.inference.backends.builtin.batch import ForwardBatch
 from rollwright.inference.backends.builtin.cache import KVCache, LayerShape
+from rollwright.inference.backends.builtin.proof import prove
+from rollwright.inference.model_facts import ordinary_tokens
 from rollwright.inference.request import ModelRequest
+from rollwright.inference.visible_tokens import VisibleTokens, only_visible
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -65,6 +68,7 @@ class GeneralModel:
         parameters = inspect.signature(model.forward).parameters
         self._keeps_last_logits = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
+        self._makes_masks = True
         self.layer_shapes = self._probe_layer_shapes()
 
     def share_weights(self) -> None:
@@ -78,28 +82,23 @@ class GeneralModel:
     def _probe_layer_shapes(self) -> list[LayerShape]:
         probe = torch.zeros(1, 1, dtype=torch.int64, device=self._model.device)
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), only_visible(VisibleTokens(probe[None] == 0, probe, probe)) as choice:
                 output = self._model(probe, past_key_values=DynamicCache(), use_cache=True)
+        except RollwrightError as error:
+            raise self._refusal(str(error)) from error
         except Exception as error:  # a foreign forward may raise anything
             raise self._refusal(f"its forward takes no key-value cache ({type(error).__name__}: {error})") from error
         layers = getattr(getattr(output, "past_key_values", None), "layers", None)
         if not layers or any(getattr(layer, "keys", None) is None or layer.keys.dim() != 4 for layer in layers):
             raise self._refusal("it does not keep keys and values for each token (a recurrent or hybrid model)")
+        self._makes_masks = choice.masks > 0
         return [LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in layers]
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Logits ``[n, vocabulary]`` of each row's last token, or ``[T, vocabulary]`` of all; keys and values go into the cache."""
-        visible, tokens, positions = batch.visible, batch.pad(batch.token_ids), batch.pad(batch.positions)
-        if visible is None:
-            columns = batch.pad(batch.columns)
-            visible = torch.arange(batch.read_length, device=columns.device) <= columns[:, :, None]
-        if (padding := batch.computed_rows - batch.row_count) or visible.shape[2] < batch.read_length:
-            visible = F.pad(visible, (0, batch.read_length - visible.shape[2], 0, 0, 0, padding))
-            visible[batch.row_count :, :, 0] = True  # a row that sees nothing is not a number
+        tokens, positions = batch.pad(batch.token_ids), batch.pad(batch.positions)
+        if batch.computed_rows > batch.row_count:
             tokens, positions = (batch_padded[:, None] for batch_padded in (batch.padded_tokens, batch.padded_positions))
-        dtype = self._model.dtype
-        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-        mask = mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
         layers: list[Any] = [_SlotLayer(index, batch, cache) for index in range(len(self.layer_shapes))]
         arguments: dict[str, Any] = {"logits_to_keep": 0 if batch.scores_all else 1} if self._keeps_last_logits else {}
         if self._takes_positions:
@@ -109,13 +108,30 @@ class GeneralModel:
             if (positions := self._rope_index(arguments)) is not None:
                 arguments["position_ids"] = positions
         arguments["input_ids"] = tokens
-        output = self._model(
-            attention_mask=mask,
-            past_key_values=Cache(layers=layers),
-            use_cache=True,
-            **arguments,
-        )
+        choice = self._visible_tokens(batch)
+        if not self._makes_masks:
+            arguments["attention_mask"] = self._one_mask(choice.visible)
+        with only_visible(choice):
+            output = self._model(past_key_values=Cache(layers=layers), use_cache=True, **arguments)
         return batch.unpad(output.logits) if batch.scores_all else output.logits[: batch.row_count, -1]
+
+    def _visible_tokens(self, batch: ForwardBatch) -> VisibleTokens:
+        """Which columns each query may see before the windows of layers, for all rows that are computed."""
+        visible, (queries, keys) = batch.visible, batch.places()
+        if visible is None:
+            visible = torch.arange(batch.read_length, device=keys.device) <= batch.pad(batch.columns)[:, :, None]
+        elif visible.shape[2] < batch.read_length:
+            visible = F.pad(visible, (0, batch.read_length - visible.shape[2]))
+        keys = keys.expand(batch.row_count, -1)
+        if padding := batch.computed_rows - batch.row_count:
+            visible, queries, keys = (F.pad(x, (0, 0) * (x.dim() - 1) + (0, padding)) for x in (visible, queries, keys))
+            visible[batch.row_count :, :, 0] = True  # a row that sees nothing is not a number
+        return VisibleTokens(visible, queries, keys)
+
+    def _one_mask(self, visible: Tensor) -> Tensor:
+        """What attention adds to its scores, ``[n, 1, Q, K]``, for a model that does not make its masks with transformers' functions."""
+        mask = torch.zeros(visible.shape, dtype=self._model.dtype, device=visible.device)
+        return mask.masked_fill_(~visible, torch.finfo(mask.dtype).min)[:, None]
 
     # ------------------------------------------------------------------ images and video
 
@@ -151,37 +167,19 @@ class GeneralModel:
     # ------------------------------------------------------------------ does it compute what the model computes?
 
     def ordinary_tokens(self) -> list[int]:
-        """Some tokens that are no special ones, such as that of an image."""
-        config = self._model.config
-        named = [v for c in (config, config.get_text_config()) for k, v in vars(c).items() if k.endswith("_token_id")]
-        special = {i for v in named for i in (v if isinstance(v, list) else [v])}
-        return [i for i in range(min(64, config.get_text_config().vocab_size)) if i not in special]
+        """Some tokens that are no special ones."""
+        return ordinary_tokens(self._model.config)
 
     @torch.inference_mode()
-    def verify(self, cache: KVCache) -> None:
-        """Compare chunked, ragged passes over the cache with plain forwards of the model.
+    def verify(self, context_length: int) -> None:
+        """Compare chunked, ragged passes over a cache with plain forwards of the model; see ``proof``.
 
         Raises:
             EngineError: they differ: the model does not honour the mask, the positions or the cache that it is given.
         """
-        ordinary = self.ordinary_tokens()
-        prompts = [[ordinary[(7 * i + length) % len(ordinary)] for i in range(length)] for length in (11, 5)]
-        sequences = [Sequence(ModelRequest(p), tokens=p, prompt_length=len(p), length_limit=len(p) + 1) for p in prompts]
-        device = self._model.device
-        if not cache.make_room(len(prompts), max(map(len, prompts)), []):
-            return  # too small for more than one sequence: nothing is ever ragged
-        begin = [Chunk(s, 0, s.prompt_length - 3) for s in sequences]
-        end = [Chunk(s, s.prompt_length - 3, s.prompt_length) for s in sequences]
         try:
-            self(prefill_batch(begin, 0, device), cache)
-            logits = self(prefill_batch(end, 0, device), cache)
+            reason = prove(self, self._model, self.layer_shapes, self.ordinary_tokens(), context_length)
         except Exception as error:  # a foreign forward may raise anything
             raise self._refusal(f"it takes no explicit mask and cache ({type(error).__name__}: {error})") from error
-        plain = torch.stack([self._model(torch.tensor([tokens], device=device)).logits[0, -1] for tokens in prompts])
-        scale = (plain - plain.mean(-1, keepdim=True)).abs().max().item()
-        tolerance = scale * (1e-3 if self._model.dtype == torch.float32 else 0.1)
-        if not (logits - plain).abs().max().item() <= tolerance:
-            raise self._refusal(
-                "with an explicit mask and cache it computes other logits than in a plain forward (it may have position biases "
-                "or a state of its own)"
-            )
+        if reason is not None:
+            raise self._refusal(reason)

@@ -33,6 +33,7 @@ from rollwright.inference.backends.builtin.batch import ForwardBatch
 from rollwright.inference.backends.builtin.cache import INVARIANT_ROWS, LENGTH_STEP, KVCache, LayerShape, in_blocks
 from rollwright.inference.backends.builtin.general_model import GeneralModel
 from rollwright.inference.backends.builtin.rows import DecodeBatch
+from rollwright.inference.model_facts import fixed_frequencies
 from rollwright.inference.weights.names import as_own
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.logging import getLogger
@@ -79,6 +80,7 @@ class ModelRunner:
         limit = getattr(config, "max_position_embeddings", None) or 1 << 20
         if context_length is not None and context_length > limit:
             raise ConfigError(f"context_length={context_length} is more than the model's {limit} positions; lower it.")
+        limit = position_limit(model, limit, context_length)
         self.vocabulary: int = config.vocab_size
         name, reason = type(model).__name__, why_not_llama_family(model, context_length or limit)
         self.forward = LlamaFamily(model) if reason is None else GeneralModel(model)
@@ -104,7 +106,7 @@ class ModelRunner:
                 f"context_length={context_length} needs {needed} bytes; raise the one or lower the other."
             )
         if isinstance(self.forward, GeneralModel):
-            self.forward.verify(self.cache)
+            self.forward.verify(self.context_length)
         if self.context_length < limit and context_length is None:
             logger.info("context_length is %d: what kv_cache_bytes holds (the model has %d).", self.context_length, limit)
 
@@ -128,6 +130,25 @@ class ModelRunner:
         runner = copy.copy(self)
         runner.forward, runner.vocabulary = self.forward.shallow(vocabulary), vocabulary
         return runner
+
+
+def position_limit(model: Any, limit: int, context_length: int | None) -> int:
+    """The most tokens of a row, at most ``limit``, whose positions do not depend on how long the row becomes.
+
+    Raises:
+        ConfigError: ``context_length`` is more.
+    """
+    kind, fixed = fixed_frequencies(model.config) or ("", limit)
+    if fixed >= limit:
+        return limit
+    said = f"{type(model).__name__} changes the rotary positions ({kind}) of all tokens of a row when it has more than {fixed}"
+    if context_length is not None and context_length > fixed:
+        raise ConfigError(
+            f"context_length={context_length} is too much for the built-in engine: {said}, so that tokens sampled before had other "
+            f"log-probabilities than the row has in the end. Set context_length to {fixed} or less."
+        )
+    _log_once(logging.INFO, f"The built-in engine's context ends at {fixed} tokens: {said}.")
+    return fixed
 
 
 def why_not_llama_family(model: Any, context_length: int) -> str | None:

@@ -261,6 +261,11 @@ class DecodeBatch(ForwardBatch):
             row_count=count,
             query_length=1,
             kv_length=int(table.cached[:count].max()) + 1,
+            branched={
+                row: torch.tensor(s.request.position_ids, device=device)
+                for row, s in enumerate(running)
+                if s.request.branch_ids is not None and s.request.position_ids is not None
+            },
         )
         self.padded_tokens, self.padded_positions = tokens, positions
         self._show_hidden()

@@ -1,0 +1,149 @@
+"""Does a Hugging Face model compute over our cache, masks and positions what it computes in a plain forward?
+
+An engine asks when it starts: with a few tokens for every model, and with a row that reaches beyond each window, chunk and other length
+that the configuration names (``inference/model_facts.py``), as far as the engine's context does. Log-probabilities are compared.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollwright.inference.backends.builtin.batch import Chunk, ForwardBatch, Sequence, prefill_batch
+from rollwright.inference.backends.builtin.cache import KVCache, LayerShape
+from rollwright.inference.model_facts import regime_lengths
+from rollwright.inference.request import ModelRequest
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger(__name__)
+
+_SHORT = (11, 5)  # tokens of the rows of the short proof
+_BEYOND = 64  # tokens by which a row goes beyond a length; by the length itself where that is less
+_PIECE = 1024  # most tokens computed in one pass: what attention adds to their scores is in memory
+_OPERATIONS = {
+    "cpu": 2e13,
+    "cuda": 1e15,
+}  # of a proof: some 20 seconds on two cores; longer ones are left out, and named in the log
+_LIKELY = 64  # tokens whose log-probabilities are compared in half precision, where unlikely ones are mostly rounding
+_NATS, _HALF_NATS = 1e-3, 0.25  # of difference: the largest in float32, the mean over likely tokens in half precision
+
+Forward = Callable[[ForwardBatch, KVCache], Tensor]
+_proved: weakref.WeakKeyDictionary[Any, set[tuple[str, int]]] = weakref.WeakKeyDictionary()  # by model: attention and length
+
+
+def prove(forward: Forward, model: Any, layers: list[LayerShape], tokens: list[int], context_length: int) -> str | None:
+    """Compare ragged passes over a cache with plain forwards.
+
+    Args:
+        forward: of ``model`` over the cache, whose layers have the shapes ``layers``.
+        tokens: ordinary ones, to make rows of.
+        context_length: rows are no longer.
+
+    Returns:
+        What differs, in words that follow the model's name; None: nothing does.
+    """
+    if reason := _differs(forward, model, layers, tokens, [min(n, context_length) for n in _SHORT], 0):
+        return (
+            f"with an explicit mask and cache it computes other log-probabilities than in a plain forward ({reason}; it may have "
+            "position biases or a state of its own)"
+        )
+    by_length: dict[int, list[str]] = {}
+    for name, length in regime_lengths(model.config).items():
+        if length < context_length:
+            by_length.setdefault(length, []).append(f"{name}={length}")
+    for length, names in sorted(by_length.items()):
+        known = (str(model.config.get_text_config()._attn_implementation), min(length + min(length, _BEYOND), context_length))
+        if known in _proved.get(model, ()):
+            continue
+        if (operations := _operations(model, known[1])) > _OPERATIONS.get(model.device.type, _OPERATIONS["cuda"]):
+            logger.warning(
+                "Rows of more than %d tokens (%s) of %s are computed as the configuration says, and were not compared with its plain "
+                "forward, which takes %.0e operations here. A context_length up to %d stays within what was compared.",
+                *(length, ", ".join(names), type(model).__name__, operations, length),
+            )
+            continue
+        if reason := _differs(forward, model, layers, tokens, [known[1], min(_SHORT)], length):
+            return (
+                f"in a row of {known[1]} tokens, beyond {' and '.join(names)}, it computes other log-probabilities than in a plain "
+                f"forward ({reason}). With a context_length of {length} or less it is not asked for such rows"
+            )
+        _proved.setdefault(model, set()).add(known)
+    return None
+
+
+def _operations(model: Any, length: int) -> float:
+    """About what both forwards of a row take."""
+    text = model.config.get_text_config()
+    attention = 4 * length**2 * (getattr(text, "hidden_size", None) or 1024) * (getattr(text, "num_hidden_layers", None) or 1)
+    return 2.0 * (2 * sum(p.numel() for p in model.parameters()) * length + attention)
+
+
+def _differs(
+    forward: Forward, model: Any, layers: list[LayerShape], tokens: list[int], lengths: list[int], border: int
+) -> str | None:
+    """How rows of some lengths differ, computed in parts that end before and after ``border`` tokens; None: they do not.
+
+    Later parts are ragged, as rows end together, and the last are of one token, as in decoding.
+    """
+    generator, device = torch.Generator().manual_seed(0), model.device
+    rows = [[tokens[i] for i in torch.randint(len(tokens), (n,), generator=generator).tolist()] for n in lengths]
+    size = len(rows) * max(lengths)
+    cache = KVCache(layers, size * _bytes_per_token(layers, model.dtype), len(rows), model.dtype, device)
+    cache.make_room(len(rows), max(lengths), [])
+    sequences = [Sequence(ModelRequest(row), tokens=row, prompt_length=len(row), length_limit=len(row) + 1) for row in rows]
+    before = max(lengths) - (border - min(8, border // 2)) if border else 0
+    ends = sorted({before, 6, 3, 2, 1, 0, *range(before, max(lengths), _PIECE)} - {max(lengths)}, reverse=True)
+    done, computed = [0] * len(rows), list[tuple[int, int, Tensor]]()  # of a row, after so many tokens
+    for left in ends:
+        chunks = [Chunk(s, done[i], len(s.tokens) - left) for i, s in enumerate(sequences) if len(s.tokens) - left > done[i]]
+        if not chunks:
+            continue
+        first = sequences.index(chunks[0].sequence)
+        logits = forward(prefill_batch(chunks, first, device), cache)
+        for number, chunk in enumerate(chunks, first):
+            done[number] = chunk.end
+            computed.append((number, chunk.end, logits[number - first]))
+    for number, row in enumerate(rows):
+        ids = torch.tensor([row], device=device)
+        ends_of_row = [(end, logits) for index, end, logits in computed if index == number]
+        plain = _plain(model, ids, len(row) + 1 - min(end for end, _ in ends_of_row))
+        for end, logits in ends_of_row:
+            if difference := _difference(logits, plain[end - len(row) - 1], model.dtype):
+                return f"by {difference:.2g} nats after {end} tokens of {len(row)}"
+    return None
+
+
+def _bytes_per_token(layers: list[LayerShape], dtype: torch.dtype) -> int:
+    return sum(shape.heads * (shape.key_size + shape.value_size) for shape in layers) * dtype.itemsize
+
+
+def _plain(model: Any, ids: Tensor, count: int) -> Tensor:
+    """The logits ``[count, V]`` of a row's last tokens by the model's own forward without a cache."""
+    keep = {"logits_to_keep": count} if count < ids.shape[1] and "logits_to_keep" in forward_arguments(model) else {}
+    return model(input_ids=ids, use_cache=False, **keep).logits[0, -count:]
+
+
+def forward_arguments(model: Any) -> set[str]:
+    """Names that the model's forward takes."""
+    import inspect
+
+    return set(inspect.signature(model.forward).parameters)
+
+
+def _difference(logits_V: Tensor, plain_V: Tensor, dtype: torch.dtype) -> float:
+    """By how much two distributions differ, in nats; 0 within what rounding does; infinite for what is no number."""
+    logprobs_V, plain_V = logits_V.float().log_softmax(-1), plain_V.float().log_softmax(-1)
+    distance_V = (logprobs_V - plain_V).abs()
+    if dtype == torch.float32:
+        likely_V, most = plain_V > -20, _NATS
+        distance = distance_V[likely_V].max().item()
+    else:
+        likely, most = plain_V.topk(min(_LIKELY, len(plain_V))).indices, _HALF_NATS
+        distance = distance_V[likely].mean().item()
+    if distance != distance:
+        return float("inf")
+    return distance if distance > most else 0.0
