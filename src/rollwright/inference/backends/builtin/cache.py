@@ -8,6 +8,7 @@ sequences.
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -27,6 +28,21 @@ INVARIANT_ROWS = 16
 KEY_BLOCK = 32  # columns of the cache that attention reads
 LENGTH_STEP = 64
 _BLOCK = 16
+_ALIGNMENT = 64  # bytes: libraries add up in another order where memory begins elsewhere
+
+
+class Shapes(enum.IntEnum):
+    """The shapes in which rows are computed; the value is how many of them are computed together.
+
+    Attributes:
+        FREE: those that are fastest.
+        BLOCKS: whole blocks of rows and columns, so that a row does not depend on those beside it.
+        ONE_ROW: one sequence at a time, from its beginning to its end, in memory that is laid out once: shapes go by the request.
+    """
+
+    FREE = ROW_BLOCK
+    BLOCKS = INVARIANT_ROWS
+    ONE_ROW = 1
 
 
 def in_blocks(count: int, block: int) -> int:
@@ -51,7 +67,7 @@ class KVCache:
         capacity_bytes: most bytes held.
         max_rows: most sequences at once.
         dtype, device: of the keys and values.
-        invariant: rows and columns always come in whole blocks: padding rows have room, too.
+        shapes: of what is computed. In ``BLOCKS``, padding rows have room, too.
 
     Attributes:
         row_block: rows that are computed together.
@@ -69,10 +85,11 @@ class KVCache:
         max_rows: int,
         dtype: torch.dtype,
         device: torch.device,
-        invariant: bool = False,
+        shapes: Shapes = Shapes.FREE,
     ) -> None:
-        self.invariant = invariant
-        self.row_block = INVARIANT_ROWS if invariant else ROW_BLOCK
+        self.shapes = shapes
+        self.invariant = shapes is Shapes.BLOCKS
+        self.row_block = int(shapes)
         self.bytes_per_token = sum(s.heads * (s.key_size + s.value_size) for s in layers) * dtype.itemsize
         self.capacity_tokens = capacity_bytes // self.bytes_per_token
         if self.capacity_tokens < 1:
@@ -94,8 +111,10 @@ class KVCache:
         for (heads, size), members in slabs.items():
             columns = self.capacity_tokens * heads * size
             if device.type == "cpu":
-                zeros = np.zeros((len(members), columns * dtype.itemsize), dtype=np.uint8)
-                self._flat[heads, size] = torch.from_numpy(zeros).view(dtype)
+                count = len(members) * columns * dtype.itemsize
+                zeros = np.zeros(count + _ALIGNMENT, dtype=np.uint8)
+                zeros = zeros[-zeros.ctypes.data % _ALIGNMENT :][:count]
+                self._flat[heads, size] = torch.from_numpy(zeros).view(dtype).view(len(members), columns)
             else:
                 self._flat[heads, size] = torch.zeros(len(members), columns, dtype=dtype, device=device)
         self._views: dict[tuple[int, int], Tensor] = {}

@@ -110,8 +110,7 @@ class BuiltinEngine(InferenceEngine):
         if batch_invariant:
             threads = threads or torch.get_num_threads()
             self._runner = invariant_runner(self.model, limits, prefill_tokens, threads)
-            if not self._runner.cache.invariant:  # then one at a time
-                max_running_requests, kept_bytes = 1, 0
+            max_running_requests = self._runner.cache.max_rows
             kept_bytes = 0 if self._runner.prompts_alone else kept_bytes
         else:
             self._runner = ModelRunner(self.model, *limits)

@@ -30,7 +30,7 @@ from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import ConfigError, WeightUpdateError
 from rollwright.inference.backends.builtin.attention import InvariantPrefill, decode_attention, prefill_attention
 from rollwright.inference.backends.builtin.batch import ForwardBatch
-from rollwright.inference.backends.builtin.cache import INVARIANT_ROWS, LENGTH_STEP, KVCache, LayerShape, in_blocks
+from rollwright.inference.backends.builtin.cache import INVARIANT_ROWS, LENGTH_STEP, KVCache, LayerShape, Shapes, in_blocks
 from rollwright.inference.backends.builtin.general_model import GeneralModel
 from rollwright.inference.backends.builtin.rows import DecodeBatch
 from rollwright.inference.model_facts import fixed_frequencies
@@ -59,12 +59,12 @@ class ModelRunner:
         max_rows: most sequences at once.
         context_length: most tokens of a sequence; None: the model's own limit, or what the cache holds if that is less.
         cache_bytes: limit of the cache's memory.
-        invariant: compute rows and prompts in whole blocks, so that what a row computes does not depend on the others, where the
+        shapes: of what is computed. With ``BLOCKS`` and ``ONE_ROW`` what a row computes does not depend on the others, where the
             processor and its libraries keep to that (``self_check``).
 
     Attributes:
-        why_not_invariant: why it does not, though asked to.
         prompts_alone: each prompt is computed by itself, from its beginning: in shapes that go by the prompt.
+        most_rows: most sequences that can be computed at once, whatever was asked for.
         prefill_block: tokens and queries of prompts that are computed together.
 
     Raises:
@@ -72,7 +72,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Any, max_rows: int, context_length: int | None, cache_bytes: int, invariant: bool = False
+        self, model: Any, max_rows: int, context_length: int | None, cache_bytes: int, shapes: Shapes = Shapes.FREE
     ) -> None:
         self.model = model
         self.device: torch.device = next(model.parameters()).device
@@ -91,15 +91,17 @@ class ModelRunner:
         )
         _log_once(logging.DEBUG if reason is None else logging.INFO, f"{name} is computed by {way}.")
         self.takes_multi_modal = reason is not None and "image_token_id" in model.config.to_dict()
-        self.why_not_invariant = self._why_not_invariant() if invariant else None
-        invariant = invariant and self.why_not_invariant is None
-        self.prompts_alone = invariant and isinstance(self.forward, GeneralModel)
-        self.prefill_block = INVARIANT_ROWS if invariant and not self.prompts_alone else 1
-        self.cache = KVCache(self.forward.layer_shapes, cache_bytes, max_rows, model.dtype, self.device, invariant)
+        is_general, in_whole_blocks = isinstance(self.forward, GeneralModel), shapes is Shapes.BLOCKS
+        self.prompts_alone = shapes is Shapes.ONE_ROW or (in_whole_blocks and is_general)
+        self.prefill_block = INVARIANT_ROWS if in_whole_blocks and not is_general else 1
+        # a forward pass that we cannot cut is given one number of rows only
+        self.most_rows = int(shapes) if self.prompts_alone else 1 << 62
+        max_rows = min(max_rows, self.most_rows)
+        self.cache = KVCache(self.forward.layer_shapes, cache_bytes, max_rows, model.dtype, self.device, shapes)
         longest = self.cache.longest_row
         self.context_length: int = min(context_length or limit, longest)
         if longest < (context_length or 2):
-            rows = f"a block of {INVARIANT_ROWS} sequences" if invariant else "one sequence"
+            rows = f"a block of {INVARIANT_ROWS} sequences" if in_whole_blocks else "one sequence"
             needed = self.cache.bytes_for(context_length or 2)
             raise ConfigError(
                 f"kv_cache_bytes={cache_bytes} holds {self.cache.capacity_tokens} tokens, and {rows} of "
@@ -107,21 +109,16 @@ class ModelRunner:
             )
         if isinstance(self.forward, GeneralModel):
             self.forward.verify(self.context_length)
+        if shapes is Shapes.ONE_ROW:  # whatever comes later finds this layout
+            self.cache.make_room(1, self.context_length, [])
         if self.context_length < limit and context_length is None:
             logger.info("context_length is %d: what kv_cache_bytes holds (the model has %d).", self.context_length, limit)
-
-    def _why_not_invariant(self) -> str | None:
-        """Why blocks of fixed shape are no way to sample from this model; None: they may be."""
-        if self.device.type != "cpu" or self.model.dtype != torch.float32:
-            kind = str(self.model.dtype).removeprefix("torch.")
-            return f"{kind} on {self.device.type} is multiplied in an order that goes by the batch (float32 on a CPU is not)"
-        return None
 
     def with_cache_for(self, rows: int, tokens: int) -> ModelRunner:
         """The same model and forward over a small cache of its own, for ``rows`` sequences of at most ``tokens`` tokens."""
         runner, cache = copy.copy(self), self.cache
         size = in_blocks(rows, cache.row_block) * in_blocks(tokens, LENGTH_STEP) * cache.bytes_per_token
-        runner.cache = KVCache(self.forward.layer_shapes, size, rows, self.model.dtype, self.device, cache.invariant)
+        runner.cache = KVCache(self.forward.layer_shapes, size, rows, self.model.dtype, self.device, cache.shapes)
         return runner
 
     def shallow(self, vocabulary: int) -> ModelRunner:

@@ -1,23 +1,28 @@
 """Whether this machine computes a row alike whatever is computed beside it: what ``batch_invariant`` relies on.
 
 Nothing promises it: a library may multiply matrices of other sizes in another order. So an engine looks when it starts, with its own
-weights, threads and limits: how many rows each matrix of a layer may be multiplied with at once, and whether whole requests are then
-answered alike, in one layer and a part of the vocabulary.
+weights and threads: how many rows each matrix of a layer may be multiplied with at once, and whether whole requests are then answered
+alike, in one layer and a part of the vocabulary. Where they are not, it computes one request at a time, and looks again; where that
+does not help either, it refuses. What it finds does not depend on how many requests it may run at once: a run with another
+``max_running_requests`` is computed in the same way.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from rollwright.config.generation import GenerationHyperparameters
+from rollwright.errors import EngineError
 from rollwright.inference.backends.builtin.batch import Sequence
-from rollwright.inference.backends.builtin.cache import INVARIANT_ROWS, in_blocks
+from rollwright.inference.backends.builtin.cache import INVARIANT_ROWS, Shapes
 from rollwright.inference.backends.builtin.model import LlamaFamily, Matrix, ModelRunner
 from rollwright.inference.backends.builtin.step import Finished, Stepper
-from rollwright.inference.request import ModelRequest
+from rollwright.inference.request import ModelRequest, TopTokens
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger(__name__)
@@ -25,56 +30,72 @@ logger = getLogger(__name__)
 _MOST_ROWS = 256  # at once: more gain nothing, and each number of rows up to it is tried
 _OPERATIONS = 5e10  # of the trial of a matrix, after which fewer rows have to do: half a second on two cores
 _VOCABULARY = 1024
-_PROMPTS = (3, 16, 41, 100, 230, 450)  # tokens
+_PROMPTS = (3, 16, 30, 62, 100, 230, 450)  # tokens; answers to some go on past a block of keys
 _NEW_TOKENS = 4
 _BESIDE = 21  # other requests
+_NO_LIMIT = 1 << 40
 
 
 def invariant_runner(
     model: torch.nn.Module, limits: tuple[int, int | None, int], prefill_tokens: int, threads: int
 ) -> ModelRunner:
-    """A runner whose rows do not depend on each other: in blocks of fixed shape, or, where that is not enough, for one row.
+    """A runner whose rows do not depend on each other: in blocks of fixed shape, or, where that is not enough, one at a time.
 
     Args:
         model: to be computed.
         limits: of ``ModelRunner``: most rows, context length, bytes of the cache.
         prefill_tokens: most in one step.
         threads: that will compute.
+
+    Raises:
+        EngineError: on this machine, even requests that are computed one at a time get other bits.
     """
-    most_rows, context_length, cache_bytes = limits
-    runner, own_threads = ModelRunner(model, *limits, invariant=True), torch.get_num_threads()
-    reason = runner.why_not_invariant
-    if reason is None:
-        torch.set_num_threads(threads)
-        try:
-            reason = cut_products(runner, max(most_rows, prefill_tokens)) or differing_request(runner, most_rows)
-        finally:
-            torch.set_num_threads(own_threads)
-    if reason is None:
-        return runner
+    reason, own_threads = why_not_in_blocks(model), torch.get_num_threads()
+    runner = ModelRunner(model, *limits, shapes=Shapes.FREE if reason else Shapes.BLOCKS)
+    torch.set_num_threads(threads)
+    try:
+        if reason is None and (reason := cut_products(runner) or differing_request(runner, prefill_tokens)) is None:
+            return runner
+        del runner  # and its cache
+        runner = ModelRunner(model, *limits, shapes=Shapes.ONE_ROW)
+        if differs := differing_request(runner, prefill_tokens):
+            raise EngineError(
+                f"batch_invariant (deterministic) cannot be kept on this machine with {threads} threads: {reason}. Computed one at "
+                f"a time, {differs}. Compute with one thread (OMP_NUM_THREADS=1), or leave it off."
+            )
+    finally:
+        torch.set_num_threads(own_threads)
     logger.warning(
         "batch_invariant: requests are computed one at a time, with %d threads, as %s. Each is then answered alike whatever else is "
         "asked, and sampling is slower: leave deterministic (batch_invariant) off where that matters more.",
         threads,
         reason,
     )
-    return ModelRunner(model, 1, context_length, cache_bytes)
+    return runner
+
+
+def why_not_in_blocks(model: torch.nn.Module) -> str | None:
+    """Why blocks of fixed shape are no way to sample from this model; None: they may be."""
+    parameter = next(model.parameters())
+    if parameter.device.type != "cpu" or parameter.dtype != torch.float32:
+        kind = str(parameter.dtype).removeprefix("torch.")
+        return f"{kind} on {parameter.device.type} is multiplied in an order that goes by the batch (float32 on a CPU is not)"
+    return None
 
 
 @torch.inference_mode()
-def cut_products(runner: ModelRunner, most: int) -> str | None:
+def cut_products(runner: ModelRunner) -> str | None:
     """Have each matrix multiplied with as many rows at once as give each row the bits that it has in a block by itself.
 
     Args:
         runner: computes in whole blocks.
-        most: rows of a step.
 
     Returns:
         The matrix that gives a row other bits in any way, in words; None: there is none.
     """
     if not isinstance(runner.forward, LlamaFamily):
         return None
-    most, cut = min(in_blocks(most, INVARIANT_ROWS), _MOST_ROWS), list[str]()
+    most, cut = _MOST_ROWS, list[str]()
     for matrix in runner.forward.matrices():
         size = " × ".join(map(str, matrix.weight.shape))
         if not (count := _alike_up_to(matrix, most)):
@@ -103,42 +124,88 @@ def _alike_up_to(matrix: Matrix, most: int) -> int:
 
 
 @torch.inference_mode()
-def differing_request(runner: ModelRunner, most_rows: int) -> str | None:
-    """The request that is answered otherwise among others than alone, in words; None: none was found."""
+def differing_request(runner: ModelRunner, prefill_tokens: int) -> str | None:
+    """The request that is answered otherwise in other company than alone, in words; None: none was found.
+
+    Each is asked alone; again, in another order; among others, in parts and all together; and, where keys and values are kept,
+    after its beginning and as a second turn.
+
+    Args:
+        runner: whose shapes are tried.
+        prefill_tokens: by which prompts are cut that are computed by themselves.
+    """
     limit, drawn = runner.context_length - _NEW_TOKENS, random.Random(0)
     if isinstance(runner.forward, LlamaFamily):
         tokens: SequenceOf[int] = range(min(runner.vocabulary, _VOCABULARY))
         runner = runner.shallow(len(tokens))
     else:
         tokens = runner.forward.ordinary_tokens()
-    prompts = [drawn.choices(tokens, k=length) for length in _PROMPTS if length <= limit]
-    longest = max(map(len, prompts), default=0) + _NEW_TOKENS + 40
+    requests = _requests([drawn.choices(tokens, k=length) for length in _PROMPTS if length <= limit])
+    if not requests:
+        return None  # a context of a few tokens, all in one block
+    beside = _requests([drawn.choices(tokens, k=drawn.randint(1, min(60, limit))) for _ in range(_BESIDE)])
+    longest = min(max(len(request.input_ids) for request in requests) + 2 * _NEW_TOKENS, runner.context_length)
 
-    def answers(prompts: list[list[int]], rows: int, budget: int, kept_bytes: int = 0) -> list[tuple[list[int], list[float]]]:
-        stepper = Stepper(runner.with_cache_for(rows, min(longest, runner.context_length)), rows, kept_bytes, budget, 0)
-        return [_answers(stepper, [prompt])[0] for prompt in prompts] if rows == 1 else _answers(stepper, prompts)
+    def answers(groups: list[list[ModelRequest]], rows: int = 1, budget: int = longest, keeps: bool = False) -> list[_Answer]:
+        """Those of all groups, each asked when the one before is answered."""
+        apart = runner.with_cache_for(min(rows, runner.most_rows, max(map(len, groups))), longest)
+        kept_bytes = _NO_LIMIT if keeps and not runner.prompts_alone else 0
+        stepper = Stepper(apart, apart.cache.max_rows, kept_bytes, prefill_tokens if runner.prompts_alone else budget, 0)
+        return [answer for group in groups for answer in _answers(stepper, group, longest)]
 
-    alone = answers(prompts, 1, longest)
-    others = [drawn.choices(tokens, k=drawn.randint(1, min(60, limit))) for _ in range(_BESIDE)]
-    mixed = [*others, *prompts, *others]
-    everything = sum(map(len, mixed))
-    for rows, budget in ((7, 3 * INVARIANT_ROWS + 5), (len(mixed), everything)):  # prompts in parts, and all together
-        rows = min(most_rows, rows)
-        among = answers(mixed, rows, longest if runner.prompts_alone else budget)[len(others) : len(others) + len(prompts)]
-        for prompt, answer, expected in zip(prompts, among, alone, strict=True):
-            if answer != expected:
-                return (
-                    f"a request with a prompt of {len(prompt)} tokens is answered with other bits among {rows} rows than alone"
-                )
-    return None
+    def first_difference(found: list[_Answer], expected: list[_Answer], how: str) -> str | None:
+        pairs = zip(requests, found, expected, strict=True)
+        different = next((request for request, one, other in pairs if one != other), None)
+        return different and f"a request with a prompt of {len(different.input_ids)} tokens is answered with other bits {how}"
+
+    count, alone = len(requests), answers([[request] for request in requests])
+    others = beside if runner.most_rows > 1 else beside[:3]
+    mixed = [*others, *requests, *others]
+    everything = sum(len(request.input_ids) for request in mixed)
+    for rows, budget in ((7, 3 * INVARIANT_ROWS + 5), (_NO_LIMIT, everything)):  # prompts in parts, and all together
+        among = answers([mixed], rows, budget)[len(others) : len(others) + count]
+        if differs := first_difference(among, alone, f"among {len(mixed)} requests than alone"):
+            return differs
+    again = answers([[request] for request in reversed(requests)])[::-1]
+    if differs := first_difference(again, alone, "when it is asked again, after others,"):
+        return differs
+    beginnings = [replace(request, input_ids=request.input_ids[: -(-len(request.input_ids) // 2)]) for request in requests]
+    after = answers([beginnings, requests], _NO_LIMIT, everything, keeps=True)[count:]
+    if differs := first_difference(after, alone, "after its beginning was computed"):
+        return differs
+    turns = [  # what was answered belongs to the next prompt
+        replace(request, input_ids=[*request.input_ids, *answer[0], tokens[-1]][: runner.context_length - _NEW_TOKENS])
+        for request, answer in zip(requests, alone, strict=True)
+    ]
+    expected = answers([[request] for request in turns])
+    found = answers([requests, [*turns, *others[:9]]], _NO_LIMIT, everything, keeps=True)[count : 2 * count]
+    return first_difference(found, expected, "as a second turn than by itself")
 
 
-def _answers(stepper: Stepper, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
-    """Tokens and log-probabilities of a completion of each."""
-    gconfig = GenerationHyperparameters(max_new_tokens=_NEW_TOKENS, ignore_eos=True)
-    sequences = [Sequence(ModelRequest(p, gconfig), list(p), len(p), len(p) + _NEW_TOKENS, seed=sum(p)) for p in prompts]
+#: Tokens, log-probabilities, and those of the prompt.
+_Answer = tuple[list[int], list[float], list[tuple[float, TopTokens]]]
+
+
+def _requests(prompts: list[list[int]]) -> list[ModelRequest]:
+    """A request for each prompt, sampled in one of all ways; the fifth of each kind is the one before it, with another seed."""
+    ways: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5}, {"greedy": True}, {"min_p": 0.05}]
+    made = list[ModelRequest]()
+    for number, prompt in enumerate(prompts):
+        gconfig = GenerationHyperparameters(max_new_tokens=_NEW_TOKENS, ignore_eos=True, **ways[number % len(ways)])
+        prompt = made[-1].input_ids if number % 5 == 4 and number > 5 else prompt
+        made.append(ModelRequest(prompt, gconfig, seed=number, prompt_logprobs_from=1 if number % 6 == 2 else None))
+    return made
+
+
+def _answers(stepper: Stepper, requests: list[ModelRequest], longest: int) -> list[_Answer]:
+    """What each is answered, all asked together; none has more than ``longest`` tokens."""
+    sequences = list[Sequence]()
+    for request in requests:
+        tokens, gconfig = list(request.input_ids), request.gconfig
+        length_limit = min(len(tokens) + gconfig.max_new_tokens, longest)
+        sequences.append(Sequence(request, tokens, len(tokens), length_limit, seed=request.seed or 0))
     stepper.scheduler.waiting.extend(sequences)
     finished = list[Finished]()
     while stepper.has_work:
         stepper.step(finished)
-    return [(sequence.tokens[sequence.prompt_length :], sequence.logprobs) for sequence in sequences]
+    return [(s.tokens[s.prompt_length :], s.logprobs, s.prompt_logprobs) for s in sequences]
