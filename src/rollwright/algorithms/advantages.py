@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ def find_estimator(config: PPOActorConfig) -> Estimator:
     if name == "normalised" and config.adv_norm is None:
         return lambda rewards_B, group_ids_B, sample_ids_B: (torch.zeros_like(rewards_B), torch.ones_like(rewards_B))
     if name == "normalised":
-        arguments = vars(config.adv_norm) | arguments
+        arguments = {each.name: getattr(config.adv_norm, each.name) for each in fields(config.adv_norm)} | arguments
     estimator = ADVANTAGE_ESTIMATORS.get(name)
     try:
         inspect.signature(estimator).bind(None, None, None, **arguments)

@@ -55,8 +55,12 @@ def find_policy_loss(config: PPOActorConfig) -> Callable[[Tensor, Tensor, Tensor
         ConfigError: the loss does not exist (with the names that there are), does not take an argument, or corrects for the
             behaviour policy while ``use_decoupled_loss`` does so, too; or an argument has another type or range than annotated.
     """
-    for key, message in unread_keys(config):
+    for key, message in unread_keys(config, shifted=True):  # whether engines shift them, the section does not say
         logger.warning("actor.%s %s", key, message)
+    return _with_arguments(config)
+
+
+def _with_arguments(config: PPOActorConfig) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], PolicyLoss]:
     name, arguments = config.policy_loss, dict(config.policy_loss_kwargs)
     loss = POLICY_LOSSES.get(name)
     parameters = list(inspect.signature(loss).parameters.values())[4:]
@@ -94,12 +98,36 @@ def find_policy_loss(config: PPOActorConfig) -> Callable[[Tensor, Tensor, Tensor
     return policy_loss
 
 
-def unread_keys(config: PPOActorConfig) -> list[tuple[str, str]]:
-    """Keys that were set and that the loss of ``config`` has no parameter for, each with a message."""
+def unread_keys(config: PPOActorConfig, *, shifted: bool = False) -> list[tuple[str, str]]:
+    """Keys that were set and that the loss of ``config`` does not read, each with a message.
+
+    Args:
+        config: the ``actor`` section.
+        shifted: engines may give log-probabilities that are not the policy's, in whose place the trainer's own are put.
+    """
     parameters = inspect.signature(POLICY_LOSSES.get(config.policy_loss)).parameters
     read = ", ".join(key for parameter, key in _FROM_CONFIG.items() if parameter in parameters) or "none of its kind"
     message = f"is set, but the loss {config.policy_loss!r} does not read it: it reads {read}; take it out"
-    return [(key, message) for parameter, key in _FROM_CONFIG.items() if parameter not in parameters and was_set(config, key)]
+    found = [(key, message) for parameter, key in _FROM_CONFIG.items() if parameter not in parameters and was_set(config, key)]
+    if config.recompute_logprob and not (config.use_decoupled_loss or shifted or found) and not reads_anchor(config):
+        compared = f"the loss {config.policy_loss!r} compares with the log-probabilities at sampling; take it out"
+        found.append(("recompute_logprob", f"is set, but not read: {compared}"))
+    return found
+
+
+def reads_anchor(config: PPOActorConfig) -> bool:
+    """True if the loss of ``config`` depends on the log-probabilities that the trainer recomputes, measured on a few tokens."""
+    loss = _with_arguments(config)
+    generator = torch.Generator().manual_seed(1)
+    logp_BL, behaviour_BL, *anchors = (-3.0 * torch.rand(4, 6, generator=generator) for _ in range(4))
+    advantages_BL, mask_BL = torch.tensor([[1.0], [-1.0], [0.5], [-0.5]]).expand(4, 6), torch.ones(4, 6)
+    values = []
+    for anchor_BL in anchors:
+        current_BL = logp_BL.clone().requires_grad_()
+        value_BL = loss(current_BL, anchor_BL, advantages_BL, mask_BL, behaviour_BL).values
+        gradient_BL = torch.autograd.grad(value_BL.sum(), current_BL)[0] if value_BL.requires_grad else value_BL
+        values.append(torch.stack([value_BL.detach(), gradient_BL]))
+    return not torch.equal(*values)
 
 
 @dataclass

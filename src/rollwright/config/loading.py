@@ -11,6 +11,7 @@ The command line wins over the file: ``key=value`` in every stage that has the k
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import operator
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,7 @@ from rollwright.config.source import (
 )
 from rollwright.config.validation import names_besides, validated
 from rollwright.errors import ConfigError
-from rollwright.registry import PLUGINS, nearest
+from rollwright.registry import PLUGINS, import_path, nearest
 
 logger = logging.getLogger("rollwright.config")
 
@@ -56,6 +57,8 @@ def load_expr_config(argv: Sequence[str], config_class: type[ConfigType]) -> tup
     Returns:
         The config and the path of the file.
 
+    It refuses what ``rollwright config check`` refuses, except what may still be given in Python: a missing workflow, path or dataset.
+
     Raises:
         ConfigError: naming every fault with its key and file:line (or the override that brought it).
     """
@@ -66,7 +69,13 @@ def load_expr_config(argv: Sequence[str], config_class: type[ConfigType]) -> tup
             f"{Origins(document).of(('stages',))}: this file has stages; run it with 'rollwright run', or load it "
             "with rollwright.load_stages."
         )
-    return build_config(document, overrides, config_class), file
+    parsed = [parse_override(text) for text in overrides]
+    config = build_config(document, parsed, config_class)
+    # The names are looked up where torch is loaded: here config and its checks meet, as in `rollwright config check`.
+    import_path("rollwright.trainers.unknown_names:refuse_unknown_names", "check")(
+        [Stage("", "", config, 0, Origins(document, parsed))]
+    )
+    return config, file
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[str, list[str]]:
@@ -245,6 +254,7 @@ def build_stages(document: Document, overrides: Sequence[Override], only: str | 
     file.refuse_repeated_names(stages)
     if only is None:
         file.refuse_unused_keys()
+        file.refuse_unread_keys()
     if file.faults:
         raise ConfigError.of(file.faults)
     return stages
@@ -265,6 +275,8 @@ class _File:
         self.written = merge_overrides(document.data, self.own)
         self.around = merge_overrides(self.written, self.shared)
         self.faults: list[str] = []
+        self.configs: list[Any] = []  # of the stages that were built
+        self.unread: dict[KeyPath, list[str]] = {}  # shared keys, and the faults of the stages that do not read them
         #: A file that lists no stages is one.
         self.alone = "stages" not in self.written
         self.listed: list[dict[str, Any]] = [{"kind": "rl", **self.around}] if self.alone else self.written["stages"]
@@ -303,11 +315,35 @@ class _File:
         except ConfigError as error:  # of an interpolation
             self.faults.append(str(error))
             return None
+        self._pass_shared(config, faults, keys, mine)
         if not faults.found:
             for path, message in _missing(kind, config):
                 faults.add(path, message)
         self.faults += faults.messages
+        self.configs.append(config)
         return Stage(str(name), kind, config, index, origins)
+
+    def _pass_shared(self, config: Any, faults: Faults, keys: dict[str, Any], mine: Sequence[Override]) -> None:
+        """Put aside the faults of shared keys that this stage does not read, and leave these keys at their defaults: another may read them."""
+        own = [override.path for override in mine]
+        shared = {
+            path
+            for path in faults.unread
+            if not self.alone and not _holds(keys, path) and not any(path[: len(each)] == each for each in own)
+        }
+        for _, path, message in faults.found:
+            if path in shared:
+                self.unread.setdefault(path, []).append(message)
+                *above, name = path
+                section, plain_section = (functools.reduce(getattr, above, each) for each in (config, type(config)()))  # type: ignore[arg-type]
+                setattr(section, str(name), getattr(plain_section, str(name)))
+        faults.found = [fault for fault in faults.found if fault[1] not in shared]
+
+    def refuse_unread_keys(self) -> None:
+        """Shared keys that reach stages of which none reads them."""
+        for path, messages in self.unread.items():
+            if len(messages) == sum(_has_key(config, path) for config in self.configs):
+                self.faults.append(messages[0])
 
     def refuse_repeated_names(self, stages: Sequence[Stage]) -> None:
         """Stages are known by their names: in overrides, and in the run directory."""
@@ -335,6 +371,25 @@ class _File:
 
 def _keys_of(cls: type) -> set[str]:
     return {*(field.name for field in dataclasses.fields(cls)), *names_besides(cls)}
+
+
+def _holds(keys: Any, path: KeyPath) -> bool:
+    """True if a stage's own keys set the value at ``path``."""
+    for part in path:
+        if not isinstance(keys, dict):
+            return True  # a value in place of the section
+        if part not in keys:
+            return False
+        keys = keys[part]
+    return True
+
+
+def _has_key(config: Any, path: KeyPath) -> bool:
+    for part in path:
+        if isinstance(part, int) or not hasattr(config, part):
+            return False
+        config = getattr(config, part)
+    return True
 
 
 #: What a stage of each kind cannot run without, and what it is.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,16 @@ def parse_override(text: str) -> Override:
 
 
 def merge_overrides(data: dict[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
-    """A copy of ``data`` in which the overrides are set, in order."""
+    """A copy of ``data`` in which the overrides are set, in order.
+
+    Raises:
+        ConfigError: two of them contradict each other, or one leads nowhere.
+    """
+    for outer, inner in itertools.permutations(overrides, 2):
+        if outer.value is None and len(inner.path) > len(outer.path) and inner.path[: len(outer.path)] == outer.path:
+            raise ConfigError(
+                f"override {inner.text!r}: sets a key of {dotted(outer.path)}, which override {outer.text!r} takes out; keep one of them."
+            )
     data = copy.deepcopy(data)
     for override in overrides:
         apply_override(data, override)

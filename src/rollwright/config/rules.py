@@ -9,14 +9,31 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from rollwright.config import cluster_rules, task_rules
-from rollwright.config.experiment import BaseExperimentConfig, DPOConfig, EvalConfig, NewModelConfig, PPOConfig, SFTConfig
+from rollwright.config import cluster_rules, task_rules, unread_keys
+from rollwright.config.experiment import (
+    BaseExperimentConfig,
+    DPOConfig,
+    EvalConfig,
+    NewModelConfig,
+    PPOConfig,
+    RunConfig,
+    SFTConfig,
+)
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.recipes import was_set
-from rollwright.config.sections import ClusterConfig, IntervalConfig, NormConfig, PPOActorConfig
+from rollwright.config.sections import (
+    ClusterConfig,
+    NormConfig,
+    OptimizerConfig,
+    PPOActorConfig,
+    SlurmConfig,
+    TrainEngineConfig,
+)
+from rollwright.config.servers import SGLangConfig
 from rollwright.config.source import KeyPath, dotted, undotted
 from rollwright.config.task_rules import Rule
-from rollwright.config.tasksets import unread_keys
+from rollwright.config.tasksets import TasksetConfig, keys_read_elsewhere
+from rollwright.config.unread_keys import has_interval
 from rollwright.errors import ConfigError
 
 Fault = tuple[KeyPath, str]
@@ -44,6 +61,9 @@ def _sections(config: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
         for field in fields(config):
             yield from _sections(getattr(config, field.name), (*path, field.name))
         yield path, config
+    elif isinstance(config, list):
+        for index, each in enumerate(config):
+            yield from _sections(each, (*path, index))
 
 
 def _generation(section: GenerationHyperparameters) -> list[Rule]:
@@ -63,7 +83,7 @@ def _actor(actor: PPOActorConfig) -> list[Rule]:
     """Keys of the algorithm that were set and that nothing reads; those of a loss are its parameters (``algorithms.losses``)."""
     estimator, cap, norm = actor.adv_estimator, actor.behav_imp_weight_cap, actor.adv_norm or NormConfig()
     normalised, coupled = estimator == "normalised", not actor.use_decoupled_loss
-    optimizer, levels, unnormed = actor.optimizer, (norm.mean_level, norm.std_level), (None, "none")
+    levels, unnormed = (norm.mean_level, norm.std_level), (None, "none")
     of_norm = (not normalised, f"the estimator {estimator!r} does not read adv_norm")
     unread: dict[str, tuple[bool, str]] = {
         "kl_estimator": (actor.kl_ctl == 0, "kl_ctl is 0, so no KL is taken"),
@@ -81,12 +101,9 @@ def _actor(actor: PPOActorConfig) -> list[Rule]:
         "behav_imp_weight_mode": (coupled or cap is None, "no weight is capped"),
         "behav_imp_weight_level": (coupled, "use_decoupled_loss is false, so nothing is weighted by the behaviour policy"),
         "prox_logp_method": (
-            coupled or actor.recompute_logprob,
-            "use_decoupled_loss is false, or recompute_logprob recomputes",
-        ),
-        "optimizer.min_lr_ratio": (
-            optimizer is not None and optimizer.lr_scheduler_type == "constant",
-            "optimizer.lr_scheduler_type is constant",
+            coupled or actor.recompute_logprob or actor.ppo_n_minibatches == 1,
+            "use_decoupled_loss is false, recompute_logprob recomputes, or ppo_n_minibatches is 1, so that before the only step the "
+            "current log-probabilities are taken",
         ),
     }
     return [
@@ -110,22 +127,18 @@ def _evaluation(config: EvalConfig) -> list[Rule]:
     return [(nothing, "samples", "is 0 and greedy is false, so nothing would be evaluated; set one of them")]
 
 
-def _has_interval(section: IntervalConfig) -> bool:
-    return any(value is not None for value in (section.every_steps, section.every_epochs, section.every_seconds))
-
-
 def _experiment(config: BaseExperimentConfig) -> list[Rule]:
     evaluates = config.valid_dataset is not None or getattr(config, "eval_tasksets", None)
     data = config.train_dataset
     datasets = [("train_dataset", data), *([("valid_dataset", config.valid_dataset)] if config.valid_dataset else [])]
     return [
         (
-            not evaluates and _has_interval(config.evaluator),
+            not evaluates and has_interval(config.evaluator),
             "evaluator",
             "evaluates every so often, but there is no valid_dataset; give one",
         ),
         (
-            config.recover.mode == "off" and _has_interval(config.recover),
+            config.recover.mode == "off" and has_interval(config.recover),
             "recover",
             "mode is off, so nothing is saved every so often; take the interval or the mode out",
         ),
@@ -137,7 +150,11 @@ def _experiment(config: BaseExperimentConfig) -> list[Rule]:
             )
             for name in ("saver", "recover", "evaluator")
         ),
-        *((True, f"{name}.{key}", message) for name, each in datasets for key, message in unread_keys(each, "datasets")),
+        *(
+            (True, f"{name}.{key}", message)
+            for name, each in datasets
+            for key, message in keys_read_elsewhere(each, "datasets")
+        ),
         (
             data.limit is not None and data.drop_last and data.limit < data.batch_size,
             "train_dataset.limit",
@@ -151,7 +168,7 @@ def _supervised(config: SFTConfig) -> list[Rule]:
     measures = {
         "valid_dataset": config.valid_dataset,
         "workflow": config.workflow,
-        "an interval in evaluator (such as every_steps)": _has_interval(config.evaluator),
+        "an interval in evaluator (such as every_steps)": has_interval(config.evaluator),
     }
     missing = " and ".join(name for name, value in measures.items() if not value)
     return [
@@ -371,18 +388,27 @@ def _deterministic(config: PPOConfig) -> list[Rule]:
 #: The rules of each section, wherever it is, and of each kind of config.
 _RULES: dict[type, tuple[Callable[[Any], list[Rule]], ...]] = {
     ClusterConfig: (cluster_rules.placement,),
-    GenerationHyperparameters: (_generation,),
+    GenerationHyperparameters: (_generation, unread_keys.of_generation),
+    TrainEngineConfig: (unread_keys.of_model,),
+    OptimizerConfig: (unread_keys.of_optimizer,),
+    TasksetConfig: (unread_keys.of_taskset,),
+    SGLangConfig: (unread_keys.of_sglang,),
+    SlurmConfig: (unread_keys.of_slurm,),
     NormConfig: (_norm,),
     PPOActorConfig: (_actor,),
     NewModelConfig: (_new_model,),
-    EvalConfig: (_evaluation,),
-    BaseExperimentConfig: (_experiment, cluster_rules.trained_on_ray),
-    SFTConfig: (_supervised,),
+    RunConfig: (unread_keys.of_run,),
+    EvalConfig: (_evaluation, unread_keys.of_evaluation),
+    BaseExperimentConfig: (_experiment, unread_keys.of_training, cluster_rules.trained_on_ray),
+    SFTConfig: (_supervised, unread_keys.of_supervised),
+    DPOConfig: (unread_keys.of_reference,),
     PPOConfig: (
         task_rules.tasks,
         task_rules.taskset_columns,
         task_rules.auxiliary_models,
         task_rules.generation_of_tasks,
+        unread_keys.of_policy,
+        unread_keys.of_reference,
         _training,
         _rollout,
         cluster_rules.processes,

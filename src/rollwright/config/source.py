@@ -182,18 +182,25 @@ DIALECTS: Registry[type[Dialect]] = Registry(
 )
 
 
+class Unread(str):
+    """The message about a key that is set and that nothing would read."""
+
+
 @dataclass
 class Faults:
     """What is wrong with a config: of each fault the line (0 where it is no file's), the key and the message."""
 
     origins: Origins
     found: list[tuple[int, KeyPath, str]] = field(default_factory=list)
+    unread: set[KeyPath] = field(default_factory=set)
 
     def add(self, path: KeyPath, message: str) -> None:
         """Note what is wrong with the value at ``path``."""
         place, name = self.origins.of(path), f"{self.origins.name(path)}: " if path else ""
         line = place.rpartition(":")[2]
         self.found.append((int(line) if line.isdigit() else 0, path, f"{place}: {name}{message}"))
+        if isinstance(message, Unread):
+            self.unread.add(path)
 
     @property
     def messages(self) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rollwright.config.experiment import PPOConfig
 from rollwright.config.generation import GenerationHyperparameters
-from rollwright.config.tasksets import FormatConfig, unread_keys
+from rollwright.config.tasksets import FormatConfig, keys_read_elsewhere
 
 #: Whether the rule is broken, the key as ``section.key``, the message.
 Rule = tuple[Any, str, str]
@@ -88,7 +88,11 @@ def taskset_columns(config: PPOConfig) -> list[Rule]:
         for index, taskset in enumerate(getattr(config, name))
     ]
     return [
-        *((True, f"{place}.{key}", message) for place, each in tasksets for key, message in unread_keys(each, "tasksets")),
+        *(
+            (True, f"{place}.{key}", message)
+            for place, each in tasksets
+            for key, message in keys_read_elsewhere(each, "tasksets")
+        ),
         *(
             (
                 getattr(each.columns, key) != getattr(plain, key),

@@ -117,7 +117,7 @@ class TasksetConfig:
 DatasetConfig = TasksetConfig
 
 
-def unread_keys(taskset: TasksetConfig, read_in: str) -> Iterator[tuple[str, str]]:
+def keys_read_elsewhere(taskset: TasksetConfig, read_in: str) -> Iterator[tuple[str, str]]:
     """Keys that are set and not read where a taskset stands, each with what to do.
 
     Args:

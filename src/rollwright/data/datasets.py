@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from rollwright.config.tasksets import DatasetConfig
@@ -152,7 +153,7 @@ def dataset_rows(config: DatasetConfig) -> list[Row]:
         from rollwright.data.reasoning_gym import reasoning_gym_tasks
 
         rows = reasoning_gym_tasks(attribute, config.split, **kwargs)
-    elif path in DATASET_REGISTRY or (colon and "/" not in path and attribute.isidentifier()):
+    elif _is_built(path):
         rows = DATASET_REGISTRY.rows(path, config.split, **kwargs)
     elif kwargs:
         raise DataError(
@@ -161,3 +162,14 @@ def dataset_rows(config: DatasetConfig) -> list[Row]:
     else:
         return read_rows(path, config.split, config.subset, config.limit)
     return rows[: config.limit]
+
+
+def has_subsets(config: DatasetConfig) -> bool:
+    """True if ``config.subset`` is read: of a directory, or of a name at Hugging Face."""
+    return not _is_built(config.path) and not Path(config.path).expanduser().is_file()
+
+
+def _is_built(path: str) -> bool:
+    """True if rows come from a builder: of the registry, of reasoning_gym or of an import path."""
+    _, colon, attribute = path.partition(":")
+    return path in DATASET_REGISTRY or bool(colon and "/" not in path and attribute.isidentifier())

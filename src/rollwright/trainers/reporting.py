@@ -120,6 +120,10 @@ class StageRun:
         self.timer.write_chrome_trace(self.directory.trace_file)
         self._exit.close()
 
+    def facts(self, metrics: Mapping[str, float]) -> dict[str, float | str]:
+        """The metrics that ``stats_logger.show`` adds to the display."""
+        return {name: metrics.get(name, "–") for name in self.config.stats_logger.show}
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write numbers of a step to ``metrics.jsonl`` and the sinks."""
         self.metrics.log(step, metrics)
@@ -208,7 +212,7 @@ def report_step(
         train_tokens_per_second=training,
         staleness=stats.get("staleness/mean"),
         seconds=seconds,
-        facts={name: metrics.get(name, "–") for name in run.config.stats_logger.show},
+        facts=run.facts(metrics),
     )
     return reward
 

@@ -110,7 +110,8 @@ class SupervisedTrainer(Trainer):
             **{f"model/{name}": value for name, value in stats.items()},
         }
         run.log(self.step, metrics)
-        run.display.step(self.step, metrics["loss"], train_tokens_per_second=speed, seconds=seconds)
+        facts = run.facts(metrics)
+        run.display.step(self.step, metrics["loss"], train_tokens_per_second=speed, seconds=seconds, facts=facts)
         return metrics["loss"]
 
     def evaluate(self) -> EvaluationResult:

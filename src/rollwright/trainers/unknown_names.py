@@ -20,6 +20,7 @@ from rollwright.config.loading import Stage
 from rollwright.config.sections import PPOActorConfig
 from rollwright.config.source import Faults, KeyPath
 from rollwright.config.tasksets import TasksetConfig
+from rollwright.data.datasets import has_subsets
 from rollwright.data.drawing import SELECTORS, make_selector
 from rollwright.data.formats import FORMATS
 from rollwright.errors import ConfigError, RollwrightError
@@ -61,6 +62,7 @@ def _faults_of(config: Any) -> Iterator[Fault]:
         for name in ("train_dataset", "valid_dataset", "dataset"):
             if (dataset := getattr(config, name, None)) is not None and isinstance(dataset.format, str):
                 yield from _tried((name, "format"), lambda dataset=dataset: FORMATS.get(dataset.format))
+        yield from _subsets(config)
     if isinstance(config, PPOConfig):
         yield from _policy(config)
     elif isinstance(config, EvalConfig) or (
@@ -70,6 +72,17 @@ def _faults_of(config: Any) -> Iterator[Fault]:
     if not isinstance(config, NewModelConfig):
         check = check_sandbox if _uses_sandbox(config) else make_sandbox
         yield from _tried(("rollout", "sandbox"), lambda: check(config.rollout.sandbox))
+
+
+def _subsets(config: Any) -> Iterator[Fault]:
+    """Subsets of what has none."""
+    sections = [((name,), getattr(config, name, None)) for name in ("train_dataset", "valid_dataset", "dataset")]
+    sections += [
+        ((name, i), each) for name in ("tasksets", "eval_tasksets") for i, each in enumerate(getattr(config, name, []))
+    ]
+    for path, section in sections:
+        if section is not None and section.subset is not None and not has_subsets(section):
+            yield (*path, "subset"), f"is set, but not read: {section.path} is no Hugging Face dataset; take it out"
 
 
 def _uses_sandbox(config: Any) -> bool:
@@ -93,11 +106,11 @@ def _uses_sandbox(config: Any) -> bool:
 
 
 def _policy(config: PPOConfig) -> Iterator[Fault]:
-    unread = unread_keys(config.actor)
-    yield from ((("actor", key), message) for key, message in unread)
-    if not unread:
-        yield from _tried(("actor", "policy_loss"), lambda: _try_loss(config.actor))
-        yield from _tried(("actor", "adv_estimator"), lambda: find_estimator(config.actor))
+    works = yield from _tried(("actor", "policy_loss"), lambda: _try_loss(config.actor))
+    yield from _tried(("actor", "adv_estimator"), lambda: find_estimator(config.actor))
+    if works:
+        unread = unread_keys(config.actor, shifted=config.rollout.accept_shifted_logprobs)
+        yield from ((("actor", key), message) for key, message in unread)
     if config.mode in _SAMPLING_MODES:
         for name in ("tasksets", "eval_tasksets"):
             for index, taskset in enumerate(getattr(config, name)):
@@ -113,7 +126,7 @@ def _policy(config: PPOConfig) -> Iterator[Fault]:
             yield from _tried(("store", "priority_fn"), lambda: Sampling.from_config(config.store))  # type: ignore[arg-type]
 
 
-def _try_loss(config: PPOActorConfig) -> None:
+def _try_loss(config: PPOActorConfig) -> bool:
     """Compute the loss of two tokens: a loss may check its arguments itself."""
     loss, ones = find_policy_loss(config), torch.ones(1, 2)
     try:
@@ -121,6 +134,7 @@ def _try_loss(config: PPOActorConfig) -> None:
     except Exception as error:  # a user's function can fail in any way
         kind = "" if isinstance(error, RollwrightError) else f"{type(error).__name__}: "
         raise ConfigError(f"the loss {config.policy_loss!r} cannot be computed: {kind}{error}") from error
+    return True
 
 
 def _episodes(config: PPOConfig) -> Iterator[Fault]:

@@ -21,7 +21,14 @@ from rollwright.training import parallel
 from rollwright.training.engine import TrainEngine, trained_tokens
 from rollwright.training.micro_batches import split_minibatches
 from rollwright.training.parallel import TokenStatistics
-from rollwright.training.policy_update import ROW, PolicyUpdate, TokenScores, batch_diagnostics, with_effective_sample_size
+from rollwright.training.policy_update import (
+    ROW,
+    PolicyUpdate,
+    TokenScores,
+    batch_diagnostics,
+    recomputes_logprobs,
+    with_effective_sample_size,
+)
 from rollwright.training.publish import Publication, Publisher, SharedWeights, publisher_for
 
 logger = getLogger("training")
@@ -171,7 +178,7 @@ class FSDPPPOActor(TrainEngine):
         _require(batch, "logprobs", "ppo_update")
         given, batch = batch, tensor_container_to(dict(batch), self.device)
         batch["update_mask"] = self._update_mask(batch).float()
-        needs_prox = config.recompute_logprob or (config.use_decoupled_loss and config.prox_logp_method == "recompute")
+        needs_prox = recomputes_logprobs(config)
         if not needs_prox and "prox_logp" not in batch and bool(batch.get("logprobs_shifted", torch.zeros(1)).any()):
             raise TrainingError(
                 f"ppo_update: the log-probabilities of {int(batch['logprobs_shifted'].sum())} of {len(batch['rewards'])} rows were taken "

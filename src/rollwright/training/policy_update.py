@@ -25,6 +25,11 @@ STALENESS_BINS = 10
 ROW = "_row"
 
 
+def recomputes_logprobs(config: PPOActorConfig) -> bool:
+    """True if the trainer's own log-probabilities before the first step are the anchor of ratios."""
+    return config.recompute_logprob or (config.use_decoupled_loss and config.prox_logp_method == "recompute")
+
+
 @dataclass(frozen=True)
 class PolicyUpdate:
     """The loss of a minibatch, as ``TrainEngine.optimise`` calls it for each micro-batch.

@@ -19,7 +19,7 @@ from rollwright.config.source import parse_yaml
 from rollwright.errors import ConfigError
 from rollwright.trainers.unknown_names import refuse_unknown_names
 from rollwright.training.parallel import TokenStatistics
-from rollwright.training.policy_update import PolicyUpdate
+from rollwright.training.policy_update import PolicyUpdate, recomputes_logprobs
 
 #: A value other than the default for each key of the loss.
 OF_THE_LOSS = {
@@ -32,13 +32,20 @@ OF_THE_LOSS = {
     "behav_imp_weight_mode": "clamp",
     "behav_imp_weight_level": "sequence",
     "prox_logp_method": "interpolate",
+    "recompute_logprob": True,
 }
 #: What else is set.
-BESIDE = [{}, {"kl_ctl": 0.1}, {"use_decoupled_loss": True}, {"use_decoupled_loss": True, "behav_imp_weight_cap": None}]
+BESIDE = [
+    {},
+    {"kl_ctl": 0.1},
+    {"use_decoupled_loss": True},
+    {"use_decoupled_loss": True, "behav_imp_weight_cap": None},
+    {"use_decoupled_loss": True, "prox_logp_method": "interpolate"},
+]
 
 
 def measured(config: PPOActorConfig) -> torch.Tensor:
-    """The loss of a batch and its gradient, without and with the log-probabilities that a forward pass gives."""
+    """The loss of a batch and its gradient, before the first optimizer step and, if a batch has several, after it."""
     generator = torch.Generator().manual_seed(3)
     shape = (6, 5)
     behaviour, prox, current, reference = (torch.randn(shape, generator=generator) * 0.7 - 1.0 for _ in range(4))
@@ -51,9 +58,11 @@ def measured(config: PPOActorConfig) -> torch.Tensor:
         "ref_logp": reference,
     }
     found = []
-    for extra in ({}, {"prox_logp": prox}):
-        logp = current.clone().requires_grad_()
-        update = PolicyUpdate(config, find_policy_loss(config), 5, before_first_step=False)
+    several = config.ppo_n_minibatches > 1
+    extra = {"prox_logp": prox} if several and recomputes_logprobs(config) else {}
+    for first in (True, False) if several else (True,):
+        logp = (prox if first else current).clone().requires_grad_()
+        update = PolicyUpdate(config, find_policy_loss(config), 5, before_first_step=first)
         value = update.loss({**part, **extra}, logp, torch.ones(shape), TokenStatistics(torch.device("cpu")))
         found += [value.detach()[None], torch.autograd.grad(value, logp)[0].flatten()]
     return torch.cat(found)
@@ -69,14 +78,38 @@ def refusals(config: PPOActorConfig) -> list[str]:
 def test_a_key_beside_a_loss_is_read_or_refused(loss, key, beside):
     if key in beside:
         return
-    plain = PPOActorConfig(policy_loss=loss, **beside)
+    plain = PPOActorConfig(policy_loss=loss, ppo_n_minibatches=2, **beside)
     changed = dataclasses.replace(plain, **{key: OF_THE_LOSS[key]})
     try:
         makes_a_difference = not torch.equal(measured(plain), measured(changed))
     except ConfigError:
         return  # the loss is refused beside these
     assert refusals(plain) == []
+    if key == "recompute_logprob" and "use_decoupled_loss" in beside:  # says the same, which files of other systems do
+        assert makes_a_difference is ("prox_logp_method" in beside)
+        assert refusals(changed) == (["prox_logp_method"] if "prox_logp_method" in beside else [])
+        return
     assert (key in refusals(changed)) is not makes_a_difference
+
+
+@pytest.mark.parametrize("key", ["recompute_logprob", "prox_logp_method"])
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("loss", POLICY_LOSSES.built_in)
+def test_what_is_recomputed_before_the_only_step_of_a_batch_is_read_or_refused(loss, key, decoupled):
+    plain = PPOActorConfig(policy_loss=loss, use_decoupled_loss=decoupled)
+    changed = dataclasses.replace(plain, **{key: OF_THE_LOSS[key]})
+    try:
+        makes_a_difference = not torch.equal(measured(plain), measured(changed))
+    except ConfigError:
+        return
+    if (key, decoupled) != ("recompute_logprob", True):
+        assert (key in refusals(changed)) is not makes_a_difference
+
+
+def test_shifted_log_probabilities_are_recomputed_whatever_the_loss_compares_with():
+    config = PPOActorConfig(policy_loss="topr", recompute_logprob=True)
+    assert [key for key, _ in unread_keys(config)] == ["recompute_logprob"]
+    assert unread_keys(config, shifted=True) == []
 
 
 @pytest.mark.parametrize("key", [each.name for each in dataclasses.fields(NormConfig)])

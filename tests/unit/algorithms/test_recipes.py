@@ -80,7 +80,7 @@ def test_a_file_sets_the_recipe_and_what_differs_from_it(tmp_path):
 def test_evaluation_generates_as_much_as_the_run_unless_it_says_otherwise(tmp_path, evaluator, limit):
     file = tmp_path / "config.yaml"
     file.write_text(
-        "actor: {path: m}\ntrain_dataset: {path: d}\ngconfig: {max_new_tokens: 4096}\n"
+        "actor: {path: m}\ntrain_dataset: {path: d}\nvalid_dataset: {path: d}\ngconfig: {max_new_tokens: 4096}\n"
         + (f"evaluator: {evaluator}\n" if evaluator else "")
     )
     config, _ = load_expr_config([str(file)], GRPOConfig)

@@ -67,7 +67,7 @@ def test_refused_with_key_and_line(text, message):
     [
         "",
         "ref: {path: m}\nactor: {kl_ctl: 0.1}",
-        "rollout: {accept_shifted_logprobs: true}\nactor: {recompute_logprob: true}",
+        "rollout: {backend: sglang, accept_shifted_logprobs: true}\nactor: {recompute_logprob: true}",
         "rollout: {backend: sglang, addresses: ['h:1'], api_key: k}",
         "evaluator: {every_steps: 5}\nvalid_dataset: {path: v}",
         "deterministic: true\nsaver: {every_steps: 5}",

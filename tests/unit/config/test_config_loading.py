@@ -177,7 +177,7 @@ def test_overrides_that_lead_nowhere(override, expected):
 
 
 def test_a_section_given_in_part_keeps_its_parents_default_for_the_rest():
-    config = build("evaluator: {gconfig: {max_new_tokens: 9}}\n")
+    config = build("valid_dataset: {path: x}\nevaluator: {gconfig: {max_new_tokens: 9}}\n")
     assert config.evaluator.gconfig.greedy  # the evaluator's default, not the class's
     assert not build("gconfig: {max_new_tokens: 9}\n").gconfig.greedy
     assert build("train_dataset: {path: x}", SFTConfig).train_dataset.type == "sft"

@@ -26,7 +26,8 @@ def key(monkeypatch):
 
 def built(text, *overrides, cls=GRPOConfig):
     backend = ["rollout.backend=sglang"] if "rollout:" in text or "rollout." in str(overrides) else []
-    return build_config(parse_yaml(text, file="f.yaml"), [*backend, *overrides], cls)
+    tasks = ["tasksets=[{path: d, workflow: w}]"] if text.startswith("auxiliary_models") else []
+    return build_config(parse_yaml(text, file="f.yaml"), [*backend, *tasks, *overrides], cls)
 
 
 #: A key that holds the secret, in YAML; the path to it; what is written in its place.
@@ -122,8 +123,8 @@ def test_messages_name_the_variable_and_not_its_value(key):
 def test_commands_show_no_secret(key, capsys, tmp_path, tiny_model):
     file = tmp_path / "run.yaml"
     file.write_text(
-        f"actor: {{path: {tiny_model}}}\ntrain_dataset: {{path: arithmetic}}\nworkflow: rlvr\nreward_fn: numeric_reward\n"
-        "rollout: {backend: sglang, api_key: '${oc.env:OUR_KEY}'}\nworkflow_kwargs: {}\n"
+        f"actor: {{path: {tiny_model}}}\ntasksets: [{{path: arithmetic, workflow: math_workflow}}]\n"
+        "rollout: {backend: sglang, api_key: '${oc.env:OUR_KEY}'}\n"
         f"auxiliary_models: [{{base_url: 'http://h/v1', api_key: {key}}}]\n"
     )
     assert main(["config", "show", str(file)]) == 0

@@ -131,7 +131,7 @@ def test_evaluations_alone(write):
     (after,) = load_eval_stages(write(TEXT), ["path=elsewhere"])
     assert (after.name, after.config.path, after.config.samples) == ("after", "elsewhere", 8)
     rl = "actor: {path: m}\nvalid_dataset: {path: arithmetic, limit: 5}\nworkflow: w\ngconfig: {temperature: 0.5}\n"
-    (made,) = load_eval_stages(write(rl), ["path=elsewhere"])
+    (made,) = load_eval_stages(write(rl), ["path=elsewhere", "samples=2"])
     assert (made.config.dataset.limit, made.config.dataset.split, made.config.gconfig.temperature) == (5, "valid", 0.5)
     (alone,) = load_eval_stages(None, ["path=m", "dataset.path=arithmetic", "dataset.split=valid"])
     assert alone.config.dataset.split == "valid"

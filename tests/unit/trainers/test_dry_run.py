@@ -70,7 +70,7 @@ def refusal(file, *overrides):
         (["actor.path=nobody/has-this"], "actor.path: is nobody/has-this, which is neither a directory (looked from"),
         (["actor.kl_ctl=0.1", "ref.path=ROOT/empty"], "ref.path: is ROOT/empty, a directory that holds no model"),
         (["tokenizer_path=ROOT/empty"], "tokenizer_path: cannot load a tokenizer from ROOT/empty"),
-        (["auxiliary_models=[{model_path: ROOT/empty}]"], "auxiliary_models.0.model_path: is ROOT/empty, a directory"),
+        (["mode=bench", "bench.samples=1", "eval_tasksets=[{path: arithmetic, workflow: math_workflow}]", "auxiliary_models=[{model_path: ROOT/empty}]"], "auxiliary_models.0.model_path: is ROOT/empty, a directory"),
         (["actor.ppo_n_minibatches=5"], "actor.ppo_n_minibatches: is 5, but a batch has 4 groups of samples, which are not divided"),
         (["actor.ppo_n_minibatches=4"], ""),
         (["train_dataset.kwargs.size=3"], "train_dataset.batch_size: is 4, but there are 3 tasks, so no batch would ever be full"),

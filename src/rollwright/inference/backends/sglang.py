@@ -116,7 +116,15 @@ class SGLangClient(BroadcastClient):
     def command(cls, launch: ServerLaunch) -> list[str]:
         """See ``SGLangConfig.build_cmd``; ``sglang.implementation: builtin`` is ``rollwright serve-model``."""
         section: SGLangConfig = launch.sections.get("sglang") or SGLangConfig()
-        section = dataclasses.replace(section, model_path=section.model_path or launch.model_path)
+        section = dataclasses.replace(
+            section,
+            model_path=section.model_path or launch.model_path,
+            context_length=section.context_length or launch.rollout.context_length,
+            dtype=launch.rollout.dtype if section.dtype == "auto" else section.dtype,
+        )
+        if not launch.rollout.prefix_cache:
+            off = "no-prefix-cache" if section.implementation == "builtin" else "disable-radix-cache"
+            section = dataclasses.replace(section, extra_args={off: True, **section.extra_args})
         if launch.deterministic:
             mode = "batch-invariant" if section.implementation == "builtin" else "enable_deterministic_inference"
             section = dataclasses.replace(section, extra_args={mode: True, **section.extra_args})

@@ -121,7 +121,14 @@ class VLLMClient(BroadcastClient):
     def command(cls, launch: ServerLaunch) -> list[str]:
         """See ``VLLMConfig.build_cmd``."""
         section: VLLMConfig = launch.sections.get("vllm") or VLLMConfig()
-        section = dataclasses.replace(section, model_path=section.model_path or launch.model_path)
+        section = dataclasses.replace(
+            section,
+            model_path=section.model_path or launch.model_path,
+            max_model_len=section.max_model_len or launch.rollout.context_length,
+            dtype=launch.rollout.dtype if section.dtype == "auto" else section.dtype,
+        )
+        if not launch.rollout.prefix_cache:
+            section = dataclasses.replace(section, extra_args={"no-enable-prefix-caching": True, **section.extra_args})
         if launch.rollout.weight_update == "xccl":
             section = dataclasses.replace(section, extra_args={**_TRANSFERS, **section.extra_args})
         if launch.deterministic:
