@@ -33,7 +33,7 @@ def share(batch):
 actor = tiny_actor(share_prefixes={share}, max_tokens=30, kl_ctl=0.1, adv_norm=NormConfig(std_level="batch"), lr=1e-2)
 batch = share(grouped_batch())
 logp = actor.compute_logp(batch)
-assert actor._division.shares_prefixes == {share}
+assert actor.division.shares_prefixes == {share}
 actor.compute_advantages(batch)
 step = actor._step
 caught = gradients(actor)

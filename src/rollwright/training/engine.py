@@ -94,7 +94,7 @@ class TrainEngine:
         self._scorer: Any = None
         self._router_loss: RouterLoss | None = None
         self._bad_steps = 0
-        self._division = BatchDivision(config)
+        self.division = BatchDivision(config)
 
     def initialize(self, addr: Any = None, ft_spec: FinetuneSpec | None = None) -> None:
         """Load the model and make ready to train.
@@ -396,7 +396,7 @@ class TrainEngine:
 
     def _micro_batches(self, batch: Trajectory) -> list[tuple[Tensor, Trajectory]]:
         with self._autocast():
-            return self._division.micro_batches(self._scorer, batch)
+            return self.division.micro_batches(self._scorer, batch)
 
     def _autocast(self) -> Any:
         parameter_dtype = next(self.model.parameters()).dtype

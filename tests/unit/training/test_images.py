@@ -104,7 +104,7 @@ def test_samples_of_one_picture_compute_it_once(model, monkeypatch):
         actor.initialize()
         if share:
             actor.compute_logp(batch)  # proves itself
-            assert actor._division.shares_prefixes
+            assert actor.division.shares_prefixes
         seen.clear()
         scores[share] = actor.compute_logp(batch)
         assert seen == [32 if share else 96]  # rows of pixels, 16 a picture

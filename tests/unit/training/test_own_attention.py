@@ -92,7 +92,7 @@ def test_a_model_with_sinks_is_trained_as_it_is(share):
     engine = TrainEngine(TrainEngineConfig(device="cpu", optimizer=None, share_prefixes=share), model=model)
     engine.initialize()
     torch.testing.assert_close(engine.compute_logp(batch), expected.float(), rtol=1e-4, atol=1e-5)
-    assert engine._division.shares_prefixes == share
+    assert engine.division.shares_prefixes == share
     assert model.config._attn_implementation == "eager"  # as an engine that shares the model finds it
 
 
@@ -117,7 +117,7 @@ def test_an_argument_that_is_not_understood_stops_sharing(caplog, name):
     engine.initialize()
     for _ in range(2):
         torch.testing.assert_close(engine.compute_logp(rows()), expected, rtol=1e-4, atol=1e-5)
-    assert not engine._division.shares_prefixes
+    assert not engine.division.shares_prefixes
     assert (
         caplog.text.count(f"Qwen3ForCausalLM cannot share them, as its attention takes {name}, which attention over a tree")
         == 1

@@ -248,7 +248,7 @@ def test_an_update_is_the_same_with_shared_prefixes_and_without(keys):
         scores.append(actor.compute_logp(batch))
         metrics.append([actor.ppo_update(batch) for _ in range(2)])
         weights.append(actor.full_weights())
-        assert actor._division.shares_prefixes == share
+        assert actor.division.shares_prefixes == share
     torch.testing.assert_close(*scores, rtol=1e-6, atol=1e-6)
     for mine, theirs in zip(*metrics, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-6, abs=1e-7)

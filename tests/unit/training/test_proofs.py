@@ -206,9 +206,9 @@ def test_sharing_is_proved_again_past_each_regime_and_stops_where_it_is_not(monk
     short = [prompt + row(length, length) for length in (4, 5, 6)]
     long = [prompt + row(length, length) for length in (3, 9, 16)]
     engine.compute_logp(padded(short))
-    assert engine._division.shares_prefixes
+    assert engine.division.shares_prefixes
     scores = engine.compute_logp(padded(long))
-    assert not engine._division.shares_prefixes
+    assert not engine.division.shares_prefixes
     assert "with shared prefixes a log-probability of LlamaForCausalLM differs by" in caplog.text
     for number, tokens in enumerate(long):
         torch.testing.assert_close(scores[number, 1 : len(tokens)], alone(model, tokens), rtol=0, atol=2e-5)
