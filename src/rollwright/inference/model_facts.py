@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollwright.errors import ConfigError
+from rollwright.errors import ConfigError, RollwrightError
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger(__name__)
@@ -179,7 +179,7 @@ def refuse_unless_causal(model: Any, scores: Callable[[Tensor], Tensor] | None =
 
     Raises:
         ConfigError: they change, or the configuration says so: the model sees tokens that come later, so that its logits are no
-            probabilities of the next token.
+            probabilities of the next token. Also where the model does not compute such a row at all.
     """
     parameter = next(model.parameters())
     reason = "is_causal is false in its configuration"
@@ -188,9 +188,16 @@ def refuse_unless_causal(model: Any, scores: Callable[[Tensor], Tensor] | None =
         row = [tokens[(7 * column + 3) % len(tokens)] for column in range(_PROBE_TOKENS)]
         other = [*row[:-1], tokens[(tokens.index(row[-1]) + 1) % len(tokens)]]
         compute = scores or (lambda ids_BL: model(input_ids=ids_BL).logits)
-        one, two = (
-            compute(torch.tensor([ids], device=parameter.device))[:, : _PROBE_TOKENS - 2].float() for ids in (row, other)
-        )
+        try:
+            found = [compute(torch.tensor([ids], device=parameter.device)) for ids in (row, other)]
+        except RollwrightError:
+            raise
+        except Exception as error:  # a foreign forward may raise anything
+            name = type(model).__name__
+            raise ConfigError(
+                f"{name} does not compute a row of {_PROBE_TOKENS} tokens: {type(error).__name__}: {error}"
+            ) from error
+        one, two = (scored[:, : _PROBE_TOKENS - 2].float() for scored in found)
         scale, changed = float((one - one.mean()).abs().max()), float((one - two).abs().max())
         is_half = parameter.dtype.itemsize < 4 or torch.is_autocast_enabled(parameter.device.type)
         if not changed > scale * (0.05 if is_half else 1e-4) + 1e-6:

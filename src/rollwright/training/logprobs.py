@@ -63,7 +63,6 @@ class TokenScorer(nn.Module):
         """
         ids_BL = batch["input_ids"]
         tree: PrefixTree | None = batch.get("prefix_tree")
-        _require_one_group(batch, self.model)
         inputs = model_inputs(batch, self.model) if tree is None else tree_inputs(batch, tree, self.model)
         at = wanted_BL.nonzero(as_tuple=True)
         labels_T = ids_BL[at]
@@ -212,8 +211,9 @@ def model_inputs(batch: Trajectory, model: nn.Module) -> dict[str, Any]:
     lets the attention kernel take its causal path.
 
     Raises:
-        TrainingError: a row is padded on the left or has gaps.
+        TrainingError: a row is padded on the left or has gaps, or rows cannot be in one forward pass.
     """
+    _require_one_group(batch, model)
     ids_BL = batch["input_ids"]
     mask_BL = batch.get("attention_mask")
     inputs: dict[str, Any] = {"input_ids": ids_BL}
@@ -237,7 +237,8 @@ def _positions(batch: Trajectory, model: Any) -> dict[str, Tensor]:
     if positions_BL is None:
         return found
     inner = model.get_base_model() if hasattr(model, "peft_config") else model
-    if "position_ids" not in inspect.signature(inner.forward).parameters:
+    parameters = inspect.signature(inner.forward).parameters
+    if "input_ids" in parameters and "position_ids" not in parameters:
         raise TrainingError(f"{type(model).__name__} takes no position_ids, and the batch has them.")
     columns_L = torch.arange(ids_BL.shape[1], device=ids_BL.device)
     padding_BL = columns_L >= row_lengths(batch)[:, None].to(ids_BL.device)
@@ -257,6 +258,7 @@ def tree_inputs(batch: Trajectory, tree: PrefixTree, model: nn.Module) -> dict[s
     """
     pictures = batch.get(MULTI_MODAL) or []
     if not any(pictures):
+        _require_one_group(batch, model)
         return tree.inputs()
     padded = model_inputs({name: value for name, value in batch.items() if name != "prefix_tree"}, model)
     inputs = tree.inputs() | {"input_ids": padded["input_ids"].reshape(-1)[tree.sources][None]}

@@ -2,11 +2,12 @@
 
 The reference of every proof is the model's own, untouched forward of one row without padding. A proof holds for rows of the regimes that
 it reached: rows that reach the next window, chunk or set of rotary frequencies (``model_facts.regime_lengths``) are proved again, on
-themselves, so a regime that no row of the run comes to costs nothing. A proof costs two or five forward passes over a few rows.
+themselves, so a regime that no row of the run comes to costs nothing. A proof costs a few forward passes.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,18 +16,17 @@ from torch import Tensor
 from rollwright.config.sections import TrainEngineConfig
 from rollwright.errors import TrainingError
 from rollwright.experience.branches import sees
-from rollwright.experience.trajectory import MULTI_MODAL, Trajectory, row_lengths, select_rows
+from rollwright.experience.trajectory import Trajectory, row_lengths, select_rows
 from rollwright.inference.model_facts import Proofs, frequency_groups
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
 from rollwright.training.logprobs import own_lengths, picture_ids
 from rollwright.training.micro_batches import attended_tokens, micro_batches
-from rollwright.training.prefix_tree import build as build_tree
 from rollwright.training.tree_attention import why_not
 
 logger = getLogger("training")
 
-#: Rows that are scored with shared prefixes and without, before prefixes are shared.
+#: Rows of a micro-batch that are scored with shared prefixes and without, before prefixes are shared.
 _PROVEN_ROWS = 4
 
 
@@ -94,27 +94,32 @@ class BatchDivision:
 
     @torch.no_grad()
     def _is_proven(self, scorer: Any, parts: list[Trajectory]) -> bool:
-        """Whether micro-batches may be computed as they are; else nothing is shared from now on."""
+        """Whether micro-batches may be computed as they are; else nothing is shared from now on.
+
+        The length that counts is that of a tree, as some models look at a token's place in what they are given: the micro-batch with the
+        most tokens is tried, and the one with the longest row.
+        """
         device = parts[0]["input_ids"].device
         trees = [part for part in parts if "prefix_tree" in part]
-        longest = parallel.largest(max((part["prefix_tree"].longest for part in trees), default=0), device)
+        tokens = parallel.largest(max((part["prefix_tree"].tokens for part in trees), default=0), device)
         proofs = self._sharing or Proofs(scorer.model.config)
-        if not longest or not proofs.is_due(longest):
+        if not tokens or not proofs.is_due(tokens):
             return True  # no rank has anything to share, or nothing that was not proved
-        part = max(trees, key=lambda part: part["prefix_tree"].longest, default=parts[0])
-        reason, difference = _compare_shared(scorer, part)
-        limit = _limit(scorer.model, device)
-        failed = parallel.largest(int(reason is not None or not difference <= limit), device)
-        if failed:
+        widest = max(trees, key=lambda part: part["prefix_tree"].tokens, default=parts[0])
+        longest = max(trees, key=lambda part: part["prefix_tree"].longest, default=parts[0])
+        found = [_compare_shared(scorer, part) for part in (widest, longest)]
+        reason, limit = next((reason for reason, _ in found if reason), None), _limit(scorer.model, device)
+        if parallel.largest(int(reason is not None or any(not apart <= limit for _, apart in found)), device):
             self._shares = False
             self._say(
                 reason
-                or f"with shared prefixes a log-probability of {type(scorer.model).__name__} differs by {difference:.3g} (limit {limit}) "
-                "from that of the row alone, so its layers see something that attention over a row's tokens does not give",
+                or f"with shared prefixes a log-probability of {type(scorer.model).__name__} differs by "
+                f"{max(apart for _, apart in found):.3g} (limit {limit}) from that of the row alone, so its layers see something that "
+                "attention over a row's tokens does not give",
                 "info" if reason else "warning",
             )
             return False
-        proofs.passed(longest)
+        proofs.passed(tokens)
         self._sharing = proofs
         return True
 
@@ -122,16 +127,18 @@ class BatchDivision:
 
     @torch.no_grad()
     def _prove_branches(self, scorer: Any, batch: Trajectory) -> None:
-        """Score a row with branches, and its trunk with one branch as a row without; the branch's tokens are to be alike."""
+        """Score rows with branches, and the trunk with one branch as a row without; the branch's tokens are to be alike."""
         device = batch["input_ids"].device
+        longest = parallel.largest(batch["input_ids"].shape[1], device)
         proofs = self._branches or Proofs(scorer.model.config)
-        if not proofs.is_due(parallel.largest(batch["input_ids"].shape[1], device)):
+        if not proofs.is_due(longest):
             return
-        found = _longest_branch(batch)
-        longest = parallel.largest(0 if found is None else found[2], device)
-        if not longest or not proofs.is_due(longest):
+        branches = _branches_of(batch)
+        if not parallel.largest(len(branches), device):
             return
-        difference = _compare_branch(scorer, batch, found)
+        most = max(branches, key=lambda each: len(each.columns), default=None)
+        last = max(branches, key=lambda each: int(each.columns[-1]), default=None)
+        difference = torch.stack([_compare_branch(scorer, batch, branch) for branch in (most, last)]).max()
         limit = _limit(scorer.model, device)
         if parallel.largest(int(not difference <= limit), device):
             raise TrainingError(
@@ -149,30 +156,29 @@ def _limit(model: Any, device: torch.device) -> float:
 
 
 def _compare_shared(scorer: Any, part: Trajectory) -> tuple[str | None, float]:
-    """Score a few rows, the longest among them, with shared prefixes and each alone.
+    """Score rows of a micro-batch with shared prefixes and each alone: the longest, and the last ones in the tree.
 
     Returns:
         Why the model cannot share, and the largest difference. A rank that has nothing to share computes with the others.
     """
     tree, rows = part.get("prefix_tree"), part["input_ids"].shape[0]
     lengths = row_lengths(part).clamp(min=1).tolist()
-    last = max(lengths.index(max(lengths)), min(_PROVEN_ROWS, rows) - 1)
-    chosen = list(range(max(0, last + 1 - _PROVEN_ROWS), last + 1))
-    few = select_rows({name: value for name, value in part.items() if name != "prefix_tree"}, chosen)
-    together = {**few}
+    chosen = [lengths.index(max(lengths)), *range(max(0, rows - _PROVEN_ROWS + 1), rows)]
+    attended_BL, wanted_BL = attended_tokens(part), torch.zeros_like(part["input_ids"], dtype=torch.bool)
+    wanted_BL[chosen] = attended_BL[chosen]
     if tree is not None:
-        shared = tree.repeated[chosen].sum(1).tolist()
-        tree = together["prefix_tree"] = build_tree(few, [0, *shared[1:]])
         tree.is_tried = True
-    wanted_BL = attended_tokens(few)
-    scores_BL, _ = scorer(together, wanted_BL)
+    scores_BL, _ = scorer(part, wanted_BL)
+    plain = {name: value for name, value in part.items() if name != "prefix_tree"}
     apart = []
     for number in range(_PROVEN_ROWS):  # as many on every rank
-        row = min(number, len(chosen) - 1)
-        width = lengths[chosen[row]]
-        alone_BL, _ = scorer(select_rows(few, [row], width=width), wanted_BL[[row], :width])
+        row = chosen[min(number, len(chosen) - 1)]
+        width = lengths[row]
+        alone_BL, _ = scorer(select_rows(plain, [row], width=width), wanted_BL[[row], :width])
         apart.append((alone_BL[0] - scores_BL[row, :width]).abs().max())
     difference = float(torch.stack(apart).max())  # not a number, where one of them is not
+    if tree is not None:
+        tree.is_tried = False
     name = type(scorer.model).__name__
     if tree is not None and tree.refusal:
         return f"{name} cannot share them, as {tree.refusal}", difference
@@ -181,50 +187,36 @@ def _compare_shared(scorer: Any, part: Trajectory) -> tuple[str | None, float]:
     return None, difference
 
 
-def _longest_branch(batch: Trajectory) -> tuple[int, int, int] | None:
-    """Row, branch and visible tokens of the branch that sees the most; None: there are only trunks."""
-    lengths = row_lengths(batch).tolist()
+@dataclass(frozen=True)
+class _Branch:
+    """A branch of a row, and the columns that its last token sees."""
+
+    row: int
+    number: int
+    columns: Tensor
+
+
+def _branches_of(batch: Trajectory) -> list[_Branch]:
     found = []
-    for row, (branches_L, length) in enumerate(zip(batch["branch_ids"], lengths, strict=True)):
-        found += [
-            (row, branch, len(_seen_by(batch, row, branch))) for branch in branches_L[:length].unique().tolist() if branch
-        ]
-    return max(found, key=lambda each: each[2], default=None)
+    for row, (branches_L, length) in enumerate(zip(batch["branch_ids"], row_lengths(batch).tolist(), strict=True)):
+        for number in branches_L[:length].unique().tolist():
+            if number:
+                before_L = branches_L[: int((branches_L[:length] == number).nonzero().max()) + 1]
+                found.append(_Branch(row, number, sees(before_L[-1:], before_L)[0].nonzero()[:, 0]))
+    return found
 
 
-def _seen_by(batch: Trajectory, row: int, branch: int) -> Tensor:
-    """Columns that the last token of a branch sees."""
-    branches_L = batch["branch_ids"][row, : int(row_lengths(batch)[row])]
-    last = int((branches_L == branch).nonzero().max())
-    seen_L = sees(branches_L[last : last + 1], branches_L[: last + 1])[0]
-    return seen_L.nonzero()[:, 0]
-
-
-def _compare_branch(scorer: Any, batch: Trajectory, found: tuple[int, int, int] | None) -> float:
-    """Largest difference of a branch's log-probabilities in its row and in a row of what it sees."""
-    row, branch, _ = found or (0, 0, 0)
-    plain = {name: value for name, value in batch.items() if name not in ("branch_ids", MULTI_MODAL, "loss_mask")}
-    alone = select_rows(plain, [row])
-    together = {**alone, "branch_ids": batch["branch_ids"][row][None]}
-    wanted_BL = attended_tokens(together)
-    scores_BL, _ = scorer(together, wanted_BL)
-    columns = torch.arange(int(row_lengths(batch)[row].clamp(min=1)), device=batch["input_ids"].device)
-    if found is not None:
-        columns = _seen_by(batch, row, branch)
-    for name in ("input_ids", "attention_mask", "position_ids"):
-        if alone.get(name) is not None:
-            alone[name] = alone[name][:, columns]
-    if alone.get("position_ids") is None and found is not None:
-        alone["position_ids"] = columns[None]
-    alone_BL, _ = scorer(
-        {
-            name: value
-            for name, value in alone.items()
-            if name in ("input_ids", "attention_mask", "position_ids", "temperature")
-        },
-        wanted_BL[:, columns],
-    )
-    if found is None:
-        return 0.0
-    of_branch = batch["branch_ids"][row][columns] == branch
-    return float((alone_BL[0] - scores_BL[0, columns])[of_branch].abs().max())
+def _compare_branch(scorer: Any, batch: Trajectory, branch: _Branch | None) -> Tensor:
+    """Largest difference of a branch's log-probabilities in its row and in a row of what it sees; 0 where there is no branch."""
+    row = 0 if branch is None else branch.row
+    names = [name for name in ("input_ids", "attention_mask", "position_ids", "temperature") if batch.get(name) is not None]
+    length = int(row_lengths(batch)[row].clamp(min=1))
+    alone = select_rows({name: batch[name] for name in names}, [row], width=length)
+    wanted_BL = attended_tokens(alone)
+    together_BL, _ = scorer({**alone, "branch_ids": batch["branch_ids"][row : row + 1, :length]}, wanted_BL)
+    columns = torch.arange(length, device=wanted_BL.device) if branch is None else branch.columns
+    positions_L = columns if batch.get("position_ids") is None else alone["position_ids"][0, columns]
+    alone = {name: value[:, columns] if value.dim() > 1 else value for name, value in alone.items()}
+    alone_BL, _ = scorer({**alone, "position_ids": positions_L[None]}, wanted_BL[:, columns])
+    apart_L = (alone_BL[0] - together_BL[0, columns]).abs()
+    return apart_L.max() * 0 if branch is None else apart_L[batch["branch_ids"][row, columns] == branch.number].max()

@@ -214,6 +214,43 @@ def test_sharing_is_proved_again_past_each_regime_and_stops_where_it_is_not(monk
         torch.testing.assert_close(scores[number, 1 : len(tokens)], alone(model, tokens), rtol=0, atol=2e-5)
 
 
+class Scaled(transformers.LlamaForCausalLM):
+    """From the 21st place of what it is given on, tokens are others, whatever their positions are."""
+
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        places = torch.arange(outputs.logits.shape[1])
+        return type(outputs)(logits=outputs.logits * torch.where(places < 20, 1.0, 1.5)[None, :, None])
+
+
+def scaled() -> Scaled:
+    config = transformers.LlamaConfig(**TINY, attention_window_size=20)
+    model = Scaled(config).eval()
+    model.load_state_dict(model_of(config).state_dict())
+    return model
+
+
+def test_a_tree_with_more_tokens_than_a_regime_is_proved_though_no_row_has_as_many(caplog):
+    model = scaled()
+    engine, prompt = engine_of(model), row(8, 0)
+    engine._scorer._head_is_linear = False
+    few, many = ([prompt + row(length, length) for length in lengths] for lengths in ((4, 5), (4, 5, 6, 7, 8, 9)))
+    engine.compute_logp(padded(few))
+    assert engine.division.shares_prefixes
+    scores = engine.compute_logp(padded(many))
+    assert not engine.division.shares_prefixes
+    for number, tokens in enumerate(many):
+        torch.testing.assert_close(scores[number, 1 : len(tokens)], alone(model, tokens), rtol=0, atol=2e-5)
+
+
+def test_branches_at_columns_past_a_regime_are_proved_though_none_is_as_long():
+    engine = engine_of(scaled())
+    engine._scorer._head_is_linear = False
+    engine.compute_logp(branch_batch(4, 5)[0])
+    with pytest.raises(TrainingError, match="in a row with branches"):
+        engine.compute_logp(branch_batch(9, 8)[0])
+
+
 def test_a_model_that_sees_later_tokens_is_refused_at_the_start():
     model = model_of(transformers.LlamaConfig(**TINY))
     model.config.is_causal = False
