@@ -101,8 +101,9 @@ def test_models_that_read_text_refuse_images():
 
 def test_models_that_the_engine_would_compute_wrongly_are_refused_at_the_start():
     common = dict(vocab_size=96, hidden_size=32, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    bloom = hf.BloomForCausalLM(hf.BloomConfig(**common, n_layer=2, n_head=4))
+    sizes = dict(num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+    bert = hf.BertLMHeadModel(hf.BertConfig(**common, **sizes))  # sees what comes later
     mamba = hf.MambaForCausalLM(hf.MambaConfig(**common, num_hidden_layers=2, state_size=4))
-    for model in (bloom, mamba):
+    for model in (bert, mamba):
         with pytest.raises(EngineError, match="cannot serve"):
             BuiltinEngine(model.eval())

@@ -8,8 +8,9 @@ Axes: ``T`` packed tokens, ``n`` rows, ``Q`` padded queries of a row, ``K`` cach
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -224,6 +225,28 @@ class ForwardBatch:
         padded = packed.new_zeros(self.row_count, self.query_length, *packed.shape[1:])
         padded[self.is_query] = packed
         return padded
+
+    def rows_apart(self) -> Iterator[ForwardBatch]:
+        """Each row as a batch of its own, without padding, that reads its own columns and no others."""
+        counts = [self.query_length] * self.row_count if self.is_query is None else self.is_query.sum(1).tolist()
+        for row, end in enumerate(itertools.accumulate(counts)):
+            tokens = slice(end - counts[row], end)
+            length = int(self.columns[end - 1]) + 1
+            yield ForwardBatch(
+                token_ids=self.token_ids[tokens],
+                positions=self.positions[tokens],
+                rows=self.rows[tokens],
+                columns=self.columns[tokens],
+                position_limit=self.position_limit,
+                first_row=self.first_row + row,
+                row_count=1,
+                query_length=counts[row],
+                kv_length=length,
+                visible=None if self.visible is None else self.visible[row : row + 1, -counts[row] :, :length],
+                scores_all=self.scores_all,
+                multi_modal=self.multi_modal,
+                branched={0: self.branched[row]} if row in self.branched else {},
+            )
 
     def places(self) -> tuple[Tensor, Tensor]:
         """The places that windows and chunks are counted by, of queries ``[n, Q]`` and of columns ``[n or 1, K]``.

@@ -8,6 +8,7 @@ model, attention biases of its own) is found out by a proof when the engine star
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -19,10 +20,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from rollwright.errors import EngineError, RollwrightError
 from rollwright.inference.backends.builtin.batch import ForwardBatch
 from rollwright.inference.backends.builtin.cache import KVCache, LayerShape
-from rollwright.inference.backends.builtin.proof import prove
+from rollwright.inference.backends.builtin.proof import Difference, prove
 from rollwright.inference.model_facts import ordinary_tokens
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.visible_tokens import VisibleTokens, only_visible
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger(__name__)
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -56,6 +60,13 @@ class _SlotLayer(CacheLayerMixin):
         return -1
 
 
+def attends_both_ways(model: Any) -> bool:
+    """True if tokens of a picture see each other in both directions: a part of the model adds blocks to its causal masks."""
+    modules = {sys.modules[type(part).__module__] for part in model.modules()}
+    sources = (inspect.getsource(module) for module in modules if module.__name__.startswith("transformers.models."))
+    return any("block_sequence_ids" in source or "or_mask_function=" in source for source in sources)
+
+
 class GeneralModel:
     """Forward of any Hugging Face causal language model with per-token keys and values.
 
@@ -68,16 +79,15 @@ class GeneralModel:
         parameters = inspect.signature(model.forward).parameters
         self._keeps_last_logits = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
-        self._makes_masks = True
+        self._makes_masks, self._rows_apart = True, False
         self.layer_shapes = self._probe_layer_shapes()
 
     def share_weights(self) -> None:
         """Nothing to do: the model's own parameters are read."""
 
-    def _refusal(self, reason: str) -> EngineError:
-        return EngineError(
-            f"The built-in engine cannot serve {type(self._model).__name__}: {reason}. Use an SGLang or vLLM server for it."
-        )
+    def _refusal(self, reason: str, advice: str = "") -> EngineError:
+        name = type(self._model).__name__
+        return EngineError(f"The built-in engine cannot serve {name}: {reason}.{advice} Use an SGLang or vLLM server for it.")
 
     def _probe_layer_shapes(self) -> list[LayerShape]:
         probe = torch.zeros(1, 1, dtype=torch.int64, device=self._model.device)
@@ -96,6 +106,8 @@ class GeneralModel:
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Logits ``[n, vocabulary]`` of each row's last token, or ``[T, vocabulary]`` of all; keys and values go into the cache."""
+        if self._rows_apart and (batch.row_count > 1 or batch.read_length > batch.kv_length):
+            return torch.cat([self(row, cache) for row in batch.rows_apart()])
         tokens, positions = batch.pad(batch.token_ids), batch.pad(batch.positions)
         if batch.computed_rows > batch.row_count:
             tokens, positions = (batch_padded[:, None] for batch_padded in (batch.padded_tokens, batch.padded_positions))
@@ -174,12 +186,22 @@ class GeneralModel:
     def verify(self, context_length: int) -> None:
         """Compare chunked, ragged passes over a cache with plain forwards of the model; see ``proof``.
 
+        A model that counts positions for the whole batch is computed row by row from then on.
+
         Raises:
             EngineError: they differ: the model does not honour the mask, the positions or the cache that it is given.
         """
+        if (difference := self._difference(context_length)) is None:
+            return
+        self._rows_apart = True
+        if (apart := self._difference(context_length)) is not None:
+            raise self._refusal(apart.reason, apart.advice)
+        said = "%s is computed one row at a time, which is slower: with rows of other lengths beside it, %s."
+        logger.warning(said, type(self._model).__name__, difference.reason)
+
+    def _difference(self, context_length: int) -> Difference | None:
+        way = "one row at a time" if self._rows_apart else "rows together"
         try:
-            reason = prove(self, self._model, self.layer_shapes, self.ordinary_tokens(), context_length)
+            return prove(self, self._model, self.layer_shapes, self.ordinary_tokens(), context_length, way)
         except Exception as error:  # a foreign forward may raise anything
-            raise self._refusal(f"it takes no explicit mask and cache ({type(error).__name__}: {error})") from error
-        if reason is not None:
-            raise self._refusal(reason)
+            return Difference(f"it takes no explicit mask and cache ({type(error).__name__}: {error})")

@@ -138,6 +138,11 @@ class RequestIntake:
             raise EngineError(
                 f"{type(runner.model).__name__} takes text only, and the request carries {sorted(request.multi_modal)}."
             )
+        if request.multi_modal and not runner.sees_pictures_causally:
+            raise EngineError(
+                f"{type(runner.model).__name__} attends in both directions within a picture, which the built-in engine does not "
+                "compute: use an SGLang or vLLM server for requests with pictures."
+            )
         if (start := request.prompt_logprobs_from) is not None and (request.multi_modal or start > length):
             said = "scores the prompts of text only" if request.multi_modal else f"was asked for index {start} of {length}"
             raise EngineError(f"prompt_logprobs_from cannot be honoured: the built-in engine {said} (rid {request.rid}).")

@@ -31,9 +31,9 @@ from rollwright.errors import ConfigError, WeightUpdateError
 from rollwright.inference.backends.builtin.attention import InvariantPrefill, decode_attention, prefill_attention
 from rollwright.inference.backends.builtin.batch import ForwardBatch
 from rollwright.inference.backends.builtin.cache import INVARIANT_ROWS, LENGTH_STEP, KVCache, LayerShape, Shapes, in_blocks
-from rollwright.inference.backends.builtin.general_model import GeneralModel
+from rollwright.inference.backends.builtin.general_model import GeneralModel, attends_both_ways
 from rollwright.inference.backends.builtin.rows import DecodeBatch
-from rollwright.inference.model_facts import fixed_frequencies
+from rollwright.inference.model_facts import fixed_frequencies, note_attention
 from rollwright.inference.weights.names import as_own
 from rollwright.inference.weights.stream import WeightStream
 from rollwright.tracking.logging import getLogger
@@ -91,6 +91,7 @@ class ModelRunner:
         )
         _log_once(logging.DEBUG if reason is None else logging.INFO, f"{name} is computed by {way}.")
         self.takes_multi_modal = reason is not None and "image_token_id" in model.config.to_dict()
+        self.sees_pictures_causally = not (self.takes_multi_modal and attends_both_ways(model))
         is_general, in_whole_blocks = isinstance(self.forward, GeneralModel), shapes is Shapes.BLOCKS
         self.prompts_alone = shapes is Shapes.ONE_ROW or (in_whole_blocks and is_general)
         self.prefill_block = INVARIANT_ROWS if in_whole_blocks and not is_general else 1
@@ -162,6 +163,8 @@ def why_not_llama_family(model: Any, context_length: int) -> str | None:
     slides = "sliding_attention" in layer_types if layer_types else window is not None
     if slides and window is not None and window < context_length:
         return f"its attention slides over {window} tokens"
+    if getattr(config, "is_causal", True) is False:
+        return "its tokens see what comes after them"
     for module in model.modules():
         if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
             return f"a projection is a {type(module).__name__}"
@@ -404,6 +407,7 @@ def load_model_for_inference(
         model: Any = loader.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    note_attention(model, "sdpa")
     return model.to(device).eval(), tokenizer
 
 

@@ -6,8 +6,10 @@ that the configuration names (``inference/model_facts.py``), as far as the engin
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,54 +26,67 @@ logger = getLogger(__name__)
 _SHORT = (11, 5)  # tokens of the rows of the short proof
 _BEYOND = 64  # tokens by which a row goes beyond a length; by the length itself where that is less
 _PIECE = 1024  # most tokens computed in one pass: what attention adds to their scores is in memory
-_OPERATIONS = {
-    "cpu": 2e13,
-    "cuda": 1e15,
-}  # of a proof: some 20 seconds on two cores; longer ones are left out, and named in the log
+#: Operations of a proof, some 20 seconds on two cores and a few on a GPU; longer ones are left out, and named in the log.
+_OPERATIONS, _GPU_OPERATIONS = 2e13, 1e15
 _LIKELY = 64  # tokens whose log-probabilities are compared in half precision, where unlikely ones are mostly rounding
 _NATS, _HALF_NATS = 1e-3, 0.25  # of difference: the largest in float32, the mean over likely tokens in half precision
 
 Forward = Callable[[ForwardBatch, KVCache], Tensor]
-_proved: weakref.WeakKeyDictionary[Any, set[tuple[str, int]]] = weakref.WeakKeyDictionary()  # by model: attention and length
+_proved: weakref.WeakKeyDictionary[Any, set[tuple[str, str, int]]] = (
+    weakref.WeakKeyDictionary()
+)  # by model: way, attention, length
 
 
-def prove(forward: Forward, model: Any, layers: list[LayerShape], tokens: list[int], context_length: int) -> str | None:
+@dataclass(frozen=True)
+class Difference:
+    """What differs, in words that follow the model's name, and what can be done."""
+
+    reason: str
+    advice: str = ""
+
+
+def prove(
+    forward: Forward, model: Any, layers: list[LayerShape], tokens: list[int], context_length: int, way: str
+) -> Difference | None:
     """Compare ragged passes over a cache with plain forwards.
 
     Args:
         forward: of ``model`` over the cache, whose layers have the shapes ``layers``.
         tokens: ordinary ones, to make rows of.
         context_length: rows are no longer.
-
-    Returns:
-        What differs, in words that follow the model's name; None: nothing does.
+        way: in which ``forward`` computes; what was proved of a model in one way is not proved again.
     """
     if reason := _differs(forward, model, layers, tokens, [min(n, context_length) for n in _SHORT], 0):
-        return (
-            f"with an explicit mask and cache it computes other log-probabilities than in a plain forward ({reason}; it may have "
-            "position biases or a state of its own)"
-        )
+        said = f"with an explicit mask and cache it computes other log-probabilities than in a plain forward ({reason}; it may have "
+        return Difference(f"{said}position biases or a state of its own)")
     by_length: dict[int, list[str]] = {}
     for name, length in regime_lengths(model.config).items():
         if length < context_length:
             by_length.setdefault(length, []).append(f"{name}={length}")
+    most = _OPERATIONS if model.device.type == "cpu" else _GPU_OPERATIONS
+    attention = model.config.get_text_config()._attn_implementation
     for length, names in sorted(by_length.items()):
-        known = (str(model.config.get_text_config()._attn_implementation), min(length + min(length, _BEYOND), context_length))
-        if known in _proved.get(model, ()):
+        longest = min(length + min(length, _BEYOND), context_length)
+        if (known := (way, attention, longest)) in _proved.get(model, ()):
             continue
-        if (operations := _operations(model, known[1])) > _OPERATIONS.get(model.device.type, _OPERATIONS["cuda"]):
+        try:
+            is_short = (operations := _operations(model, longest)) <= most
+            reason = _differs(forward, model, layers, tokens, [longest, min(_SHORT)], length) if is_short else ""
+        except torch.OutOfMemoryError:
+            is_short, reason = False, ""
+        if not is_short:
             logger.warning(
                 "Rows of more than %d tokens (%s) of %s are computed as the configuration says, and were not compared with its plain "
-                "forward, which takes %.0e operations here. A context_length up to %d stays within what was compared.",
+                "forward: that takes %.0e operations, or more memory than there is. A context_length up to %d stays within what was "
+                "compared.",
                 *(length, ", ".join(names), type(model).__name__, operations, length),
             )
-            continue
-        if reason := _differs(forward, model, layers, tokens, [known[1], min(_SHORT)], length):
-            return (
-                f"in a row of {known[1]} tokens, beyond {' and '.join(names)}, it computes other log-probabilities than in a plain "
-                f"forward ({reason}). With a context_length of {length} or less it is not asked for such rows"
-            )
-        _proved.setdefault(model, set()).add(known)
+        elif reason:
+            said = f"in a row of {longest} tokens, beyond {' and '.join(names)}, it computes other log-probabilities than in a plain "
+            advice = f" With a context_length of {length} or less it is not asked for such rows."
+            return Difference(f"{said}forward ({reason})", advice)
+        else:
+            _proved.setdefault(model, set()).add(known)
     return None
 
 
@@ -129,8 +144,6 @@ def _plain(model: Any, ids: Tensor, count: int) -> Tensor:
 
 def forward_arguments(model: Any) -> set[str]:
     """Names that the model's forward takes."""
-    import inspect
-
     return set(inspect.signature(model.forward).parameters)
 
 

@@ -1,0 +1,104 @@
+"""``python -m tests.truth.table``: compares every causal family with its untouched forward, and writes the table of ``docs/engine.md``.
+
+A row of the table is for all cases that come to the same: what they go past, and what each part of the product does there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from rollwright.atomic import write_text
+
+from . import families
+
+PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
+BEGIN, END = "<!-- families: made by python -m tests.truth.table -->", "<!-- end of families -->"
+
+
+def parts() -> dict[str, Callable[[families.Made], Mapping[str, str]]]:
+    """By column, what a part of the product comes to in each of its ways: ``equal…``, ``refused``, or something that is wrong."""
+    from . import test_engine
+
+    return {"engine": test_engine.outcomes}
+
+
+def cell(outcomes: Mapping[str, str]) -> str:
+    """What a part comes to, in short: once if all its ways come to the same."""
+    if len(set(outcomes.values())) == 1:
+        return next(iter(outcomes.values()))
+    return "; ".join(f"{way}: {said}" for way, said in outcomes.items())
+
+
+def lines(found: Mapping[str, Mapping[str, str]], missing: Mapping[str, str]) -> list[str]:
+    """The table and the list of what it does not cover.
+
+    Args:
+        found: by case, by column, what its cell says.
+        missing: by case, why it is not covered.
+    """
+    columns = list(dict.fromkeys(column for cells in found.values() for column in cells))
+    together: dict[tuple[str, ...], list[str]] = {}
+    for name, cells in sorted(found.items()):
+        past = ", ".join(regime.name for regime in families.case(name).regimes) or "–"
+        together.setdefault((past, *(cells[column] for column in columns)), []).append(name)
+    made = [f"| past | {' | '.join(columns)} | families |", "|" + "---|" * (len(columns) + 2)]
+    made += [f"| {' | '.join(key)} | {', '.join(names)} |" for key, names in sorted(together.items())]
+    reasons: dict[str, list[str]] = {}
+    for name, reason in sorted(missing.items()):
+        kind = re.sub(r"[\d.]+(e-\d+)?", "…", reason).split(":")[0]
+        reasons.setdefault(kind, []).append(name)
+    return [*made, "", "Not covered:", "", *(f"- {', '.join(names)}: {kind}" for kind, names in sorted(reasons.items()))]
+
+
+def said(name: str) -> dict[str, str]:
+    """By column, what the table of the page says of a case.
+
+    Raises:
+        KeyError: it says nothing.
+    """
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in _section() if line.startswith("|")]
+    for row in rows[2:]:
+        if name in row[-1].split(", "):
+            return dict(zip(rows[0][1:-1], row[1:-1], strict=True))
+    raise KeyError(f"{name} is not in the table of {PAGE}: run python -m tests.truth.table.")
+
+
+def _section() -> list[str]:
+    return PAGE.read_text().split(BEGIN)[1].split(END)[0].strip().splitlines()
+
+
+def write(found: Mapping[str, Mapping[str, str]], missing: Mapping[str, str]) -> None:
+    """Put the table into the page."""
+    page = PAGE.read_text()
+    before, after = page.split(BEGIN)[0], page.split(END)[1]
+    write_text(PAGE, "\n".join([f"{before}{BEGIN}", "", *lines(found, missing), "", f"{END}{after}"]))
+
+
+def main() -> None:
+    """Compare all cases, or those that are named (then the page stays as it is)."""
+    parser = argparse.ArgumentParser(prog="python -m tests.truth.table", description=__doc__)
+    parser.add_argument("names", nargs="*", help="cases to look at; none: all, and the page is written")
+    names = parser.parse_args().names
+    found: dict[str, dict[str, str]] = {}
+    missing = {} if names else families.not_built()
+    for name in names or families.cases():
+        began = time.monotonic()
+        try:
+            made = families.made(name)
+        except families.NotCovered as reason:
+            missing[name] = str(reason)
+            print(f"{name}: not covered, {reason}", flush=True)
+            continue
+        found[name] = {column: cell(outcomes(made)) for column, outcomes in parts().items()}
+        families.made.cache_clear()  # hundreds of models
+        print(f"{name}: {found[name]} ({time.monotonic() - began:.1f} s)", flush=True)
+    if not names:
+        write(found, missing)
+
+
+if __name__ == "__main__":
+    main()
