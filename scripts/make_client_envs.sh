@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Build the virtual environments with the clients of other projects that tests/clients runs, unmodified.
 #
-#   scripts/make_client_envs.sh [DIRECTORY]       .venv-clients and .venv-clients-openai2 in it (default: this repository)
+#   scripts/make_client_envs.sh [DIRECTORY]       .venv-clients, .venv-clients-openai2 and .venv-clients-sources in it (default: this
+#                                                 repository)
 #   scripts/make_client_envs.sh --lock            resolve the newest versions, and write their pins into constraints/
 #
 # PYTHON          interpreter that the environments are made from (default python3; needs 3.11 or newer)
@@ -56,3 +57,13 @@ for name in clients clients-openai2; do
   touch "$stamp"
   echo "$environment is complete"
 done
+
+# Workflow files of another system, which a test reads; they run in Rollwright's own environment, so nothing they depend on is installed.
+sources="$directory/.venv-clients-sources"
+pins="$here/constraints/clients-sources.txt"
+stamp="$sources/.complete-$(sha256sum < "$pins" | cut -c 1-16)"
+if [[ -n "$lock" || -e "$stamp" ]]; then exit 0; fi
+rm -rf "$sources"
+"$directory/.venv-clients/bin/python" -m pip --disable-pip-version-check --quiet install --no-deps --target "$sources" --requirement "$pins"
+touch "$stamp"
+echo "$sources is complete"

@@ -33,10 +33,11 @@ def __getattr__(name: str) -> Any:
         if error.name != f"rollwright.{name}":
             raise
     if not name.startswith("_"):
-        from rollwright.compat.areal import REPLACEMENTS
+        from rollwright.compat import areal, trinity_names
 
-        if name in REPLACEMENTS:  # an AttributeError's message would not be shown by ``from rollwright import …``
-            raise ImportError(f"rollwright has no {name}, which AReaL has: {REPLACEMENTS[name]}.", name="rollwright")
+        for system, replacements in (("AReaL", areal.REPLACEMENTS), ("Trinity-RFT", trinity_names.REPLACEMENTS)):
+            if name in replacements:  # an AttributeError's message would not be shown by ``from rollwright import …``
+                raise ImportError(f"rollwright has no {name}, which {system} has: {replacements[name]}.", name="rollwright")
     raise AttributeError(f"module 'rollwright' has no name {name!r}")
 
 

@@ -1,6 +1,8 @@
 """The public names of Rollwright: this file is the table that ``__init__.py`` resolves them by, and what type checkers read."""
 
 from rollwright.algorithms.losses import PolicyLoss as PolicyLoss
+from rollwright.compat.trinity_names import Deprecated as Deprecated
+from rollwright.compat.trinity_names import Experimental as Experimental
 from rollwright.config.allocation import AllocationMode as AllocationMode
 from rollwright.config.experiment import BaseExperimentConfig as BaseExperimentConfig
 from rollwright.config.experiment import DPOConfig as DPOConfig
@@ -42,6 +44,7 @@ from rollwright.data.tokenizer import build_character_tokenizer as build_charact
 from rollwright.data.tokenizer import build_word_tokenizer as build_word_tokenizer
 from rollwright.data.tokenizer import load_hf_tokenizer as load_hf_tokenizer
 from rollwright.data.tokenizer import load_tokenizer as load_tokenizer
+from rollwright.data.vision import build_mm_message as build_mm_message
 from rollwright.data.vision import image2base64 as image2base64
 from rollwright.data.vision import load_hf_processor_and_tokenizer as load_hf_processor_and_tokenizer
 from rollwright.environments.retrieval import SEARCH_TOOLS as SEARCH_TOOLS
@@ -77,7 +80,10 @@ from rollwright.registry import PLUGINS as PLUGINS
 from rollwright.registry import Registry as Registry
 from rollwright.registry import import_from_string as import_from_string
 from rollwright.rewards.math import MathBoxedRewardFn as MathBoxedRewardFn
+from rollwright.rewards.math import MathRewardFn as MathRewardFn
 from rollwright.rewards.math import get_math_verify_worker as get_math_verify_worker
+from rollwright.rewards.math import verify_math_answer as verify_math_answer
+from rollwright.rewards.parts import RewardFn as RewardFn
 from rollwright.rewards.registry import REWARD_FUNCTIONS as REWARD_FUNCTIONS
 from rollwright.rewards.wrapper import AsyncRewardWrapper as AsyncRewardWrapper
 from rollwright.rollout import workflow_context as workflow_context
@@ -135,6 +141,10 @@ from rollwright.workflows.search_agent import GroupedSearchAgentWorkflow as Grou
 from rollwright.workflows.search_agent import SearchAgentWorkflow as SearchAgentWorkflow
 from rollwright.workflows.simple import MathWorkflow as MathWorkflow
 from rollwright.workflows.simple import SimpleWorkflow as SimpleWorkflow
+from rollwright.workflows.step_wise import AsyncRewardPropagationWorkflow as AsyncRewardPropagationWorkflow
+from rollwright.workflows.step_wise import AsyncStepWiseRewardWorkflow as AsyncStepWiseRewardWorkflow
+from rollwright.workflows.step_wise import RewardPropagationWorkflow as RewardPropagationWorkflow
+from rollwright.workflows.step_wise import StepWiseRewardWorkflow as StepWiseRewardWorkflow
 from rollwright.workflows.task import Task as Task
 from rollwright.workflows.task import Workflow as Workflow
 from rollwright.workflows.tool_calling import ToolCallingWorkflow as ToolCallingWorkflow
@@ -148,6 +158,7 @@ InferenceEngineConfig = RolloutConfig
 RemotevLLMEngine = RemoteVLLMEngine
 TrainDatasetConfig = DatasetConfig
 ValidDatasetConfig = DatasetConfig
+_DatasetConfig = DatasetConfig
 vLLMConfig = VLLMConfig  # noqa: N816
 
 __version__: str

@@ -32,8 +32,25 @@ from rollwright.errors import ConfigError, RollwrightError
 
 #: Environment variable with plugins, separated as in PATH; child processes inherit it.
 PLUGIN_VARIABLE = "ROLLWRIGHT_PLUGIN_PATH"
-#: Behind the name of a module that a user's file imports and that is not there.
-ELSEWHERE = "; in code from another system, import its names from rollwright (docs/coming-from.md says which)"
+#: Packages whose names rollwright has itself.
+_OTHER_SYSTEMS = ("areal", "trinity", "sequence_processing", "rlp_datasets", "rlp_sequence_processing")
+#: What pip calls a package that is imported by another name.
+_PIP_NAMES = {
+    "PIL": "pillow",
+    "bs4": "beautifulsoup4",
+    "cv2": "opencv-python",
+    "dotenv": "python-dotenv",
+    "fitz": "pymupdf",
+    "git": "gitpython",
+    "skimage": "scikit-image",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+    "openai": "'rollwright[openai]'",
+    "math_verify": "'rollwright[math]'",
+    "agentscope": "'rollwright[agentscope]'",
+    "aiofiles": "'rollwright[areal]'",
+    "reasoning_gym": "'rollwright[reasoning-gym]'",
+}
 
 Entry = TypeVar("Entry")
 Registered = TypeVar("Registered")
@@ -278,7 +295,7 @@ class Plugins:
                 importlib.import_module(source)
         except Exception as error:  # a user's file can fail in any way
             self._loaded.discard(source)
-            hint = ELSEWHERE if isinstance(error, ModuleNotFoundError) else ""
+            hint = missing_module_hint(error)
             raise ConfigError(
                 f"plugin {source} cannot be imported: {type(error).__name__}: {error}{hint}. Fix it or leave it out."
             ) from error
@@ -319,6 +336,20 @@ def import_from_string(module_path: str) -> Any:
     return import_path(module_path, "object")
 
 
+def missing_module_hint(error: BaseException) -> str:
+    """What to do about a module that is not there, to go behind the error's message; empty for other errors."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return ""
+    top = error.name.partition(".")[0]
+    if top in _OTHER_SYSTEMS:
+        return "; in code from another system, import its names from rollwright (docs/coming-from.md says which)"
+    if top == "rollwright":
+        return "; names are imported from rollwright itself (docs/coming-from.md lists those of other systems)"
+    if _module_exists(top):
+        return f"; {top} is installed, but has no such module: its version may be another one"
+    return f"; install it: pip install {_PIP_NAMES.get(top, top)} (if it is a file of yours, put its directory on PYTHONPATH)"
+
+
 def _find(path: str, what: str, error: type[RollwrightError], tried: list[str]) -> Any:
     """What an import path names, or None; reasons are added to ``tried``. A module that exists but fails is an error."""
     parts = path.replace(":", ".").split(".")
@@ -330,14 +361,17 @@ def _find(path: str, what: str, error: type[RollwrightError], tried: list[str]) 
             found: Any = importlib.import_module(module)
         except ModuleNotFoundError as missing:
             if missing.name is None or not f"{module}.".startswith(f"{missing.name}."):
-                raise error(f"module {module!r} of {what} {path!r} cannot be imported: {missing}{ELSEWHERE}.") from missing
+                raise error(
+                    f"module {module!r} of {what} {path!r} cannot be imported: {missing}{missing_module_hint(missing)}."
+                ) from missing
             tried.append(f"module {module!r} (there is no module {missing.name!r})")
             if "." not in missing.name:  # nor any below it
                 return None
             continue
         except Exception as failure:  # a user's module can fail in any way
+            hint = missing_module_hint(failure)
             raise error(
-                f"module {module!r} of {what} {path!r} cannot be imported: {type(failure).__name__}: {failure}."
+                f"module {module!r} of {what} {path!r} cannot be imported: {type(failure).__name__}: {failure}{hint}."
             ) from failure
         for attribute in attributes:
             if not hasattr(found, attribute):

@@ -125,7 +125,7 @@ def test_instances_can_be_entries():
         ("a..b", r"^gadget 'a\.\.b' was not found"),
         (
             "broken_gadgets.make",
-            r"module 'broken_gadgets' of gadget .* cannot be imported: No module named 'not_there_at_all'; in code from another system, import its names from rollwright",
+            r"module 'broken_gadgets' of gadget .* cannot be imported: No module named 'not_there_at_all'; install it: pip install not_there_at_all \(if it is a file of yours",
         ),
         ("failing_gadgets:make", r"module 'failing_gadgets' of gadget .* cannot be imported: RuntimeError: no luck"),
     ],
@@ -215,7 +215,7 @@ def test_a_plugin_that_cannot_be_imported_is_an_error_every_time(registry, plugi
     for _ in range(2):
         with pytest.raises(
             ConfigError,
-            match=r"plugin .*gadgets\.py cannot be imported: ModuleNotFoundError: .*import its names from rollwright",
+            match=r"plugin .*gadgets\.py cannot be imported: ModuleNotFoundError: .*pip install a_package_that_is_not_there",
         ):
             registry.get("anything")
 

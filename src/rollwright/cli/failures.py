@@ -10,6 +10,7 @@ import traceback
 from pathlib import Path
 
 from rollwright.errors import ConfigError, LostRankError, RollwrightError
+from rollwright.registry import missing_module_hint
 
 #: Of a file of tracebacks, before it is set aside and replaces the one that was set aside before.
 LOG_BYTES = 1_000_000
@@ -38,7 +39,7 @@ def report(error: Exception) -> None:
         print(f"error: {whose}{message}", file=sys.stderr)
         return
     if not isinstance(error, RollwrightError):
-        message = message.splitlines()[0]
+        message = message.splitlines()[0] + missing_module_hint(error)
     file = _write_traceback(error)
     where = f" [traceback: {file}]" if file else ""
     print(f"error: {whose}{kind}: {message}{where}", file=sys.stderr)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,6 +13,10 @@ from rollwright.errors import ConfigError
 
 #: Names that users of other systems know, and the field each stands for.
 ALIASES = {"n": "n_samples", "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+
+
+#: Names of the arguments where they are read as a dict.
+_AS_IN_DICTS = {"n_samples": "n", "max_new_tokens": "max_tokens"}
 
 
 @functools.cache
@@ -91,6 +95,41 @@ class GenerationHyperparameters:
     n = _second_name("n_samples")
     max_tokens = _second_name("max_new_tokens")
 
+    # Trinity-RFT's workflows have these arguments as a dict, ``self.rollout_args``: ``**`` of it, ``["n"]`` and ``.get("n")`` work here, too.
+
+    def keys(self) -> list[str]:
+        """Names of the arguments, ``n`` and ``max_tokens`` among them."""
+        return [_AS_IN_DICTS.get(name, name) for name in self.__dataclass_fields__]
+
+    def __getitem__(self, name: str) -> Any:
+        if ALIASES.get(name, name) not in _field_names(type(self)):
+            raise KeyError(name)
+        return getattr(self, ALIASES.get(name, name))
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        vars(self).update(vars(self.new(**{name: value})))
+
+    def __contains__(self, name: object) -> bool:
+        return ALIASES.get(str(name), name) in _field_names(type(self))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An argument by its name, or ``default`` where there is no such argument."""
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def items(self) -> list[tuple[str, Any]]:
+        """Names and values."""
+        return [(name, self[name]) for name in self]
+
+    def copy(self) -> dict[str, Any]:
+        """The arguments as a dict of their own."""
+        return dict(self.items())
+
     @property
     def is_greedy(self) -> bool:
         """True where the most likely token is taken."""
@@ -168,6 +207,20 @@ class GenerationHyperparameters:
             returning_ids(tokenizer)
         own = [token_id for token_id in (tokenizer.eos_token_id, tokenizer.pad_token_id) if token_id is not None]
         return self.new(stop_token_ids=list(dict.fromkeys([*self.stop_token_ids, *own])))
+
+
+def _takes_second_names(made: Any) -> Any:
+    """A constructor that also takes ``n``, ``max_tokens`` and ``min_tokens``; and ``logprobs``, which are always recorded."""
+
+    @functools.wraps(made)
+    def init(self: Any, *arguments: Any, **names: Any) -> None:
+        names.pop("logprobs", None)
+        made(self, *arguments, **{ALIASES.get(name, name): value for name, value in names.items()})
+
+    return init
+
+
+GenerationHyperparameters.__init__ = _takes_second_names(GenerationHyperparameters.__init__)
 
 
 class ReturnsIds:

@@ -40,6 +40,10 @@ class FormatConfig:
     )
 
     @property
+    def video_key(self) -> None:
+        """None: there are no films (workflows from Trinity-RFT ask for the column)."""
+
+    @property
     def template_variables(self) -> dict[str, Any]:
         """What the chat template is given, by name."""
         own = {} if self.chat_template is None else {"chat_template": self.chat_template}

@@ -188,6 +188,28 @@ def place_images(prompt: Any, count: int, placeholder: str) -> Any:
     return messages[0]["content"] if isinstance(prompt, str) else messages
 
 
+def build_mm_message(prompt: str, images: Sequence[Any] | None = None, videos: Sequence[Any] | None = None) -> dict[str, Any]:
+    """The user's message of a text and its images, by Trinity-RFT's name: each ``<image>`` is the place of one, and those without a place come
+    first.
+
+    Raises:
+        DataError: there are more places than images, or there are films.
+    """
+    if videos or "<video>" in prompt:
+        raise DataError("build_mm_message was given films, which no model here sees; give images.")
+    pieces, blocks = prompt.split(MARK), [{"type": "image", "image": image} for image in images or ()]
+    if (places := len(pieces) - 1) > len(blocks):
+        raise DataError(
+            f"the prompt has places for {places} images and the task has {len(blocks)}; give as many as there are places."
+        )
+    if not blocks:
+        return {"role": "user", "content": prompt}
+    content, placed = blocks[: len(blocks) - places], blocks[len(blocks) - places :]
+    for number, piece in enumerate(pieces):
+        content += ([{"type": "text", "text": piece}] if piece else []) + placed[number : number + 1]
+    return {"role": "user", "content": content}
+
+
 def _as_text(content: Any, placeholder: str) -> str:
     if content is None or isinstance(content, str):
         return (content or "").replace(MARK, placeholder)

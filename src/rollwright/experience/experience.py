@@ -101,6 +101,11 @@ class Experience:
     def __post_init__(self) -> None:
         self.check()
 
+    @property
+    def truncate_status(self) -> str | None:
+        """``response_truncated`` where the response was cut by a limit; Trinity-RFT's name of ``truncated``."""
+        return "response_truncated" if self.truncated else None
+
     def check(self) -> None:
         """Make every field a tensor, a float or a bool, and raise as the constructor does."""
         if isinstance(self.eid, Mapping):

@@ -19,6 +19,7 @@ from rollwright.rewards.numbers import (
     states_several,
     without_grouping,
 )
+from rollwright.rewards.parts import RewardFn
 from rollwright.rewards.registry import REWARD_FUNCTIONS
 from rollwright.rewards.text import format_reward, last_boxed, last_tagged, references
 
@@ -114,6 +115,12 @@ def get_math_verify_worker() -> MathVerifyWorker:
     return MathVerifyWorker()
 
 
+def verify_math_answer(response_text: str, ground_truth: Any) -> tuple[float, dict[str, Any]]:
+    """1 where a response's answer equals the truth by ``accuracy``, else 0; and what was compared. By Trinity-RFT's name."""
+    value = accuracy(response_text, ground_truth)
+    return value, {"ground_truth": ground_truth, "is_correct": bool(value)}
+
+
 @REWARD_FUNCTIONS.register_module("accuracy_reward", worker_imports=_IMPORTS)
 def accuracy_reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any = None, **_: Any
@@ -155,19 +162,22 @@ def math_boxed_reward(
     Args:
         with_think: subtract ``format_weight`` where the thought does not end with exactly one ``</think>`` before the box.
     """
-    return sum(MathBoxedRewardFn()(completion, prompt, answer, with_think, format_weight).values())
+    return sum(MathBoxedRewardFn()(completion, answer, with_think, format_weight).values())
 
 
-class MathBoxedRewardFn:
+class MathRewardFn(RewardFn):
+    """``math_reward`` as task-style workflows call it in their ``run``: ``{"accuracy": …, "format_score": …}``."""
+
+    def __call__(self, response: str, prompt: str | None = None, truth: Any = None) -> dict[str, float]:
+        """The parts of the reward, by name; their sum is the reward."""
+        return {"accuracy": accuracy(response, truth), "format_score": format_reward("", response, [], [])}
+
+
+class MathBoxedRewardFn(RewardFn):
     """``math_boxed_reward`` as task-style workflows call it in their ``run``: ``{"accuracy": …, "format_score": …}``."""
 
     def __call__(
-        self,
-        response: str,
-        prompt: str | None = None,
-        truth: Any = None,
-        with_think: bool = False,
-        format_score_coef: float = 0.1,
+        self, response: str, truth: Any = None, with_think: bool = False, format_score_coef: float = 0.1, **_: Any
     ) -> dict[str, float]:
         """The parts of the reward, by name; their sum is the reward."""
         format_score = 0.0

@@ -25,6 +25,7 @@ from rollwright.errors import RewardError
 from rollwright.experience.durable import kept_calls
 from rollwright.processes.pool import FunctionFailedError, WorkerCrashError, WorkerTimeoutError, shared_pool
 from rollwright.processes.sandbox import sandbox_name, sandboxed
+from rollwright.rewards.parts import RewardFn, SummedParts
 from rollwright.rewards.registry import REWARD_FUNCTIONS
 
 #: What every reward function is given first, by position.
@@ -79,6 +80,8 @@ class AsyncRewardWrapper:
             reward_fn = REWARD_FUNCTIONS.get(reward_fn)
         if isinstance(reward_fn, type):
             reward_fn = reward_fn()
+        if isinstance(reward_fn, RewardFn):
+            reward_fn = SummedParts(reward_fn)
         if isinstance(reward_fn, AsyncRewardWrapper):
             reward_fn = reward_fn.reward_fn
         if not callable(reward_fn):

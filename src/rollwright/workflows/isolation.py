@@ -428,7 +428,7 @@ def _run_task(
         workflows.workflow(task, model, lambda: [_auxiliary_client(**each) for each in settings]) as workflow,
     ):
         result = loop.run_until_complete(workflow.run_async()) if trait(workflow, "asynchronous") else workflow.run()
-        return returned_experiences(f"{type(workflow).__name__} of task {task.task_id}", result)
+        return returned_experiences(f"{type(workflow).__name__} of task {task.task_id}", result, task.is_eval)
 
 
 def _auxiliary_client(model_path: str, **settings: Any) -> Any:

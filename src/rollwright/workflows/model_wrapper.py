@@ -118,6 +118,12 @@ class ModelWrapper:
                 f'chat takes messages, a list of {{"role": …, "content": …}}, not {messages!r:.80}; for text as it is, there is '
                 "generate."
             )
+        blocks = [block for message in messages for block in message.get("content") or () if isinstance(block, Mapping)]
+        if other := [str(block.get("type")) for block in blocks if block.get("type") != "text"]:
+            raise WorkflowError(
+                f"chat shows text alone, and a message has a block of type {other[0]!r}. Images go through an OpenAI client "
+                "(get_openai_client), or through VisionRLVRWorkflow."
+            )
         messages = [dict(message) for message in messages]
         if messages and messages[-1].get("role") == "assistant":
             reply_prefix = (messages.pop()["content"] or "") + (reply_prefix or "")

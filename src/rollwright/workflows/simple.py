@@ -25,7 +25,8 @@ class SimpleWorkflow(ResettableWorkflow):
     assistant's reply begins. The reward function gets the reference answer as ``answer``, the row's columns and
     ``reward_fn_args``. There are no ``workflow_args``; a subclass may have some.
 
-    A subclass may define ``run`` instead, with ``format_messages()``, ``task_desc``, ``truth``, ``system_prompt`` and ``reply_prefix``.
+    A subclass may define ``run`` instead, with ``format_messages()``, ``task_desc``, ``truth``, ``system_prompt``, ``reply_prefix`` and
+    ``reward_fn(response=…, truth=…)``, which gives the parts of the reward by name.
     """
 
     default_system_prompt: str | None = None
@@ -40,6 +41,8 @@ class SimpleWorkflow(ResettableWorkflow):
         if type(self).__module__ == __name__:  # a subclass may read some
             task.arguments()
         self.reward = TaskReward(task, type(self).__name__, self.default_reward_fn)
+        if not hasattr(type(self), "reward_fn"):
+            self.reward_fn = self.reward.in_parts
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
         """Take note of the samples that a run is asked for, and of the number of the first."""

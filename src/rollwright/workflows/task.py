@@ -15,6 +15,7 @@ from rollwright.data.columns import answer_of
 from rollwright.data.formats import messages_of
 from rollwright.errors import TrajectoryError, WorkflowError
 from rollwright.experience.experience import Experience
+from rollwright.rewards.parts import RewardFn, in_parts
 from rollwright.rewards.registry import REWARD_FUNCTIONS
 from rollwright.rewards.wrapper import AsyncRewardWrapper
 from rollwright.tracking.logging import get_logger
@@ -48,7 +49,7 @@ class Task:
         layout = taskset.columns
         return cls(
             workflow=(layout.workflow_key and row.get(layout.workflow_key)) or taskset.workflow,
-            reward_fn=(layout.reward_fn_key and row.get(layout.reward_fn_key)) or taskset.reward_fn,
+            reward_fn=_class_in_parts((layout.reward_fn_key and row.get(layout.reward_fn_key)) or taskset.reward_fn),
             raw_task={key: value for key, value in row.items() if key not in ("ordinal", "taskset")},
             format_args=layout,
             rollout_args=(taskset.gconfig or GenerationHyperparameters()).new(),
@@ -103,7 +104,7 @@ class Task:
 
     def to_workflow(self, model: ModelWrapper, auxiliary_models: list[Any] | None = None) -> Workflow:
         """Build the workflow of this task."""
-        return self.workflow_class()(task=self, model=model, auxiliary_models=auxiliary_models or [])
+        return self.workflow_class()(task=self, model=model, auxiliary_models=auxiliary_models or None)
 
 
 class Workflow:
@@ -119,6 +120,7 @@ class Workflow:
     A class that defines ``set_repeat_times(repeat_times, run_id_base)`` is told by it, too, how many samples a run is asked for.
 
     Attributes:
+        auxiliary_models: OpenAI clients of models that are not trained, in the config's order; None where there are none.
         rollout_args: the task's, unless a subclass makes it a property or assigns something else.
         logger: named after the class's module.
     """
@@ -139,11 +141,24 @@ class Workflow:
     def __init__(self, *, task: Task, model: ModelWrapper, auxiliary_models: list[Any] | None = None) -> None:
         self.task = task
         self.model = model
-        self.auxiliary_models = auxiliary_models or []
+        self.auxiliary_models = auxiliary_models or None
         self.run_id_base = 0
         self.logger = get_logger(type(self).__module__)
         if "rollout_args" not in vars(self):  # which a reset before this call may have set
             _give_rollout_args(self, task)
+
+    @property
+    def auxiliary_model_wrappers(self) -> None:
+        """None where there are no auxiliary models.
+
+        Raises:
+            WorkflowError: there are some; they are OpenAI clients, and give no log-probabilities of tokens.
+        """
+        if self.auxiliary_models:
+            raise WorkflowError(
+                f"{type(self).__name__} asks for auxiliary_model_wrappers; here auxiliary models are OpenAI clients, self.auxiliary_models. "
+                "Teachers that score tokens are not offered."
+            )
 
     @property
     def asynchronous(self) -> Any:
@@ -161,6 +176,14 @@ class Workflow:
     async def run_async(self) -> list[Experience]:
         """As ``run``, awaited on the event loop."""
         raise WorkflowError(f"{type(self).__name__} is asynchronous but defines no run_async().")
+
+
+def _class_in_parts(reward_fn: Any) -> Any:
+    """The class of a name that stands for a ``RewardFn``, which workflows build themselves; anything else as it is."""
+    if not isinstance(reward_fn, str):
+        return reward_fn
+    found = REWARD_FUNCTIONS.get(reward_fn)
+    return found if isinstance(found, type) and issubclass(found, RewardFn) else reward_fn
 
 
 class ResettableWorkflow(Workflow):
@@ -254,12 +277,14 @@ class WorkflowPool:
             idle.append(workflow)
 
 
-def returned_experiences(name: str, result: Any) -> list[Experience] | None:
+def returned_experiences(name: str, result: Any, is_eval: bool = False) -> list[Experience] | None:
     """What ``run`` or ``run_async`` returned as a list; None where the sample is rejected.
 
     Args:
         name: of the workflow and its task, for messages.
         result: an experience, several of them, or None. A generator is run to its end here.
+        is_eval: of an evaluation: an experience that has no reward and the metric ``accuracy`` is rewarded by that, as evaluation workflows
+            of Trinity-RFT report nothing else.
 
     Raises:
         WorkflowError: it is something else, or holds something else, or an experience that has no reward or does not fit.
@@ -282,6 +307,8 @@ def returned_experiences(name: str, result: Any) -> list[Experience] | None:
             experience.check()
         except TrajectoryError as error:
             raise WorkflowError(f"{name}, item {index}: {error}") from None
+        if experience.reward is None and is_eval:
+            experience.reward = experience.metrics.get("accuracy")
         if experience.reward is None:
             raise WorkflowError(f"{name}, item {index}: the experience has no reward; set it before run() returns.")
     return experiences or None
@@ -291,6 +318,9 @@ class TaskReward:
     """Scores a reply with the reward function that the task names, under a time limit.
 
     The function gets the reference as ``answer``, whatever its column is called, the row's other columns and ``reward_fn_args``.
+
+    Attributes:
+        in_parts: the function as ``self.reward_fn(response=…, truth=…)`` of a workflow, whose parts have names.
 
     Args:
         task: names the function, and has the row.
@@ -309,7 +339,8 @@ class TaskReward:
                 "reward_fn."
             )
         self.task = task
-        self.function = AsyncRewardWrapper(function)
+        self.in_parts = in_parts(REWARD_FUNCTIONS.get(function) if isinstance(function, str) else function, task.reward_fn_args)
+        self.function = AsyncRewardWrapper(self.in_parts if isinstance(self.in_parts, RewardFn) else function)
 
     async def __call__(
         self,

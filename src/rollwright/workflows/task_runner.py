@@ -134,7 +134,7 @@ class TaskRunner(RolloutWorkflow):
                 )
             elif class_trait(kind, "asynchronous", task):
                 with self._workflows.workflow(task, model, lambda: self.auxiliary_models, taskset.name) as workflow:
-                    experiences = returned_experiences(name, await workflow.run_async())
+                    experiences = returned_experiences(name, await workflow.run_async(), task.is_eval)
             else:
                 experiences = await self.threads.run(partial(self._run_in_thread, taskset, task, model, name), name=name)
         except RolloutError:
@@ -187,7 +187,7 @@ class TaskRunner(RolloutWorkflow):
     def _run_in_thread(self, taskset: TasksetConfig, task: Task, model: ModelWrapper, name: str) -> list[Experience] | None:
         """Build (or reset) and run: a workflow that is heavy to build holds nobody up."""
         with self._workflows.workflow(task, model, lambda: self.auxiliary_models, taskset.name) as workflow:
-            return returned_experiences(name, workflow.run())
+            return returned_experiences(name, workflow.run(), task.is_eval)
 
     def _samples(self, task: Task) -> int:
         return task.repeat_times or self.n_samples or task.rollout_args.n_samples

@@ -1,0 +1,128 @@
+"""Task-style workflows of several steps: each step's calls are rewarded by themselves, or all by what the run came to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollwright.errors import WorkflowError
+from rollwright.experience.experience import Experience
+from rollwright.workflows.model_wrapper import ModelWrapper
+from rollwright.workflows.task import Task, Workflow
+
+
+class _Steps(Workflow):
+    """What both have: a run makes steps until one says that it was the last, or ``max_step_num`` were made.
+
+    Args:
+        task, model, auxiliary_models: as of every workflow.
+        use_openai_client: have an OpenAI client of the policy as ``client``; needs the run's OpenAI front.
+    """
+
+    def __init__(
+        self, *, task: Task, model: ModelWrapper, auxiliary_models: list[Any] | None = None, use_openai_client: bool = True
+    ) -> None:
+        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
+        if not use_openai_client:
+            self.client: Any = None
+        else:
+            self.client = model.get_openai_async_client() if self.asynchronous else model.get_openai_client()
+
+    @property
+    def max_step_num(self) -> int:
+        """Most steps of a run."""
+        raise WorkflowError(f"{type(self).__name__} defines no max_step_num, the most steps of a run.")
+
+    def step(self, step_num: int) -> bool:
+        """Make one step, counted from 0; False ends the run."""
+        raise WorkflowError(f"{type(self).__name__} defines no step(step_num).")
+
+    async def step_async(self, step_num: int) -> bool:
+        """As ``step``, in the Async forms."""
+        raise WorkflowError(f"{type(self).__name__} defines no step_async(step_num).")
+
+    def _experiences_of(self, step: int) -> list[Experience]:
+        experiences = self.model.extract_experience_from_history()
+        for experience in experiences:
+            experience.eid.step = step
+        return experiences
+
+
+class StepWiseRewardWorkflow(_Steps):
+    """A subclass defines ``step``, ``max_step_num`` and ``reward``, which scores the calls of one step."""
+
+    def reward(self, exps: list[Experience], step_num: int) -> float:
+        """The reward of a step's calls."""
+        raise WorkflowError(f"{type(self).__name__} defines no reward(exps, step_num).")
+
+    def run(self) -> list[Experience]:
+        """Make the steps, and reward each."""
+        made: list[Experience] = []
+        for step in range(self.max_step_num):
+            goes_on, experiences = self.step(step_num=step), self._experiences_of(step)
+            made += _rewarded(experiences, self.reward(experiences, step_num=step))
+            if not goes_on:
+                break
+        return made
+
+
+class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
+    """As ``StepWiseRewardWorkflow``, with ``step_async`` and ``reward_async``."""
+
+    async def reward_async(self, exps: list[Experience], step_num: int) -> float:
+        """The reward of a step's calls."""
+        raise WorkflowError(f"{type(self).__name__} defines no reward_async(exps, step_num).")
+
+    async def run_async(self) -> list[Experience]:
+        """Make the steps, and reward each."""
+        made: list[Experience] = []
+        for step in range(self.max_step_num):
+            goes_on, experiences = await self.step_async(step_num=step), self._experiences_of(step)
+            made += _rewarded(experiences, await self.reward_async(experiences, step_num=step))
+            if not goes_on:
+                break
+        return made
+
+
+class RewardPropagationWorkflow(_Steps):
+    """A subclass defines ``step``, ``max_step_num`` and ``reward``, which scores the whole run: each of its calls gets that reward."""
+
+    def reward(self, exps: list[Experience]) -> float:
+        """The reward of the run."""
+        raise WorkflowError(f"{type(self).__name__} defines no reward(exps).")
+
+    def run(self) -> list[Experience]:
+        """Make the steps, and reward all of them."""
+        made: list[Experience] = []
+        steps = 0
+        for steps in range(1, self.max_step_num + 1):
+            goes_on = self.step(step_num=steps - 1)
+            made += self._experiences_of(steps - 1)
+            if not goes_on:
+                break
+        return _rewarded(made, self.reward(made), actual_env_steps=steps)
+
+
+class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
+    """As ``RewardPropagationWorkflow``, with ``step_async`` and ``reward_async``."""
+
+    async def reward_async(self, exps: list[Experience]) -> float:
+        """The reward of the run."""
+        raise WorkflowError(f"{type(self).__name__} defines no reward_async(exps).")
+
+    async def run_async(self) -> list[Experience]:
+        """Make the steps, and reward all of them."""
+        made: list[Experience] = []
+        steps = 0
+        for steps in range(1, self.max_step_num + 1):
+            goes_on = await self.step_async(step_num=steps - 1)
+            made += self._experiences_of(steps - 1)
+            if not goes_on:
+                break
+        return _rewarded(made, await self.reward_async(made), actual_env_steps=steps)
+
+
+def _rewarded(experiences: list[Experience], reward: float, **metrics: float) -> list[Experience]:
+    for experience in experiences:
+        experience.reward = reward
+        experience.metrics.update(metrics)
+    return experiences
