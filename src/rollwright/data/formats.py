@@ -150,24 +150,16 @@ def to_task(row: Row, layout: FormatConfig | None, where: str) -> Row:
 
 
 def messages_of(row: Row, layout: FormatConfig | None, where: str) -> list[Row]:
-    """The conversation that a row begins with; arguments and errors as of ``to_task``."""
-    return to_task(row, layout, where)["messages"]
+    """The conversation that a row begins with; arguments and errors as of ``to_task``, but no answer is looked for."""
+    messages = _with_messages(row, layout, where)["messages"]
+    _check_is_asked(messages, where)
+    return messages
 
 
 def _read(row: Row, layout: FormatConfig | None, where: str) -> Row:
-    """As ``to_task``; the conversation may end with a reply.
-
-    A system message of the row's own wins over ``system_prompt_key``, and that over ``system_prompt``: there is never a second.
-    """
-    names = layout or _PLAIN
-    if all(getattr(names, key) == getattr(_PLAIN, key) for key in _NAMING):
-        task = by_names(row, layout, where)
-    else:
-        if names.prompt_type == "messages":
-            messages = column(row, names.messages_key, "messages_key", where)
-        else:
-            messages = [{"role": "user", "content": prompt_text_of(row, names.prompt_key, "prompt_key", where)}]
-        task = {**row, "messages": messages}
+    """As ``to_task``; the conversation may end with a reply."""
+    task, names = _with_messages(row, layout, where), layout or _PLAIN
+    if not _is_by_names(names):
         if names.response_key in row:
             task["answer"] = row[names.response_key]
         elif names.response_key != _PLAIN.response_key:
@@ -177,6 +169,26 @@ def _read(row: Row, layout: FormatConfig | None, where: str) -> Row:
     if names.image_key:
         images = column(row, names.image_key, "image_key", where)
         task["images"] = images if isinstance(images, list) else [images]
+    return task
+
+
+def _is_by_names(names: FormatConfig) -> bool:
+    return all(getattr(names, key) == getattr(_PLAIN, key) for key in _NAMING)
+
+
+def _with_messages(row: Row, layout: FormatConfig | None, where: str) -> Row:
+    """The row with its ``messages``; with its answer, too, where columns are known by their names.
+
+    A system message of the row's own wins over ``system_prompt_key``, and that over ``system_prompt``: there is never a second.
+    """
+    names = layout or _PLAIN
+    if _is_by_names(names):
+        task = by_names(row, layout, where)
+    elif names.prompt_type == "messages":
+        task = {**row, "messages": column(row, names.messages_key, "messages_key", where)}
+    else:
+        text = prompt_text_of(row, names.prompt_key, "prompt_key", where)
+        task = {**row, "messages": [{"role": "user", "content": text}]}
     return {**task, "messages": with_system(_conversation(task["messages"], "messages", where), _system_prompt(row, names))}
 
 
