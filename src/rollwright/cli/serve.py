@@ -32,6 +32,8 @@ def serve_model(
     weights_root: list[Path] = typer.Option(  # noqa: B008 - how typer declares a repeated option
         [], help="Weights may be loaded from below this directory (repeatable); default: updates from disk are refused."
     ),
+    receive_seconds: float = typer.Option(60.0, min=0.1, help="A request that has not come whole by then is closed."),
+    update_seconds: float = typer.Option(300.0, min=0.1, help="A weight update without a call for so long is undone."),
     threads: int | None = typer.Option(None, min=1, max=1024, help="Compute threads; default: one for each core."),
     random_seed: int = typer.Option(0, help="Seed of requests that bring none."),
     batch_invariant: bool = typer.Option(False, help="Answer a request with the same bits whatever else is computed."),
@@ -66,6 +68,8 @@ def serve_model(
         max_samples=max_samples,
         max_prompt_tokens=max_prompt_tokens,
         max_pending=max_waiting + max_running_requests,
+        receive_seconds=receive_seconds,
+        update_seconds=update_seconds,
     )
     serve(
         model,
@@ -106,6 +110,9 @@ def retrieve(
     allowed_host: Annotated[
         list[str] | None, typer.Option(help="Name besides its own that it may be asked by (repeatable).")
     ] = None,
+    receive_seconds: Annotated[
+        float, typer.Option(min=0.1, help="A request that has not come whole by then is closed.")
+    ] = 60.0,
 ) -> None:
     """Serve BM25 search over a corpus at /retrieve, whole pages at /access, and /health."""
     from rollwright.environments.bm25 import open_index
@@ -123,10 +130,10 @@ def retrieve(
     check_exposure(host, api_key)
     documents, index = open_index(corpus, index_dir)
     index.search(["warm up the compiled loop"], 1)
-    settings = ServiceSettings(host, port, api_key, max_body_bytes, allowed_host or [])
+    settings = ServiceSettings(host, port, api_key, max_body_bytes, allowed_host or [], receive_seconds)
     app = create_app(documents, index, settings, pages=Corpus.from_file(pages) if pages else None, threads=threads)
     sockets = bind(settings)
     for listener in sockets:
         listener.listen()  # who reads the address may ask at once
     typer.echo(f"Serving {len(documents):,} documents of {corpus} at {url_of(settings)} (Ctrl-C ends it).")
-    run(app, sockets)
+    run(app, settings, sockets)

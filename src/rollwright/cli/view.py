@@ -85,7 +85,7 @@ def view(
     console().print(f"{address}  (Ctrl-C ends)", markup=False, soft_wrap=True, highlight=False)
     if browser and _has_desktop():
         webbrowser.open(address)
-    service.run(app, sockets)
+    service.run(app, settings, sockets)
 
 
 def _has_desktop() -> bool:

@@ -80,7 +80,7 @@ class OpenAIFront:
         port: port to listen on; 0: a free one.
         processor: of the model's images, or its directory; None: that of the tokenizer's directory, where it has one.
         image_hosts: names of hosts that images may be fetched from; others come as ``data:`` URLs.
-        limits: ``allowed_hosts`` and ``max_body_bytes`` of the ``ServiceSettings``.
+        limits: ``allowed_hosts``, ``max_body_bytes`` and ``receive_seconds`` of the ``ServiceSettings``.
         """
         self.tokenizer = tokenizer
         self.model_name = model_name or "default"

@@ -368,7 +368,9 @@ def serve(config: PPOConfig, directory: RunDirectory, *, is_over: Callable[[], b
         store = opened.enter_context(open_run_database(config))
         tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, config.actor.trust_remote_code)
         rollout = opened.enter_context(make_rollout_engine(config, None, tokenizer, directory))
-        limits = {"max_body_bytes": config.service.max_body_bytes, "allowed_hosts": config.service.allowed_hosts}
+        limits: dict[str, Any] = {
+            name: getattr(config.service, name) for name in ("max_body_bytes", "allowed_hosts", "receive_seconds")
+        }
         front = OpenAIFront(tokenizer, config.actor.path, host=config.service.host, port=_port(left.get("agents")), **limits)
         opened.callback(front.close)
         book = RunBook(front, rollout.client, store, config, directory.trial, rollout.journal)

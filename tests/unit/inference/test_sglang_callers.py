@@ -1,14 +1,20 @@
 """What other systems' clients of SGLang send to its ``/generate`` and control paths, as it stands in their sources."""
 
+import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+import torch
+import transformers
 from server_parts import served, tiny_engine
 
+from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.server.application import create_application
 from rollwright.inference.server.settings import ServerSettings
+from rollwright.inference.weights.names import as_published
+from rollwright.inference.weights.stream import WeightStream
 
 
 @pytest.fixture(scope="module")
@@ -269,3 +275,87 @@ def test_a_group_that_cannot_be_is_refused_at_once(server, changes, said):
     answer = server.post("/init_weights_update_group", json={**group, **changes}, timeout=60)
     assert answer.status_code == 400
     assert said in answer.text
+
+
+@contextlib.contextmanager
+def listening(engine, monkeypatch, **settings):
+    """A server with a group, and a function that sends it tensors."""
+    monkeypatch.setattr("rollwright.inference.server.control.WeightGroup", Parts)
+    app = create_application(engine, ServerSettings(**settings), model_path="tiny")
+    with served(app) as address, httpx.Client(base_url=f"http://{address}", timeout=60) as client:
+        group = {"master_address": "127.0.0.1", "master_port": "1", "rank_offset": 1, "world_size": 2, "group_name": "g"}
+        assert client.post("/init_weights_update_group", json=group).json()["success"]
+
+        def send(weights, **more):
+            Parts.weights = weights
+            shapes = [list(tensor.shape) for tensor in weights.values()]
+            body = {"names": list(weights), "dtypes": ["float32"] * len(weights), "shapes": shapes, "group_name": "g", **more}
+            return client.post("/update_weights_from_distributed", json=body).json()
+
+        yield client, send
+
+
+@pytest.mark.parametrize("begins", ["pause_generation", "begin_weight_update", None])
+def test_an_update_without_a_call_for_the_limit_is_undone(begins, monkeypatch, caplog):
+    with tiny_engine() as engine, listening(engine, monkeypatch, update_seconds=0.5) as (client, send):
+        old = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+        new = {name: tensor + 1 for name, tensor in old.items()}
+        names = list(new)
+        if begins:
+            client.post(f"/{begins}", json={})
+        assert send({name: new[name] for name in names[:3]})["success"]
+        assert answers(client)  # it waited until the update was undone
+        assert all(torch.equal(tensor, old[name]) for name, tensor in engine.model.state_dict().items())
+        assert "undone (3 tensors had come), and requests go on with version 0" in caplog.text
+        late = send({name: new[name] for name in names[3:]}, weight_version="1")
+        assert "was undone" in late["message"]  # the half of an update is not called version 1
+        assert client.get("/model_info").json()["weight_version"] == "0"
+        client.post("/pause_generation", json={})
+        assert send(new, weight_version="1")["success"]
+        client.post("/continue_generation", json={})
+        assert answers(client)
+        assert all(torch.equal(tensor, new[name]) for name, tensor in engine.model.state_dict().items())
+
+
+def test_a_pause_and_an_update_that_goes_on_are_not_undone(monkeypatch, caplog):
+    with tiny_engine() as engine, listening(engine, monkeypatch, update_seconds=0.4) as (client, send):
+        new = {name: tensor + 1 for name, tensor in engine.model.state_dict().items()}
+        names = list(new)
+        client.post("/pause_generation", json={})
+        assert not answers(client, 0.8)  # who only pauses may take its time
+        for start in range(0, len(names), 8):
+            time.sleep(0.1)
+            assert send({name: new[name] for name in names[start : start + 8]})["success"]
+        client.post("/continue_generation", json={})
+        assert answers(client)
+        assert "undone" not in caplog.text
+        assert all(torch.equal(tensor, new[name]) for name, tensor in engine.model.state_dict().items())
+
+
+@pytest.mark.parametrize("versions", ["the last", "each", "none"])
+def test_experts_come_in_any_parts(versions, monkeypatch):
+    """One by one, as a trainer publishes them; the model holds those of a layer in one tensor."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, moe_intermediate_size=8, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, head_dim=4, max_position_embeddings=64,
+    )  # fmt: skip
+    served_model, trained = (transformers.Qwen3MoeForCausalLM(config) for _ in range(2))
+    sent = [(name, tensor.clone()) for name, tensor in as_published(trained, WeightStream.of(trained.state_dict()))]
+    assert any(".experts.3." in name for name, _ in sent)
+    with BuiltinEngine(served_model, kv_cache_bytes=8 << 20) as engine, listening(engine, monkeypatch) as (client, send):
+        client.post("/pause_generation", json={})
+        for start in range(0, len(sent), 7):
+            is_named = versions == "each" or (versions == "the last" and start + 7 >= len(sent))
+            assert send(dict(sent[start : start + 7]), **({"weight_version": "5"} if is_named else {}))["success"]
+        assert client.get("/model_info").json()["weight_version"] == ("0" if versions == "none" else "5")
+        client.post("/continue_generation", json={})
+        assert answers(client)
+        state = trained.state_dict()
+        assert all(torch.equal(tensor, state[name]) for name, tensor in engine.model.state_dict().items())
+        client.post("/pause_generation", json={})
+        assert send({"model.layers.0.mlp.experts.0.up_proj.weight": torch.zeros(8, 16)})["success"]
+        assert "some are missing" in client.post("/continue_generation", json={}).text
+        client.post("/continue_generation", json={})
+        assert answers(client)
+        assert all(torch.equal(tensor, state[name]) for name, tensor in engine.model.state_dict().items())

@@ -97,7 +97,7 @@ def serve(
     app = create_application(engine, settings, model_path=model)
     logger.info("Serving %s at %s", settings.model_name, url_of(settings))
     try:
-        run(app, sockets, log_level)
+        run(app, settings, sockets, log_level)
     finally:
         engine.destroy()
         for listener in sockets:

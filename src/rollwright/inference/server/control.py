@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,24 @@ import prometheus_client
 from fastapi import Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from torch import Tensor
 
 from rollwright import __version__
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.errors import WeightUpdateError
 from rollwright.inference.backends.builtin.engine import BuiltinEngine, OnWeightUpdate
+from rollwright.inference.backends.builtin.model import paired
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.server import control_bodies as bodies
 from rollwright.inference.server.exchange import RequestError, Routes
 from rollwright.inference.server.settings import ServerSettings
 from rollwright.inference.weights.files import content_digest, read_weights
 from rollwright.inference.weights.group import WeightGroup
+from rollwright.inference.weights.names import IncompleteWeightsError
+from rollwright.inference.weights.stream import WeightStream
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("serve-model")
 
 #: What running requests do at the next weight update, by the mode of the pause before it.
 _ON_UPDATE: dict[str, OnWeightUpdate] = {"retract": "recompute", "in_place": "keep", "abort": "recompute"}
@@ -81,6 +89,9 @@ class ServerMetrics:
 class Control:
     """The routes that steer an engine; updates come one after the other.
 
+    Parts of new weights are kept beside the engine's until they are whole, and copied into it together: until then an update can be
+    undone, which it is after ``update_seconds`` without a call, as its trainer is gone.
+
     Args:
         engine: sampled from by the server's other routes.
         settings: the root that weights may be loaded from.
@@ -93,6 +104,9 @@ class Control:
         self._update = asyncio.Lock()
         self._groups: dict[str, WeightGroup] = {}
         self._holds: set[str] = set()  # why nothing is sampled: for a client, or until new weights are whole
+        self._parts: dict[str, Tensor] = {}  # of new weights
+        self._patience: asyncio.TimerHandle | None = None  # until the update that was begun is undone
+        self._undone = False  # and no other was begun since
 
     @property
     def router(self) -> Routes:
@@ -181,13 +195,20 @@ class Control:
 
     async def _pause(self, body: bodies.Pause) -> dict[str, Any]:
         await self._hold("client")
+        self._undone = False
         self._engine.on_weight_update = _ON_UPDATE[body.mode]
         if body.mode == "abort":
             await asyncio.to_thread(self._engine.abort)
         return {"message": "Generation paused.", "status": "ok"}
 
     async def _continue(self) -> dict[str, Any]:
+        if self._parts and self._holds == {"client"}:  # who pauses, sends parts and names no version
+            async with self._updating():
+                await self._take_parts(self._engine.get_version(), or_wait=False)
         await self._release("client")
+        if not self._holds and not self._parts and self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
         return {"message": self._held() if self._holds else "Generation continues.", "status": "ok"}
 
     def _held(self) -> str:
@@ -259,10 +280,11 @@ class Control:
 
     async def _update_from_disk(self, body: bodies.FromDisk) -> dict[str, Any]:
         directory, version = self._allowed(body.model_path), self._next(body.weight_version)
-        async with self._update:
+        async with self._updating():
             if body.abort_all_requests:
                 await asyncio.to_thread(self._engine.abort)
             await asyncio.to_thread(self._load, directory, version, body.content_digest)
+            self._parts.clear()
             await self._parts_are_whole("disk")
         return {
             "success": True,
@@ -283,13 +305,71 @@ class Control:
 
     def _take(self, named: Any, version: int) -> None:
         if version < self._engine.get_version():  # a trainer that went back to a checkpoint, or another run's
+            paired(self._engine.model, WeightStream.of(named))  # what is wrong with them is said before
             self._engine.go_back(version)
         self._engine.update_weights(version=version, weights=named)
+
+    async def _take_parts(self, version: int, *, or_wait: bool) -> None:
+        """Copy the parts into the engine; where some are still missing they wait on, or are given up like those that are wrong."""
+        try:
+            await asyncio.to_thread(self._take, dict(self._parts), version)
+        except IncompleteWeightsError:
+            if or_wait:
+                if not self._holds:
+                    await self._hold("parts")
+                return
+            await self._give_up_parts()
+            raise
+        except WeightUpdateError:
+            await self._give_up_parts()
+            raise
+        self._parts.clear()
+        await self._parts_are_whole("distributed")
+
+    async def _give_up_parts(self) -> None:
+        self._parts.clear()
+        await self._release("parts")
+
+    @asynccontextmanager
+    async def _updating(self) -> AsyncIterator[None]:
+        """One call of an update. Where more have to follow, the update is undone if none comes."""
+        async with self._update:
+            if self._patience is not None:
+                self._patience.cancel()
+                self._patience = None
+            failed = True
+            try:
+                yield
+                failed = False
+            finally:
+                if self._parts or self._holds & {"update", "parts"} or (failed and self._holds):
+                    loop, limit = asyncio.get_running_loop(), self._settings.update_seconds
+                    self._patience = loop.call_later(limit, lambda: loop.create_task(self._undo()))
+
+    async def _undo(self) -> None:
+        """Forget the parts that came, and go on with the weights that the engine has."""
+        patience = self._patience
+        async with self._update:
+            if patience is None or patience is not self._patience:  # a call came after all
+                return
+            parts, held = len(self._parts), self._holds
+            self._parts.clear()
+            self._patience, self._holds, self._undone = None, set(), True
+            logger.warning(
+                "A weight update was begun, and no call of it came for %g s: it is undone (%d tensors had come), and requests go on with "
+                "version %d.",
+                self._settings.update_seconds,
+                parts,
+                self._engine.get_version(),
+            )
+            if held:
+                await asyncio.to_thread(self._engine.resume)
 
     async def _init_group(self, body: bodies.JoinGroup) -> dict[str, Any]:
         name, rank, size = body.group_name, body.rank_offset, body.world_size
         if name in self._groups:
             self._groups.pop(name).close()
+        self._undone = False
         self._groups[name] = await asyncio.to_thread(
             WeightGroup, body.master_address, body.master_port, rank, size, name, body.backend
         )
@@ -306,18 +386,22 @@ class Control:
         group = self._groups.get(body.group_name)
         if group is None:
             raise WeightUpdateError(f"This server is in no group {body.group_name!r}: call /init_weights_update_group first.")
-        is_last = body.weight_version is not None
-        version = self._engine.get_version() if body.weight_version is None else body.weight_version
-        async with self._update:
+        version = body.weight_version
+        async with self._updating():
+            if self._undone:
+                raise WeightUpdateError(
+                    f"The update that this part belongs to was undone, after {self._settings.update_seconds:g} s without a call "
+                    "(--update-seconds): begin it again with /pause_generation, /begin_weight_update or a new group."
+                )
             if body.abort_all_requests:
                 await asyncio.to_thread(self._engine.abort)
-            if not is_last and not self._holds:  # no token may be sampled from weights of which only some parts have come
+            if version is None and not self._holds:  # requests wait for the new weights
                 await self._hold("parts")
             is_flat = body.load_format == "flattened_bucket"
             named = await asyncio.to_thread(group.receive, body.names, body.dtypes, body.shapes, flat=is_flat)
-            await asyncio.to_thread(self._take, named, version)
-            if is_last:
-                await self._parts_are_whole("distributed")
+            self._parts.update(named)
+            if version is not None:
+                await self._take_parts(version, or_wait=True)
         return {"success": True, "message": f"Received {len(body.names)} tensors."}
 
     async def _parts_are_whole(self, source: str) -> None:
@@ -326,14 +410,19 @@ class Control:
             await self._release("parts")
 
     async def _begin_update(self) -> dict[str, Any]:
-        async with self._update:
+        async with self._updating():
+            self._undone = False
             await self._hold("update")
         return {"success": True, "message": "Nothing is sampled until /end_weight_update."}
 
     async def _end_update(self) -> dict[str, Any]:
-        async with self._update:
-            self._holds.discard("parts")
-            await self._release("update")
+        async with self._updating():
+            try:
+                if self._parts:
+                    await self._take_parts(self._engine.get_version(), or_wait=False)
+            finally:
+                self._holds.discard("parts")
+                await self._release("update")
         return {"success": True, "message": "The weights are whole."}
 
     async def _weights_checker(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ one guards all.
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ import uvicorn
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rollwright import __version__
 from rollwright.errors import ConfigError
@@ -24,6 +26,9 @@ from rollwright.inference.network import allow_many_connections
 from rollwright.inference.server.exchange import RequestError, error_response
 from rollwright.inference.server.guard import Guard
 from rollwright.inference.server.settings import LOOPBACK, ServiceSettings
+from rollwright.tracking.logging import getLogger
+
+logger = getLogger("service")
 
 _START_SECONDS = 30.0
 _BACKLOG = 2048  # connections that may wait to be taken, when many clients begin at once
@@ -101,14 +106,70 @@ def url_of(settings: ServiceSettings) -> str:
     return f"http://{host}:{settings.port}"
 
 
-def run(app: FastAPI, sockets: list[socket.socket], log_level: str = "warning") -> None:
+def run(app: FastAPI, settings: ServiceSettings, sockets: list[socket.socket], log_level: str = "warning") -> None:
     """Serve until SIGINT or SIGTERM."""
     allow_many_connections()
-    _server(app, log_level=log_level, timeout_keep_alive=30, timeout_graceful_shutdown=5).run(sockets=sockets)
+    _server(app, settings, log_level=log_level, timeout_keep_alive=30, timeout_graceful_shutdown=5).run(sockets=sockets)
 
 
-def _server(app: FastAPI, **settings: Any) -> uvicorn.Server:
-    return uvicorn.Server(uvicorn.Config(app, access_log=False, proxy_headers=False, backlog=_BACKLOG, **settings))
+def _server(app: FastAPI, settings: ServiceSettings, **options: Any) -> uvicorn.Server:
+    protocol: Any = partial(TimedRequests, receive_seconds=settings.receive_seconds)
+    options = {"access_log": False, "proxy_headers": False, "backlog": _BACKLOG, "http": protocol, "ws": "none", **options}
+    return uvicorn.Server(uvicorn.Config(app, **options))
+
+
+class TimedRequests(HttpToolsProtocol):
+    """A connection that is closed when a request does not come whole in ``receive_seconds``, headers and body.
+
+    The time begins with the connection, and after a request was answered with the next byte; so a client that sends a byte now
+    and then holds nothing for longer, whether it has a key or not. How long an answer takes is not limited here.
+    """
+
+    def __init__(self, *arguments: Any, receive_seconds: float, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._receive_seconds = receive_seconds
+        self._limit: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """A client has connected."""
+        super().connection_made(transport)
+        self._begin()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes have come; while a request is answered, only those of another one count."""
+        if self.cycle is None or self.cycle.response_complete:
+            self._begin()
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        self._begin()
+        super().on_message_begin()
+
+    def on_message_complete(self) -> None:
+        """The last byte of a request."""
+        self._end()
+        super().on_message_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is closed, by whomever."""
+        self._end()
+        super().connection_lost(exc)
+
+    def _begin(self) -> None:
+        if self._limit is None:
+            self._limit = self.loop.call_later(self._receive_seconds, self._give_up)
+
+    def _end(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
+
+    def _give_up(self) -> None:
+        self._limit = None
+        client = ":".join(map(str, self.client or ("a socket",)))
+        logger.info("closed the connection of %s: no whole request came in %g s", client, self._receive_seconds)
+        self.transport.abort()
 
 
 class ServerThread:
@@ -121,7 +182,7 @@ class ServerThread:
     def __init__(self, app: FastAPI, settings: ServiceSettings) -> None:
         self._sockets = bind(settings)
         self.url = url_of(settings)
-        self._server = _server(app, log_level="warning", timeout_graceful_shutdown=1, lifespan="off")
+        self._server = _server(app, settings, log_level="warning", timeout_graceful_shutdown=1, lifespan="off")
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": self._sockets}, name=app.title, daemon=True)
         self._thread.start()
         deadline = time.monotonic() + _START_SECONDS

@@ -36,6 +36,13 @@ class ServiceSettings:
         default_factory=list,
         metadata={"help": "Names besides its own that the service may be asked by, such as that of a proxy before it."},
     )
+    receive_seconds: float = field(
+        default=60.0,
+        metadata={
+            "help": "Seconds in which a request has to come whole, headers and body; else its connection is closed.",
+            "gt": 0,
+        },
+    )
 
 
 @dataclass
@@ -61,6 +68,10 @@ class ServerSettings(ServiceSettings):
     )
     max_pending: int = field(
         default=16384, metadata={"help": "Requests that are answered or wait at once; more get 429.", "ge": 1}
+    )
+    update_seconds: float = field(
+        default=300.0,
+        metadata={"help": "Seconds without a call after which a weight update that was begun is undone.", "gt": 0},
     )
 
     def __post_init__(self) -> None:

@@ -199,6 +199,10 @@ class CheckpointKeys:
             yield target, tensor[0] if isinstance(tensor, list) else tensor
 
 
+class IncompleteWeightsError(WeightUpdateError):
+    """Some of the tensors of which a model makes one are not there (yet)."""
+
+
 def as_own(model: Any, weights: WeightStream) -> WeightStream:
     """Weights under a model's own names, whether they come by these or by those of its checkpoints.
 
@@ -206,7 +210,7 @@ def as_own(model: Any, weights: WeightStream) -> WeightStream:
     of these has come.
 
     Raises:
-        WeightUpdateError: of tensors that make one, some are missing or have another shape.
+        IncompleteWeightsError: of tensors that make one, some are missing or have another shape.
     """
     state = model.state_dict(keep_vars=True)
     if all(name in state for name, _ in weights.described) or not hasattr(model, "_keys_to_ignore_on_save"):
@@ -225,12 +229,22 @@ def as_own(model: Any, weights: WeightStream) -> WeightStream:
             group[key] = tensor
             if len(group) == len(keys.converted[name]):
                 del waiting[name]
-                try:
-                    yield from keys.convert(name, group.__getitem__)
-                except (ValueError, RuntimeError, KeyError, IndexError) as error:
-                    raise WeightUpdateError(
-                        f"Weights such as {key} make no {name} of {type(model).__name__}: some are missing, or they belong to another "
-                        f"model ({error})."
-                    ) from error
+                made = _made_of(keys, name, group)
+                if wrong := next((own for own, t in made.items() if own in state and t.shape != state[own].shape), None):
+                    raise IncompleteWeightsError(
+                        f"{len(group)} weights such as {key} make {wrong} of shape {tuple(made[wrong].shape)}, and {type(model).__name__} "
+                        f"has {tuple(state[wrong].shape)}: some are missing, or they belong to another model."
+                    )
+                yield from made.items()
 
     return WeightStream(converted(weights.described), lambda: converted(weights))
+
+
+def _made_of(keys: CheckpointKeys, name: str, group: dict[str, Tensor]) -> dict[str, Tensor]:
+    try:
+        return dict(keys.convert(name, group.__getitem__))
+    except (ValueError, RuntimeError, KeyError, IndexError) as error:
+        raise IncompleteWeightsError(
+            f"{len(group)} weights such as {next(iter(group))} make no {name} of {type(keys.model).__name__}: some are missing, or they "
+            f"belong to another model ({error})."
+        ) from error
