@@ -299,6 +299,12 @@ class RecoverConfig(IntervalConfig):
         choices=["auto", "resume", "off"],
     )
     keep: int = key(2, "Recover checkpoints kept. Where the newest is damaged, the one before it is taken.", ge=1)
+    if_damaged: str = key(
+        "stop",
+        "Where every recover checkpoint is damaged. stop: an error; begin_again: set them aside and begin from the run's first weights: "
+        "what the journal has is trained on again, and not sampled again.",
+        choices=["stop", "begin_again"],
+    )
     in_background: bool = key(
         False,
         "Train on while a checkpoint is written: each rank holds a copy of its part for so long. A run that is killed then goes on "

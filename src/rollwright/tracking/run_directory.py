@@ -71,6 +71,15 @@ def _is_identity(key: str) -> bool:
     return not any(key == name or key.startswith(f"{name}.") for name in NOT_IDENTITY)
 
 
+def _lengths(config: Mapping[str, Any]) -> dict[str, Any]:
+    """How long a run, or each of its stages, is asked to train."""
+    return {
+        key: value
+        for key, value in flattened(config).items()
+        if key.rpartition(".")[2] in ("total_train_steps", "total_train_epochs")
+    }
+
+
 def identity_of(config: Mapping[str, Any]) -> str:
     """A hash of the config without the keys that a resumed run may change."""
     relevant = {key: value for key, value in flattened(config).items() if _is_identity(key)}
@@ -92,6 +101,10 @@ def is_claimed(path: Path) -> bool:
         return re.search(rf"FLOCK .* {match[1]} [0-9a-f:]+:{inode} ", held) is not None
     written = [file.stat().st_mtime for file in (*path.glob("**/metrics.jsonl"), *path.glob("**/*.journal"))]
     return bool(written) and time.time() - max(written) < _SILENT_SECONDS
+
+
+class RunFinishedError(CheckpointError):
+    """A run that has finished was started again as it was, and there is nothing to do."""
 
 
 class RunDirectory:
@@ -220,6 +233,7 @@ class RunDirectory:
                 ``off`` insists on a directory that no run has used.
 
         Raises:
+            RunFinishedError: the run in it has finished, and is asked for no more steps.
             CheckpointError: the directory belongs to another process, another config, or a run that must not be reused.
         """
         if recover_mode not in ("auto", "resume", "off"):
@@ -322,7 +336,9 @@ class RunDirectory:
             )
         trained = any(part.has_recover_checkpoint for part in parts)
         if marker.get("finished") and (mode == "auto" or not trained):
-            raise CheckpointError(
+            asked = _lengths(json.loads(json.dumps(dict(config), default=str)))
+            is_as_it_was = mode == "auto" and asked == _lengths(marker.get("config", {}))
+            raise (RunFinishedError if is_as_it_was else CheckpointError)(
                 f"{began} and has finished: set another trial_name for a new run"
                 + (
                     ", or recover.mode=resume with more total_train_steps to train on."
@@ -349,11 +365,14 @@ class RunDirectory:
             return True
         return any(stage.get("kind") != "model" for stage in self.finished_stages().values())
 
-    def _set_aside(self) -> Path:
+    def next_attempt(self) -> Path:
+        """Where what is given up goes next."""
         attempts = self.path / "attempts"
-        attempts.mkdir(exist_ok=True)
-        aside = attempts / str(1 + sum(1 for _ in attempts.iterdir()))
-        aside.mkdir()
+        return attempts / str(1 + (sum(1 for _ in attempts.iterdir()) if attempts.is_dir() else 0))
+
+    def _set_aside(self) -> Path:
+        aside = self.next_attempt()
+        aside.mkdir(parents=True)
         for child in list(self.path.iterdir()):
             if child.name not in ("attempts", LOCK, MARKER):
                 child.rename(aside / child.name)

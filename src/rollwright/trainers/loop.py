@@ -123,6 +123,8 @@ class Trainer(ABC):
             self.open(opened)
             self.recover = self.ranks.recover
             opened.push(self._wait_for_recover)
+            if self.directory.resumed and self.config.recover.if_damaged == "begin_again":
+                self._set_aside_damaged()
             resumed = bool(self.directory.resumed and self.recover.steps())
             if resumed:
                 self.step, state = self.ranks.call("load_recover", part=self.trained_part)
@@ -138,6 +140,18 @@ class Trainer(ABC):
         if not self._follows() and kind in (None, SystemExit):
             self.ranks.finish()
         self._opened.__exit__(kind, error, trace)
+
+    def _set_aside_damaged(self) -> None:
+        """Where no recover checkpoint is whole, begin as a run that was stopped before its first one."""
+        into = self.directory.next_attempt()
+        if steps := self.recover.set_aside_damaged(into):
+            logger.warning(
+                "The recover checkpoints of steps %s are all damaged, and lie in %s: the run begins again from its first weights%s "
+                "(recover.if_damaged).",
+                steps,
+                into,
+                ", with what its journal has" if self.directory.has_journal else "",
+            )
 
     def _wait_for_recover(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

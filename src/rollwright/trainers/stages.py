@@ -21,7 +21,7 @@ from rollwright.config.secrets import copy_without_secrets, secrets_of
 from rollwright.errors import CheckpointError, ConfigError
 from rollwright.tracking import logging
 from rollwright.tracking.logging import getLogger
-from rollwright.tracking.run_directory import RunDirectory
+from rollwright.tracking.run_directory import RunDirectory, RunFinishedError
 from rollwright.tracking.summary import before_after_table, sample_completions, write_summary
 from rollwright.trainers import ranks
 from rollwright.trainers.unknown_names import refuse_unknown_names
@@ -34,7 +34,7 @@ logger = getLogger("run")
 def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> int:
     """Carry out the stages of one run and write ``summary.json``.
 
-    A stage that an earlier, interrupted attempt finished is not repeated. With ``recover.mode: resume`` one that is asked for more
+    A run that has finished is not run again, and says so in one line. A stage that an earlier, interrupted attempt finished is not repeated. With ``recover.mode: resume`` one that is asked for more
     steps (or epochs) than before trains on, and evaluations after it are made again.
 
     Args:
@@ -52,7 +52,13 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
         ranks.follow_stages(stages, _set_threads)
         parallel.leave_processes()
         return 0
-    directory = _claimed(stages)
+    try:
+        directory = _claimed(stages)
+    except RunFinishedError as finished:
+        logging.console().print(f"nothing to do: {finished}", markup=False, highlight=False, soft_wrap=True)
+        ranks.tell_stage(None)
+        parallel.leave_processes()
+        return 0
     if source_path is not None:
         secrets = {secret for stage in stages for secret in secrets_of(stage.config)}
         copy_without_secrets(source_path, directory.path / "source.yaml", secrets)

@@ -405,9 +405,24 @@ class RecoverCheckpoints:
                 if parallel.rank() == 0:
                     logger.warning("%s It is passed over, and the checkpoint before it is taken.", error)
         raise CheckpointError(
-            f"{self.directory}: the checkpoints of steps {steps} are all damaged, so the run cannot go on; set another "
-            "trial_name, or move the directory away to start anew."
+            f"{self.directory}: the checkpoints of steps {steps} are all damaged, so the run cannot go on from them; set "
+            "recover.if_damaged=begin_again to begin from its first weights, with what its journal has, or set another trial_name."
         )
+
+    def set_aside_damaged(self, into: Path) -> list[int]:
+        """Where no checkpoint is whole, move all of them to ``into``; returns their steps. The first rank calls it alone."""
+        steps = self.steps()
+        for step in reversed(steps):
+            try:
+                check_state(self.path(step))
+                return []
+            except CheckpointError as error:
+                logger.warning("%s", error)
+        if steps:
+            into.mkdir(parents=True)
+        for step in steps:
+            self.path(step).rename(into / self.path(step).name)
+        return steps
 
     def _check(self, step: int) -> None:
         """Every rank checks its share of the files, and all know what each found."""

@@ -52,11 +52,26 @@ def steps(directory):
     return sorted({record["step"] for record in map(json.loads, lines) if "reward" in record})
 
 
+def learned(directory):
+    """What each update was, as it was made last."""
+    records = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    made = {record["step"]: record for record in records if "reward" in record}
+    kept = ("reward", "actor/loss", "actor/grad_norm", "actor/kl", "actor/entropy")
+    return [{name: record.get(name) for name in kept} for record in made.values()]
+
+
 def test_a_finished_run_trains_on(written, capsys, caplog):
     file, run = written(SINGLE)
     assert main(["run", file]) == 0
     assert steps(run) == [1, 2]
-    assert main(["run", file]) == 1
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file() and path.name != "run.lock"}
+    capsys.readouterr()
+    assert main(["run", file]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("nothing to do: ")
+    assert "has finished" in line
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert main(["run", file, "total_train_steps=3"]) == 1  # more than there is, and mode auto trains no finished run on
     assert "or recover.mode=resume with more total_train_steps to train on" in capsys.readouterr().err
     assert main(["run", file, "recover.mode=resume", "total_train_steps=3"]) == 0
     assert steps(run) == [1, 2, 3]
@@ -65,6 +80,28 @@ def test_a_finished_run_trains_on(written, capsys, caplog):
     assert main(["run", file, "recover.mode=resume", "total_train_steps=3"]) == 0
     assert "every stage was finished before, and none is asked for more: give total_train_steps" in caplog.text
     assert steps(run) == [1, 2, 3]
+
+
+def test_damaged_checkpoints_stop_a_run_unless_it_may_begin_again_from_its_journal(written, capsys, caplog):
+    file, run = written(SINGLE)
+    assert main(["run", file]) == 0
+    before = learned(run)
+    checkpoints = sorted((run / "recover").iterdir())
+    for checkpoint in checkpoints:
+        (file_of_it,) = (checkpoint / "parts").iterdir()
+        content = bytearray(file_of_it.read_bytes())
+        content[-5] ^= 1
+        file_of_it.write_bytes(content)
+    again = ["run", file, "recover.mode=resume", "total_train_steps=3"]
+    assert main(again) == 1
+    assert "are all damaged, so the run cannot go on from them; set recover.if_damaged=begin_again" in capsys.readouterr().err
+    assert main([*again, "recover.if_damaged=begin_again"]) == 0
+    assert "begins again from its first weights, with what its journal has" in caplog.text
+    assert [path.name for path in sorted((run / "attempts" / "1").iterdir())] == [path.name for path in checkpoints]
+    assert steps(run) == [1, 2, 3]
+    assert "going on from the journal: 8 episodes have a past" in caplog.text
+    assert "4 groups were taken after the checkpoint, and are again" in caplog.text
+    assert learned(run)[:2] == before
 
 
 def test_one_stage_of_several_trains_on_and_is_evaluated_again(written, capsys, caplog):
