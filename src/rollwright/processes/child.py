@@ -1,7 +1,8 @@
 """A child process that runs a module of ours: both ends of it.
 
 It is started with a channel for framed messages, ends when this process ends, also by SIGKILL, and is killed with all that it
-started. Children import this module before anything else, so it needs nothing but the standard library.
+started: on Linux also with daemons that forked twice, as a guard stands between the two processes (``tree.guarded``). Children import
+this module before anything else, so it needs nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from rollwright.processes.tree import die_with_parent, kill_tree
+from rollwright.processes.tree import SWEEP_SECONDS, end_guarded, kill_tree
 
 START = b"S"
 _HEADER = struct.Struct("<cQ")
@@ -94,6 +95,9 @@ class ChildProcess:
     Args:
         module: such as ``rollwright.processes.pool``.
         setup: plain data, handed to the child by ``connect``.
+
+    Attributes:
+        pid: of the guard, or of the process itself where there is none.
     """
 
     def __init__(self, module: str, setup: Any = None) -> None:
@@ -101,7 +105,7 @@ class ChildProcess:
         self.channel = Channel(ours)
         with theirs:
             self._process = subprocess.Popen(
-                program(module, "-P", str(theirs.fileno())),
+                program(module, "-P", str(theirs.fileno()), guard_for=os.getpid()),
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=(theirs.fileno(),),
@@ -110,47 +114,55 @@ class ChildProcess:
             )
         self.pid = self._process.pid
         with contextlib.suppress(OSError):  # it has ended already, as its user will see
-            self.channel.send(START, pickle.dumps((os.getpid(), list(sys.path), setup)))
+            self.channel.send(START, pickle.dumps((list(sys.path), setup)))
 
     def kill(self) -> None:
         """Kill the process and all that it started. Any thread may call this."""
-        kill_tree(self.pid)
+        if sys.platform != "linux":
+            kill_tree(self.pid)
+        elif self._process.poll() is None:  # a guard that has ended has left nothing
+            end_guarded(self.pid)
 
     def close(self) -> None:
         """Kill the process, wait for its end and release its channel."""
         self.kill()
-        self._process.wait()
+        try:
+            self._process.wait(SWEEP_SECONDS + 5.0)
+        except subprocess.TimeoutExpired:
+            kill_tree(self.pid)
+            self._process.wait()
         self.channel.close()
 
     def cause_of_death(self) -> str:
         """How the process ended: "signal SIGSEGV" or "exit code 3"."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5.0)
+            self._process.wait(SWEEP_SECONDS + 5.0)
         code = self._process.returncode
         return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
 
 
-def program(module: str, isolation: str, *arguments: str) -> list[str]:
+def program(module: str, isolation: str, *arguments: str, guard_for: int | None = None) -> list[str]:
     """The command that runs ``main()`` of a module of ours in a fresh interpreter.
 
     Args:
         module: its name.
         isolation: the interpreter's option ``-P``, or ``-I``, which also ignores its environment variables.
         arguments: its ``sys.argv[1:]``.
+        guard_for: the process that starts it and that it ends with, see ``tree.guarded``; None: it sees to its end itself.
     """
     root = str(Path(__file__).parents[2])
-    code = f"import sys; sys.path.insert(0, {root!r}); from {module} import main; del sys.path[0]; sys.exit(main())"
+    guard = f"from rollwright.processes.tree import guarded; guarded({guard_for}); " if guard_for is not None else ""
+    code = f"import sys; sys.path.insert(0, {root!r}); {guard}from {module} import main; del sys.path[0]; sys.exit(main())"
     return [sys.executable, isolation, "-c", code, *arguments]
 
 
 def connect() -> tuple[Channel, Any]:
     """In a child that ``ChildProcess`` started: the channel to the parent, and the setup that it gave.
 
-    The child gets the parent's import path, and ends when the parent ends.
+    The child gets the parent's import path.
     """
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     channel = Channel(connection)
-    parent, sys.path[:], setup = pickle.loads(channel.receive()[1])  # noqa: S301 - from our own parent
-    die_with_parent(parent)
+    sys.path[:], setup = pickle.loads(channel.receive()[1])  # noqa: S301 - from our own parent
     return channel, setup

@@ -9,7 +9,7 @@ shared with the command and may be too dead to remove.
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import functools
 import os
 import select
 import shutil
@@ -21,9 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rollwright.processes.child import program
-from rollwright.processes.tree import descendants, die_with_parent, kill_tree
+from rollwright.processes.tree import adopt_orphans, descendants, die_with_parent, kill_tree
 
-_PR_SET_CHILD_SUBREAPER = 36
 GRACE_SECONDS = 5.0
 POLL_SECONDS = 0.25
 
@@ -45,7 +44,7 @@ def supervised(
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
         return subprocess.Popen(
-            program("rollwright.processes.ends_with_parent", "-I", str(shared or ""), *command),
+            program("rollwright.processes.ends_with_parent", "-I", str(os.getpid()), str(shared or ""), *command),
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -56,15 +55,17 @@ def supervised(
 
 def main() -> int:
     """In the supervisor: run a command until it ends or the parent does; returns the command's exit status."""
-    parent, shared, command = os.getppid(), sys.argv[1], sys.argv[2:]
+    parent, shared, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _: stopping.append(number))
     is_linux = sys.platform == "linux"
-    if is_linux:  # what the command's own children leave behind becomes ours
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     child = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent if is_linux else None
+        command,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=functools.partial(die_with_parent, os.getpid()) if is_linux else None,
     )
     is_abandoned = False
     while child.poll() is None and not is_abandoned and not stopping:

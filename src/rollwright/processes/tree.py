@@ -10,19 +10,21 @@ import sys
 import time
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+SWEEP_SECONDS = 10.0  # in which what is killed has to end
 #: Before the process id of a torchrun agent of ours, in the name of its run.
 AGENT = "rollwright-"
 
 
-def die_with_parent(parent: int | None = None) -> None:
+def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
     """End this process when its parent ends, in whatever way, also while this process hangs.
 
     Args:
         parent: the parent's process id, where it may have ended already; on Linux None takes whoever is the parent now.
+        number: of the signal that ends it.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # of the parent's thread that started this process
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)  # of the parent's thread that started this process
         if parent is not None and os.getppid() != parent:
             os._exit(1)
         return
@@ -67,3 +69,76 @@ def kill_tree(leader: int, number: int = signal.SIGKILL, root: int | None = None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.getpgid(process) != leader:
                 os.kill(process, number)
+
+
+# -- a guard -----------------------------------------------------------------------------------------------------------
+
+
+def adopt_orphans() -> None:
+    """Become the parent of whatever processes below this one leave behind, also of daemons that forked twice (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def guarded(parent: int) -> None:
+    """Go on in a child, which this process guards: when the child ends, or the parent does, all that the child started is killed.
+
+    To be called first of all, while this process has one thread. It is the end of a process that the system tells of its parent's end
+    from here on, so nothing that is loaded later delays it. On systems other than Linux there is no guard: this process ends with its
+    parent, and what forked twice out of its group outlives it.
+
+    Args:
+        parent: the process that started this one, which may have ended already.
+    """
+    if sys.platform != "linux":
+        die_with_parent(parent)
+        return
+    awaited = {signal.SIGTERM, signal.SIGCHLD}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    for number in awaited:  # what is ignored, as it may be from the start, cannot be waited for
+        signal.signal(number, signal.SIG_DFL)
+    die_with_parent(parent, signal.SIGTERM)
+    adopt_orphans()
+    guard = os.getpid()
+    if (child := os.fork()) == 0:
+        die_with_parent(guard)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return
+    os.closerange(3, 4096)  # who reads from the child is to see its end
+    status: int | None = None
+    while status is None and signal.sigwait(awaited) == signal.SIGCHLD:
+        status = _reaped(child)
+    deadline = time.monotonic() + SWEEP_SECONDS
+    while (below := children(guard)) and time.monotonic() < deadline:
+        for process in (below for above in below for below in (above, *descendants(above))):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        status = _reaped(child, status)
+        time.sleep(0.005)
+    code = 128 if status is None else os.waitstatus_to_exitcode(status)
+    if code < 0:  # end as the child did
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        os.kill(guard, -code)
+    os._exit(code)
+
+
+def _reaped(child: int, status: int | None = None) -> int | None:
+    """Let go of children that have ended; the status of this one, where it is among them."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            status = ended[1] if ended[0] == child else status
+    return status
+
+
+def end_guarded(guard: int) -> None:
+    """Kill what a guard has below it, and have it end, with whatever was started in the meantime."""
+    for process in descendants(guard):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(guard, signal.SIGTERM)
