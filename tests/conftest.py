@@ -34,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--whole-examples", action="store_true", help="Runs of examples are as long as their files say.")
     parser.addoption("--fuzz", type=int, default=3, help="Cases that schemathesis makes of each operation of a service.")
+    parser.addoption("--damages", type=int, default=24, help="Run directories that tests/faults/test_damages.py damages.")
     parser.addoption("--view-runs", default=None, help="A directory of runs, every view of which tests/viewer visits.")
     parser.addoption(
         "--all-families", action="store_true", help="tests/truth goes through every family that can be built tiny."

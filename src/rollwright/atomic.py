@@ -6,6 +6,7 @@ killed leaves the old target as it was, and a leftover that ``sweep`` removes.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -156,6 +157,19 @@ def number_of_line(line: bytes, numbers: Iterable[int] = (0,)) -> int | None:
 
 def _checksum(value: Any) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
+
+
+#: What to do about a file that cannot be written, by the error's number; whatever else it is, look after the disk.
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free space on that disk"),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ESTALE), "put the directory back where it was"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable again"),
+}
+
+
+def remedy_of(error: OSError) -> str:
+    """What to do about a file that cannot be written."""
+    return _REMEDIES.get(error.errno or 0, "look after that disk")
 
 
 def sweep(directory: str | Path, *, older_than: float = 3600.0) -> list[Path]:

@@ -19,8 +19,8 @@ from typing import Any
 from rollwright.errors import RolloutError
 from rollwright.experience.contract import KEPT
 from rollwright.experience.journal.episodes import RecordedEpisode, read_episodes
-from rollwright.experience.journal.files import Journal, Place
-from rollwright.experience.journal.records import AnyRecord, Begin, GroupEnd
+from rollwright.experience.journal.files import Gap, Journal, Place, lost_files
+from rollwright.experience.journal.records import AnyRecord, Begin, Checkpoint, Files, GroupEnd
 from rollwright.experience.journal.task_files import TaskFiles
 from rollwright.experience.journal.tasks import images_in, pack_task, unpack_task
 from rollwright.rollout.runner import Runner
@@ -46,6 +46,8 @@ class PastEpisodes:
         order: ordinals of the groups that were delivered, in that order.
         newest_version: of their tokens; -1 where there are none.
         tokens: that were sampled in ``episodes``.
+        checkpoints: steps whose recover checkpoint the journal is known to be in step with.
+        lost: files of the journal that are gone, or shorter than they were.
         redacted: what the journal makes of packed values, without what is secret.
     """
 
@@ -56,6 +58,8 @@ class PastEpisodes:
     order: list[int] = field(default_factory=list)
     newest_version: int = -1
     tokens: int = 0
+    checkpoints: set[int] = field(default_factory=set)
+    lost: list[Gap] = field(default_factory=list)
     redacted: Callable[[bytes], bytes] = lambda packed: packed
 
     @property
@@ -184,9 +188,15 @@ def read_past(
     found: dict[tuple[int, int], list[RecordedEpisode]] = defaultdict(list)
     ends: dict[int, GroupEnd] = {}
     delivered: dict[int, None] = {}
+    checkpoints: set[int] = set()
+    listed: dict[Path, Files] = {}  # by journal, the last list of its files
     failed: dict[int, float] = {}  # when each did last
 
     def note(place: Place, record: AnyRecord) -> None:
+        if isinstance(record, Checkpoint):
+            checkpoints.add(record.step)
+        elif isinstance(record, Files) and record.time >= getattr(listed.get(place.path.parent), "time", 0.0):
+            listed[place.path.parent] = record
         if isinstance(record, GroupEnd) and not record.is_eval and is_open(record.ordinal):
             ends[record.ordinal] = record
             if record.state == "delivered":
@@ -204,6 +214,8 @@ def read_past(
     past = PastEpisodes(given_up={ordinal: end for ordinal, end in ends.items() if end.state not in DECIDED_ANEW})
     if journal is not None:
         past.redacted = journal.redacted
+    past.checkpoints = checkpoints
+    past.lost = [gap for path, files in listed.items() for gap in lost_files(path, files)]
     past.order = [ordinal for ordinal in delivered if ordinal not in past.given_up]
     past.failed = {ordinal for ordinal, end in ends.items() if end.state == "failed"} - delivered.keys()
     for (ordinal, index), episodes in sorted(found.items()):

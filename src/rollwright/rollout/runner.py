@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from rollwright.config.sections import RolloutConfig
-from rollwright.errors import ReplayError, RolloutError
+from rollwright.errors import JournalError, ReplayError, RolloutError
 from rollwright.experience.contract import check_trajectory
 from rollwright.experience.durable import EPISODE
 from rollwright.experience.journal.files import Journal
@@ -224,14 +224,22 @@ class Runner:
         sample.close("has ended")
         self.running_samples -= 1
         with self._faults_stop():
+            self._stop_without_journal(None if task.cancelled() or task.exception() else task.result())
             if group.is_over or self.fatal is not None:
                 self.samples["cut"] += 1
-                sample.episode.end("cut", group.reason or "its group is over")
+                if not isinstance(self.fatal, JournalError):  # which would be raised again
+                    sample.episode.end("cut", group.reason or "its group is over")
             elif abandoned is not None or task.cancelled():
                 self._sample_ended(group, sample, abandoned or RolloutError("somebody else cancelled the sample's task."))
             else:
                 self._sample_ended(group, sample, task.exception() or task.result())
             self._pump_soon()
+
+    def _stop_without_journal(self, outcome: Any) -> None:
+        """End the run where the journal could not be written, whatever the code that asked made of that error."""
+        failure = outcome if isinstance(outcome, JournalError) else None if self.journal is None else self.journal.failure
+        if failure is not None and self.fatal is None:
+            self.stop(failure)
 
     def _abandon_later(self, group: Group, tasks: list[asyncio.Task[Any]]) -> None:
         """These were cancelled: those that have not ended after a grace are waited for no longer."""
@@ -459,6 +467,8 @@ class Runner:
         """A fault of ours in a callback of the loop would only be logged there, and callers would wait for ever."""
         try:
             yield
+        except JournalError as error:  # says itself what happened, and what to do
+            self.stop(error)
         except Exception as error:  # unforeseen by definition
             logger.exception("rollout stops for a fault of its own")
             self.stop(error)

@@ -117,12 +117,33 @@ def attach_file(path: str | Path, level: int | str = "DEBUG") -> _standard.Handl
     Returns the handler; give it to :func:`detach_file` when the run ends.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    handler = _standard.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(_standard.Formatter("%(asctime)s %(levelname)-7s [%(threadName)s] %(short_name)s: %(message)s"))
     handler.addFilter(_ShortName())
     handler.setLevel(level)
     _root().addHandler(handler)
     return handler
+
+
+class _LogFile(_standard.FileHandler):
+    """A file that cannot be written (its disk is full) costs messages, not the run, and is said once."""
+
+    has_failed = False
+
+    def handleError(self, record: _standard.LogRecord) -> None:  # noqa: N802 - the name of the standard library
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.has_failed:
+            self.has_failed = True
+            _root().warning("%s cannot be written (%s): messages from here on are not in it", self.baseFilename, error)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError as error:  # what was buffered and could not be written
+            if not self.has_failed:
+                _root().warning("%s cannot be written (%s)", self.baseFilename, error)
 
 
 def attached_file() -> str | None:

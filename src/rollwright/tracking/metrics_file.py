@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollwright.atomic import line_with_checksum, number_of_line, write_text
+from rollwright.atomic import line_with_checksum, number_of_line, remedy_of, write_text
 from rollwright.errors import CheckpointError
 from rollwright.tracking.logging import getLogger
 
@@ -116,34 +116,50 @@ class JSONLSink:
     def __init__(self, path: str | Path, resume_step: int | None = None) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        earlier = 0.0
+        earlier, self._lines, self._last = 0.0, 0, 0
         if self.path.exists() and self.path.stat().st_size:
             if resume_step is None:
                 raise CheckpointError(
                     f"{self.path} already holds metrics of a run: resume that run (recover.mode=resume) or choose another trial_name."
                 )
             earlier = self._cut_after(resume_step)
-        else:
-            self._lines = 0
+        if resume_step and self._last < resume_step:
+            logger.warning(
+                "%s %s, and the run goes on after step %d: the curves lack what is between.",
+                self.path,
+                f"ends with step {self._last}" if self._last else "is missing or empty",
+                resume_step,
+            )
         self._started = time.time() - earlier
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("ab", buffering=0)  # nothing is left over that its closing would have to write
 
     def _cut_after(self, resume_step: int) -> float:
         kept = [record for record in read_metrics(self.path) if record["step"] <= resume_step]
         write_text(
             self.path, "".join(line_with_checksum(record, number) for number, record in enumerate(kept, 1)), durable=True
         )
-        self._lines = len(kept)
+        self._lines, self._last = len(kept), max((record["step"] for record in kept), default=0)
         return max((record.get("time", 0.0) for record in kept), default=0.0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends one line and flushes it."""
+        """Appends one line.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
         now = time.time()
         record = {"step": step, "time": round(now - self._started, 3), "unix_time": round(now, 3)}
         record.update({name: _json_number(value) for name, value in metrics.items()})
+        line = line_with_checksum(record, self._lines + 1).encode()
+        try:
+            written = self._file.write(line)
+            while written < len(line):
+                written += self._file.write(line[written:])
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path} cannot be written ({error}): {remedy_of(error)}, then start the run again, which goes on from its last checkpoint."
+            ) from error
         self._lines += 1
-        self._file.write(line_with_checksum(record, self._lines))
-        self._file.flush()
 
     def close(self) -> None:
         """Closes the file."""

@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -23,12 +24,13 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rollwright.atomic import read_json, sweep, write_json
-from rollwright.errors import CheckpointError, ConfigError
+from rollwright.atomic import read_json, remedy_of, sweep, write_json
+from rollwright.errors import CheckpointError, ConfigError, RollwrightError
 from rollwright.tracking.logging import getLogger
 
 logger = getLogger("run")
@@ -407,13 +409,40 @@ class RunDirectory:
         except OSError:
             found = None
         if found is None or (found.st_dev, found.st_ino) != (mine.st_dev, mine.st_ino):
-            what = f"{whole.path / LOCK} was {'deleted' if found is None else 'replaced'}"
+            what = f"{whole.path / LOCK} was {'deleted (or the directory was moved)' if found is None else 'replaced'}"
             if not whole.path.is_dir():
                 what = f"{whole.path} was moved or removed"
             raise CheckpointError(
                 f"{what} while this run wrote there, so another process may write there, too. This one ends without a further checkpoint. "
                 "See that no other run uses the directory, then start the run again: it goes on from its last checkpoint."
             )
+
+    @contextmanager
+    def explaining_failures(self) -> Iterator[None]:
+        """Around what writes here: a full disk, a directory that was moved and a lost permission are said with what to do.
+
+        Raises:
+            CheckpointError: in place of an ``OSError`` of a file of this directory.
+        """
+        try:
+            yield
+        except RollwrightError:
+            raise
+        except Exception as error:
+            cause = error if isinstance(error, OSError) else _disk_error_in(error)
+            if cause is None or not self._is_mine(cause):
+                raise
+            path = self._whole.path
+            raise CheckpointError(
+                f"{path} cannot be written ({error}): {remedy_of(cause)}, then start the run again, which goes on from its last checkpoint."
+            ) from error
+
+    def _is_mine(self, error: OSError) -> bool:
+        """A write of this directory failed, as far as can be told."""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return True
+        names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        return any(Path(name).absolute().is_relative_to(self._whole.path.absolute()) for name in names)
 
     def was_left(self) -> bool:
         """True where a process of this machine wrote here and has ended, however it ended."""
@@ -441,6 +470,15 @@ class RunDirectory:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _disk_error_in(error: Exception) -> OSError | None:
+    """A full disk, as libraries that write files by themselves say it."""
+    text = str(error)
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if f"os error {number})" in text or os.strerror(number) in text:
+            return OSError(number, os.strerror(number))
+    return None
 
 
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any], limit: int = 4) -> str:

@@ -186,6 +186,7 @@ class Trainer(ABC):
         evaluations: dict[int, float] = {}
         value = float("nan")
         with (
+            self.directory.explaining_failures(),
             StopSignal() as stop,
             StageRun(
                 config,
@@ -200,6 +201,7 @@ class Trainer(ABC):
             if self.evaluates and config.evaluator.at_start and self.step == 0:
                 evaluations[0] = self._evaluate(run)
             while self.step < total and (stop.received is None or not self.is_published):
+                self.directory.check_lock()
                 made = self.make_step(run, stop)
                 if made is None:
                     break

@@ -117,7 +117,10 @@ class StageRun:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.timer.write_chrome_trace(self.directory.trace_file)
+        try:
+            self.timer.write_chrome_trace(self.directory.trace_file)
+        except OSError as failed:  # nothing goes on from it, and what ended the run has an error of its own
+            logger.warning("%s cannot be written: %s", self.directory.trace_file, failed)
         self._exit.close()
 
     def facts(self, metrics: Mapping[str, float]) -> dict[str, float | str]:

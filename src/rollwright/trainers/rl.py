@@ -25,6 +25,7 @@ from rollwright.inference.backends import BACKENDS
 from rollwright.inference.weights.publication import RemoteClient
 from rollwright.rollout.engines import LocalRolloutEngine, RolloutEngine
 from rollwright.tracking.learning_signs import LearningWatch
+from rollwright.tracking.logging import getLogger
 from rollwright.tracking.run_directory import RunDirectory
 from rollwright.trainers.evaluation import evaluate
 from rollwright.trainers.loop import Part, StopSignal, Trainer
@@ -36,6 +37,8 @@ from rollwright.trainers.task_services import TaskServices
 from rollwright.trainers.tasks import evaluation_runner, task_loader, training_workflow, workflow_arguments
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.workflows.registry import resolve_workflow
+
+logger = getLogger("trainer")
 
 
 class PolicyTrainer(Trainer):
@@ -181,6 +184,18 @@ class PPOTrainer(PolicyTrainer):
         """Go on with the episodes that earlier processes recorded."""
         executor, version = self.rollout.executor, self.actor.version
         past = executor.recall([journal.directory])
+        for gap in past.lost:
+            logger.warning(
+                "the journal in %s: %s; what it had of tasks that are not done is sampled again", journal.directory, gap
+            )
+        if self.step and self.step not in past.checkpoints:
+            logger.warning(
+                "the journal in %s does not have the recover checkpoint of step %d: it is missing, empty or damaged. What was sampled beyond "
+                "that step is sampled again; rollwright check %s lists what the run lacks",
+                journal.directory,
+                self.step,
+                self.directory.path,
+            )
         self.made_again = range(version + 1, past.newest_version + 1)
         journal.write(Resumed(self.step, version, executor.frontier, past.count, past.tokens, time.time()))
 

@@ -63,7 +63,7 @@ def run_config(stages: Sequence[Stage], *, source_path: Path | None = None) -> i
         secrets = {secret for stage in stages for secret in secrets_of(stage.config)}
         copy_without_secrets(source_path, directory.path / "source.yaml", secrets)
     console = logging.console()
-    with directory:
+    with directory, directory.explaining_failures():
         done = directory.finished_stages() if directory.resumed else {}
         done = _still_done(stages, done, directory)
         for number, stage in enumerate(stages, 1):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import itertools
+import os
 import random
 import threading
 import time
@@ -105,6 +107,30 @@ def test_a_call_whose_arguments_are_gone_is_an_error_with_its_place(tmp_path, mo
     )
     with pytest.raises(JournalError, match=r"000000-0000\.journal, before byte \d+: call 0 of 0/0 has generation arguments 0"):
         list(read_episodes(tmp_path))
+
+
+def test_a_journal_that_cannot_be_written_ends_rollout_whatever_a_workflow_catches(tmp_path, monkeypatch):
+    """Its error is raised in the workflow's own model call, which a workflow may take for one of the engine's."""
+
+    class Stubborn(Chat):
+        async def arun_episode(self, engine, data):
+            for _ in range(3):
+                with contextlib.suppress(Exception):
+                    return await super().arun_episode(engine, data)
+            return None
+
+    journal = Journal(tmp_path)
+    with RolloutExecutor(EchoEngine(), RolloutConfig(max_failed_share=1.0), journal=journal) as executor:
+        executor.rollout_batch([{"turns": 2, "ordinal": 0}], Stubborn())
+        size = journal.size
+        monkeypatch.setattr(os, "write", lambda file, data: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(JournalError, match="cannot be written .*: free space on that disk, then start the run again"):
+            executor.rollout_batch([{"turns": 2, "ordinal": number} for number in range(1, 9)], Stubborn())
+        monkeypatch.undo()
+        assert isinstance(executor.stopped_by, JournalError)
+    assert journal.size == size
+    journal.close()
+    assert [record for _, record in read_records(tmp_path)]
 
 
 def test_a_call_is_a_delta_of_its_conversation(tmp_path):

@@ -495,9 +495,11 @@ class TestIdentity:
         data = bytearray(path.read_bytes())
         data[4096 * 3 :] = bytes(len(data) - 4096 * 3)
         path.write_bytes(data)
-        with pytest.raises(StoreError, match="restore it from a copy, or start a new store"):
-            with ExperienceStore(f"sqlite:///{path}") as store:
-                list(store.groups())
+        with (
+            pytest.raises(StoreError, match="restore it from a copy, or start a new store"),
+            ExperienceStore(f"sqlite:///{path}") as store,
+        ):
+            list(store.groups())
 
     @pytest.mark.parametrize("url", ["mysql://host/x", "nonsense"])
     def test_urls_that_are_not_supported(self, url):

@@ -53,10 +53,9 @@ class Adds:
         return f"= {question[0]}"
 
 
-def record_run(root, model):
-    """Carry out a run of three steps, of 4 groups of 4 samples each, of the model in a directory; returns that of the run."""
-    tokenizer = load_tokenizer(model)
-    config = GRPOConfig(
+def run_config(root, model):
+    """Three steps of 4 groups of 4 samples, of the model in a directory."""
+    return GRPOConfig(
         experiment_name="viewed",
         trial_name="run",
         cluster=ClusterConfig(fileroot=f"{root}/runs"),
@@ -68,6 +67,11 @@ def record_run(root, model):
         train_dataset=DatasetConfig(batch_size=4),
         total_train_steps=STEPS,
     )
+
+
+def record_run(root, model):
+    """Carry out that run; returns its directory."""
+    tokenizer, config = load_tokenizer(model), run_config(root, model)
     with PPOTrainer(config, TASKS, TASKS[:2]) as trainer:
         trainer.train(workflow=Adds(tokenizer))
     return root / "runs" / "viewed" / "run"

@@ -23,7 +23,6 @@ from rollwright.experience.journal.records import (
     Call,
     Closed,
     End,
-    Files,
     Result,
     Row,
     tokens_in,
@@ -268,7 +267,7 @@ def read_episodes(
             else:
                 episode.end = record
                 yield open_episodes.pop((place.writer, record.episode)).rewind()
-        elif not isinstance(record, Files | Closed):
+        elif not isinstance(record, Closed):
             note(place, record)
     for episode in open_episodes.values():
         yield episode.rewind()

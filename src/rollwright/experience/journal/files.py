@@ -11,7 +11,6 @@ or cut later is missed. Old files are removed only where ``keep`` says so.
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import os
 import re
@@ -24,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from rollwright.atomic import remedy_of
 from rollwright.config.sections import JournalConfig
 from rollwright.errors import JournalError
 from rollwright.experience.journal.frames import VERSION, decoded, frame, frames
@@ -155,7 +155,7 @@ class Journal:
         """The error of this journal, kept in ``failure``: code that raises it may catch whatever comes."""
         failure = JournalError(
             f"The journal in {self.directory} cannot be written ({error}), so what episodes are answered would be lost with this "
-            f"process: {_remedy(error)}, then start the run again, which goes on from its last checkpoint."
+            f"process: {remedy_of(error)}, then start the run again, which goes on from its last checkpoint."
         )
         self.failure = self.failure or failure
         return failure
@@ -454,9 +454,19 @@ def read_file(path: Path) -> Iterator[tuple[Place, AnyRecord | Gap]]:
         yield Place(writer, path, end + left), Gap(path, end, end + left, (step, None), is_tail=True)
 
 
-def _remedy(error: OSError) -> str:
-    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
-        return "put the directory back where it was"
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "make it writable again"
-    return "free space on that disk"
+def lost_files(directory: Path, listed: Files) -> list[Gap]:
+    """What a journal lacks of the files that it had when they were listed."""
+    found = []
+    for name, size in sorted(listed.sizes.items()):
+        path = directory / name
+        left = path.stat().st_size if path.exists() else -1
+        if left < size:
+            lost = (
+                f"its last {size - left:,} bytes or more are gone"
+                if left > 0
+                else "it is empty"
+                if not left
+                else "this file is gone"
+            )
+            found.append(Gap(path, max(0, left), size, note=lost))
+    return found
