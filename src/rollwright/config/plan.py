@@ -76,7 +76,7 @@ def _rl(config: PPOConfig) -> str:
     evaluation = f"; evaluate on {_rows(config.valid_dataset)}" if config.valid_dataset else ""
     return (
         f"train {config.actor.path} with {work}, {dataset.batch_size} tasks × {gconfig.n_samples} "
-        f"samples a step ({_sampling(gconfig)}) from the {config.rollout.backend} engine, {_length(config)}{evaluation}"
+        f"samples a step ({_sampling_of_tasks(config)}) from the {config.rollout.backend} engine, {_length(config)}{evaluation}"
     )
 
 
@@ -101,6 +101,14 @@ def _length(config: Any) -> str:
     if config.total_train_steps is not None:
         return f"{config.total_train_steps} steps"
     return f"{config.total_train_epochs} epoch{'s' if config.total_train_epochs > 1 else ''}"
+
+
+def _sampling_of_tasks(config: PPOConfig) -> str:
+    """How tasks are sampled, of each taskset whose own arguments differ."""
+    own = {taskset.name: _sampling(taskset.gconfig or config.gconfig) for taskset in config.tasksets}
+    if len(set(own.values())) > 1:
+        return "; ".join(f"{name}: {sampling}" for name, sampling in own.items())
+    return next(iter(own.values()), _sampling(config.gconfig))
 
 
 def _sampling(gconfig: GenerationHyperparameters) -> str:

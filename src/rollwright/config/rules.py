@@ -34,6 +34,7 @@ from rollwright.config.source import KeyPath, dotted, undotted
 from rollwright.config.task_rules import Rule
 from rollwright.config.tasksets import TasksetConfig, keys_read_elsewhere
 from rollwright.config.unread_keys import has_interval
+from rollwright.config.validation import annotations_of, choices_of, is_section
 from rollwright.errors import ConfigError
 
 Fault = tuple[KeyPath, str]
@@ -54,6 +55,24 @@ def validate(config: Any) -> None:
     """
     if faults := [f"{dotted(path)}: {message}" for path, message in faults_of(config)]:
         raise ConfigError.of(faults)
+
+
+def refuse_dicts(config: Any) -> None:
+    """Refuse dicts in a config made in Python where dataclasses are meant: their keys would be read by nobody.
+
+    Raises:
+        ConfigError: with every such section, and what to write.
+    """
+    faults = [
+        f"{dotted((*path, name))} is a dict; give {kind.__name__}({', '.join(f'{key}={each!r}' for key, each in value.items())})"
+        for path, section in _sections(config, ())
+        for name, annotation in annotations_of(type(section)).items()
+        if isinstance(value := getattr(section, name, None), dict)
+        for kind in [next((each for each in choices_of(annotation) if is_section(each)), None)]
+        if kind is not None
+    ]
+    if faults:
+        raise ConfigError.of([f"{fault}." for fault in faults])
 
 
 def _sections(config: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:

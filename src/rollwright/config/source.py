@@ -193,6 +193,7 @@ class Faults:
     origins: Origins
     found: list[tuple[int, KeyPath, str]] = field(default_factory=list)
     unread: set[KeyPath] = field(default_factory=set)
+    root: type | None = None  # class of the config
 
     def add(self, path: KeyPath, message: str) -> None:
         """Note what is wrong with the value at ``path``."""

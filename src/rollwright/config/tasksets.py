@@ -9,6 +9,7 @@ from typing import Any
 from rollwright.config import key, key_from
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.source import default_of
+from rollwright.errors import ConfigError
 
 
 @dataclass
@@ -105,6 +106,12 @@ class TasksetConfig:
     )
     selector_args: dict[str, Any] = key_from(dict, "Arguments of the selector, such as seed or target_reward.", **_TASKSETS)
     ratio: float = key(1.0, "Weight of this taskset among several.", gt=0.0, **_TASKSETS)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.format, dict):
+            raise ConfigError(
+                f"format is a dict; give FormatConfig({', '.join(f'{k}={v!r}' for k, v in self.format.items())})."
+            )
 
     @property
     def source(self) -> str:

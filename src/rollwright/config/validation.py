@@ -25,7 +25,7 @@ from rollwright.config.generation import ALIASES, GenerationHyperparameters
 from rollwright.config.secrets import HIDDEN, Secret
 from rollwright.config.source import DIALECTS, Faults, KeyPath, Written, default_of, dotted, plain
 from rollwright.errors import ConfigError, RollwrightError
-from rollwright.registry import Registry, nearest
+from rollwright.registry import Registry, import_path, nearest
 
 logger = logging.getLogger("rollwright.config")
 
@@ -36,6 +36,7 @@ def validated(cls: type, data: Any, faults: Faults) -> Any:
     Raises:
         ConfigError: a field has a type that a config cannot hold.
     """
+    faults.root = cls
     named = _named(cls, data, (), None, faults)
     told = {path for _, path, _ in faults.found}
     try:
@@ -120,7 +121,7 @@ def _named(kind: Any, value: Any, path: KeyPath, default: Any, faults: Faults) -
     if value == HIDDEN:
         faults.add(path, "is ***, which stands for a secret that was not written; give it again, best as ${oc.env:NAME}")
         return value
-    choices = _choices(kind)
+    choices = choices_of(kind)
     sections = [choice for choice in choices if is_section(choice)]
     if isinstance(value, dict) and sections:
         cls = max(sections, key=lambda each: (len(value.keys() & annotations_of(each).keys()), isinstance(default, each)))
@@ -151,7 +152,9 @@ def _named_section(cls: type, data: dict[Any, Any], path: KeyPath, default: Any,
             if warn:
                 logger.warning("%s: %s is called %r here; reading it as such.", written.place, written.key, name)
         if name not in fields:
-            faults.add((*path, key), f"{cls.__name__} has no key {key!r}; {nearest(key, fields)}")
+            faults.add(
+                (*path, key), f"{cls.__name__} has no key {key!r}; {elsewhere(faults.root, key) or nearest(key, fields)}"
+            )
         elif name in section:
             faults.add((*path, key), f"says again what {name!r} says; keep one")
         else:
@@ -167,7 +170,24 @@ def _named_section(cls: type, data: dict[Any, Any], path: KeyPath, default: Any,
     return section
 
 
-def _choices(kind: Any) -> list[Any]:
+def elsewhere(root: Any, key: object) -> str:
+    """Where a key is that users of other systems know under this name; empty if it is not one of theirs."""
+    if root is None:
+        return ""
+    places = import_path("rollwright.compat.foreign_keys:PLACES", "table").get(key, ())
+    return next((f"it is {place} here" for place in places if _has_place(root, place.split("."))), "")
+
+
+def _has_place(cls: type, path: list[str]) -> bool:
+    hints = annotations_of(cls)
+    if path[0] not in hints:
+        return False
+    if len(path) == 1:
+        return not any(is_section(choice) for choice in choices_of(hints[path[0]]))
+    return any(is_section(choice) and _has_place(choice, path[1:]) for choice in choices_of(hints[path[0]]))
+
+
+def choices_of(kind: Any) -> list[Any]:
     """The members of a union; of another type, itself."""
     kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else [kind]
     return [typing.get_args(each)[0] if typing.get_origin(each) is Annotated else each for each in kinds]

@@ -49,11 +49,16 @@ def prompt_text(
         DataError: the tokenizer has no chat template.
     """
     if not variables.get("chat_template") and getattr(tokenizer, "chat_template", "unknown") is None:
-        raise DataError(
-            f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template, so messages cannot be made a prompt: take the "
-            "model's chat variant, or set tokenizer.chat_template and save the tokenizer."
-        )
+        raise DataError(without_template(tokenizer))
     return render(tokenizer, messages, tools, add_generation_prompt=True, enable_thinking=enable_thinking, **variables)
+
+
+def without_template(tokenizer: Any) -> str:
+    """What is wrong with a tokenizer that has no chat template, and what to do about it."""
+    return (
+        f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template, so messages cannot be made a prompt: take the "
+        "model's chat variant, name another in tokenizer_path, or set tokenizer.chat_template and save the tokenizer."
+    )
 
 
 def prompt_ids(

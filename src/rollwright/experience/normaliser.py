@@ -7,6 +7,7 @@ of trajectory dicts.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -42,6 +43,7 @@ def normalise(
     if result is None:
         return None
     place = Place(workflow, task)
+    _refuse_unawaited("result", result, place)
     if isinstance(result, Mapping) and result and all(isinstance(value, Experience) for value in result.values()):
         result = list(result.values())
     items = list(result) if isinstance(result, list | tuple) else [result]
@@ -82,6 +84,25 @@ def normalise(
         return concat_padded_tensors(filled)
     except TrajectoryError as error:
         raise place.error("result", str(error), "return rows with the same keys") from error
+
+
+def _refuse_unawaited(key: str, value: Any, place: Place) -> None:
+    """Name a call whose ``await`` was forgotten, with its line: a result, an item of it, or the value of a key or attribute."""
+    if inspect.isawaitable(value):
+        name = getattr(value, "__qualname__", type(value).__name__)
+        origin = getattr(value, "cr_origin", None)  # where rollout's event loop runs (coroutine origins are tracked)
+        where = f" at {origin[0][0]}:{origin[0][1]}" if origin else ""
+        if inspect.iscoroutine(value):
+            value.close()  # so that Python does not say so, too
+        raise place.error(key, f"it is a call of {name}{where} that was not awaited", "write await before it")
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            _refuse_unawaited(str(name), item, place)
+    elif isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
+        for item in value:
+            _refuse_unawaited(key, item, place)
+    elif isinstance(value, Experience):
+        _refuse_unawaited("reward", value.reward, place)
 
 
 def _fill_without_record(trajectory: Trajectory, masked: torch.Tensor, place: Place) -> None:

@@ -254,6 +254,11 @@ def as_float(value: Any) -> float:
         TypeError: it is no number.
         ValueError: it is NaN or infinite.
     """
+    if inspect.isawaitable(value):
+        name = getattr(value, "__qualname__", type(value).__name__)
+        if inspect.iscoroutine(value):
+            value.close()
+        raise TypeError(f"it returned a call of {name} that was not awaited: write await before it")
     if isinstance(value, str | bytes) or value is None:
         raise TypeError(f"it returned {value!r}, not a number")
     try:

@@ -129,6 +129,7 @@ class LoopThread:
         asyncio.set_event_loop(self.loop)
         self.monitor.start()
         try:
+            sys.set_coroutine_origin_tracking_depth(1)  # a call that nobody awaited is told with its line
             with rare_full_collections():
                 while True:
                     try:

@@ -106,6 +106,10 @@ class FailureLog:
         )
 
 
+#: Of an error about what a call of an async function returned.
+_COROUTINE = re.compile(r"'?\bcoroutine\b'?")
+
+
 def _cause(error: BaseException) -> str:
     """An exception in one line, with the innermost line of the user's code.
 
@@ -118,5 +122,7 @@ def _cause(error: BaseException) -> str:
     frames = _FRAME.findall(message)
     if not frames and not isinstance(error, RewardError):
         frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, AttributeError | TypeError) and _COROUTINE.search(text):
+        text += " (the call that made it was not awaited: write await before it)"
     users = [(file, line) for file, line in frames if not any(part in file for part in _NOT_USERS)]
     return f"{text} at {users[-1][0]}:{users[-1][1]}" if users else text

@@ -31,7 +31,7 @@ from rollwright.trainers.reporting import sample_means
 from rollwright.trainers.rollout_backend import make_rollout_engine, servers_of
 from rollwright.trainers.shared_run import trial_path
 from rollwright.trainers.task_services import TaskServices
-from rollwright.trainers.tasks import held_out_tasks
+from rollwright.trainers.tasks import held_out_tasks, refuse_missing_chat_template
 
 logger = getLogger("bench")
 
@@ -126,6 +126,7 @@ def last_step(final: Path) -> int | None:
 def _scores(config: PPOConfig, path: str, directory: RunDirectory) -> dict[str, dict[str, float]]:
     config = dataclasses.replace(config, actor=dataclasses.replace(config.actor, path=path, init_from_scratch=False))
     tokenizer = load_tokenizer(config.tokenizer_path or path, config.actor.trust_remote_code)
+    refuse_missing_chat_template(config, tokenizer)
     gconfig = config.evaluator.gconfig.new(n_samples=config.bench.samples)
     scores, by_name = {}, defaultdict(list)
     with (

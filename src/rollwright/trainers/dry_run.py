@@ -66,10 +66,11 @@ def _output_of(config: Any) -> Path:
 
 
 def _missing_files(config: Any, is_there: Callable[[str], bool]) -> Iterator[Fault]:
-    for key, path, _ in _models(config):
-        if (
-            key[0] != "rollout" and is_there(path) and (fault := _missing_directory(path))
-        ):  # rollout.path may be another machine's
+    for key, path, needs_weights in _models(config):
+        if key[0] == "rollout" or not is_there(path):  # rollout.path may be another machine's
+            continue
+        is_here = Path(path).expanduser().is_dir()
+        if fault := _model_fault(path, needs_weights) if is_here else _missing_directory(path):
             yield key, fault
     for key, section, _ in _datasets(config):
         if is_there(section.path) and names_a_file(section.path) and not Path(section.path).expanduser().exists():
@@ -128,7 +129,8 @@ def _model_fault(path: str, needs_weights: bool) -> str | None:
     directory = Path(path).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():
-            return f"is {path}, a directory that holds no model: it has no config.json"
+            held = "is empty" if not any(directory.iterdir()) else "holds no model: it has no config.json"
+            return f"is {path}, a directory that {held}"
         if needs_weights and not any(directory.glob("*.safetensors")) and not any(directory.glob("*.bin")):
             return f"is {path}, which has a configuration and no weights (*.safetensors)"
         return None

@@ -47,7 +47,13 @@ from rollwright.trainers.shared_run import (
     trial_path,
 )
 from rollwright.trainers.task_services import TaskServices
-from rollwright.trainers.tasks import count_tasks, held_out_tasks, training_tasks, training_workflow
+from rollwright.trainers.tasks import (
+    count_tasks,
+    held_out_tasks,
+    refuse_missing_chat_template,
+    training_tasks,
+    training_workflow,
+)
 
 logger = getLogger("explorer")
 
@@ -80,6 +86,7 @@ class Explorer:
         self.directory = directory
         self.name = directory.trial
         self.tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, config.actor.trust_remote_code)
+        refuse_missing_chat_template(config, self.tokenizer)
         self.tasks = training_tasks(config)
         self.spec = run_length(config, count_tasks(self.tasks.source))
         rollout = config.rollout

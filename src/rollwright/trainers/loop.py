@@ -16,6 +16,7 @@ from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
 
 from rollwright.config.experiment import BaseExperimentConfig, FinetuneSpec, section_of
+from rollwright.config.rules import refuse_dicts
 from rollwright.config.sections import IntervalConfig, TrainEngineConfig
 from rollwright.data.tokenizer import load_tokenizer
 from rollwright.errors import LostRankError
@@ -58,6 +59,7 @@ class Trainer(ABC):
     evaluates = False  #: there are held-out tasks and an engine to run them with
 
     def __init__(self, config: BaseExperimentConfig, model: TrainEngineConfig, directory: RunDirectory) -> None:
+        refuse_dicts(config)
         self.config: Any = config
         self.directory = directory
         self.tokenizer = load_tokenizer(config.tokenizer_path or model.path, model.trust_remote_code)

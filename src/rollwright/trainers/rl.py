@@ -13,6 +13,7 @@ from typing import Any
 from rollwright.config.experiment import FinetuneSpec, PPOConfig
 from rollwright.config.loading import config_to_dict
 from rollwright.config.recipes import apply_recipe
+from rollwright.config.rules import refuse_dicts
 from rollwright.config.sections import TrainEngineConfig
 from rollwright.data.drawing import TaskMixture
 from rollwright.data.loader import TaskLoader
@@ -34,7 +35,13 @@ from rollwright.trainers.placed_rollout import with_placed_models
 from rollwright.trainers.reporting import EvaluationResult, StageRun, check_agreement, report_step
 from rollwright.trainers.rollout_backend import make_rollout_engine
 from rollwright.trainers.task_services import TaskServices
-from rollwright.trainers.tasks import evaluation_runner, task_loader, training_workflow, workflow_arguments
+from rollwright.trainers.tasks import (
+    evaluation_runner,
+    refuse_missing_chat_template,
+    task_loader,
+    training_workflow,
+    workflow_arguments,
+)
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.workflows.registry import resolve_workflow
 
@@ -124,11 +131,13 @@ class PPOTrainer(PolicyTrainer):
         *,
         directory: RunDirectory | None = None,
     ) -> None:
+        refuse_dicts(config)
         super().__init__(
             apply_recipe(config),
             config.actor,
             directory or RunDirectory(config.cluster.fileroot, config.experiment_name, config.trial_name),
         )
+        refuse_missing_chat_template(config, self.tokenizer)
         self._owns_directory = directory is None
         self.shares_weights = not issubclass(BACKENDS.get(config.rollout.backend), RemoteClient)
         self.valid_dataset = list(valid_dataset or [])[: config.evaluator.limit]

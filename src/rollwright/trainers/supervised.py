@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rollwright.config.experiment import DPOConfig, FinetuneSpec, SFTConfig
-from rollwright.data.chat_template import prompt_ids, prompt_text, reply_ids
+from rollwright.data.chat_template import prompt_ids, prompt_text, reply_ids, without_template
 from rollwright.data.conversation import worked_turns
 from rollwright.data.vision import as_images, image_placeholder, load_processor, multi_modal_outputs, place_images
 from rollwright.errors import ConfigError, DataError
@@ -30,6 +30,9 @@ from rollwright.trainers.shared_run import give_weights
 from rollwright.trainers.tasks import task_loader, with_defaults, workflow_arguments
 from rollwright.training.publish import Publisher, publisher_for
 from rollwright.workflows.turns import BranchedSequence
+
+#: Columns of rows that no chat template of the tokenizer renders: worked episodes, tokens, and images, which a processor places.
+_WITHOUT_TEMPLATE = ("segments", "input_ids", "images")
 
 
 class SupervisedTrainer(Trainer):
@@ -58,6 +61,8 @@ class SupervisedTrainer(Trainer):
         if config.stop_accuracy is not None and not (valid_dataset and config.workflow and config.evaluator.every_steps):
             raise ConfigError("stop_accuracy needs valid_dataset, workflow and evaluator.every_steps to be set as well.")
         super().__init__(config, config.model, directory)
+        if self.tokenizer.chat_template is None and any(row.keys().isdisjoint(_WITHOUT_TEMPLATE) for row in train_dataset):
+            raise ConfigError(f"the rows are conversations, and {without_template(self.tokenizer)}")
         self.valid_dataset = list(valid_dataset or [])[: config.evaluator.limit]
         self.evaluates = self.shares_weights = bool(config.workflow and self.valid_dataset)
         self.loader = task_loader(config, train_dataset)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rollwright.config.experiment import PPOConfig
+from rollwright.data.chat_template import without_template
 from rollwright.data.datasets import get_dataset
 from rollwright.data.drawing import TaskMixture, taskset_rows
 from rollwright.data.loader import TaskLoader
@@ -53,6 +54,25 @@ def workflow_arguments(
 def thinks(workflow_kwargs: dict[str, Any] | None) -> bool | None:
     """The ``enable_thinking`` that a workflow is given, by which prompts are counted, too; None: it is given none."""
     return (workflow_kwargs or {}).get("enable_thinking")
+
+
+def refuse_missing_chat_template(config: Any, tokenizer: Any) -> None:
+    """Refuse workflows that render messages by a chat template with a tokenizer that has none.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    if tokenizer.chat_template is not None:
+        return
+    workflows = [("workflow", config.workflow, config.workflow_kwargs)]
+    for name in ("tasksets", "eval_tasksets"):
+        for index, taskset in enumerate(getattr(config, name, [])):
+            if taskset.columns.chat_template is None:
+                workflows.append((f"{name}.{index}.workflow", taskset.workflow, taskset.workflow_args))
+    for key, name, arguments in workflows:
+        uses = getattr(WORKFLOWS.get(name), "uses_chat_template", None) if isinstance(name, str) else None
+        if uses is not None and uses(arguments):
+            raise ConfigError(f"{key} is {name}, and {without_template(tokenizer)}")
 
 
 def held_out_tasks(

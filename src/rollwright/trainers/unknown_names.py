@@ -162,6 +162,13 @@ def _workflow(config: Any, key: str, name: Any, kwargs: Mapping[str, Any], *, ev
         more = "; it has run(): name it in a taskset (tasksets)" if hasattr(found, "run") else ""
         yield (key,), f"{name!r} is no workflow: it has no method arun_episode(engine, data){more}"
         return
+    function = inspect.unwrap(found.arun_episode)
+    if inspect.isfunction(function) and not inspect.iscoroutinefunction(function):
+        yield (
+            (key,),
+            f"{name!r} has an arun_episode that is not async: write 'async def arun_episode' and await the engine in it",
+        )
+        return
     arguments = with_defaults(name, dict(kwargs), dict.fromkeys(_GIVEN, object()))
     arguments = {**arguments, "gconfig": None} if evaluates else arguments  # evaluation has generation arguments of its own
     try:

@@ -95,6 +95,11 @@ class EpisodeWorkflow(RolloutWorkflow):
 
     group_size: int | None = None
 
+    @staticmethod
+    def uses_chat_template(arguments: Mapping[str, Any]) -> bool:
+        """Whether prompts are rendered by the tokenizer's chat template, with these arguments of the constructor."""
+        return not (arguments.get("get_input_ids_fn") or arguments.get("data_extract_prompt_fn"))
+
     def __init__(
         self,
         reward_fn: Callable[..., Any] | str | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rollwright.data.formats import with_system
@@ -31,6 +32,11 @@ class SimpleWorkflow(ResettableWorkflow):
 
     default_system_prompt: str | None = None
     default_reward_fn: str | None = None
+
+    @staticmethod
+    def uses_chat_template(arguments: Mapping[str, Any]) -> bool:
+        """Whether prompts are rendered by the tokenizer's chat template."""
+        return True
 
     def reset(self, task: Task) -> None:
         """Take the next task."""
