@@ -4,7 +4,7 @@
 #   docker build -t rollwright .                                                      a CPU
 #   docker build -t rollwright:gpu --build-arg ROLLWRIGHT_TORCH=any .                 a GPU (torch's CUDA build)
 #
-#   docker run --rm -it --shm-size 2g -v "$PWD/runs:/work/runs" rollwright run examples/quickstart.yaml
+#   docker run --rm -it --shm-size 2g -v "$PWD/runs:/work/runs" rollwright run quickstart
 #   docker run --rm -it --gpus all --shm-size 16g -v "$PWD/runs:/work/runs" rollwright:gpu doctor
 #
 # The sandbox for Python that a model writes makes namespaces of its own, which Docker forbids unless the container is started with
@@ -28,12 +28,12 @@ COPY pyproject.toml README.md LICENSE ./
 COPY constraints constraints
 COPY scripts/install.py scripts/install.py
 COPY src src
+COPY examples examples
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf,required=false \
     python -m venv .venv && .venv/bin/python scripts/install.py -c constraints/cpu.txt ".[$EXTRAS]"
 
 # The user that runs: what it writes is in /work/runs.
 RUN useradd --create-home --uid 1000 rollwright && mkdir -p /work/runs && chown -R rollwright /work
-COPY --chown=rollwright examples /work/examples
 USER rollwright
 WORKDIR /work
 ENTRYPOINT ["rollwright"]

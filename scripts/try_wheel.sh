@@ -10,7 +10,7 @@ export OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false PYTHONPATH=
 
 # Built from a copy: setuptools leaves its files where it builds, and would take up old ones.
 mkdir "$work/source"
-cp -r "$here"/{src,pyproject.toml,README.md,LICENSE} "$work/source"
+cp -r "$here"/{src,examples,pyproject.toml,README.md,LICENSE} "$work/source"
 "${PYTHON:-python3}" -m venv "$work/env"
 python="$work/env/bin/python"
 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$work" "$work/source"
@@ -23,6 +23,11 @@ cd "$work/mine"
 "$work/env/bin/rollwright" new workflow two_readers
 "$work/env/bin/rollwright" run two_readers.yaml
 test -n "$(ls runs/two_readers/first/grpo/checkpoints/final/*.safetensors)"
+"$work/env/bin/rollwright" examples
+"$work/env/bin/rollwright" run multi_turn --dry-run > /dev/null  # with a world of its own
+"$work/env/bin/rollwright" run quickstart total_train_steps=2 gconfig.max_new_tokens=8 \
+  stages.{before,after}.dataset.limit=16 stages.{before,after}.samples=2 stages.{warmup,grpo}.evaluator.limit=16
+test -n "$(ls runs/quickstart/trial/grpo/checkpoints/final/*.safetensors)"
 others="$("$python" -m pip list --format freeze | grep -vcE '^(pip|setuptools|uv|rollwright)==')"
 echo "$("$python" --version): $(basename "$work"/rollwright-*.whl) works, with $others packages besides it"
 test "$others" -le 60  # what the core may bring; look at what grew with: pip install pipdeptree && pipdeptree -p rollwright

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from rollwright.cli.examples import find_config
 from rollwright.cli.run import PluginDirectories, load_with_plugins, look_up_names
 from rollwright.config.loading import load_stages, split_arguments
 from rollwright.config.plan import describe, resolved_yaml
@@ -23,7 +24,8 @@ Arguments = Annotated[
 @app.command()
 def show(arguments: Arguments) -> None:
     """Print a config with every key and the value it has after overrides and interpolation."""
-    typer.echo(resolved_yaml(load_stages(*split_arguments(arguments))))
+    file, overrides = split_arguments(arguments)
+    typer.echo(resolved_yaml(load_stages(find_config(file), overrides)))
 
 
 @app.command()
@@ -33,7 +35,7 @@ def check(arguments: Arguments, plugin_dir: PluginDirectories = None) -> None:
     Workflows, rewards and operators are looked up by their names, as a run would; models and data are not.
     """
     file, overrides = split_arguments(arguments)
-    stages = load_with_plugins(file, overrides, plugin_dir)
+    stages = load_with_plugins(find_config(file), overrides, plugin_dir)
     look_up_names(stages)
     typer.echo(f"{file}: nothing is wrong.{describe(stages)}")
 

@@ -19,6 +19,7 @@ from rollwright.tracking.logging import getLogger
 #: Name -> where the command is (``module:attribute``, a function or a ``typer.Typer`` of several commands), and its help.
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("rollwright.cli.run:run", "Carry out a config: train, warm up, evaluate, whatever its stages say."),
+    "examples": ("rollwright.cli.examples:examples", "List the examples, which `rollwright run NAME` runs."),
     "eval": ("rollwright.cli.run:evaluate", "Score a model on a dataset, greedy and sampled."),
     "sequences": ("rollwright.cli.sequences:sequences", "Generate and score responses, and write them as a table."),
     "replay": ("rollwright.cli.replay:replay", "Run recorded episodes again, without a model."),

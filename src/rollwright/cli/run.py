@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from rollwright.cli.examples import find_config
 from rollwright.cli.failures import keep_tracebacks_in
 from rollwright.config.experiment import PPOConfig, SFTConfig
 from rollwright.config.loading import Stage, load_eval_stages, load_stages, split_arguments
@@ -33,7 +34,11 @@ PluginDirectories = Annotated[
 def run(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[CONFIG] [key=value]...", help="A YAML file, then keys that win over it.", show_default=False),
+        typer.Argument(
+            metavar="[CONFIG] [key=value]...",
+            help="A YAML file, or the name of an example, then keys that win over it.",
+            show_default=False,
+        ),
     ] = None,
     config: ConfigOption = None,
     plugin_dir: PluginDirectories = None,
@@ -55,6 +60,7 @@ def run(
     """
     _spare_a_busy_machine()
     file, overrides = split_arguments([*(["--config", config] if config else []), *(arguments or [])])
+    file = find_config(file)
     stages = load_with_plugins(file, overrides, plugin_dir)
     cluster, trained = _cluster_of(stages), [stage for stage in stages if isinstance(stage.config, PPOConfig | SFTConfig)]
     plugins = [word for path in plugin_dir or () for word in ("--plugin-dir", str(path))]
@@ -161,7 +167,7 @@ def evaluate(
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
     words = [*(["--config", config] if config else []), *(arguments or [])]
     file, overrides = split_arguments(words) if any("=" not in word for word in words) else (None, words)
-    stages = load_eval_stages(file, [*overrides, *given])
+    stages = load_eval_stages(None if file is None else find_config(file), [*overrides, *given])
     for stage in stages:  # a run's own directory is never written to again
         stage.config.trial_name += time.strftime("-eval-%Y%m%d-%H%M%S")
     _carry_out(stages, file)

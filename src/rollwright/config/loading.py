@@ -340,7 +340,9 @@ class _File:
         faults.found = [fault for fault in faults.found if fault[1] not in shared]
 
     def refuse_unread_keys(self) -> None:
-        """Shared keys that reach stages of which none reads them."""
+        """Shared keys that reach stages of which none reads them; not if a stage has other faults, as it may read them."""
+        if self.faults:
+            return
         for path, messages in self.unread.items():
             if len(messages) == sum(_has_key(config, path) for config in self.configs):
                 self.faults.append(messages[0])

@@ -27,11 +27,7 @@ def test_what_it_names_is_there(example, monkeypatch):
 
 def commands_in(text):
     """Overrides of every command that a text documents for the GSM8K example."""
-    return [
-        line.split("examples/gsm8k_grpo.yaml", 1)[1].split()
-        for line in text.splitlines()
-        if "run examples/gsm8k_grpo.yaml" in line
-    ]
+    return [line.split("run gsm8k_grpo", 1)[1].split() for line in text.splitlines() if "run gsm8k_grpo" in line]
 
 
 @pytest.mark.parametrize("place", ["README.md", "examples/gsm8k_grpo.yaml"])
