@@ -1,7 +1,8 @@
 """The bodies of requests, in the names of SGLang's native protocol and of the OpenAI protocol, validated by pydantic.
 
-A parameter is honoured (a field of a model), ignored (it cannot change what is sampled) or neutral (the server has no
-counterpart: only a value that asks for nothing is taken). Any other is refused by name. None means "not given".
+A parameter is honoured (a field of a model), ignored (it cannot change what is sampled), left out with a warning (it asks for
+something that only the vendor's own servers run) or neutral (the server has no counterpart: only a value that asks for nothing is
+taken). Any other is refused by name. None means "not given".
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -25,7 +27,7 @@ from pydantic_core import ErrorDetails
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.inference.parameters import limits_top_k
 from rollwright.inference.server.exchange import RequestError, beside_the_loop, read_object
-from rollwright.inference.server.response_format import response_schema
+from rollwright.inference.server.response_format import format_structure, outputs_structure
 
 
 class Body(BaseModel):
@@ -34,13 +36,26 @@ class Body(BaseModel):
     Attributes:
         noun: what a parameter is called in messages.
         ignored: names of parameters that cannot change what is sampled.
+        left_out: name -> why the parameter is left out with a warning.
         neutral: name -> the values that ask for nothing, and why another is refused; a list may hold one for each prompt.
+        of_chat: names of the chat request's parameters that are taken, too; a subclass with such names has ``extra="allow"``.
+        renamed: name in the chat request -> its name here.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     noun: ClassVar[str] = "parameter"
     ignored: ClassVar[frozenset[str]] = frozenset()
+    left_out: ClassVar[dict[str, str]] = {}
     neutral: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {}
+    of_chat: ClassVar[frozenset[str]] = frozenset()
+    renamed: ClassVar[dict[str, str]] = {}
+
+    _warnings: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What was left out, and why."""
+        return self._warnings
 
     @classmethod
     async def read(cls, request: Request) -> Self:
@@ -65,25 +80,36 @@ class Body(BaseModel):
             for_each = value if isinstance(value, list) else [value]
             if value not in neutral and any(item is not None and item not in neutral for item in for_each):
                 raise RequestError(f"{name}={value!r:.100} cannot be honoured: {why}. Leave it out.", param=name)
+        warnings = [f"{name} is left out: {cls.left_out[name]}." for name in sorted(cls.left_out.keys() & given.keys())]
+        given = {name: value for name, value in given.items() if name not in cls.left_out}
+        if unknown := next((name for name in given if name not in cls.model_fields and name not in cls.of_chat), None):
+            raise cls._unknown(unknown)
         try:
-            return cls.model_validate(given)
+            body = cls.model_validate(given)
         except ValidationError as error:
             raise cls._refusal(error.errors(include_url=False)[0], given) from None
+        body._warnings = warnings
+        return body
 
     @classmethod
     def described(cls) -> dict[str, Any]:
         """JSON Schema of the body: fields, neutral values and what is ignored."""
         schema = cls.model_json_schema()
         schema["properties"] |= {name: {"enum": [*values, None]} for name, (values, _) in cls.neutral.items()}
-        schema["properties"] |= {name: {} for name in sorted(cls.ignored)}
+        schema["properties"] |= {name: {} for name in sorted({*cls.ignored, *cls.left_out})}
         return schema
+
+    @classmethod
+    def _unknown(cls, name: str) -> RequestError:
+        if name in cls.renamed:
+            return RequestError(f"Unknown {cls.noun} {name!r}: it is {cls.renamed[name]} here.", param=name)
+        known = {*cls.model_fields, *cls.neutral, *cls.left_out}
+        of_chat = f"; and of a chat request {', '.join(sorted(cls.of_chat - known))}" if cls.of_chat else ""
+        return RequestError(f"Unknown {cls.noun} {name!r}; known are {', '.join(sorted(known))}{of_chat}.", param=name)
 
     @classmethod
     def _refusal(cls, error: ErrorDetails, given: dict[str, Any]) -> RequestError:
         name, kind = str(error["loc"][0]), error["type"]
-        if kind == "extra_forbidden":
-            known = ", ".join(sorted([*cls.model_fields, *cls.neutral]))
-            return RequestError(f"Unknown {cls.noun} {name!r}; known are {known}.", param=name)
         field, said = cls.model_fields[name], f"{name} is missing"
         if name in given:
             said = f"{name}={given[name]!r:.100}"
@@ -271,6 +297,12 @@ _TEMPLATE_METHOD = frozenset(
 )
 
 
+#: What vLLM called its ``structured_outputs`` before.
+_GUIDED: dict[str, tuple[tuple[Any, ...], str]] = {
+    f"guided_{name}": ((), f"its name is structured_outputs.{name} now") for name in ("json", "regex", "choice", "grammar")
+}
+
+
 class OpenAIBody(SamplingBody):
     """What chat and completions have in common; ``given`` is what the protocol works with."""
 
@@ -302,6 +334,9 @@ class OpenAIBody(SamplingBody):
     logprobs: bool | Alternatives = Field(False, description=f"true, false, or a number of alternatives from 0 to {_MOST}")
     return_token_ids: bool = False
     rid: str | None = None
+    structured_outputs: Annotated[dict[str, Any], AfterValidator(outputs_structure)] | None = Field(
+        None, description="an object with one of json, regex, choice, grammar and json_object"
+    )
 
     def given(self) -> dict[str, Any]:
         """Name to value of the honoured parameters that the request gives."""
@@ -321,7 +356,13 @@ class OpenAIBody(SamplingBody):
 class Chat(OpenAIBody):
     """``/v1/chat/completions``."""
 
+    ignored = OpenAIBody.ignored | {"audio"}  # its form, where modalities ask for it
+    left_out = {
+        "moderation": "this server moderates nothing",
+        "web_search_options": "this server searches no web",
+    }
     neutral = {
+        **_GUIDED,
         "functions": (([],), "use tools"),
         "function_call": (("auto", "none"), "use tool_choice"),
         "modalities": ((["text"],), "the server gives text"),
@@ -335,7 +376,7 @@ class Chat(OpenAIBody):
     tools: list[Any] = []
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
-    response_format: Annotated[dict[str, Any], AfterValidator(response_schema)] | None = Field(
+    response_format: Annotated[dict[str, Any], AfterValidator(format_structure)] | None = Field(
         None, description="an object with the type text, json_object or json_schema"
     )
     chat_template_kwargs: dict[str, Any] = {}
@@ -348,9 +389,7 @@ class Chat(OpenAIBody):
 class Completion(OpenAIBody):
     """``/v1/completions``."""
 
-    neutral = {
-        "suffix": (("",), "there is no insertion mode"),
-    }
+    neutral = {**_GUIDED, "suffix": (("",), "there is no insertion mode")}
 
     prompt: NotEmpty | TokenIds | Annotated[list[NotEmpty | TokenIds], Field(min_length=1, fail_fast=True)] = Field(
         description="text, token ids, or a list of either, and not empty"
@@ -365,3 +404,10 @@ class Completion(OpenAIBody):
         if self.best_of not in (None, self.n):
             raise RequestError(f"best_of={self.best_of} cannot be honoured: only best_of = n can be served.", param="best_of")
         return self
+
+
+#: What a dialect of chat takes besides the fields of its own API: how the chat's reply is sampled and written.
+SAMPLING_OF_CHAT = (frozenset([*Chat.model_fields, *Chat.neutral]) | Chat.ignored) - {
+    *("messages", "stream", "stream_options", "n", "tools", "tool_choice", "response_format", "max_tokens"),
+    *("max_completion_tokens", "logprobs", "top_logprobs", "return_token_ids", "functions", "function_call", "modalities"),
+}

@@ -18,7 +18,7 @@ Place = Callable[[dict[str, Any], str], str]
 
 def no_image(part: dict[str, Any], where: str) -> str:
     """The ``Place`` of models that read text only: it refuses."""
-    said = f"{where} is of type {part.get('type')!r}; this server's model reads text only."
+    said = f"{where} is an image; this server's model reads text only."
     raise RequestError(said, param=where.rpartition("[")[0])
 
 
@@ -53,13 +53,33 @@ def tools_of(fields: dict[str, Any]) -> list[dict[str, Any]] | None:
     """
     tools = fields.get("tools") or []
     for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not function.get("name") or not isinstance(function["name"], str):
+        kind = tool.get("type", "function") if isinstance(tool, dict) else type(tool).__name__
+        if kind != "function":
+            said = f"tools[{index}] is of type {kind!r}, which a chat template has no words for: offer it as a function with parameters."
+            raise RequestError(said, param="tools")
+        function = tool.get("function")
+        if not isinstance(function, dict):
             raise RequestError(f"tools[{index}] has no function with a name.", param="tools")
-        parameters = function.get("parameters") or {}
-        if not isinstance(parameters, dict) or not isinstance(parameters.get("properties") or {}, dict):
-            raise RequestError(f"tools[{index}].function.parameters is no JSON Schema of an object.", param="tools")
+        check_function(function.get("name"), function.get("parameters"), f"tools[{index}].function", "parameters")
     return tools if tools and fields.get("tool_choice") != "none" else None
+
+
+def check_function(name: Any, parameters: Any, where: str, of_parameters: str) -> None:
+    """Refuse a function that a template cannot show.
+
+    Args:
+        name: of the function.
+        parameters: JSON Schema of an object; None: it has none.
+        where: the function is in the request.
+        of_parameters: the field of its parameters.
+
+    Raises:
+        RequestError: it has no name, or parameters that are no JSON Schema.
+    """
+    if not name or not isinstance(name, str):
+        raise RequestError(f"{where} has no name; give it one.", param="tools")
+    if not isinstance(parameters or {}, dict) or not isinstance((parameters or {}).get("properties") or {}, dict):
+        raise RequestError(f"{where}.{of_parameters} is no JSON Schema of an object.", param="tools")
 
 
 def beginning_of_reply(fields: dict[str, Any], convention: ToolConvention) -> str:

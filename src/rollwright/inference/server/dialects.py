@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterator
-from typing import Any, ClassVar, Protocol
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from fastapi import Request, Response
 
+from rollwright.inference.server.bodies import Chat
 from rollwright.inference.server.exchange import RequestError, as_request_error, event_stream, read_object
-from rollwright.inference.server.openai_answer import OpenAICall
+from rollwright.inference.server.openai_answer import CHAT, OpenAICall
 from rollwright.inference.server.prompts import Prompts
 
 Event = dict[str, Any]
+
+#: A chat's message in a refusal, and what of it is meant.
+_MESSAGE = re.compile(r"messages\[(\d+)\](?:\.\w+(?:\[\d+\])?)*")
 
 
 class ChatProtocol(Protocol):
@@ -26,9 +32,11 @@ class ChatProtocol(Protocol):
 
     tokenizer: Any
     model_name: str
-    responses: Any  #: what ``/v1/responses`` keeps
+    kept: KeptAnswers
 
-    async def open_chat(self, request: Request, chat: dict[str, Any], size: int, prefix: str) -> OpenAICall: ...
+    async def open_chat(
+        self, request: Request, chat: dict[str, Any], size: int, prefix: str, warnings: Sequence[str]
+    ) -> OpenAICall: ...
 
     async def complete(self, request: Request, call: OpenAICall) -> None: ...
 
@@ -37,17 +45,77 @@ class ChatProtocol(Protocol):
     async def read_prompts(self, request: Request, endpoint: str, fields: dict[str, Any], size: int) -> Prompts: ...
 
 
+class KeptAnswer(NamedTuple):
+    """An answer with the chat's messages up to it and its own.
+
+    Attributes:
+        messages: of the chat, the answer's last.
+        answer: as it was sent.
+        size: bytes of the whole conversation as JSON.
+        fixed: fields of the first request that hold for the conversation.
+    """
+
+    messages: list[dict[str, Any]]
+    answer: dict[str, Any]
+    size: int
+    fixed: dict[str, Any]
+
+
+class KeptAnswers:
+    """The newest answers by their ids, so that requests can go on from them without sending the conversation."""
+
+    #: Answers that are kept, and the bytes that their conversations may have together.
+    MOST, BYTES = 1000, 64 << 20
+    #: The same in words.
+    LIMITS = f"the newest {MOST} are kept, up to {BYTES >> 20} MiB"
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, KeptAnswer] = OrderedDict()
+        self._size = 0
+
+    def keep(
+        self, messages: list[dict[str, Any]], answer: dict[str, Any], size: int = 0, fixed: dict[str, Any] | None = None
+    ) -> None:
+        """Keep an answer behind ``size`` bytes of messages; the oldest above the limits go, and an answer that is above them."""
+        size += len(json.dumps(answer))
+        self._kept[answer["id"]] = KeptAnswer(messages, answer, size, fixed or {})
+        self._size += size
+        while self._kept and (len(self._kept) > self.MOST or self._size > self.BYTES):
+            self._size -= self._kept.popitem(last=False)[1].size
+
+    def get(self, identifier: Any) -> KeptAnswer | None:
+        """What is kept by an id; None: nothing."""
+        return self._kept.get(identifier) if isinstance(identifier, str) else None
+
+    def newest_first(self) -> Iterable[KeptAnswer]:
+        """All that is kept."""
+        return reversed(self._kept.values())
+
+    def forget(self, identifier: str) -> None:
+        """Forget an answer that is kept."""
+        self._size -= self._kept.pop(identifier).size
+
+
 class Dialect(ABC):
     """One call: ``chat`` is the chat request that it makes, and its pieces become events and, at the end, an answer.
 
     A reply comes in pieces of one kind after another: ``reasoning``, ``text``, and whole tool calls.
+
+    Attributes:
+        chat: the request as a chat's.
+        places: where each message of the chat came from, in the words of the dialect's API.
+        warnings: what of the request was left out.
+        size: bytes of the request.
     """
 
     prefix: ClassVar[str]  #: what the ids of answers begin with
+    names: ClassVar[dict[str, str]] = {}  #: a chat's field -> the field of this API that it is made of
     chat: dict[str, Any]
-    size = 0  #: bytes of the request
+    size = 0
 
     def __init__(self) -> None:
+        self.places: list[str] = []
+        self.warnings: list[str] = []
         self.kind, self.text = "", ""  # of the piece that grows
         self.has_piece = False
 
@@ -82,6 +150,18 @@ class Dialect(ABC):
     @abstractmethod
     def failed(self, refusal: RequestError) -> Iterator[Event]:
         """What is sent where a reply that has begun cannot be completed."""
+
+    def in_its_words(self, refusal: RequestError) -> RequestError:
+        """A refusal of the chat request that names the fields of this dialect's API."""
+        param = refusal.param or ""
+        if _MESSAGE.match(param):
+            moved = _MESSAGE.sub(lambda match: self.places[int(match[1])], f"{param}\0{refusal}")
+            refusal.param, _, said = moved.partition("\0")
+        else:
+            refusal.param = self.names.get(param, param)
+            said = str(refusal).replace(param, refusal.param) if param else str(refusal)
+        refusal.args = (said,)
+        return refusal
 
     def push(self, choice: dict[str, Any]) -> Iterator[Event]:
         """Take a chat's choice, or what a chunk adds to it (its ``delta``)."""
@@ -121,7 +201,10 @@ async def serve(
     body, size = await read_object(request)
     dialect = make(protocol, body)
     dialect.size = size
-    call = await protocol.open_chat(request, dialect.chat, size, dialect.prefix)
+    try:
+        call = await protocol.open_chat(request, dialect.chat, size, dialect.prefix, dialect.warnings)
+    except RequestError as refusal:
+        raise dialect.in_its_words(refusal) from None
     if body.get("stream"):
         return await event_stream(request, _events(protocol, dialect, call))
     await protocol.complete(request, call)
@@ -129,6 +212,19 @@ async def serve(
         for _ in events:
             pass
     return dialect.answer()
+
+
+async def count_tokens(
+    protocol: ChatProtocol, request: Request, make: Callable[[ChatProtocol, dict[str, Any]], Dialect]
+) -> int:
+    """The tokens of the prompt of a request of a dialect, as the model would read it; nothing is sampled."""
+    body, size = await read_object(request)
+    dialect = make(protocol, body)
+    try:
+        prompts = await protocol.read_prompts(request, CHAT, Chat.of(dialect.chat).given(), size)
+    except RequestError as refusal:
+        raise dialect.in_its_words(refusal) from None
+    return len(prompts.ids[0])
 
 
 async def _events(protocol: ChatProtocol, dialect: Dialect, call: OpenAICall) -> AsyncGenerator[str, None]:
@@ -153,6 +249,41 @@ async def _events(protocol: ChatProtocol, dialect: Dialect, call: OpenAICall) ->
 
 def _line(event: Event) -> str:
     return f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
+
+
+class OfferedTool(NamedTuple):
+    """A tool of a request in the chat's form.
+
+    Attributes:
+        name: under which the model sees it.
+        function: of the chat's tool.
+        namespace: that it is in, in a dialect that has such; empty: none.
+        own_name: its name there.
+    """
+
+    name: str
+    function: dict[str, Any]
+    namespace: str = ""
+    own_name: str = ""
+
+
+def chat_tools(tools: Sequence[OfferedTool], param: str = "tools") -> list[dict[str, Any]] | None:
+    """The chat's tools; None: there are none.
+
+    Raises:
+        RequestError: two have one name.
+    """
+    names = [tool.name for tool in tools]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise RequestError(f"{param} holds two tools of the name {twice!r}; give each a name of its own.", param=param)
+    return [{"type": "function", "function": tool.function} for tool in tools] or None
+
+
+def refuse_tool_choice(given: Any, tools: Iterable[str], forms: str) -> RequestError:
+    """The refusal of a ``tool_choice`` that is none of ``forms``, or that asks for a tool that is not offered."""
+    offered = ", ".join(tools) or "(none)"
+    said = f"tool_choice={given!r:.200} cannot be honoured with the tools {offered}: use {forms} with the name of one of them."
+    return RequestError(said, param="tool_choice")
 
 
 def object_arguments(text: str) -> dict[str, Any]:

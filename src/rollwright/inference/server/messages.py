@@ -1,7 +1,7 @@
 """``/v1/messages``: Anthropic's Messages API as a dialect of chat.
 
 Blocks become messages of the chat and back; the client's key comes as ``x-api-key`` or as a bearer token. Errors have the API's
-own form.
+own form. A thread is kept here: its messages, system prompt and tools.
 """
 
 from __future__ import annotations
@@ -15,16 +15,23 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, Field
 
-from rollwright.inference.server.bodies import Body, Chat
-from rollwright.inference.server.dialects import ChatProtocol, Dialect, Event, object_arguments, serve, text_or_parts
-from rollwright.inference.server.exchange import (
-    ClientGoneError,
-    RequestError,
-    as_request_error,
-    logger,
-    read_object,
+from rollwright.inference.server.bodies import SAMPLING_OF_CHAT, Body, NotEmpty
+from rollwright.inference.server.chat import check_function
+from rollwright.inference.server.dialects import (
+    ChatProtocol,
+    Dialect,
+    Event,
+    KeptAnswer,
+    OfferedTool,
+    chat_tools,
+    count_tokens,
+    object_arguments,
+    refuse_tool_choice,
+    serve,
+    text_or_parts,
 )
-from rollwright.inference.server.openai_answer import CHAT, OpenAICall, usage_of
+from rollwright.inference.server.exchange import ClientGoneError, RequestError, as_request_error, logger
+from rollwright.inference.server.openai_answer import OpenAICall, usage_of
 
 #: Our finish reasons in the API's words; a stop string is told apart by its text.
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -39,8 +46,12 @@ _ERROR_TYPES = {
 }
 
 
+#: Beginnings of the types of tools that the API's own servers run.
+_HOSTED = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_", "mcp_toolset")
+
+
 class MessagesBody(Body):
-    """``/v1/messages``. What is no field of this API (``seed``, ``min_p``, …) is one of the chat request."""
+    """``/v1/messages``. What is no field of this API (``seed``, ``min_p``, …) may be one of the chat request."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     noun = "field of /v1/messages"
@@ -54,20 +65,42 @@ class MessagesBody(Body):
             "speed",
             "user_profile_id",
             "workspace_id",
+            "betas",  # a header, which some clients send as a field
+            "billing_policy",
+            "fallbacks",  # models that are asked where this one declines
+            "fallback_credit_token",
         ]
     )
+    left_out: ClassVar[dict[str, str]] = {
+        "container": "this server runs no code",
+        "mcp_servers": "this server asks no MCP servers; clients can, and offer their tools as functions",
+    }
     neutral: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
-        "container": ((), "this server runs no code"),
-        "mcp_servers": (([],), "this server has no tools of its own"),
+        "compaction": ((), "this server writes no summaries: ask the model for one with a message"),
+        "output_format": ((), "its name is output_config.format now"),
         "n": ((1,), "an answer is one sample"),
     }
+    of_chat = (
+        SAMPLING_OF_CHAT
+        - {"stop", "reasoning_effort", "parallel_tool_calls", "add_generation_prompt"}
+        - {"continue_final_message"}
+    )
+    renamed: ClassVar[dict[str, str]] = {
+        "stop": "stop_sequences",
+        "max_completion_tokens": "max_tokens",
+        "response_format": "output_config.format",
+        "reasoning_effort": "output_config.effort",
+        "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    }
 
-    messages: list[dict[str, Any]] = Field(min_length=1, description="a list with at least one message")
+    messages: list[dict[str, Any]] = Field(description="a list with at least one message")
+    context_management: dict[str, Any] = Field({})
+    thread: dict[str, Any] = Field({})
     max_tokens: int | None = Field(None, ge=1)
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] = Field([])
     tool_choice: dict[str, Any] = Field({})
-    stop_sequences: list[str] = Field([])
+    stop_sequences: list[NotEmpty] = Field([], description="a list of texts that are not empty")
     thinking: dict[str, Any] = Field({})
     output_config: dict[str, Any] = Field({})
     stream: bool = False
@@ -77,27 +110,47 @@ class MessagesDialect(Dialect):
     """One call of ``/v1/messages``."""
 
     prefix = "msg_"
+    names: ClassVar[dict[str, str]] = {
+        "prompt": "messages",
+        "max_completion_tokens": "max_tokens",
+        "stop": "stop_sequences",
+        "response_format": "output_config.format",
+        "reasoning_effort": "output_config.effort",
+        "parallel_tool_calls": "tool_choice",
+    }
 
     def __init__(self, protocol: ChatProtocol, body: dict[str, Any]) -> None:
         super().__init__()
         self.protocol = protocol
-        fields = MessagesBody.of(body)
-        messages: list[dict[str, Any]] = []
-        if fields.system:
-            messages.append({"role": "system", "content": _texts(fields.system, "system")})
+        self.fields = fields = self._of_thread(MessagesBody.of(body))
+        if not fields.messages:
+            raise RequestError("messages=[]; it has to be a list with at least one message.", param="messages")
+        _refuse_other_edits(fields.context_management)
+        before = self.before.messages if self.before else []
+        tools, self.warnings = offered_tools(fields.tools)
+        self.warnings += fields.warnings
+        if "task_budget" in fields.output_config:
+            self.warnings.append("output_config.task_budget is left out: a chat template has no words for it.")
+        system = [{"role": "system", "content": _texts(fields.system, "system")}] if fields.system else []
+        new: list[dict[str, Any]] = []
+        self.places = [*(["system"] * len(system)), *(["thread"] * len(before))]
         for index, message in enumerate(fields.messages):
-            messages += _chat_messages(message, f"messages[{index}]")
-        goes_on = messages[-1]["role"] == "assistant"  # the reply is begun
+            new += _chat_messages(message, f"messages[{index}]")
+            self.places += [f"messages[{index}]"] * (len(system) + len(before) + len(new) - len(self.places))
+        #: The conversation without its system prompt.
+        self.messages = [*before, *new]
+        goes_on = bool(new) and new[-1]["role"] == "assistant"  # the reply is begun
         self.chat = {
             **(fields.model_extra or {}),
-            "messages": messages,
+            "messages": [*system, *self.messages],
             "stream": fields.stream,
             "max_completion_tokens": fields.max_tokens,
             "stop": fields.stop_sequences or None,
-            "tools": [_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(fields.tools)] or None,
-            "tool_choice": _chat_tool_choice(fields.tool_choice) if fields.tools else None,
+            "tools": chat_tools(tools),
+            "tool_choice": _chat_tool_choice(fields.tool_choice, tools),
             "parallel_tool_calls": False if fields.tool_choice.get("disable_parallel_tool_use") else None,
             "response_format": _chat_format(fields.output_config.get("format")),
+            "reasoning_effort": fields.output_config.get("effort"),
             "continue_final_message": True if goes_on else None,
             "add_generation_prompt": False if goes_on else None,
         }
@@ -105,6 +158,28 @@ class MessagesDialect(Dialect):
             wanted = {"enable_thinking": fields.thinking.get("type") != "disabled"}
             self.chat["chat_template_kwargs"] = wanted | (self.chat.get("chat_template_kwargs") or {})
         self.content: list[dict[str, Any]] = []
+
+    def _of_thread(self, fields: MessagesBody) -> MessagesBody:
+        """The fields with those that their thread holds, whose conversation is ``before``."""
+        self.before: KeptAnswer | None = None
+        match fields.thread:
+            case {"type": "continue", "previous_message_id": identifier}:
+                self.before = self.protocol.kept.get(identifier)
+                if self.before is None:
+                    raise RequestError(
+                        f"There is no thread with the message {identifier!r} here: {self.protocol.kept.LIMITS}. Send the whole "
+                        "conversation with thread={'type': 'create'}.",
+                        status=404,
+                        param="thread",
+                        code="thread_not_found",
+                    )
+                if again := next((name for name in ("system", "tools") if getattr(fields, name)), None):
+                    raise RequestError(f"{again} is that of the thread: leave it out, or create another thread.", param=again)
+                return fields.model_copy(update=self.before.fixed)
+            case {"type": "create"} | {}:
+                return fields
+        said = "{'type': 'create'} or {'type': 'continue', 'previous_message_id': …}"
+        raise RequestError(f"thread={fields.thread!r:.100}; it has to be {said}.", param="thread")
 
     # -- pieces ----------------------------------------------------------------------------------------------------------
 
@@ -158,6 +233,10 @@ class MessagesDialect(Dialect):
         }
         usage = {**self.message["usage"], "output_tokens": usage_of(call)["completion_tokens"]}
         self.message |= {**delta, "content": self.content, "usage": usage}
+        if self.fields.thread:
+            fixed = {"system": self.fields.system, "tools": self.fields.tools}
+            size = self.size + (self.before.size if self.before else 0)
+            self.protocol.kept.keep([*self.messages, call.choices[0]["message"]], self.message, size, fixed)
         yield {"type": "message_delta", "delta": delta, "usage": usage}
         yield {"type": "message_stop"}
 
@@ -239,31 +318,65 @@ def _texts(content: Any, where: str) -> str | list[dict[str, Any]]:
     return text_or_parts([_chat_part(block, where) for block in (content if isinstance(content, list) else [content])])
 
 
-def _chat_tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    if tool.get("type") not in (None, "custom"):
-        raise RequestError(
-            f"{where} is of type {tool['type']!r}; this server has no tools of its own: give a name and an input_schema.",
-            param="tools",
-        )
-    names = {"name": "name", "description": "description", "parameters": "input_schema", "strict": "strict"}
-    return {"type": "function", "function": {ours: tool[theirs] for ours, theirs in names.items() if theirs in tool}}
+def offered_tools(tools: list[dict[str, Any]]) -> tuple[list[OfferedTool], list[str]]:
+    """The functions among a request's tools, and what is said about those that are left out.
+
+    Raises:
+        RequestError: a tool is one that the client runs by a schema of the API.
+    """
+    offered: list[OfferedTool] = []
+    warnings: list[str] = []
+    for index, tool in enumerate(tools):
+        where, kind = f"tools[{index}]", tool.get("type") or "custom"
+        if str(kind).startswith(_HOSTED):
+            warnings.append(f"The tool {kind} is left out: Anthropic's own servers run it.")
+            continue
+        if kind != "custom":
+            raise RequestError(
+                f"{where} is of type {kind!r}, whose schema only the API's own models know: offer a tool with a name, a description "
+                "and an input_schema.",
+                param="tools",
+            )
+        check_function(tool.get("name"), tool.get("input_schema"), where, "input_schema")
+        names = {"name": "name", "description": "description", "parameters": "input_schema", "strict": "strict"}
+        function = {ours: tool[theirs] for ours, theirs in names.items() if tool.get(theirs) is not None}
+        offered.append(OfferedTool(tool["name"], function))
+    return offered, warnings
 
 
-def _chat_tool_choice(choice: dict[str, Any]) -> Any:
+def _refuse_other_edits(management: dict[str, Any]) -> None:
+    """Refuse edits of the history, except one that keeps everything."""
+    for edit in management.get("edits") or []:
+        keep = edit.get("keep") if isinstance(edit, dict) else None
+        keeps_all = keep in ("all", {"type": "all"}) and str(edit.get("type")).startswith("clear_thinking_")
+        if not keeps_all:
+            raise RequestError(
+                f"context_management={management!r:.200} cannot be honoured: this server leaves the history as it is, and takes "
+                "edits of clear_thinking with keep='all' alone. Leave the others out, or edit the messages.",
+                param="context_management",
+            )
+
+
+def _chat_tool_choice(choice: dict[str, Any], tools: list[OfferedTool]) -> Any:
     match choice.get("type", "auto"):
-        case "any":
+        case "auto" | "none" as kind:
+            return kind if tools else None
+        case "any" if tools:
             return "required"
-        case "tool":
-            return {"type": "function", "function": {"name": choice.get("name")}}
-        case kind:
-            return kind  # auto or none; what is neither is refused by the chat
+        case "tool" if choice.get("name") in [tool.name for tool in tools]:
+            return {"type": "function", "function": {"name": choice["name"]}}
+    forms = "{'type': 'auto'}, {'type': 'none'}, {'type': 'any'}, or {'type': 'tool', 'name': …}"
+    raise refuse_tool_choice(choice, (tool.name for tool in tools), forms)
 
 
 def _chat_format(given: Any) -> dict[str, Any] | None:
     if given is None:
         return None
-    if not isinstance(given, dict):
-        raise RequestError(f"output_config.format={given!r:.100}; it has to be an object.", param="output_config")
+    if not isinstance(given, dict) or given.get("type") != "json_schema" or not isinstance(given.get("schema"), dict):
+        said = (
+            f"output_config.format={given!r:.200} cannot be honoured: it has to be {{'type': 'json_schema', 'schema': {{…}}}}."
+        )
+        raise RequestError(said, param="output_config.format")
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given.get("schema"), "strict": True}}
 
 
@@ -275,7 +388,8 @@ Handler = Callable[[ChatProtocol, Request], Awaitable[Any]]
 def _error(error: Exception) -> dict[str, Any]:
     refusal = as_request_error(error)
     kind = _ERROR_TYPES.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(refusal)}}
+    details = {"details": {"error_code": refusal.code}} if refusal.code else {}
+    return {"type": "error", "error": {"type": kind, "message": str(refusal), **details}}
 
 
 def _with_its_errors(handle: Handler) -> Handler:
@@ -300,17 +414,14 @@ async def create_message(protocol: ChatProtocol, request: Request) -> Response |
 
 
 @_with_its_errors
-async def count_tokens(protocol: ChatProtocol, request: Request) -> dict[str, int]:
-    """``POST /v1/messages/count_tokens``: the tokens of the prompt, as the model would read it."""
-    body, size = await read_object(request)
-    fields = Chat.of(MessagesDialect(protocol, body).chat).given()
-    prompts = await protocol.read_prompts(request, CHAT, fields, size)
-    return {"input_tokens": len(prompts.ids[0])}
+async def count_message_tokens(protocol: ChatProtocol, request: Request) -> dict[str, int]:
+    """``POST /v1/messages/count_tokens``."""
+    return {"input_tokens": await count_tokens(protocol, request, MessagesDialect)}
 
 
 #: Anthropic's clients add /v1 to their base_url, OpenAI's do not: an agent that is given one base_url reaches both.
 MESSAGES_ROUTES = tuple(
     ("POST", f"{prefix}/messages{rest}", handler, MessagesBody)
     for prefix in ("/v1", "/v1/v1")
-    for rest, handler in (("", create_message), ("/count_tokens", count_tokens))
+    for rest, handler in (("", create_message), ("/count_tokens", count_message_tokens))
 )

@@ -11,9 +11,10 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -25,6 +26,7 @@ from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.inference.server.bodies import Chat, Completion
 from rollwright.inference.server.chat import beginning_of_reply, has_images, template_messages, tools_of
+from rollwright.inference.server.dialects import KeptAnswers
 from rollwright.inference.server.exchange import (
     LARGE,
     RequestError,
@@ -49,16 +51,26 @@ from rollwright.inference.server.openai_answer import (
 )
 from rollwright.inference.server.prompts import PromptReader, Prompts
 from rollwright.inference.server.response_format import reply_grammar
-from rollwright.inference.server.responses import RESPONSES_ROUTES, KeptResponses
+from rollwright.inference.server.responses import RESPONSES_ROUTES
 from rollwright.inference.server.text_stream import ReasoningSplit
 from rollwright.inference.server.tokens import TOKENS_ROUTES
 from rollwright.inference.server.tool_calls import tool_convention
+from rollwright.tracking.logging import getLogger
 
 #: Sampling parameters that have the generation argument's name.
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
     *("stop_token_ids", "ignore_eos"),
 )
+
+
+logger = getLogger("OpenAI")
+
+
+@functools.lru_cache(maxsize=256)
+def _warn(warning: str) -> None:
+    """Log what requests leave out, once."""
+    logger.warning("%s", warning)
 
 
 class OpenAIProtocol:
@@ -103,7 +115,7 @@ class OpenAIProtocol:
         self._reader = PromptReader(tokenizer, self._context_length, max_prompt_tokens, max_samples)
         self.images = ImageReader(tokenizer, processor, image_hosts)
         self._template_kwargs: dict[str, Any] = {}
-        self.responses = KeptResponses()
+        self.kept = KeptAnswers()
         self.malformed_tool_calls = 0  # in replies so far
         self.convention = tool_convention(getattr(tokenizer, "chat_template", None) or "")
 
@@ -147,19 +159,33 @@ class OpenAIProtocol:
         answer = self._head(call, "chat.completion") | {"choices": call.choices, "usage": usage_of(call)}
         return answer | ({"prompt_token_ids": call.requests[0].input_ids} if call.return_token_ids and call.is_chat else {})
 
-    async def open_chat(self, request: Request, chat: dict[str, Any], size: int, prefix: str) -> OpenAICall:
-        """The call of a chat request that another dialect makes of ``size`` bytes; its answer's id begins with ``prefix``."""
-        return await self._open(request, CHAT, chat, size, prefix)
+    async def open_chat(
+        self, request: Request, chat: dict[str, Any], size: int, prefix: str, warnings: Sequence[str] = ()
+    ) -> OpenAICall:
+        """The call of a chat request that another dialect makes of ``size`` bytes; its answer's id begins with ``prefix``.
+
+        ``warnings`` say what the dialect left out.
+        """
+        return await self._open(request, CHAT, chat, size, prefix, warnings)
 
     async def open_completion(self, request: Request, completion: dict[str, Any], size: int, prefix: str) -> OpenAICall:
         """The same for a completion."""
         return await self._open(request, COMPLETION, completion, size, prefix)
 
-    async def _open(self, request: Request, endpoint: str, body: dict[str, Any], size: int, prefix: str) -> OpenAICall:
-        fields = (Chat if endpoint == CHAT else Completion).of(body).given()
+    async def _open(
+        self, request: Request, endpoint: str, body: dict[str, Any], size: int, prefix: str, warnings: Sequence[str] = ()
+    ) -> OpenAICall:
+        asked = (Chat if endpoint == CHAT else Completion).of(body)
+        fields = asked.given()
         self._check_model(fields)
         prompts = await self.read_prompts(request, endpoint, fields, size)
-        return self._call(endpoint, body, fields, prompts, prefix)
+        call = self._call(endpoint, body, fields, prompts, prefix)
+        if said := [*warnings, *asked.warnings]:
+            for each in call.requests:
+                each.metadata["warnings"] = said
+            for warning in said:
+                _warn(warning)
+        return call
 
     async def read_prompts(self, request: Request, endpoint: str, fields: dict[str, Any], size: int) -> Prompts:
         """The prompts in a request's ``fields``, whose body has ``size`` bytes."""
@@ -327,13 +353,18 @@ class OpenAIProtocol:
         return [self.convention.closing]
 
     def _grammar(self, fields: dict[str, Any], begins_reasoning: bool) -> dict[str, str]:
-        """The generation argument that makes a reply follow ``response_format``."""
-        if (schema := fields.get("response_format")) is None:
+        """The generation argument that makes a reply follow ``response_format`` or ``structured_outputs``."""
+        wanted = [each for name in ("response_format", "structured_outputs") if (each := fields.get(name)) is not None]
+        if not wanted:
             return {}
+        structure = wanted[0]
+        if len(wanted) > 1:
+            raise RequestError("structured_outputs cannot be honoured beside response_format.", param="structured_outputs")
         if beginning_of_reply(fields, self.convention):
-            raise RequestError("response_format cannot be honoured where tool_choice forces a call.", param="response_format")
+            said = f"{structure.param} cannot be honoured where tool_choice forces a call."
+            raise RequestError(said, param=structure.param)
         convention = self.convention if tools_of(fields) else None
-        return reply_grammar(schema, self.tokenizer, convention=convention, begins_reasoning=begins_reasoning)
+        return reply_grammar(structure, self.tokenizer, convention=convention, begins_reasoning=begins_reasoning)
 
     # -- answers -------------------------------------------------------------------------------------------------------
 

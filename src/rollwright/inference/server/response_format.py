@@ -1,9 +1,12 @@
-"""``response_format`` and its like in other dialects: the schema that is asked for, and the grammar that makes a reply follow it."""
+"""Structured output: what ``response_format``, its like in other dialects and vLLM's ``structured_outputs`` ask a reply to be, and the
+grammar that makes it so.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+from typing import Any, Literal, NamedTuple
 
 from rollwright.inference.server.exchange import RequestError
 from rollwright.inference.server.text_stream import ReasoningSplit
@@ -11,9 +14,25 @@ from rollwright.inference.server.tool_calls import ToolConvention
 
 #: Any text, in a Lark grammar of llguidance.
 _TEXT = r"/(.|\n)*/"
+#: Characters with a meaning in regular expressions.
+_MARKS = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 
 
-def response_schema(given: dict[str, Any]) -> str | None:
+class Structure(NamedTuple):
+    """What a reply has to follow.
+
+    Attributes:
+        kind: the generation argument that asks for it.
+        text: JSON Schema, a regular expression or a Lark grammar.
+        param: of the request.
+    """
+
+    kind: Literal["json_schema", "regex", "grammar"]
+    text: str
+    param: str
+
+
+def format_structure(given: dict[str, Any]) -> Structure | None:
     """The JSON Schema that a ``response_format`` (or the Responses protocol's ``text.format``) asks for; None: free text."""
     kind = given.get("type")
     if kind == "text":
@@ -27,28 +46,78 @@ def response_schema(given: dict[str, Any]) -> str | None:
             "{'type': 'json_schema', 'json_schema': {'name': …, 'schema': {…}}}.",
             param="response_format",
         )
-    return json.dumps(schema)
+    return Structure("json_schema", json.dumps(schema), "response_format")
 
 
-def reply_grammar(schema: str, tokenizer: Any, *, convention: ToolConvention | None, begins_reasoning: bool) -> dict[str, str]:
-    """The generation argument that makes a reply follow a schema.
+def outputs_structure(given: dict[str, Any]) -> Structure | None:
+    """What vLLM's ``structured_outputs`` ask for; None: nothing."""
+    param = "structured_outputs"
+    wanted = {name: value for name, value in given.items() if value not in (None, False, "")}
+    wanted.pop("disable_fallback", None)  # there is one way to follow a grammar
+    match wanted:
+        case {"json": dict() | str() as schema, **rest} if not rest:
+            return Structure("json_schema", schema if isinstance(schema, str) else json.dumps(schema), param)
+        case {"json_object": True, **rest} if not rest:
+            return Structure("json_schema", '{"type": "object"}', param)
+        case {"regex": str(text), **rest} if not rest:
+            return Structure("regex", text, param)
+        case {"choice": [_, *_] as choices, **rest} if not rest and all(isinstance(text, str) for text in choices):
+            return Structure("regex", "|".join(f"({_escaped(text)})" for text in choices), param)
+        case {"grammar": str(text), **rest} if not rest:
+            return Structure("grammar", _lark(text), param)
+    if not wanted:
+        return None
+    raise RequestError(
+        f"{param}={given!r:.200} cannot be honoured: it has to hold one of json (a JSON Schema), regex, choice (a list of texts), "
+        "grammar (Lark or EBNF) and json_object, and nothing else.",
+        param=param,
+    )
+
+
+def _escaped(text: str) -> str:
+    return _MARKS.sub(lambda match: "\\" + match[0], text)
+
+
+def _lark(text: str) -> str:
+    """A grammar as Lark; EBNF, as llama.cpp and xgrammar read it, is rewritten."""
+    if "::=" not in text:
+        return text
+    try:
+        from llguidance.gbnf_to_lark import gbnf_to_lark
+
+        return gbnf_to_lark(text)
+    except ModuleNotFoundError:
+        said = "structured_outputs.grammar in EBNF needs llguidance: pip install 'rollwright[grammar]', or write it in Lark."
+    except Exception as error:  # of a parser of another project
+        said = f"structured_outputs.grammar is no EBNF that can be read: {error}."
+    raise RequestError(said, param="structured_outputs")
+
+
+def reply_grammar(
+    structure: Structure, tokenizer: Any, *, convention: ToolConvention | None, begins_reasoning: bool
+) -> dict[str, str]:
+    """The generation argument that makes a reply follow a structure.
 
     Args:
-        schema: JSON Schema, as text.
+        structure: that the answer has to follow.
         tokenizer: the model's.
         convention: of tool calls, one of which stays possible in place of the answer; None: no tools are offered.
         begins_reasoning: the prompt has opened the model's reasoning: the answer comes behind its end.
 
     Raises:
-        RequestError: a tool call begins like any JSON.
+        RequestError: a tool call begins like any JSON, or the grammar cannot be put into another.
     """
     if convention is None and not begins_reasoning:
-        return {"json_schema": schema}
-    start, rules = "answer", [f"answer: %json {schema}"]
+        return {structure.kind: structure.text}
+    if structure.kind == "grammar":
+        beside = "beside tools" if convention is not None else "behind the reasoning that this model's template opens"
+        raise RequestError(f"{structure.param}.grammar cannot be honoured {beside}; use json.", param=structure.param)
+    answer = f"%json {structure.text}" if structure.kind == "json_schema" else f"/{_slashes_escaped(structure.text)}/"
+    start, rules = "answer", [f"answer: {answer}"]
     if convention is not None:
         if "{" in convention.marks:
-            said = "response_format cannot be honoured beside tools: a call of this model's template begins like any JSON."
-            raise RequestError(said, param="response_format")
+            said = f"{structure.param} cannot be honoured beside tools: a call of this model's template begins like any JSON."
+            raise RequestError(said, param=structure.param)
         marks = " | ".join(_mark(mark, tokenizer) for mark in convention.marks)
         start, rules = "(answer | call)", [*rules, f"call: ({marks}) {_TEXT}"]
     if begins_reasoning:
@@ -57,6 +126,10 @@ def reply_grammar(schema: str, tokenizer: Any, *, convention: ToolConvention | N
         is_text = closing.startswith('"')
         rules.append(f"thought[suffix={closing}]: {_TEXT}" if is_text else f"thought: {_TEXT} {closing}")
     return {"grammar": "\n".join([f"start: {start}", *rules, ""])}
+
+
+def _slashes_escaped(regex: str) -> str:
+    return re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", regex, flags=re.DOTALL)
 
 
 def _mark(text: str, tokenizer: Any) -> str:

@@ -1,30 +1,48 @@
 """``/v1/responses``: OpenAI's Responses API as a dialect of chat.
 
 Items become messages and messages items. What is kept of an answer, so that ``previous_response_id`` and item references find
-it, is a chat's messages: the newest thousand answers of this server, or of the run at the front, up to 64 MiB.
+it, is a chat's messages.
+
+A function in a namespace is shown to the model as ``namespace__function``; calls of it come back in two parts.
 """
 
 from __future__ import annotations
 
-import json
-from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from fastapi import Request, Response
 from pydantic import ConfigDict, Field
 
-from rollwright.inference.server.bodies import Body
-from rollwright.inference.server.dialects import ChatProtocol, Dialect, Event, serve, text_or_parts
+from rollwright.inference.server.bodies import SAMPLING_OF_CHAT, Body
+from rollwright.inference.server.chat import check_function
+from rollwright.inference.server.dialects import (
+    ChatProtocol,
+    Dialect,
+    Event,
+    KeptAnswer,
+    KeptAnswers,
+    OfferedTool,
+    chat_tools,
+    count_tokens,
+    refuse_tool_choice,
+    serve,
+    text_or_parts,
+)
 from rollwright.inference.server.exchange import RequestError
 from rollwright.inference.server.openai_answer import OpenAICall, usage_of
 
-#: Answers that are kept for ``previous_response_id``, and the bytes that their conversations may have together.
-KEPT_RESPONSES, KEPT_BYTES = 1000, 64 << 20
+#: Tools that the API's own servers run.
+_HOSTED = frozenset(
+    [
+        *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11", "file_search"),
+        *("code_interpreter", "image_generation", "mcp", "tool_search", "programmatic_tool_calling"),
+    ]
+)
 
 
 class ResponsesBody(Body):
-    """``/v1/responses``. What is no field of this API (``top_k``, ``seed``, ``stop``, …) is one of the chat request."""
+    """``/v1/responses``. What is no field of this API (``top_k``, ``seed``, ``stop``, …) may be one of the chat request."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     noun = "field of /v1/responses"
@@ -32,21 +50,35 @@ class ResponsesBody(Body):
         [
             "user",
             "metadata",
+            "client_metadata",  # whose turn it is, of Codex
             "service_tier",
             "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
             "safety_identifier",
+            "access_programs",
+            "image",  # how images are compressed on their way
             "max_tool_calls",  # of built-in tools, which this server has not
             "stream_options",  # include_obfuscation
         ]
     )
+    left_out: ClassVar[dict[str, str]] = {"moderation": "this server moderates nothing"}
     neutral: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
+        "context_management": (([],), "this server compacts no history"),
         "background": ((False,), "an answer is given at once"),
         "conversation": ((), "conversations are kept by previous_response_id"),
         "prompt": ((), "this server keeps no prompts"),
         "truncation": (("disabled",), "a history is not cut"),
         "n": ((1,), "a response is one sample"),
+    }
+    of_chat = SAMPLING_OF_CHAT - {"reasoning_effort"}
+    renamed: ClassVar[dict[str, str]] = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+        "logprobs": "top_logprobs, or include=['message.output_text.logprobs'],",
     }
 
     input: str | list[dict[str, Any]] = Field([], description="text, or a list of items")
@@ -63,91 +95,48 @@ class ResponsesBody(Body):
     stream: bool = False
 
 
-class KeptResponse(NamedTuple):
-    """An answer with the chat's messages up to it and its own; ``size`` is the bytes of the whole conversation as JSON."""
-
-    messages: list[dict[str, Any]]
-    answer: dict[str, Any]
-    size: int
-
-
-class KeptResponses:
-    """Answers by their ids."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
-        self._size = 0
-
-    def keep(self, messages: list[dict[str, Any]], answer: dict[str, Any], size: int = 0) -> None:
-        """Keep an answer behind ``size`` bytes of messages; the oldest above the limits go, and an answer that is above them."""
-        size += len(json.dumps(answer["output"]))
-        self._kept[answer["id"]] = KeptResponse(messages, answer, size)
-        self._size += size
-        while self._kept and (len(self._kept) > KEPT_RESPONSES or self._size > KEPT_BYTES):
-            self._size -= self._kept.popitem(last=False)[1].size
-
-    def find(self, identifier: str, param: str = "previous_response_id") -> KeptResponse:
-        """What is kept by an id.
-
-        Raises:
-            RequestError: there is nothing (404).
-        """
-        if identifier not in self._kept:
-            raise RequestError(
-                f"There is no response {identifier!r} here: the newest {KEPT_RESPONSES} that were made with store=true are kept, up "
-                f"to {KEPT_BYTES >> 20} MiB. Send the items of the conversation in input.",
-                status=404,
-                param=param,
-            )
-        return self._kept[identifier]
-
-    def item(self, identifier: Any, where: str) -> dict[str, Any]:
-        """An output item by its id.
-
-        Raises:
-            RequestError: there is none (404).
-        """
-        items = (item for kept in reversed(self._kept.values()) for item in kept.answer["output"])
-        found = next((item for item in items if item["id"] == identifier), None)
-        if found is None:
-            raise RequestError(
-                f"{where} refers to {identifier!r}, which is no item of a kept response.", status=404, param=where
-            )
-        return found
-
-    def delete(self, identifier: str) -> None:
-        """Forget an answer.
-
-        Raises:
-            RequestError: there is none (404).
-        """
-        self._size -= self.find(identifier, "response_id").size
-        del self._kept[identifier]
-
-
 class ResponsesDialect(Dialect):
     """One call of ``/v1/responses``."""
 
     prefix = "resp_"
+    names: ClassVar[dict[str, str]] = {
+        "messages": "input",
+        "prompt": "input",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    }
 
     def __init__(self, protocol: ChatProtocol, body: dict[str, Any]) -> None:
         super().__init__()
         self.protocol, self.body, self.fields = protocol, body, ResponsesBody.of(body)
         fields = self.fields
-        before = protocol.responses.find(fields.previous_response_id) if fields.previous_response_id else None
+        before = kept_response(protocol.kept, fields.previous_response_id) if fields.previous_response_id else None
         items = [{"role": "user", "content": fields.input}] if isinstance(fields.input, str) else fields.input
+        new, places = messages_of(items, protocol.kept)
         #: The conversation without its instructions, which are not carried over.
-        self.messages = [*(before.messages if before else []), *messages_of(items, protocol.responses)]
+        self.messages = [*(before.messages if before else []), *new]
         self.size_before = before.size if before else 0
         instructions = [{"role": "system", "content": fields.instructions}] if fields.instructions is not None else []
+        self.places = [*(["instructions"] * len(instructions)), *(["previous_response_id"] * (len(self.messages) - len(new)))]
+        self.places += places
+        tools, self.warnings = offered_tools(fields.tools)
+        self.warnings += fields.warnings
+        for name, usual in (("context", (None, "auto")), ("mode", (None, "standard"))):
+            if fields.reasoning.get(name) not in usual:
+                self.warnings.append(
+                    f"reasoning.{name} is left out: the model's chat template decides what of reasoning it shows."
+                )
+        self.tools = {tool.name: tool for tool in tools}
         self.chat = {
             **(fields.model_extra or {}),
             "messages": [*instructions, *self.messages],
             "stream": fields.stream,
-            "tools": [_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(fields.tools)] or None,
-            "tool_choice": _chat_tool_choice(fields.tool_choice) if fields.tools else None,
+            "tools": chat_tools(tools),
+            "tool_choice": _chat_tool_choice(fields.tool_choice, tools),
             "max_completion_tokens": fields.max_output_tokens,
             "response_format": _chat_format(fields.text.get("format")),
+            "reasoning_effort": fields.reasoning.get("effort"),
             "top_logprobs": fields.top_logprobs,
             "logprobs": True if fields.top_logprobs or "message.output_text.logprobs" in fields.include else None,
         }
@@ -191,10 +180,14 @@ class ResponsesDialect(Dialect):
 
     def tool_call(self, tool_call: dict[str, Any]) -> Iterator[Event]:
         function = tool_call["function"]
-        item = {"type": "function_call", "call_id": tool_call["id"], "name": function["name"], "arguments": ""}
+        tool = self.tools.get(function["name"])
+        own_name = {"name": function["name"]}
+        if tool is not None and tool.namespace:
+            own_name = {"name": tool.own_name, "namespace": tool.namespace}
+        item = {"type": "function_call", "call_id": tool_call["id"], **own_name, "arguments": ""}
         yield from self._add(item)
         yield self._at("response.function_call_arguments.delta", delta=function["arguments"])
-        yield self._at("response.function_call_arguments.done", name=function["name"], arguments=function["arguments"])
+        yield self._at("response.function_call_arguments.done", name=item["name"], arguments=function["arguments"])
         yield from self._done(arguments=function["arguments"])
 
     def end(self, call: OpenAICall) -> Iterator[Event]:
@@ -203,7 +196,7 @@ class ResponsesDialect(Dialect):
             self.output[-1]["status"] = status
         response = self._response(status)
         if self.fields.store:
-            self.protocol.responses.keep([*self.messages, call.choices[0]["message"]], response, self.size_before + self.size)
+            self.protocol.kept.keep([*self.messages, call.choices[0]["message"]], response, self.size_before + self.size)
         yield self._event(f"response.{status}", response=response)
         self._whole = response
 
@@ -253,7 +246,10 @@ class ResponsesDialect(Dialect):
             "temperature": gconfig.temperature,
             "text": {"format": {"type": "text"}, **fields.text},
             "tool_choice": fields.tool_choice,
-            "tools": [{"parameters": None, "strict": None, **tool} for tool in fields.tools],
+            "tools": [
+                {"parameters": None, "strict": None, **tool} if tool.get("type") == "function" else tool
+                for tool in fields.tools
+            ],
             "top_p": gconfig.top_p,
             "truncation": "disabled",
             "usage": _usage(self.call) if status in ("completed", "incomplete") else None,
@@ -274,13 +270,41 @@ def _usage(call: OpenAICall) -> dict[str, Any]:
 # -- requests ------------------------------------------------------------------------------------------------------------
 
 
-def messages_of(items: list[dict[str, Any]], kept: KeptResponses) -> list[dict[str, Any]]:
+def kept_response(kept: KeptAnswers, identifier: str, param: str = "previous_response_id") -> KeptAnswer:
+    """What is kept of a response.
+
+    Raises:
+        RequestError: there is nothing (404).
+    """
+    if (found := kept.get(identifier)) is None:
+        raise RequestError(
+            f"There is no response {identifier!r} here: of those that were made with store=true, {kept.LIMITS}. Send the items "
+            "of the conversation in input.",
+            status=404,
+            param=param,
+        )
+    return found
+
+
+def _kept_item(kept: KeptAnswers, identifier: Any, where: str) -> dict[str, Any]:
+    items = (item for each in kept.newest_first() for item in each.answer.get("output", ()))
+    found = next((item for item in items if item["id"] == identifier), None)
+    if found is None:
+        raise RequestError(f"{where} refers to {identifier!r}, which is no item of a kept response.", status=404, param=where)
+    return found
+
+
+def messages_of(items: list[dict[str, Any]], kept: KeptAnswers) -> tuple[list[dict[str, Any]], list[str]]:
     """The chat's messages of input items. Reasoning, text and calls that follow one another are one message of the assistant.
+
+    Returns:
+        The messages, and the place of the item that each of them begins with.
 
     Raises:
         RequestError: an item is malformed, or of a kind that the model cannot see.
     """
     messages: list[dict[str, Any]] = []
+    places: list[str] = []
 
     def assistant(name: str) -> dict[str, Any]:
         """The message of the assistant that ``name`` (content, reasoning_content or tool_calls) goes into."""
@@ -294,7 +318,7 @@ def messages_of(items: list[dict[str, Any]], kept: KeptResponses) -> list[dict[s
     for index, item in enumerate(items):
         where = f"input[{index}]"
         if item.get("type") == "item_reference":
-            item = kept.item(item.get("id"), where)
+            item = _kept_item(kept, item.get("id"), where)
         match item.get("type") or "message":
             case "message" if item.get("role") == "assistant":
                 assistant("content")["content"] = _content(item.get("content"), where)
@@ -304,7 +328,8 @@ def messages_of(items: list[dict[str, Any]], kept: KeptResponses) -> list[dict[s
                 parts = item.get("content") or item.get("summary") or []
                 assistant("reasoning_content")["reasoning_content"] = _content(parts, where)
             case "function_call":
-                function = {"name": item.get("name"), "arguments": item.get("arguments", "")}
+                name = _shown_name(item.get("namespace"), item.get("name"))
+                function = {"name": name, "arguments": item.get("arguments", "")}
                 call = {"id": item.get("call_id", ""), "type": "function", "function": function}
                 assistant("tool_calls").setdefault("tool_calls", []).append(call)
             case "function_call_output":
@@ -316,7 +341,8 @@ def messages_of(items: list[dict[str, Any]], kept: KeptResponses) -> list[dict[s
                     "item_reference: this server has no tools of its own.",
                     param=where,
                 )
-    return messages
+        places += [where] * (len(messages) - len(places))
+    return messages, places
 
 
 def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
@@ -343,21 +369,80 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
     return text_or_parts(parts)
 
 
-def _chat_tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise RequestError(f"{where} is of type {tool.get('type')!r}; this server has no tools but functions.", param="tools")
-    function = {name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name) is not None}
-    return {"type": "function", "function": function}
+def _shown_name(namespace: Any, name: Any) -> Any:
+    """The name under which the model sees a function."""
+    return f"{namespace}__{name}" if namespace else name
 
 
-def _chat_tool_choice(choice: str | dict[str, Any]) -> Any:
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice  # what is none of the known is refused by the chat
+def offered_tools(tools: list[dict[str, Any]]) -> tuple[list[OfferedTool], list[str]]:
+    """The functions among a request's tools, and what is said about those that are left out.
+
+    A namespace's description stands before that of its first function.
+
+    Raises:
+        RequestError: a tool is one that the client runs, and no function.
+    """
+    offered: list[OfferedTool] = []
+    warnings: list[str] = []
+    for index, tool in enumerate(tools):
+        where, kind = f"tools[{index}]", tool.get("type")
+        if kind in _HOSTED:
+            warnings.append(f"The tool {kind} is left out: OpenAI's own servers run it.")
+        elif kind == "namespace":
+            name, inside = tool.get("name"), tool.get("tools")
+            if not name or not isinstance(name, str) or not isinstance(inside, list):
+                raise RequestError(f"{where} has to be a namespace with a name and a list of tools.", param="tools")
+            about = tool.get("description") or ""
+            for place, each in enumerate(inside):
+                offered.append(_offered(each, f"{where}.tools[{place}]", name, about if place == 0 else ""))
+        else:
+            offered.append(_offered(tool, where))
+    return offered, warnings
+
+
+def _offered(tool: Any, where: str, namespace: str = "", about: str = "") -> OfferedTool:
+    kind = tool.get("type") if isinstance(tool, dict) else type(tool).__name__
+    if kind != "function":
+        raise RequestError(
+            f"{where} is of type {kind!r}, which a chat template has no words for: offer it as a function with parameters.",
+            param="tools",
+        )
+    name, parameters = tool.get("name"), tool.get("parameters")
+    check_function(name, parameters, where, "parameters")
+    shown = _shown_name(namespace, name)
+    described = "\n\n".join(text for text in (about, tool.get("description")) if text)
+    given = {"name": shown, "description": described or None, "parameters": parameters, "strict": tool.get("strict")}
+    function = {key: value for key, value in given.items() if value is not None}
+    return OfferedTool(shown, function, namespace, name)
+
+
+def _chat_tool_choice(choice: str | dict[str, Any], tools: list[OfferedTool]) -> Any:
+    match choice:
+        case "auto" | "none":
+            return choice if tools else None
+        case "required" if tools:
+            return choice
+        case {"type": "function", "name": name}:
+            wanted = choice.get("namespace") or ""
+            named = [tool for tool in tools if name in (tool.own_name, tool.name) and wanted in ("", tool.namespace)]
+            if len(named) == 1:
+                return {"type": "function", "function": {"name": named[0].name}}
+    forms = "auto, none, required, or {'type': 'function', 'name': …}"
+    raise refuse_tool_choice(choice, (tool.name for tool in tools), forms)
 
 
 def _chat_format(given: Any) -> Any:
-    if not isinstance(given, dict) or given.get("type") != "json_schema":
+    if given is not None and (
+        not isinstance(given, dict)
+        or given.get("type") not in ("text", "json_object", "json_schema")
+        or (given["type"] == "json_schema" and not isinstance(given.get("schema"), dict))
+    ):
+        raise RequestError(
+            f"text.format={given!r:.200} cannot be honoured: it has to be {{'type': 'text'}}, {{'type': 'json_object'}} or "
+            "{'type': 'json_schema', 'name': …, 'schema': {…}}.",
+            param="text.format",
+        )
+    if given is None or given["type"] != "json_schema":
         return given
     return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
 
@@ -370,19 +455,26 @@ async def create_response(protocol: ChatProtocol, request: Request) -> Response 
     return await serve(protocol, request, ResponsesDialect)
 
 
+async def count_input_tokens(protocol: ChatProtocol, request: Request) -> dict[str, Any]:
+    """``POST /v1/responses/input_tokens``: the tokens of the prompt, as the model would read it."""
+    return {"object": "response.input_tokens", "input_tokens": await count_tokens(protocol, request, ResponsesDialect)}
+
+
 async def get_response(protocol: ChatProtocol, request: Request) -> dict[str, Any]:
     """``GET /v1/responses/ID``."""
-    return protocol.responses.find(request.path_params["id"], "response_id").answer
+    return kept_response(protocol.kept, request.path_params["id"], "response_id").answer
 
 
 async def delete_response(protocol: ChatProtocol, request: Request) -> dict[str, Any]:
     """``DELETE /v1/responses/ID``."""
-    protocol.responses.delete(request.path_params["id"])
+    kept_response(protocol.kept, request.path_params["id"], "response_id")
+    protocol.kept.forget(request.path_params["id"])
     return {"id": request.path_params["id"], "object": "response", "deleted": True}
 
 
 RESPONSES_ROUTES = (
     ("POST", "/v1/responses", create_response, ResponsesBody),
+    ("POST", "/v1/responses/input_tokens", count_input_tokens, ResponsesBody),
     ("GET", "/v1/responses/{id}", get_response, None),
     ("DELETE", "/v1/responses/{id}", delete_response, None),
 )
