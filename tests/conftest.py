@@ -33,6 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--seeds", type=int, default=1, help="Seeds with which several ranks are compared with one process, up to 3."
     )
     parser.addoption("--whole-examples", action="store_true", help="Runs of examples are as long as their files say.")
+    parser.addoption(
+        "--whole-programs", action="store_true", help="Programs of tests/clients run in every form, not in one each."
+    )
     parser.addoption("--fuzz", type=int, default=3, help="Cases that schemathesis makes of each operation of a service.")
     parser.addoption("--damages", type=int, default=24, help="Run directories that tests/faults/test_damages.py damages.")
     parser.addoption("--view-runs", default=None, help="A directory of runs, every view of which tests/viewer visits.")
@@ -41,7 +44,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--write-pictures", action="store_true", help="Write the pictures of docs/viewer.md.")
     parser.addoption("--write-key-table", action="store_true", help="Write docs/keys.md's table of which run reads which key.")
-    parser.addoption("--write-agents-table", action="store_true", help="Write docs/agents.md's table of what was shown.")
+    parser.addoption(
+        "--write-agents-table", action="store_true", help="Write docs/agents.md's tables: what was shown, and what to set."
+    )
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_programs import NOTE, PROGRAMS, run_command
 from directed_model import Free
 
 HERE = Path(__file__).resolve().parent
 #: Where scripts/make_client_envs.sh puts the environments.
 ENVIRONMENTS = Path(os.environ.get("ROLLWRIGHT_CLIENT_ENVS", HERE.parents[1]))
 #: Programs whose clients pin openai 2.
-_OF_OPENAI_2 = ("programs_dspy", "evaluators_verifiers")
+_OF_OPENAI_2 = ("programs_dspy", "evaluators_verifiers", "mini")
 #: A process runs all cases of a client, on a machine that may be busy.
 SECONDS = 600
 
@@ -33,6 +36,7 @@ class Case:
         replies: of the model, one for each call.
         rows: that the calls become.
         why: there is more than one row.
+        is_long: runs with --whole-programs only.
     """
 
     client: str
@@ -42,6 +46,7 @@ class Case:
     replies: list[str | Free] = field(hash=False)
     rows: int = 1
     why: str = ""
+    is_long: bool = False
 
     def __str__(self) -> str:
         return f"{self.client}-{self.name}"
@@ -56,21 +61,24 @@ class Played:
         rows: of the record, checked.
         records: of the calls.
         requests: that the engine was asked.
+        refused: method, path and status of the requests that the front did not answer.
     """
 
     value: Any
     rows: list[Any]
     records: list[Any]
     requests: list[Any]
+    refused: list[tuple[str, str, int]]
 
 
 @dataclass
 class World:
-    """The engine, the front over it, and where the model is."""
+    """The engine, the front over it, where the model is, and the requests that were refused, by key."""
 
     engine: Any
     front: Any
     path: Path
+    refused: dict[str, list[tuple[str, str, int]]]
 
     def text(self, ids: Any) -> str:
         """Decoded, special tokens included."""
@@ -79,14 +87,72 @@ class World:
 
 def environment_of(program: str) -> Path:
     """The environment that a program's clients are in; the test is skipped where it is not there."""
-    environment = ENVIRONMENTS / (".venv-clients-openai2" if program in _OF_OPENAI_2 else ".venv-clients")
+    name = (
+        ".venv-clients-openai2" if program in _OF_OPENAI_2 else ".venv-clients-node" if is_of_node(program) else ".venv-clients"
+    )
+    environment = ENVIRONMENTS / name
     if not list(environment.glob(".complete-*")):
         pytest.skip(f"{environment} is not there or not complete: run scripts/make_client_envs.sh")
     return environment
 
 
+def is_of_node(program: str) -> bool:
+    """Whether a program's clients are npm's."""
+    return program.endswith("_node") or (program in PROGRAMS and PROGRAMS[program].is_of_node)
+
+
+def run_node(cases: list[Case], arguments: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The same as ``run_program`` for a program in JavaScript."""
+    environment, program = environment_of(cases[0].program), cases[0].program
+    with tempfile.TemporaryDirectory(prefix="program-") as directory:
+        for script in (HERE / "programs").glob("*.mjs"):
+            shutil.copy(script, directory)
+        Path(directory, "node_modules").symlink_to(environment.resolve() / "node_modules")
+        Path(directory, "note.txt").write_text(NOTE + "\n")
+        done = subprocess.run(
+            [str(environment / "node_modules" / ".bin" / "node"), "run.mjs", program],
+            input=json.dumps({"clients": sorted({case.client for case in cases}), "cases": arguments}),
+            env={"PATH": os.environ["PATH"], "HOME": directory},
+            cwd=directory,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+    assert done.returncode == 0, f"{program} ended with {done.returncode}:\n{done.stderr[-4000:]}"
+    return json.loads(done.stdout)
+
+
+#: What a case of a program runs it with besides what is set for it.
+_FORMS = {"bare": ("--bare",)}
+
+
+def run_commands(cases: list[Case], arguments: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The same as ``run_program`` for a program that is a command."""
+    program, environment = PROGRAMS[cases[0].program], environment_of(cases[0].program)
+    executables = environment / ("node_modules/.bin" if program.is_of_node else "bin")
+    results: dict[str, Any] = {}
+    for case in cases:
+        asked = arguments[case.name]
+        given = {"BASE": asked["base_url"], "KEY": asked["api_key"], "MODEL": "policy"}
+        try:
+            path = f"{executables}:/usr/local/bin:/usr/bin:/bin"
+            results[case.name] = {"value": run_command(program, path, given, _FORMS.get(case.name, ()))}
+        except Exception as error:
+            results[case.name] = {"error": str(error)}
+    if program.is_of_node:
+        version = json.loads((environment / "node_modules" / program.name / "package.json").read_text())["version"]
+    else:
+        (found,) = environment.glob(f"lib/python*/site-packages/{program.name.replace('-', '_')}-*.dist-info")
+        version = found.name.removesuffix(".dist-info").rpartition("-")[2]
+    return {"versions": {program.name: version}, "results": results}
+
+
 def run_program(cases: list[Case], arguments: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Run cases of one program in the clients' environment; returns the clients' versions and the results by case."""
+    if cases[0].program in PROGRAMS:
+        return run_commands(cases, arguments)
+    if is_of_node(cases[0].program):
+        return run_node(cases, arguments)
     keep = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "TMPDIR", "LANG")}
     settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     program = cases[0].program

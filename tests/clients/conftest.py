@@ -6,8 +6,10 @@ of docs/agents.md anew; otherwise it has to be what the tests showed.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,9 +29,43 @@ def world(tmp_path_factory):
     pytest.importorskip("llguidance")
     from rollwright.rollout.openai_front import OpenAIFront
 
-    path = tmp_path_factory.mktemp("clients") / "policy"
-    with small_engine(path) as engine, OpenAIFront(engine.tokenizer, str(path)) as front:
-        yield World(engine, front, path)
+    path, refused = tmp_path_factory.mktemp("clients") / "policy", defaultdict(list)
+    with watched_for_refusals(refused), small_engine(path) as engine, OpenAIFront(engine.tokenizer, str(path)) as front:
+        yield World(engine, front, path, refused)
+
+
+@contextlib.contextmanager
+def watched_for_refusals(refused: dict[str, list[tuple[str, str, int]]]) -> Iterator[None]:
+    """Note each request of a front that is made meanwhile and not answered with success, under its key."""
+    from rollwright.inference.server.exchange import given_key
+    from rollwright.rollout import openai_front
+
+    make = openai_front._application
+
+    def watched(*arguments: Any) -> Any:
+        app = make(*arguments)
+
+        @app.middleware("http")
+        async def watch(request: Any, call_next: Any) -> Any:
+            response = await call_next(request)
+            if response.status_code >= 400:
+                seen = request.method, request.url.path, response.status_code
+                refused[given_key(request.headers) or ""].append(seen)
+            return response
+
+        return app
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(openai_front, "_application", watched)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _long_forms(request):
+    """Skip what runs by command only."""
+    case = request.node.callspec.params.get("case") if hasattr(request.node, "callspec") else None
+    if isinstance(case, Case) and case.is_long and not request.config.getoption("--whole-programs"):
+        pytest.skip("runs with --whole-programs")
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +74,7 @@ def processes(request, world):
     programs: dict[str, list[Case]] = defaultdict(list)
     for item in request.session.items:
         case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
-        if isinstance(case, Case):
+        if isinstance(case, Case) and (not case.is_long or request.config.getoption("--whole-programs")):
             programs[case.program].append(case)
 
     def play(cases: list[Case]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -77,6 +113,6 @@ def play(processes, world, shown):
         dialects = ", ".join(f"`{dialect}`" for dialect in dialects_of(episode))
         told = case.shown + (f"; {case.why}" if case.why else "")
         shown.append((case.client, said["versions"][case.client], dialects, told, str(len(episode.calls)), str(len(rows))))
-        return Played(result["value"], rows, episode.records, engine.requests)
+        return Played(result["value"], rows, episode.records, engine.requests, world.refused[episode.api_key])
 
     return played

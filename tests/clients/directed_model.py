@@ -22,7 +22,7 @@ from rollwright.inference.request import ModelRequest, ModelResponse
 from rollwright.rollout.openai_episode import OpenAIEpisode
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CONTEXT = 12288
+CONTEXT = 49152  # programs with all their tools begin with 30,000 tokens of this tokenizer
 #: Weights in use; another than 0, so that a version that was never filled in shows.
 VERSION = 3
 

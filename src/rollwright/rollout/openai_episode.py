@@ -39,6 +39,9 @@ from rollwright.inference.server.openai_answer import CHAT, OpenAICall
 from rollwright.inference.server.prompts import Prompts
 from rollwright.rollout.sample_engine import SampleEngine, answer_of
 
+#: Names that mean the policy at every front. Claude Code takes ``default`` for a model of its own.
+_NAMES = ("default", "policy")
+
 #: Names of what the journal keeps of a run beside its tokens.
 _CALL, _REWARD = "front.call", "front.reward"
 
@@ -262,15 +265,14 @@ class OpenAIEpisode(OpenAIProtocol):
             raise
 
     def _check_model(self, fields: dict[str, Any]) -> None:
-        if fields.get("model") != "default":
+        if fields.get("model") not in _NAMES:
             super()._check_model(fields)
 
     def _gconfig(
         self, fields: dict[str, Any], endpoint: str, prompt_length: int, begins_reasoning: bool = False
     ) -> GenerationHyperparameters:
         if "max_tokens" not in fields and "max_completion_tokens" not in fields:
-            room = (self._context_length or math.inf) - prompt_length
-            fields = {**fields, "max_tokens": max(1, min(self._defaults.max_new_tokens, room))}
+            fields = {**fields, "max_tokens": self._defaults.max_new_tokens}
         return super()._gconfig(fields, endpoint, prompt_length, begins_reasoning)
 
     def _call(self, endpoint: str, body: dict[str, Any], fields: dict[str, Any], prompts: Prompts, prefix: str) -> OpenAICall:
@@ -359,7 +361,7 @@ class OpenAIEpisode(OpenAIProtocol):
                     f"the messages of call {call.answer_id} have other tokens than when it was made: the tokenizer or its chat template "
                     "has changed. Serve with the model that the run began with."
                 )
-            request.metadata["call"] = call.answer_id
+            request.metadata |= {**_metadata(answer), "call": call.answer_id}
             call.responses.append(answer_of(request, answer))
         call.choices = [{"message": message} for message in facts["said"]] or [{}] * len(answers)
         self._keep(call)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from types import MethodType
@@ -326,12 +327,12 @@ class OpenAIProtocol:
         if self.images.token_id is not None:  # a sampled image token stands for an image that does not exist
             sampling["stop_token_ids"] = [*sampling.get("stop_token_ids", defaults.stop_token_ids), self.images.token_id]
         given = fields.get("max_completion_tokens", fields.get("max_tokens"))
+        room = max(1, (self._context_length or math.inf) - prompt_length)
         if given is None:
-            room = (self._context_length or prompt_length + defaults.max_new_tokens) - prompt_length
-            given = max(1, room if endpoint == CHAT else 16)
+            given = room if endpoint == CHAT and self._context_length else defaults.max_new_tokens if endpoint == CHAT else 16
         gconfig = defaults.new(
             n_samples=1,
-            max_new_tokens=max(1, given),
+            max_new_tokens=max(1, int(min(given, room))),  # programs ask for more than any context has left
             min_new_tokens=fields.get("min_tokens", defaults.min_new_tokens),
             greedy=defaults.greedy and "temperature" not in fields,
             stop=[*([stop] if isinstance(stop, str) else stop or []), *self._end_of_calls(fields)] or None,

@@ -1,0 +1,82 @@
+"""Programs that are agents, and packages of Node: each reads a file, runs a command and answers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from client_cases import Case
+from command_programs import CLAUDE, CODEX, MINI, NOTE, OPENCODE, QWEN
+from directed_model import THOUGHT, call_of
+
+ANSWER = "It is 7341."
+#: What the command prints is in no prompt otherwise.
+COMMAND, PRINTED = "tr 7 9 < note.txt", "The number is 9341."
+SHOWN = "a file is read, a command is run"
+
+
+def replies(read: tuple[str, str], run: str, *between: str, **more: str) -> list[str]:
+    """What the model says to a program whose tools have these names; the first has an argument of the second name."""
+    tool, argument = read
+    return [
+        THOUGHT + call_of(tool, json.dumps({argument: "note.txt"})),
+        *between,
+        call_of(run, json.dumps({"command": COMMAND, **more})),
+        ANSWER,
+    ]
+
+
+OF_CLAUDE = replies(("Read", "file_path"), "Bash")
+OF_QWEN = replies(("read_file", "file_path"), "run_shell_command", is_background=False)
+OF_OPENCODE = replies(("read", "filePath"), "bash", description="show")
+OF_SCRIPTS = replies(("read", "path"), "shell")
+OF_CODEX = [
+    THOUGHT + call_of("exec_command", json.dumps({"cmd": "cat note.txt"})),
+    call_of("multi_agent_v1__close_agent", '{"target": "nobody"}'),
+    call_of("exec_command", json.dumps({"cmd": COMMAND})),
+    ANSWER,
+]
+OF_MINI = [
+    call_of("bash", '{"command": "cat note.txt"}'),
+    call_of("bash", json.dumps({"command": COMMAND})),
+    call_of("bash", json.dumps({"command": f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo '{ANSWER}'"})),
+]
+NODE_OPENAI, NODE_ANTHROPIC = ("openai", "vendors_node"), ("@anthropic-ai/sdk", "vendors_node")
+VERCEL, VERCEL_OPENAI = ("@ai-sdk/openai-compatible", "vercel_node"), ("@ai-sdk/openai", "vercel_node")
+
+CASES = [
+    Case(CODEX.name, "codex", "as_is", f"`codex exec`: {SHOWN}, a tool of a namespace is called", OF_CODEX),
+    Case(CLAUDE.name, "claude", "as_is", f"`claude -p`: {SHOWN}", OF_CLAUDE),
+    Case(QWEN.name, "qwen", "as_is", f"`qwen --bare`: {SHOWN}", OF_QWEN),
+    Case(OPENCODE.name, "opencode", "as_is", f"`opencode run`: {SHOWN}", OF_OPENCODE),
+    Case(MINI.name, "mini", "as_is", f"`mini`: {SHOWN}", OF_MINI),
+    Case(*NODE_OPENAI, "run_tools", "Node: `runTools`", OF_SCRIPTS),
+    Case(*NODE_ANTHROPIC, "tool_runner", "Node: `toolRunner`, which keeps a thread at the server", OF_SCRIPTS),
+    Case(*VERCEL, "stream_chat", "Node: `streamText`", OF_SCRIPTS),
+    Case(*VERCEL_OPENAI, "generate_responses", "Node: `generateText`", OF_SCRIPTS),
+    Case(*NODE_OPENAI, "run_tools_stream", "Node: `runTools`, streamed", OF_SCRIPTS, is_long=True),
+    Case(*NODE_OPENAI, "responses", "Node: streamed tool loop", OF_SCRIPTS, is_long=True),
+    Case(*NODE_ANTHROPIC, "tool_runner_stream", "Node: `toolRunner`, streamed", OF_SCRIPTS, is_long=True),
+    Case(*VERCEL, "generate_chat", "Node: `generateText`", OF_SCRIPTS, is_long=True),
+    Case(*VERCEL_OPENAI, "stream_responses", "Node: `streamText`", OF_SCRIPTS, is_long=True),
+    Case(CLAUDE.name, "claude", "bare", f"`claude --bare -p`: {SHOWN}", OF_CLAUDE, is_long=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_programs(case, play, world):
+    played = play(case)
+    text = played.value[1] if isinstance(played.value, list) else played.value
+    assert text == ANSWER
+    last = world.text(played.records[-1].prompt_ids)
+    assert NOTE in last, "the file that the program read"
+    assert PRINTED in last, "what the command printed"
+    assert len({record.rid for record in played.records}) == case.rows, "one conversation each"
+    assert not played.refused
+    if case.client == CODEX.name:
+        asked = played.records[0].metadata["warnings"]
+        assert any("web_search is left out" in warning for warning in asked)
+    else:
+        assert all("warnings" not in record.metadata for record in played.records)
+    if case.name == "stream_chat":
+        assert {"tool-call", "tool-result", "text-delta", "reasoning-delta", "finish"} <= set(played.value[0])
