@@ -15,19 +15,18 @@ COMMAND, PRINTED = "tr 7 9 < note.txt", "The number is 9341."
 SHOWN = "a file is read, a command is run"
 
 
-def replies(read: tuple[str, str], run: str, *between: str, **more: str) -> list[str]:
+def replies(read: tuple[str, str], run: str, path: str = "note.txt", **more: object) -> list[str]:
     """What the model says to a program whose tools have these names; the first has an argument of the second name."""
     tool, argument = read
     return [
-        THOUGHT + call_of(tool, json.dumps({argument: "note.txt"})),
-        *between,
+        THOUGHT + call_of(tool, json.dumps({argument: path})),
         call_of(run, json.dumps({"command": COMMAND, **more})),
         ANSWER,
     ]
 
 
 OF_CLAUDE = replies(("Read", "file_path"), "Bash")
-OF_QWEN = replies(("read_file", "file_path"), "run_shell_command", is_background=False)
+OF_QWEN = replies(("read_file", "file_path"), "run_shell_command", "/proc/self/cwd/note.txt", is_background=False)
 OF_OPENCODE = replies(("read", "filePath"), "bash", description="show")
 OF_SCRIPTS = replies(("read", "path"), "shell")
 OF_CODEX = [

@@ -39,9 +39,6 @@ from rollwright.inference.server.openai_answer import CHAT, OpenAICall
 from rollwright.inference.server.prompts import Prompts
 from rollwright.rollout.sample_engine import SampleEngine, answer_of
 
-#: Names that mean the policy at every front. Claude Code takes ``default`` for a model of its own.
-_NAMES = ("default", "policy")
-
 #: Names of what the journal keeps of a run beside its tokens.
 _CALL, _REWARD = "front.call", "front.reward"
 
@@ -66,6 +63,8 @@ class OpenAIEpisode(OpenAIProtocol):
         recorder: every request and response, token for token.
     """
 
+    other_names = ("default", "policy")  # Claude Code takes ``default`` for a model of its own
+
     def __init__(
         self,
         engine: InferenceEngine,
@@ -83,7 +82,7 @@ class OpenAIEpisode(OpenAIProtocol):
         """Args:
         engine: answers the calls; one that is bound to a sample records them itself.
         tokenizer: the policy's.
-        model_name: the name under which the policy is asked for; ``default`` means it, too.
+        model_name: the name under which the policy is asked for; ``default`` and ``policy`` mean it, too.
         base_url, api_key: where the front is, and the key of this run.
         gconfig: generation arguments that requests may leave out.
         template_kwargs: passed to the chat template.
@@ -263,10 +262,6 @@ class OpenAIEpisode(OpenAIProtocol):
         except (RequestError, EngineError) as error:
             self.recorder.outgrew_context |= as_request_error(error).code == CONTEXT_LENGTH_EXCEEDED
             raise
-
-    def _check_model(self, fields: dict[str, Any]) -> None:
-        if fields.get("model") not in _NAMES:
-            super()._check_model(fields)
 
     def _gconfig(
         self, fields: dict[str, Any], endpoint: str, prompt_length: int, begins_reasoning: bool = False

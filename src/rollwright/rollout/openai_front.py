@@ -236,7 +236,7 @@ class OpenAIAgentWorkflow(RolloutWorkflow):
         tokenizer: the policy's, or its path.
         gconfig: generation arguments that requests may leave out.
         agent_kwargs: passed to a class's constructor, or else to every call.
-        model_name: the name under which the agent asks for the policy; ``default`` means it, too.
+        model_name: the name under which the agent asks for the policy; ``default`` and ``policy`` mean it, too.
         front: an ``OpenAIFront`` to share; None: one of its own, which ends with the workflow.
         overflow_reward: of a run whose conversation outgrew the context, and that has no other.
     """

@@ -13,6 +13,7 @@ from test_openai_front import TOOL_CALL, TOOLS, Script, StreamingScript, front, 
 __all__ = ["front", "tokenizer"]
 FUNCTIONS = [{"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS]
 ASK = [{"role": "user", "content": "1+2?"}]
+IMAGE = [{"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}]
 
 
 def client_of(episode) -> anthropic.Anthropic:
@@ -146,11 +147,21 @@ async def test_tokens_are_counted_without_a_call(front, tokenizer):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "no tools of its own"),
+        (
+            {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+            "tools.0. is of type 'bash_20250124'.*offer a tool with a name",
+        ),
+        (
+            {"extra_body": {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}},
+            "leaves the history as it is",
+        ),
+        ({"extra_body": {"stop": ["x"]}}, "it is stop_sequences here"),
+        ({"stop_sequences": [""]}, "stop_sequences="),
+        ({"system": "add", "messages": [{"role": "user", "content": IMAGE}]}, "^(?!.*image_url).*messages.0. is an image"),
         ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "of type 'document'"),
         ({"messages": [{"role": "judge", "content": "x"}]}, "has role 'judge'"),
         ({"tools": FUNCTIONS, "tool_choice": {"type": "tool", "name": "sub"}}, "tool_choice"),
-        ({"extra_body": {"colour": 1}}, "Unknown parameter 'colour'"),
+        ({"extra_body": {"colour": 1}}, "Unknown field of /v1/messages 'colour'"),
         ({"max_tokens": 0}, "max_tokens=0"),
     ],
 )
@@ -197,3 +208,63 @@ async def test_an_engine_that_fails_in_a_stream_is_an_error_event(front, tokeniz
     with front.episode(sample_engine(Failing(tokenizer, "abcdef"))) as episode:
         await asyncio.to_thread(ask, client_of(episode))
     assert not episode.calls
+
+
+async def test_what_claude_code_asks_of_the_history_is_what_happens_anyway(front, tokenizer):
+    def ask(client):
+        keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+        hosted = {"type": "web_search_20250305", "name": "web_search"}
+        more = {"context_management": keep, "output_config": {"effort": "high"}, "speed": "fast", "betas": ["x"]}
+        given = {"model": "policy", "max_tokens": 9, "messages": ASK}
+        checked(client.messages.create(**given, tools=[*FUNCTIONS, hosted], extra_body=more))
+        client.messages.create(**given, tools=FUNCTIONS)
+
+    sample = sample_engine(Script(tokenizer, "a"))
+    with front.episode(sample) as episode:
+        await asyncio.to_thread(ask, client_of(episode))
+    first, second = sample.recorder.records
+    assert first.prompt_ids == second.prompt_ids
+    assert first.metadata["warnings"] == ["The tool web_search_20250305 is left out: Anthropic's own servers run it."]
+    assert "warnings" not in second.metadata
+
+
+async def test_a_thread_is_kept_with_its_system_prompt_and_tools(front, tokenizer):
+    def ask(client):
+        create = client.beta.messages.create
+        given = {"model": "policy", "max_tokens": 50}
+        first = create(**given, system="add numbers", tools=FUNCTIONS, messages=ASK, thread={"type": "create"})
+        (use,) = [block for block in first.content if block.type == "tool_use"]
+        result = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "3"}]}]
+        goes_on = {"type": "continue", "previous_message_id": first.id}
+        second = create(**given, messages=result, thread=goes_on)
+        create(**given, messages=[{"role": "user", "content": "sure?"}], thread={**goes_on, "previous_message_id": second.id})
+        with pytest.raises(anthropic.NotFoundError, match="no thread") as caught:
+            create(**given, messages=ASK, thread={"type": "continue", "previous_message_id": "msg_lost"})
+        assert caught.value.body["error"]["details"] == {"error_code": "thread_not_found"}
+        with pytest.raises(anthropic.BadRequestError, match="tools is that of the thread"):
+            create(**given, messages=ASK, tools=FUNCTIONS, thread=goes_on)
+
+    sample = sample_engine(Script(tokenizer, TOOL_CALL, "3", "yes"))
+    with front.episode(sample) as episode:
+        await asyncio.to_thread(ask, client_of(episode))
+    (row,) = episode.experiences(reward=1.0)
+    assert int(row.action_mask.sum()) == sum(len(record.output_ids) for record in sample.recorder.records)
+    prompt = tokenizer.decode(sample.recorder.records[-1].prompt_ids, skip_special_tokens=False)
+    assert prompt.startswith("<|system|>add <tool_call></tool_call><|end|><|system|>add numbers<|end|>")
+
+
+async def test_the_tool_runner_goes_on_in_its_thread(front, tokenizer):
+    @anthropic.beta_tool
+    def add(a: int, b: int) -> str:
+        """Add two."""
+        return str(a + b)
+
+    def ask(client):
+        runner = client.beta.messages.tool_runner(model="policy", max_tokens=50, messages=ASK, tools=[add])
+        return runner.until_done().content[0].text
+
+    sample = sample_engine(Script(tokenizer, TOOL_CALL, "it is 3"))
+    with front.episode(sample) as episode:
+        assert await asyncio.to_thread(ask, client_of(episode)) == "it is 3"
+    assert len(sample.recorder.records) == 2
+    assert len(episode.experiences(reward=1.0)) == 1

@@ -159,12 +159,18 @@ async def test_log_probabilities_come_with_the_text(front, tokenizer):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"tools": [{"type": "web_search"}]}, "no tools but functions"),
+        ({"tools": [{"type": "custom", "name": "x"}]}, "tools.0. is of type 'custom'.*offer it as a function"),
+        ({"tools": FUNCTIONS, "tool_choice": {"type": "function", "name": "sub"}}, "'type': 'function', 'name': …"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice.*none"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format="),
+        ({"input": [{"role": "judge", "content": "x"}], "instructions": "add"}, "input.0. has role 'judge'"),
+        ({"tools": [*FUNCTIONS, *FUNCTIONS]}, "two tools of the name 'add'"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input.0. is of type 'computer_call'"),
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input_file"),
         ({"truncation": "auto"}, "a history is not cut"),
         ({"background": True}, "at once"),
-        ({"extra_body": {"colour": 1}}, "Unknown parameter 'colour'"),
+        ({"extra_body": {"colour": 1}}, "Unknown field of /v1/responses 'colour'"),
+        ({"extra_body": {"max_tokens": 5}}, "it is max_output_tokens here"),
         ({"max_output_tokens": 0}, "max_output_tokens=0"),
     ],
 )
@@ -210,3 +216,70 @@ async def test_structured_output_is_asked_of_the_chat(front, tokenizer):
         parsed = await asyncio.to_thread(ask, plain_client(episode))
     assert parsed == Sum(total=3)
     assert json.loads(script.requests[0].gconfig.json_schema)["required"] == ["total"]
+
+
+NAMESPACE = {"type": "namespace", "name": "sums", "description": "Sums.", "tools": FUNCTIONS}
+NAMESPACED_CALL = TOOL_CALL.replace('"add"', '"sums__add"')
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_function_of_a_namespace_is_called_and_its_namespace_goes_back(front, tokenizer, streams):
+    def ask(client, items, **arguments):
+        tools = [{**FUNCTIONS[0], "name": "plain"}, NAMESPACE]
+        if not streams:
+            return checked(client.responses.create(model="policy", input=items, tools=tools, **arguments))
+        events = list(client.responses.create(model="policy", input=items, tools=tools, stream=True, **arguments))
+        for event in events:
+            TypeAdapter(ResponseStreamEvent).validate_python(event.to_dict(mode="json"))
+        return checked(events[-1].response)
+
+    def agent(client):
+        items = [{"role": "user", "content": "1+2?"}]
+        first = ask(client, items)
+        (call,) = [item for item in first.output if item.type == "function_call"]
+        assert (call.name, call.namespace) == ("add", "sums")
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
+        ask(client, [*items, *(item.to_dict() for item in first.output), result])
+        ask(client, [result, {"role": "user", "content": "sure?"}], previous_response_id=first.id)
+        ask(client, "again", tool_choice={"type": "function", "name": "add"})
+
+    sample = sample_engine(StreamingScript(tokenizer, NAMESPACED_CALL, "3", "yes", ' {"a": 1}}</tool_call>'))
+    with front.episode(sample) as episode:
+        await asyncio.to_thread(agent, plain_client(episode))
+    records = sample.recorder.records
+    assert records[1].rid == records[0].rid, "the call goes on from its tokens"
+    assert len(experiences := episode.experiences(reward=1.0)) == 3, len(experiences)  # another question, a forced call
+    prompts = [tokenizer.decode(record.prompt_ids, skip_special_tokens=False) for record in records]
+    assert prompts[0].startswith("<|system|>plain sums__add ")
+    assert prompts[3].endswith('"name": "sums__add", "arguments":')
+
+
+async def test_hosted_tools_are_left_out_and_the_record_says_so(front, tokenizer):
+    def ask(client):
+        hosted = [{"type": "web_search"}, {"type": "code_interpreter", "container": "c"}]
+        told = {"client_metadata": {"session": "s"}}
+        answer = client.responses.create(model="policy", input="?", tools=[*FUNCTIONS, *hosted], extra_body=told)
+        assert [tool.type for tool in checked(answer).tools] == ["function", "web_search", "code_interpreter"]
+        client.responses.create(model="policy", input="?", tools=FUNCTIONS)
+
+    sample = sample_engine(Script(tokenizer, "a"))
+    with front.episode(sample) as episode:
+        await asyncio.to_thread(ask, plain_client(episode))
+    first, second = sample.recorder.records
+    said = "The tool {} is left out: OpenAI's own servers run it."
+    assert first.metadata["warnings"] == [said.format("web_search"), said.format("code_interpreter")]
+    assert "warnings" not in second.metadata
+    assert first.prompt_ids == second.prompt_ids
+
+
+async def test_input_tokens_are_counted_without_a_call(front, tokenizer):
+    def ask(client):
+        given = {"model": "policy", "input": "1+2?", "instructions": "add", "tools": FUNCTIONS}
+        counted = client.responses.input_tokens.count(**given)
+        return counted.input_tokens, client.responses.create(**given).usage.input_tokens
+
+    sample = sample_engine(Script(tokenizer, "3"))
+    with front.episode(sample) as episode:
+        counted, used = await asyncio.to_thread(ask, plain_client(episode))
+    assert counted == used == len(sample.recorder.records[0].prompt_ids)
+    assert len(sample.recorder.records) == 1

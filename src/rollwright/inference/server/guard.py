@@ -13,7 +13,7 @@ from rollwright.inference.server.exchange import RequestError, error_response, g
 from rollwright.inference.server.settings import LOOPBACK, ServiceSettings
 
 #: Paths that need no key: they say nothing but that the service lives.
-_OPEN_PATHS = frozenset({"/health", "/ping"})
+_OPEN_PATHS = frozenset({"/", "/health", "/ping"})
 
 
 class Guard:

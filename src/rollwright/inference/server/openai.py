@@ -17,7 +17,7 @@ import math
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import Request, Response
 
@@ -93,6 +93,9 @@ class OpenAIProtocol:
         image_hosts: names of hosts that images may be fetched from; others come as ``data:`` URLs.
     """
 
+    #: Names besides its own that mean the model.
+    other_names: ClassVar[tuple[str, ...]] = ()
+
     def __init__(
         self,
         engine: InferenceEngine,
@@ -128,14 +131,17 @@ class OpenAIProtocol:
     # -- routes --------------------------------------------------------------------------------------------------------
 
     def _card(self) -> dict[str, Any]:
+        """The model, with the fields of OpenAI's API and those of Anthropic's."""
         card = {"id": self.model_name, "object": "model", "created": 0, "owned_by": "rollwright"}
+        card |= {"type": "model", "display_name": self.model_name, "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active"}
         if self._context_length:
-            card["max_model_len"] = self._context_length
+            card |= {"max_model_len": self._context_length, "max_input_tokens": self._context_length}
         return card
 
     async def models(self, _: Request) -> dict[str, Any]:
         """``GET /v1/models``."""
-        return {"object": "list", "data": [self._card()]}
+        ends = {"first_id": self.model_name, "last_id": self.model_name, "has_more": False}
+        return {"object": "list", "data": [self._card()], **ends}
 
     async def model(self, request: Request) -> dict[str, Any]:
         """``GET /v1/models/NAME``."""
@@ -201,8 +207,9 @@ class OpenAIProtocol:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def _check_model(self, fields: dict[str, Any]) -> None:
-        if (name := fields.get("model", "")) not in ("", self.model_name):
-            said = f"There is no model {name!r}; this server serves {self.model_name!r}."
+        if (name := fields.get("model", "")) not in ("", self.model_name, *self.other_names):
+            also = f", also as {' and '.join(self.other_names)}" if self.other_names else ""
+            said = f"There is no model {name!r}; this server serves {self.model_name!r}{also}."
             raise RequestError(said, status=404, param="model")
 
     def _prompts(self, endpoint: str, fields: dict[str, Any]) -> Prompts:

@@ -62,7 +62,10 @@ class ResponsesBody(Body):
             "stream_options",  # include_obfuscation
         ]
     )
-    left_out: ClassVar[dict[str, str]] = {"moderation": "this server moderates nothing"}
+    left_out: ClassVar[dict[str, str]] = {
+        "moderation": "this server moderates nothing",
+        "personality": "a chat template has no words for it",
+    }
     neutral: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
         "context_management": (([],), "this server compacts no history"),
         "background": ((False,), "an answer is given at once"),

@@ -56,6 +56,11 @@ def make_service(
     app = FastAPI(title=title, version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     for router in routers:
         app.include_router(router)
+
+    async def root() -> JSONResponse:
+        return JSONResponse({"service": title, "version": __version__})
+
+    app.add_api_route("/", root, methods=["GET", "HEAD"], name="/")  # by which programs find out whether anybody is there
     paths = sorted({getattr(route, "path", "") for router in routers for route in router.routes})
 
     async def refuse_path(request: Request, error: Exception) -> JSONResponse:
