@@ -1,15 +1,19 @@
 #!/usr/bin/env bash
 # Build the virtual environments with the clients of other projects that tests/clients runs, unmodified.
 #
-#   scripts/make_client_envs.sh [DIRECTORY]       .venv-clients, .venv-clients-openai2 and .venv-clients-sources in it (default: this
-#                                                 repository)
+#   scripts/make_client_envs.sh [DIRECTORY]       .venv-clients, .venv-clients-openai2, .venv-clients-sources and .venv-clients-node in it
+#                                                 (default: this repository)
 #   scripts/make_client_envs.sh --lock            resolve the newest versions, and write their pins into constraints/
 #
 # PYTHON          interpreter that the environments are made from (default python3; needs 3.11 or newer)
+# XDG_CACHE_HOME  where the packages of Node are kept, which clones of the repository share (default ~/.cache)
 #
 # They are environments of their own because the clients want other versions of what Rollwright uses. There are two because DSPy and
 # verifiers pin older versions of openai and mcp than the others. None of the clients computes with torch here, so torch is left
 # out, and with it CUDA. Running it again does nothing where the environments are complete and the pins are the same.
+#
+# The third has the programs and packages of Node, 1.6 GB, with a Node of its own: npm installs it, of whatever version its Node is.
+# Without npm it is left out, and its tests are skipped.
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -21,7 +25,7 @@ requirements_of() {
   case "$1" in
     clients) printf '%s\n' openai anthropic openai-agents mcp 'pydantic-ai-slim[openai,anthropic]' langgraph langchain-openai \
       langchain-anthropic 'smolagents[openai]' 'agentscope>=2.0.9,<3' 'lm-eval[api]' transformers inspect-ai ;;
-    clients-openai2) printf '%s\n' dspy 'verifiers>=0.4' ;;
+    clients-openai2) printf '%s\n' dspy 'verifiers>=0.4' mini-swe-agent ;;
   esac
 }
 
@@ -29,7 +33,9 @@ lock_pins() {  # NAME PYTHON PINS
   local work uv
   work="$(mktemp -d)"
   requirements_of "$1" > "$work/requirements.txt"
-  printf '%s ; python_version < "3"\n' torch accelerate peft > "$work/left_out.txt"  # what no interpreter fulfils is left out
+  local left_out=(torch accelerate peft)
+  [[ "$1" == clients-openai2 ]] && left_out+=(datasets)  # of mini-swe-agent's benchmarks
+  printf '%s ; python_version < "3"\n' "${left_out[@]}" > "$work/left_out.txt"  # what no interpreter fulfils is left out
   uv="$(cd "$here/scripts" && "$2" -c 'from install import find_uv; print(find_uv() or "")')"
   [[ -n "$uv" ]] || { echo "uv is needed to resolve versions: pip install uv" >&2; exit 1; }
   echo "# Clients that tests/clients runs: written by scripts/make_client_envs.sh --lock" > "$work/pins.txt"
@@ -62,8 +68,37 @@ done
 sources="$directory/.venv-clients-sources"
 pins="$here/constraints/clients-sources.txt"
 stamp="$sources/.complete-$(sha256sum < "$pins" | cut -c 1-16)"
-if [[ -n "$lock" || -e "$stamp" ]]; then exit 0; fi
-rm -rf "$sources"
-"$directory/.venv-clients/bin/python" -m pip --disable-pip-version-check --quiet install --no-deps --target "$sources" --requirement "$pins"
-touch "$stamp"
+if [[ -z "$lock" && ! -e "$stamp" ]]; then
+  rm -rf "$sources"
+  "$directory/.venv-clients/bin/python" -m pip --disable-pip-version-check --quiet install --no-deps --target "$sources" --requirement "$pins"
+  touch "$stamp"
+fi
 echo "$sources is complete"
+
+node_pins="$here/constraints/clients-node"
+if ! command -v npm > /dev/null; then
+  echo "There is no npm: the programs of Node are left out, and their tests are skipped." >&2
+  exit 0
+fi
+if [[ -n "$lock" ]]; then
+  newest="$(node -e 'console.log(Object.keys(require(process.argv[1]).dependencies).map((name) => name + "@latest").join(" "))' \
+    "$node_pins/package.json")"
+  # shellcheck disable=SC2086
+  npm install --prefix "$node_pins" --package-lock-only --save-exact --omit-lockfile-registry-resolved --force $newest
+  exit 0
+fi
+digest="$(cat "$node_pins/package.json" "$node_pins/package-lock.json" | sha256sum | cut -c 1-16)"
+kept="${XDG_CACHE_HOME:-$HOME/.cache}/rollwright/clients-node-$digest"
+environment="$directory/.venv-clients-node"
+if [[ ! -e "$kept/.complete-$digest" ]]; then
+  rm -rf "$kept"
+  mkdir -p "$kept"
+  cp "$node_pins/package.json" "$node_pins/package-lock.json" "$kept"
+  # Not npm ci, which refuses a lock that lacks optional packages of other platforms. Of all install scripts only those are run that
+  # put a program where npm links it.
+  npm install --prefix "$kept" --ignore-scripts --no-audit --no-fund --loglevel=error
+  (cd "$kept" && npm rebuild --loglevel=error @anthropic-ai/claude-code opencode-ai)
+  touch "$kept/.complete-$digest"
+fi
+ln -sfn "$kept" "$environment"
+echo "$environment is complete"

@@ -26,7 +26,7 @@ from rollwright.inference.backends.builtin.engine import BuiltinEngine
 from rollwright.inference.request import ModelRequest
 from rollwright.inference.server.application import create_application
 from rollwright.inference.server.openai import OpenAIProtocol
-from rollwright.inference.server.response_format import reply_grammar
+from rollwright.inference.server.response_format import Structure, reply_grammar
 from rollwright.inference.server.settings import ServerSettings
 
 SCHEMA = {
@@ -342,7 +342,8 @@ def test_a_mark_that_is_a_special_token_ends_the_reasoning():
     tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
     model = tiny_model("qwen3", vocab_size=len(tokenizer), tie_word_embeddings=False)
     closing = tokenizer.convert_tokens_to_ids("</think>")
-    asked = reply_grammar(json.dumps(SCHEMA), tokenizer, convention=None, begins_reasoning=True)
+    wanted = Structure("json_schema", json.dumps(SCHEMA), "response_format")
+    asked = reply_grammar(wanted, tokenizer, convention=None, begins_reasoning=True)
     gconfig = GenerationHyperparameters(max_new_tokens=220, temperature=0.7, logit_bias={closing: 5.0}, **asked)
     with BuiltinEngine(model, tokenizer, kv_cache_bytes=8 << 20) as engine:
         for response in engine.generate([ModelRequest([5, 9, 11], gconfig, seed=seed) for seed in range(3)]):

@@ -308,6 +308,7 @@ GIVEN = {
     "top_logprobs": 4,
     **dict.fromkeys(("parallel_tool_calls", "separate_reasoning"), False),
     "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "a+"},
     **{"messages": ASK, "stop_token_ids": [1], "tools": TOOLS, "tool_choice": "auto", "best_of": 1, "reasoning_effort": "low"},
     **{"stream_options": {"include_usage": True}, "chat_template_kwargs": {"x": 1}, "logit_bias": {"3": 1.0}},
 }
@@ -327,7 +328,11 @@ def test_every_parameter_is_honoured_ignored_or_refused(body, other):
     base = {"messages": ASK} if body is Chat else {"prompt": "x"}
     assert {*body.model_fields, *body.neutral} - {*other.model_fields, *other.neutral} == ALONE[body]
     for name in body.model_fields:
-        read = {"logit_bias": {3: 1.0}, "response_format": '{"type": "object"}'}.get(name, GIVEN[name])
+        read = {
+            "logit_bias": {3: 1.0},
+            "response_format": ("json_schema", '{"type": "object"}', "response_format"),
+            "structured_outputs": ("regex", "a+", "structured_outputs"),
+        }.get(name, GIVEN[name])
         assert body.of({**base, name: GIVEN[name]}).given()[name] == read
         with pytest.raises(RequestError, match=name):
             body.of({**base, name: object()})
@@ -339,6 +344,10 @@ def test_every_parameter_is_honoured_ignored_or_refused(body, other):
             assert body.of({**base, name: value}).given().keys() == base.keys()
         with pytest.raises(RequestError, match=name):
             body.of({**base, name: 7})
+    for name in body.left_out:
+        asked = body.of({**base, name: object()})
+        assert asked.given().keys() == base.keys()
+        assert asked.warnings[0].startswith(f"{name} is left out: ")
     for name in ALONE[other] - {"best_of"}:
         with pytest.raises(RequestError, match=f"Unknown parameter '{name}'"):
             body.of({**base, name: 1})
@@ -355,6 +364,8 @@ def test_fields_that_change_nothing_here_are_taken_and_others_refused(client):
         "store": False,
         "prediction": {"type": "content", "content": "yes"},
         "metadata": {"a": "b"},
+        "audio": {"voice": "a"},
+        "web_search_options": {},
     }
     answer = client.chat.completions.create(model="tiny", messages=ASK, max_tokens=2, extra_body=harmless)
     assert answer.usage.completion_tokens == 2
@@ -363,7 +374,7 @@ def test_fields_that_change_nothing_here_are_taken_and_others_refused(client):
         model="tiny", messages=ASK, max_tokens=2, stream=True, stream_options=options, **{"verbosity": "high"}
     )
     assert last.usage.completion_tokens == 2
-    for name, value in {"web_search_options": {}, "audio": {"voice": "a"}, "truncate_prompt_tokens": 5}.items():
+    for name, value in {"modalities": ["audio"], "truncate_prompt_tokens": 5}.items():
         with pytest.raises(openai.BadRequestError, match=name):
             client.chat.completions.create(model="tiny", messages=ASK, extra_body={name: value})
 

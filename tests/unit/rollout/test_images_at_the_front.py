@@ -24,7 +24,10 @@ from rollwright.data.vision import IMAGE, VISION_PIECES, load_processor
 from rollwright.experience.contract import check_trajectory
 from rollwright.experience.normaliser import normalise
 from rollwright.inference.backends.builtin.engine import BuiltinEngine
-from rollwright.inference.server import images, responses
+from rollwright.inference.server import images
+from rollwright.inference.server.dialects import KeptAnswers
+from rollwright.inference.server.exchange import RequestError
+from rollwright.inference.server.responses import kept_response
 from rollwright.rollout.openai_front import OpenAIFront
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.model import load_model, new_vision_model
@@ -278,15 +281,15 @@ def test_an_image_is_processed_once_and_memory_is_bounded(tokenizer, monkeypatch
 
 
 def test_kept_responses_are_bounded_by_bytes(monkeypatch):
-    monkeypatch.setattr(responses, "KEPT_BYTES", 1000)
-    kept = responses.KeptResponses()
+    monkeypatch.setattr(KeptAnswers, "BYTES", 1000)
+    kept = KeptAnswers()
     for number in range(5):
         kept.keep([], {"id": f"r{number}", "output": []}, 300)
     assert [number for number in range(5) if f"r{number}" in kept._kept] == [2, 3, 4]
-    kept.delete("r3")
+    kept.forget("r3")
     kept.keep([], {"id": "r5", "output": []}, 300)
     assert [*kept._kept] == ["r2", "r4", "r5"]
     kept.keep([], {"id": "large", "output": ["x" * 2000]})
     assert not kept._kept
-    with pytest.raises(responses.RequestError, match="are kept, up to"):
-        kept.find("large")
+    with pytest.raises(RequestError, match="are kept, up to"):
+        kept_response(kept, "large")
