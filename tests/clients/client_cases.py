@@ -93,6 +93,9 @@ def environment_of(program: str) -> Path:
     environment = ENVIRONMENTS / name
     if not list(environment.glob(".complete-*")):
         pytest.skip(f"{environment} is not there or not complete: run scripts/make_client_envs.sh")
+    binaries = PROGRAMS[program].binaries if program in PROGRAMS else ""
+    if binaries and not list((environment / "node_modules").glob(binaries)):
+        pytest.skip(f"npm has no binary of {program} for this machine")
     return environment
 
 

@@ -36,6 +36,7 @@ class CommandProgram:
         files: of the home directory, path to content.
         answer: what it said at last, of its output and its home directory.
         is_of_node: npm has it; else PyPI.
+        binaries: packages of npm of which the machine's platform has one; empty: it needs none.
         remark: for the docs.
     """
 
@@ -46,6 +47,7 @@ class CommandProgram:
     environment: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     is_of_node: bool = True
+    binaries: str = ""
     remark: str = ""
 
 
@@ -86,6 +88,7 @@ stream_max_retries = 0
 enabled = false
 """
     },
+    binaries="@openai/codex-*",
     remark="`OPENAI_BASE_URL` alone is ignored. Its hosted web search is left out.",
 )
 
@@ -111,6 +114,7 @@ CLAUDE = CommandProgram(
         "CLAUDE_CONFIG_DIR": "HOME/.claude",
         "IS_SANDBOX": "1",
     },
+    binaries="@anthropic-ai/claude-code-*",
     remark="MODEL must not be `default`, which it takes for a model of Anthropic's: use `policy`. `IS_SANDBOX=1` lets root skip "
     "permissions. `--bare` makes its prompts a quarter as long.",
 )
@@ -166,6 +170,7 @@ OPENCODE = CommandProgram(
 }
 """
     },
+    binaries="opencode-*-*",
     remark="The setting of `agent` saves a call for a title, which would be a conversation of its own.",
 )
 
@@ -235,3 +240,15 @@ def run_command(program: CommandProgram, path: str, given: dict[str, str], more:
             f"{program.executable} ended with {process.returncode}:\n{output[-2500:]}\n{errors[-2500:]}"
         )
         return program.answer(output, home)
+
+
+def described(program: CommandProgram) -> str:
+    """What to set for a program, for the docs."""
+    lines = [f"### {program.executable} (`{program.name}`)", ""]
+    lines += [program.remark, ""] if program.remark else []
+    lines += ["```"]
+    lines += [f"export {name}={value}" for name, value in program.environment.items()]
+    lines += [" ".join([program.executable, *program.arguments]), "```", ""]
+    for name, content in program.files.items():
+        lines += [f"`HOME/{name}`:", "", "```", *content.rstrip("\n").split("\n"), "```", ""]
+    return "\n".join(lines) + "\n"

@@ -60,11 +60,18 @@ def watched_for_refusals(refused: dict[str, list[tuple[str, str, int]]]) -> Iter
         yield
 
 
+@pytest.fixture(scope="session")
+def skipped() -> list[Case]:
+    """The cases that did not run here."""
+    return []
+
+
 @pytest.fixture(autouse=True)
-def _long_forms(request):
+def _long_forms(request, skipped):
     """Skip what runs by command only."""
     case = request.node.callspec.params.get("case") if hasattr(request.node, "callspec") else None
     if isinstance(case, Case) and case.is_long and not request.config.getoption("--whole-programs"):
+        skipped.append(case)
         pytest.skip("runs with --whole-programs")
 
 
@@ -99,11 +106,15 @@ def shown() -> list[tuple[str, ...]]:
 
 
 @pytest.fixture
-def play(processes, world, shown):
+def play(processes, world, shown, skipped):
     """Run a case (with the others of its program), check its record, and add its line to the table."""
 
     def played(case: Case) -> Played:
-        opened, said = processes[case.program].result()
+        try:
+            opened, said = processes[case.program].result()
+        except pytest.skip.Exception:
+            skipped.append(case)
+            raise
         engine, episode = opened[case.name]
         result = said["results"][case.name]
         asked = "\n---\n".join(world.text(each.input_ids)[-1500:] for each in engine.requests)
