@@ -31,6 +31,10 @@ class RewardError(RollwrightError):
     """A reward function raised, hung, crashed its worker or returned something that is not a number."""
 
 
+class BrokenRewardError(RewardError):
+    """A reward function fails in the same way whatever it is given: the run stops, as trying further samples cannot help."""
+
+
 class SandboxError(RollwrightError):
     """Python that a model wrote cannot be run: the sandbox is not there, or does not start."""
 

@@ -8,6 +8,7 @@ this module before anything else, so it needs nothing but the standard library.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import os
 import pickle
 import select
@@ -17,6 +18,8 @@ import struct
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +88,38 @@ class Channel:
         content = bytes(self._arrived[:size])
         del self._arrived[:size]
         return content
+
+
+class UncountedTime:
+    """Seconds that do not count against somebody's time limit, as processes of ours start for him. Any thread may add to them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._starting, self._since, self._passed = 0, 0.0, 0.0
+
+    @property
+    def seconds(self) -> float:
+        """So far, with those of a start that goes on."""
+        with self._lock:
+            return self._passed + (time.monotonic() - self._since if self._starting else 0.0)
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """What passes inside is not counted; what passes in several such blocks at once is left out once."""
+        with self._lock:
+            self._since = self._since if self._starting else time.monotonic()
+            self._starting += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._starting -= 1
+                if not self._starting:
+                    self._passed += time.monotonic() - self._since
+
+
+#: Of the sample that runs in this context; nobody looks at the default.
+UNCOUNTED: contextvars.ContextVar[UncountedTime] = contextvars.ContextVar("uncounted", default=UncountedTime())  # noqa: B039
 
 
 class ChildProcess:

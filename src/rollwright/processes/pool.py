@@ -27,7 +27,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from rollwright.errors import RollwrightError
-from rollwright.processes.child import ChildProcess, connect
+from rollwright.processes.child import UNCOUNTED, ChildProcess, UncountedTime, connect
 
 #: Seconds that a worker may take to start and to load a function with all that it imports; not counted as its run time.
 START_SECONDS = 120.0
@@ -84,7 +84,7 @@ class WorkerPool:
                 thread = threading.Thread(target=self._serve, name=f"worker-{len(self._threads)}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
-            self._calls.put((future, partial(_call, key, function, arguments, seconds)))
+            self._calls.put((future, partial(_call, key, function, arguments, seconds, UNCOUNTED.get())))
         return future
 
     def close(self) -> None:
@@ -131,17 +131,19 @@ class _Worker(ChildProcess):
         self.loaded: set[bytes] = set()  # keys of the functions that it has, or had
 
 
-def _call(key: bytes, function: bytes, arguments: bytes, seconds: float, worker: _Worker) -> Any:
-    """The value of one call; see ``WorkerPool.submit``."""
+def _call(key: bytes, function: bytes, arguments: bytes, seconds: float, uncounted: UncountedTime, worker: _Worker) -> Any:
+    """The value of one call; see ``WorkerPool.submit``. The time in which the worker starts and loads the function is ``uncounted``."""
     channel, is_running = worker.channel, key in worker.loaded
     try:
-        channel.send(CALL, key + arguments)
-        kind, body = channel.receive(seconds if is_running else START_SECONDS)
+        with contextlib.nullcontext() if is_running else uncounted.passing():
+            channel.send(CALL, key + arguments)
+            kind, body = channel.receive(seconds if is_running else START_SECONDS)
         if kind == NEED:
             is_running = False
             worker.loaded.add(key)
-            channel.send(LOAD, function)
-            kind, body = channel.receive(START_SECONDS)
+            with uncounted.passing():
+                channel.send(LOAD, function)
+                kind, body = channel.receive(START_SECONDS)
         if kind == READY:
             is_running = True
             kind, body = channel.receive(seconds)

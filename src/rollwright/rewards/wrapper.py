@@ -16,12 +16,14 @@ import inspect
 import itertools
 import math
 import pickle
+import re
 import sys
+import traceback
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from rollwright.errors import RewardError
+from rollwright.errors import BrokenRewardError, RewardError
 from rollwright.experience.durable import kept_calls
 from rollwright.processes.pool import FunctionFailedError, WorkerCrashError, WorkerTimeoutError, shared_pool
 from rollwright.processes.sandbox import sandbox_name, sandboxed
@@ -34,6 +36,19 @@ POSITIONAL = ("prompt", "completion", "prompt_ids", "completion_ids")
 TASK_COLUMNS = ("ordinal", "task_id", "query_id", "id", "index")
 #: What the journal's names of reward calls begin with.
 REWARD_CALLS = "reward "
+#: Exceptions that the code brings about and no outside world: the same call raises them again.
+FAULTS = (
+    "TypeError",
+    "AttributeError",
+    "NameError",
+    "UnboundLocalError",
+    "ImportError",
+    "ModuleNotFoundError",
+    "NotImplementedError",
+)
+#: Equal ones of them, of several tasks and with no call between that succeeded, that show that the function is broken.
+EQUAL_FAULTS = 3
+_FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in ', re.MULTILINE)
 #: Seconds before an async function is tried again; doubled each time.
 FIRST_PAUSE = 0.1
 
@@ -48,6 +63,9 @@ class AsyncRewardWrapper:
       its worker when its time is up or when it takes its worker down; the next call gets a new worker.
     * A function whose attribute ``runs_inline`` is true promises to be pure, quick and bounded, as the built-in text
       rewards are: it is called directly.
+
+    Three equal faults of the code, such as a ``TypeError`` at one line, are enough: the call is not tried again, and where they are of
+    more than one task, with no success between them, the run stops (``BrokenRewardError``).
 
     What the others return is kept in the journal (``durable``): an episode that runs again is scored as it was.
     """
@@ -97,6 +115,7 @@ class AsyncRewardWrapper:
         self._key = next(_keys).to_bytes(8, "little")
         self.reward_fn, self._durable = kept_calls(reward_fn, f"{REWARD_CALLS}{function_name(inner)}")
         self._pickled: bytes | None = None
+        self._faults: list[tuple[str, str]] = []  # since the last success: what it was, and of which task
 
     @functools.cached_property
     def columns(self) -> TaskColumns:
@@ -121,23 +140,30 @@ class AsyncRewardWrapper:
         Raises:
             RewardError: the function does not take the arguments, kept failing, hung, crashed its worker, or returned what is no
                 finite number; the message names function and task and ends with the cause.
+            BrokenRewardError: it fails in one way whatever it is given.
         """
         prompt = arguments[0] if arguments else next(iter(data.values()), "")
         keywords = self.columns.keywords(data) if len(arguments) == len(POSITIONAL) else self._as_given(arguments, data)
         if self._inline:
             try:
-                return as_float(self.reward_fn(*arguments, **keywords))
+                reward = as_float(self.reward_fn(*arguments, **keywords))
             except Exception as error:
+                self._is_enough(error, prompt, data)
                 raise self._error(error, 1, prompt, data) from error
+            self._faults.clear()
+            return reward
         return await self._durable.awaited(self._scored, arguments, keywords, prompt, data)
 
     async def _scored(self, arguments: tuple[Any, ...], keywords: dict[str, Any], prompt: Any, data: dict[str, Any]) -> float:
         attempt = self._awaited if self._is_async else self._apart
         for tries in itertools.count(1):
             try:
-                return await attempt(arguments, keywords)
+                reward = await attempt(arguments, keywords)
+                self._faults.clear()
+                return reward
             except Exception as error:
-                if tries > self.max_retries or isinstance(error, WorkerTimeoutError | _NotSendableError):
+                is_hopeless = isinstance(error, WorkerTimeoutError | _NotSendableError) or self._is_enough(error, prompt, data)
+                if tries > self.max_retries or is_hopeless:
                     raise self._error(error, tries, prompt, data) from error
                 if self._is_async:
                     await asyncio.sleep(FIRST_PAUSE * 2 ** (tries - 1))
@@ -189,7 +215,10 @@ class AsyncRewardWrapper:
 
     def _error(self, error: Exception, tries: int, prompt: Any, data: dict[str, Any]) -> RewardError:
         """What a failed call raises; ``error`` is that of its last attempt."""
-        times = f" in each of {tries} attempts" if tries > 1 else ""
+        kind, times = RewardError, f" in each of {tries} attempts" if tries > 1 else ""
+        if len(self._faults) >= EQUAL_FAULTS and len({task for _, task in self._faults}) > 1:
+            kind = BrokenRewardError
+            times += f" (the same {len(self._faults)} times, for several tasks, with no success between: correct the function)"
         if isinstance(error, WorkerTimeoutError):
             what = f"did not return within {self.timeout_seconds:g} s; make it faster or raise timeout_seconds"
         elif isinstance(error, _NotSendableError):
@@ -200,7 +229,26 @@ class AsyncRewardWrapper:
             what = f"failed{times}:\n{error}"
         else:
             what = f"failed{times}: {type(error).__name__}: {error}"
-        return RewardError(f"reward function {function_name(self.reward_fn)}, task {task_name(prompt, data)}: {what}")
+        return kind(f"reward function {function_name(self.reward_fn)}, task {task_name(prompt, data)}: {what}")
+
+    def _is_enough(self, error: Exception, prompt: Any, data: dict[str, Any]) -> bool:
+        """Note what an attempt raised; True where it is a fault that came in the same way before, often enough."""
+        if (fault := fault_of(error)) is None:
+            self._faults.clear()
+            return False
+        self._faults = [*(known for known in self._faults if known[0] == fault), (fault, task_name(prompt, data))]
+        return len(self._faults) >= EQUAL_FAULTS
+
+
+def fault_of(error: BaseException) -> str | None:
+    """Kind and place of an exception that only code can bring about; None for any other. Equal ones are the same fault."""
+    if isinstance(error, FunctionFailedError):  # its text is the worker's traceback
+        name = str(error).rsplit("\n", 1)[-1].partition(":")[0]
+        frames = _FRAME.findall(str(error))
+    else:
+        name = type(error).__name__
+        frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    return f"{name} at {frames[-1:]}" if name in FAULTS else None
 
 
 class TaskColumns:

@@ -365,6 +365,10 @@ class RolloutExecutor:
         """What stopped rollout for good (too many failures, a fault of ours); None while it can go on."""
         return self._runner.fatal
 
+    def hurry(self) -> None:
+        """The run is going to end after the batch that is waited for: give up sooner where nothing succeeds. Safe in a signal handler."""
+        self._runner.failures.is_hurried = True
+
     @property
     def failures(self) -> list[Failure]:
         """The latest failures, each with task, cause and traceback."""

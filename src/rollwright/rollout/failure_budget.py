@@ -22,6 +22,7 @@ from rollwright.tracking.logging import attached_file, getLogger
 logger = getLogger("rollout")
 
 WINDOW = 64  # samples that the failure budget looks back on
+IN_A_ROW = 512  # samples that may fail with none between that ended well, whatever share of failures is allowed
 KEPT = 32  # failures whose tracebacks are kept
 SHOWN = 160  # characters of a task's row in a message
 #: Parts of the paths of files that are not the user's: installed packages, ours, the standard library.
@@ -55,6 +56,9 @@ class FailureLog:
 
     Args:
         max_share: share of the last 64 samples that may fail after their retries.
+
+    Attributes:
+        is_hurried: the run was asked to end: 64 failures in a row are enough, as no batch is going to be complete. Any thread may set it.
     """
 
     def __init__(self, max_share: float) -> None:
@@ -63,6 +67,13 @@ class FailureLog:
         self.first: Failure | None = None
         self.outcomes: deque[bool] = deque(maxlen=WINDOW)  # of samples, after their retries: True where it failed
         self._logged: set[tuple[str, str]] = set()
+        self._in_a_row = 0
+        self.is_hurried = False
+
+    def note(self, failed: bool) -> None:
+        """A sample has ended, after its retries."""
+        self.outcomes.append(failed)
+        self._in_a_row = self._in_a_row + 1 if failed else 0
 
     def record(self, error: BaseException, *, sample: str, task: Mapping[str, Any], workflow: str, is_final: bool) -> Failure:
         """Keep and report a failed attempt."""
@@ -95,8 +106,14 @@ class FailureLog:
         return failure
 
     def too_many(self) -> RolloutError | None:
-        """The error that stops the run, with the first cause, where more of the last 64 samples failed than may."""
+        """The error that stops the run, with the first cause, where more of the last 64 samples failed than may, or all of many."""
         failed = sum(self.outcomes)
+        if self._in_a_row >= (WINDOW if self.is_hurried else IN_A_ROW):
+            return with_cause(
+                f"the last {self._in_a_row} samples all failed after their retries, so no batch will be complete, though "
+                f"rollout.max_failed_share={self.max_share} allows it{' (and the run was asked to end)' if self.is_hurried else ''}.",
+                self.first,
+            )
         if failed <= self.max_share * WINDOW:
             return None
         return with_cause(

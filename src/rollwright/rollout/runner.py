@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from rollwright.config.sections import RolloutConfig
-from rollwright.errors import JournalError, ReplayError, RolloutError
+from rollwright.errors import BrokenRewardError, JournalError, ReplayError, RolloutError
 from rollwright.experience.contract import check_trajectory
 from rollwright.experience.durable import EPISODE
 from rollwright.experience.journal.files import Journal
@@ -28,9 +28,11 @@ from rollwright.experience.journal.records import GroupEnd
 from rollwright.experience.normaliser import normalise
 from rollwright.experience.trajectory import Trajectory
 from rollwright.inference.engine import InferenceEngine
+from rollwright.processes.child import UNCOUNTED
+from rollwright.processes.pool import START_SECONDS
 from rollwright.processes.sandbox import sandboxed
 from rollwright.rollout.event_loop import place_of
-from rollwright.rollout.failure_budget import Failure, FailureLog
+from rollwright.rollout.failure_budget import Failure, FailureLog, with_cause
 from rollwright.rollout.sample_engine import CURRENT_SAMPLE, SampleEngine
 from rollwright.rollout.seeds import SampleName
 from rollwright.rollout.staleness import Delivery
@@ -169,6 +171,7 @@ class Runner:
         context = contextvars.Context()
         context.run(CURRENT_SAMPLE.set, sample)
         context.run(EPISODE.set, sample.episode)
+        context.run(UNCOUNTED.set, sample.uncounted)
         if group.is_eval:  # what it reports is no metric of training
             context.run(get_tracker().enter_scope, "eval")
         task = context.run(self.loop.create_task, self._run(group, sample))
@@ -178,9 +181,19 @@ class Runner:
 
     async def _run(self, group: Group, sample: SampleEngine) -> Trajectory | BaseException | None:
         """One episode, its rows normalised and checked; an exception of the workflow is returned, not raised."""
-        limit, timer = self.config.sample_timeout, None
-        if limit is not None:
-            timer = self.loop.call_later(limit, self._cancel_late, group, sample)
+        limit, began = self.config.sample_timeout, self.loop.time()
+        timer: asyncio.TimerHandle | None = None
+
+        def look(allowed: float) -> None:
+            nonlocal timer
+            left = allowed + sample.uncounted.seconds - (self.loop.time() - began)
+            if left > 0:
+                timer = self.loop.call_later(max(left, 0.01), look, allowed)
+            else:
+                self._cancel_late(group, sample)
+
+        if limit is not None:  # elsewhere it is looked after there, and what is not counted is not known here
+            look(limit + (START_SECONDS if self.elsewhere is not None else 0.0))
         try:
             if self.elsewhere is not None:
                 return await self.elsewhere.run(group, sample)
@@ -280,14 +293,16 @@ class Runner:
             failure = self._failed(group, outcome, str(name), is_final)
             reason = f"{type(outcome).__name__}: {outcome}"[:2000]
             sample.episode.end("failed", reason, traceback=failure.traceback[-TRACEBACK_KEPT:])
-            if is_final:
+            if isinstance(outcome, BrokenRewardError):
+                self.stop(with_cause("rollout stops, as further samples cannot be scored either.", failure))
+            elif is_final:
                 self.samples["failed"] += 1
                 self._give_up(group, failure, f"sample {name.index} failed: {failure.cause}")
             else:
                 self.samples["retried"] += 1
                 self._members.appendleft((group, name.index, name.attempt + 1))
             return
-        self.failures.outcomes.append(False)
+        self.failures.note(failed=False)
         sample.episode.end("rejected" if outcome is None else "accepted", rows=outcome)
         if outcome is None:
             self.samples["rejected"] += 1
@@ -341,7 +356,7 @@ class Runner:
         return self.failures.record(error, sample=sample, task=group.data, workflow=group.workflow_name, is_final=is_final)
 
     def _give_up(self, group: Group, failure: Failure, reason: str) -> None:
-        self.failures.outcomes.append(True)
+        self.failures.note(failed=True)
         group.failure = group.failure or failure
         self._end(group, GroupState.FAILED, "failed", reason)
         if error := self.failures.too_many():

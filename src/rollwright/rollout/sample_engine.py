@@ -27,6 +27,7 @@ from rollwright.experience.journal.episodes import RecordedCall
 from rollwright.experience.recorder import Recorder
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
+from rollwright.processes.child import UncountedTime
 from rollwright.rollout.seeds import SampleName, request_seed
 from rollwright.workflows.base import SampleBoundEngine
 
@@ -44,6 +45,9 @@ class SampleEngine(SampleBoundEngine):
         loop: the executor's event loop; calls from other loops are carried over to it.
         workflow: its name, for messages.
         episode: the sample's journal; None: one that writes nothing.
+
+    Attributes:
+        uncounted: time that does not count against its limit.
     """
 
     recorder: Recorder
@@ -65,6 +69,7 @@ class SampleEngine(SampleBoundEngine):
         self.workflow = workflow
         self.loop = loop
         self.recorder = Recorder()
+        self.uncounted = UncountedTime()
         self.closed_because: str | None = None
         self._run_seed = run_seed
         self._conversations: set[str] = set()

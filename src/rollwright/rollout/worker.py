@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from rollwright.config.sections import RolloutConfig
-from rollwright.errors import RolloutError
+from rollwright.errors import BrokenRewardError, RolloutError
 from rollwright.experience.journal.episodes import RecordedEpisode
 from rollwright.experience.journal.files import Journal
 from rollwright.experience.journal.records import unpack_value
@@ -159,7 +159,8 @@ class _Episodes(Runner):
                 failure = self._failed(group, outcome, str(sample.name), is_final=False)
                 reason = f"{type(outcome).__name__}: {outcome}"[:2000]
                 sample.episode.end("failed", reason, traceback=failure.traceback[-TRACEBACK_KEPT:])
-                error = RolloutError(failure.cause)
+                is_broken = isinstance(outcome, BrokenRewardError)  # then the run stops, wherever the episode ran
+                error = (BrokenRewardError if is_broken else RolloutError)(failure.cause)
                 error.add_note(failure.traceback)
                 ended.set_exception(error)
             else:

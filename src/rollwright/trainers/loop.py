@@ -299,11 +299,17 @@ class Schedule:
 class StopSignal:
     """Notices SIGTERM and SIGINT while it is entered: the current step is finished and saved, then the run exits.
 
-    A second signal acts as it would have without this, and so does one that comes because another rank has ended.
+    A second signal acts as it would have without this, also where signals were ignored when the process started, as by ``nohup`` or
+    for ``&`` in a script: then it ends the process. One that comes because another rank has ended acts at once.
+
+    Attributes:
+        received: the number of the first signal; None: none came.
+        then: called when it comes, in the main thread.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self.then: Callable[[], object] | None = None
         self._previous: dict[int, object] = {}
 
     @property
@@ -324,10 +330,16 @@ class StopSignal:
         if (lost := parallel.lost_neighbour()) is not None:
             raise LostRankError(f"rank {lost} has ended, so this step cannot be finished")
         self.received = number
+        by_default = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+        self._previous = {
+            kind: by_default[kind] if handler in (signal.SIG_IGN, None) else handler for kind, handler in self._previous.items()
+        }
         self._restore()
+        if self.then is not None:
+            self.then()
         logger.warning("%s: this step is finished and saved, then the run exits", signal.Signals(number).name)
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
         self._previous.clear()

@@ -287,6 +287,7 @@ class PPOTrainer(PolicyTrainer):
         wanted = 1
         if isinstance(self.rollout, LocalRolloutEngine):
             wanted = min(every - self.step % every, self.total_steps - self.step)
+        stop.then = self.rollout.executor.hurry
         if not self._taken:
             self._taken.extend(
                 self.rollout.prepare_batch(

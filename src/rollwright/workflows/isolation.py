@@ -34,8 +34,8 @@ from rollwright.experience.experience import Experience
 from rollwright.experience.recorder import Recorder
 from rollwright.inference.engine import InferenceEngine
 from rollwright.inference.request import ModelRequest, ModelResponse
-from rollwright.processes.child import Channel, ChildProcess, connect
-from rollwright.processes.pool import processor_count
+from rollwright.processes.child import UNCOUNTED, Channel, ChildProcess, connect
+from rollwright.processes.pool import START_SECONDS, processor_count
 from rollwright.processes.sandbox import sandbox_name, sandboxed
 from rollwright.tracking.logging import getLogger
 from rollwright.workflows.base import SampleBoundEngine
@@ -146,7 +146,14 @@ class IsolatedProcess:
 
     async def run(self, job: dict[str, Any], engine: InferenceEngine, model: ModelWrapper) -> list[Experience] | None:
         """Run one task; its model calls are answered by ``engine``. Errors are those of ``IsolatedWorkflows.run``."""
-        await self.ready
+        with UNCOUNTED.get().passing():
+            try:
+                await asyncio.wait_for(asyncio.shield(self.ready), START_SECONDS)
+            except TimeoutError:
+                self.kill()
+                raise WorkflowError(
+                    f"the process of an isolated workflow was not ready after {START_SECONDS:g} s: look at what its plugins import."
+                ) from None
         self._engine, self._model, self._context = engine, model, contextvars.copy_context()
         self._result = self.loop.create_future()
         try:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from rollwright import AsyncRewardWrapper
-from rollwright.errors import RewardError
+from rollwright.errors import BrokenRewardError, RewardError
 from rollwright.processes.pool import close_pools, shared_pool
 
 
@@ -307,3 +307,47 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_three_equal_faults_of_the_code_are_enough(is_async, tmp_path, monkeypatch):
+    """They were tried four times in each of thirteen samples before the run stopped."""
+    monkeypatch.setattr("rollwright.rewards.wrapper.FIRST_PAUSE", 0.001)
+    calls = tmp_path / "calls"
+
+    def broken(prompt, completion, prompt_ids, completion_ids, **data):
+        with open(calls, "a") as file:
+            file.write("x")
+        return len(completion) + data["bonus"]
+
+    async def awaited(*arguments, **data):
+        return broken(*arguments, **data)
+
+    wrapper = AsyncRewardWrapper(awaited if is_async else broken, max_workers=1)
+    with pytest.raises(RewardError, match=r"(?s)task id 1: failed in each of 3 attempts:.*TypeError") as raised:
+        await ask(wrapper, id=1, bonus="one")
+    assert type(raised.value) is RewardError  # it may be this row
+    assert calls.read_text() == "xxx"
+    with pytest.raises(BrokenRewardError, match=r"(?s)task id 2: failed.*the same 4 times, for several tasks.*TypeError"):
+        await ask(wrapper, id=2, bonus="two")
+    assert calls.read_text() == "xxxx"
+    assert await ask(wrapper, "abc", id=3, bonus=1) == 4.0  # one success shows that it was the rows
+    with pytest.raises(RewardError) as raised:
+        await ask(wrapper, id=4, bonus="four")
+    assert type(raised.value) is RewardError
+
+
+async def test_faults_of_the_world_are_tried_as_often_as_asked(monkeypatch):
+    monkeypatch.setattr("rollwright.rewards.wrapper.FIRST_PAUSE", 0.001)
+    calls = []
+
+    async def unreachable(prompt, completion, prompt_ids, completion_ids, **data):
+        calls.append(1)
+        raise ConnectionError("the judge is away")
+
+    wrapper = AsyncRewardWrapper(unreachable, max_retries=4)
+    for number in range(3):
+        with pytest.raises(RewardError, match="in each of 5 attempts") as raised:
+            await ask(wrapper, id=number)
+        assert type(raised.value) is RewardError
+    assert len(calls) == 15

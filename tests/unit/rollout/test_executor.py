@@ -1,7 +1,11 @@
 """The executor: groups, ends of samples, batches, and calls that must not wait for ever."""
 
 import asyncio
+import contextlib
+import gc
+import itertools
 import json
+import os
 import re
 import threading
 import time
@@ -16,6 +20,7 @@ from rollwright.config.sections import RolloutConfig
 from rollwright.errors import ConfigError, DatasetEnded, RequestAborted, RolloutError, WorkflowError
 from rollwright.experience.trajectory import concat_padded_tensors
 from rollwright.inference.request import ModelRequest
+from rollwright.processes.pool import close_pools
 from rollwright.processes.sandbox import sandbox_name
 from rollwright.rewards.wrapper import AsyncRewardWrapper
 from rollwright.rollout.executor import RolloutExecutor
@@ -223,6 +228,104 @@ def test_too_many_failures_stop_the_run(make):
     assert "Traceback" in raised.value.__notes__[0]
     with pytest.raises(RolloutError, match="a bug in the workflow"):
         executor.submit({"id": 0}, OneTurn)
+
+
+def endless(**more):
+    return ({"id": index, **more} for index in itertools.count())
+
+
+def test_a_run_in_which_nothing_ever_succeeds_ends_whatever_share_may_fail(make):
+    executor = make(max_failed_share=1.0, max_sample_retries=0, max_concurrent_samples=8)
+    with pytest.raises(RolloutError, match=r"the last 512 samples all failed after their retries.*a bug in the workflow"):
+        executor.prepare_batch(endless(does="raise"), OneTurn, batch_size=2)
+
+
+def test_a_success_between_begins_the_count_anew(make):
+    executor = make(max_failed_share=1.0, max_sample_retries=0, max_concurrent_samples=1, max_head_offpolicyness=1)
+    rows = ({"id": i, "does": "answer" if i % 500 == 499 else "raise"} for i in itertools.count())
+    assert len(executor.prepare_batch(rows, OneTurn, batch_size=2)["rewards"]) == 2
+    assert executor.counters()["samples/failed"] >= 998
+
+
+def test_a_run_that_is_asked_to_end_gives_up_sooner(make):
+    executor = make(max_failed_share=1.0, max_sample_retries=0, max_concurrent_samples=8)
+    executor.hurry()
+    with pytest.raises(RolloutError, match=r"the last 64 samples all failed.* \(and the run was asked to end\)"):
+        executor.prepare_batch(endless(does="raise"), OneTurn, batch_size=2)
+    other = make(max_head_offpolicyness=0)
+    other.hurry()  # what succeeds is waited for
+    assert len(other.prepare_batch(endless(), OneTurn, batch_size=2)["rewards"]) == 2
+
+
+class ScoredBy:
+    def __init__(self, reward):
+        self.reward = reward
+
+    async def arun_episode(self, engine, data):
+        response = await engine.agenerate(ModelRequest(input_ids=[1, 2], gconfig=GCONFIG))
+        reward = await self.reward("p", "c", [1], [2], **data)
+        return {"input_ids": response.input_tokens, "output_ids": response.output_tokens, "reward": reward}
+
+
+def test_a_reward_that_is_broken_stops_the_run_at_its_third_fault(make):
+    calls = []
+
+    def broken(prompt, completion, prompt_ids, completion_ids, **data):
+        calls.append(data["id"])
+        return len(completion) + "one"
+
+    broken.runs_inline = True
+    executor = make(max_concurrent_samples=1)
+    with pytest.raises(
+        RolloutError, match=r"further samples cannot be scored either.*the same 3 times, for several tasks.*TypeError"
+    ):
+        executor.prepare_batch(endless(), ScoredBy(AsyncRewardWrapper(broken)), batch_size=4, group_size=2)
+    assert len(calls) <= 2 * (1 + executor.config.max_sample_retries) + 1
+
+
+def test_the_start_of_a_process_is_no_part_of_a_samples_time(make, tmp_path, monkeypatch):
+    (tmp_path / "slow_to_load.py").write_text("import time\ntime.sleep(1.5)\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def reward(prompt, completion, prompt_ids, completion_ids, **data):
+        time.sleep(data["seconds"])
+        return 1.0
+
+    reward.worker_imports = ("slow_to_load",)
+    wrapper = AsyncRewardWrapper(reward, max_workers=1)
+    executor = make(sample_timeout=1.0, max_sample_retries=0, max_failed_share=1.0)
+    assert executor.rollout_batch([{"id": 0, "seconds": 0}], ScoredBy(wrapper))["rewards"].tolist() == [1.0]
+    with pytest.raises(RolloutError, match=r"took longer than rollout.sample_timeout=1 s"):
+        executor.rollout_batch([{"id": 1, "seconds": 60}], ScoredBy(wrapper))
+    close_pools()
+
+
+def test_no_task_that_is_left_makes_a_noise_at_the_end(make, caplog, monkeypatch):
+    """Of one that begins while others end, and of one that keeps its cancellation to itself."""
+    monkeypatch.setattr("rollwright.rollout.event_loop.STOP_SECONDS", 0.3)
+
+    class Leaves:
+        async def arun_episode(self, engine, data):
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                asyncio.get_running_loop().create_task(asyncio.sleep(3600))
+
+    class Stubborn:
+        async def arun_episode(self, engine, data):
+            while True:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(3600)
+
+    for workflow in (Leaves(), Stubborn()):
+        executor = make()
+        executor.submit({"id": 0}, workflow)
+        wait_until(lambda: executor.counters()["running_samples"] == 1)  # noqa: B023
+        executor.destroy()
+    gc.collect()
+    assert "was destroyed" not in caplog.text
+    assert caplog.text.count("1 samples did not end within") == 1
 
 
 def test_a_time_limit_ends_the_sample_and_its_later_model_calls(make):
