@@ -9,13 +9,17 @@ PYTEST := $(BIN)/python -m pytest --durations 12 --durations-min 5
 # One process for each processor, and a file of tests stays in one. What measures memory, keeps a core busy (a second vLLM) or runs many
 # processes itself comes after, alone.
 SIDE_BY_SIDE := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 2
+# What kernels compute: once more as on a processor without AVX-512, and as on one without vector instructions.
+OF_KERNELS := tests/unit/inference/test_batch_invariance.py $(addprefix tests/unit/inference/test_builtin_,branches.py cache.py generation.py scores.py weights.py) \
+	$(addprefix tests/unit/training/test_,actor.py fast_layers.py logprobs.py microbatch.py preferences.py prefix_tree.py) \
+	$(addprefix tests/unit/rollout/test_,deterministic.py local_engine.py) tests/unit/sequence_processing/test_processor.py
 ALONE := tests/integration/test_rank_memory.py tests/integration/test_vllm_transfer.py tests/clients tests/viewer tests/cluster tests/faults
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fast lint docs clean
+.PHONY: help quickstart test test-fast lint docs clean test-processors
 
 help:  ## What can be made
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
 
 $(VENV)/.python: constraints/cpu.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Rollwright needs Python 3.11 or later; set PYTHON=python3.x")'
@@ -40,6 +44,10 @@ test: $(VENV)/.test  ## All tests: quick ones first, then servers and runs that 
 
 test-fast: $(VENV)/.test  ## Only the quick tests
 	$(PYTEST) $(SIDE_BY_SIDE) tests/unit
+
+test-processors: $(VENV)/.test  ## The tests of engine, training and determinism as on smaller processors
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(PYTEST) $(SIDE_BY_SIDE) $(OF_KERNELS)
+	ATEN_CPU_CAPABILITY=default $(PYTEST) $(SIDE_BY_SIDE) $(OF_KERNELS)
 
 lint: $(VENV)/.test  ## Style, types and floors
 	$(BIN)/ruff check .
