@@ -1,5 +1,6 @@
 """``batch_invariant``: what a request is answered has the same bits alone and among any others."""
 
+import functools
 import itertools
 import logging
 import random
@@ -18,6 +19,12 @@ from rollwright.inference.backends.builtin.model import DOWN, HEAD, QKV
 from rollwright.inference.request import ModelRequest
 
 MODELS = ["llama", "qwen2", "qwen3", "gpt2"]
+
+
+@functools.cache
+def shared_model(architecture):
+    """What an engine finds when it starts is kept with the model."""
+    return tiny_model(architecture)
 
 
 def start(model, rows, threads=1, **settings):
@@ -52,7 +59,7 @@ def bits(responses):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("architecture", MODELS)
 def test_the_same_bits_alone_and_among_any_number_of_others(architecture, threads, caplog):
-    model, asked = tiny_model(architecture), requests(16 if architecture == "gpt2" else 45)
+    model, asked = shared_model(architecture), requests(16 if architecture == "gpt2" else 45)
     with start(model, 1, threads, prefix_cache=False) as engine:
         alone = bits(engine.generate([request])[0] for request in asked)
     assert architecture == "gpt2" or "one at a time" not in caplog.text
@@ -69,7 +76,7 @@ def test_the_same_bits_alone_and_among_any_number_of_others(architecture, thread
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
 def test_what_is_kept_of_earlier_turns_changes_no_bit(architecture, threads):
-    model = tiny_model(architecture)
+    model = shared_model(architecture)
     gconfig = GenerationHyperparameters(max_new_tokens=20, ignore_eos=True)
     transcripts, reused = [], []
     for prefix_cache, beside in ((False, 0), (True, 0), (True, 30)):
@@ -89,7 +96,7 @@ def test_what_is_kept_of_earlier_turns_changes_no_bit(architecture, threads):
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_branches_positions_and_scores_of_prompts_too(threads):
-    model, drawn = tiny_model("qwen3"), random.Random(3)
+    model, drawn = shared_model("qwen3"), random.Random(3)
     gconfig = GenerationHyperparameters(max_new_tokens=12, ignore_eos=True)
     asked = []
     for number in range(24):
@@ -146,7 +153,7 @@ def test_memory_that_is_short_changes_no_bit_and_ends_no_sequence_early():
 def test_answers_are_those_of_the_model():
     from builtin_models import reference_logprobs
 
-    model = tiny_model("qwen3")
+    model = shared_model("qwen3")
     with start(model, 8) as engine:
         for response in engine.generate(requests(12)):
             expected = reference_logprobs(model, response.input_tokens, response.output_tokens, response.temperature)
@@ -168,7 +175,7 @@ def test_a_matrix_whose_rows_go_by_their_number_is_multiplied_with_as_many_as_do
         together = bits(engine.generate(asked))
         assert together[::6] == bits(engine.generate([request])[0] for request in asked[::6])
     most = 16
-    with start(model, 64) as engine:
+    with start(tiny_model("qwen3"), 64) as engine:
         assert engine._runner.forward.most_rows[QKV] == 16
         assert bits(engine.generate(asked)) == together
     assert "one at a time" not in caplog.text
@@ -308,3 +315,22 @@ def test_what_is_known_to_go_by_the_batch_is_computed_one_at_a_time(monkeypatch,
         assert "bfloat16 on cpu is multiplied in an order that goes by the batch" in caplog.text
         asked = requests(12)
         assert bits(engine.generate(asked)) == bits(engine.generate([request])[0] for request in asked)
+
+
+def test_engines_over_one_model_try_it_once_for_each_setting(monkeypatch, caplog):
+    tried = []
+    original = self_check.differing_request
+    monkeypatch.setattr(self_check, "differing_request", lambda *a: tried.append(a[0].cache.shapes) or original(*a))
+    model, asked = tiny_model("llama"), requests(6)
+    answers = []
+    for rows in (4, 8, 4):
+        with start(model, rows) as engine:
+            answers.append((bits(engine.generate(asked)), engine._runner.forward.most_rows))
+    assert answers[0] == answers[1] == answers[2]
+    assert len(tried) == 1
+    with start(model, 4, prefill_tokens=99):
+        assert len(tried) == 2
+    half = tiny_model("llama", torch.bfloat16)
+    for _ in range(2):
+        with start(half, 4):
+            assert len(tried) == 3

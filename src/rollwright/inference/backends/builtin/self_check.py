@@ -10,8 +10,9 @@ does not help either, it refuses. What it finds does not depend on how many requ
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,28 +51,62 @@ def invariant_runner(
     Raises:
         EngineError: on this machine, even requests that are computed one at a time get other bits.
     """
-    reason, own_threads = why_not_in_blocks(model), torch.get_num_threads()
+    reason = why_not_in_blocks(model)
     runner = ModelRunner(model, *limits, shapes=Shapes.FREE if reason else Shapes.BLOCKS)
-    torch.set_num_threads(threads)
-    try:
-        if reason is None and (reason := cut_products(runner) or differing_request(runner, prefill_tokens)) is None:
-            return runner
-        del runner  # and its cache
-        runner = ModelRunner(model, *limits, shapes=Shapes.ONE_ROW)
-        if differs := differing_request(runner, prefill_tokens):
-            raise EngineError(
-                f"batch_invariant (deterministic) cannot be kept on this machine with {threads} threads: {reason}. Computed one at "
-                f"a time, {differs}. Compute with one thread (OMP_NUM_THREADS=1), or leave it off."
-            )
-    finally:
-        torch.set_num_threads(own_threads)
+    known = _tried.setdefault(model, {})
+    setting = threads, prefill_tokens, runner.context_length, runner.device, model.dtype
+    if setting not in known:
+        own_threads = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            known[setting] = _try(runner, limits, prefill_tokens, reason)
+        finally:
+            torch.set_num_threads(own_threads)
+    found = known[setting]
+    if found.reason is None:
+        if isinstance(runner.forward, LlamaFamily):
+            runner.forward.most_rows.update(found.most_rows)
+        return runner
+    if found.differs_alone is not None:
+        raise EngineError(
+            f"batch_invariant (deterministic) cannot be kept on this machine with {threads} threads: {found.reason}. Computed one "
+            f"at a time, {found.differs_alone}. Compute with one thread (OMP_NUM_THREADS=1), or leave it off."
+        )
     logger.warning(
         "batch_invariant: requests are computed one at a time, with %d threads, as %s. Each is then answered alike whatever else is "
         "asked, and sampling is slower: leave deterministic (batch_invariant) off where that matters more.",
         threads,
-        reason,
+        found.reason,
     )
-    return runner
+    del runner  # and its cache
+    return ModelRunner(model, *limits, shapes=Shapes.ONE_ROW)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What was found of a model.
+
+    Attributes:
+        reason: why blocks of fixed shape do not do; None: they do.
+        most_rows: with which each matrix is multiplied at once.
+        differs_alone: what differs when requests are computed one at a time; None: nothing, or it was not tried.
+    """
+
+    reason: str | None
+    most_rows: dict[str, int] = field(default_factory=dict)
+    differs_alone: str | None = None
+
+
+#: What was found, by model and setting: engines that are started over a model again and again try it once.
+_tried: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[Any, ...], _Found]] = weakref.WeakKeyDictionary()
+
+
+def _try(runner: ModelRunner, limits: tuple[int, int | None, int], prefill_tokens: int, reason: str | None) -> _Found:
+    reason = reason or cut_products(runner) or differing_request(runner, prefill_tokens)
+    if reason is None:
+        return _Found(None, dict(runner.forward.most_rows) if isinstance(runner.forward, LlamaFamily) else {})
+    alone = ModelRunner(runner.model, *limits, shapes=Shapes.ONE_ROW)
+    return _Found(reason, differs_alone=differing_request(alone, prefill_tokens))
 
 
 def why_not_in_blocks(model: torch.nn.Module) -> str | None:
