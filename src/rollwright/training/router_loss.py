@@ -19,6 +19,7 @@ from rollwright.experience.trajectory import Trajectory
 from rollwright.tracking.logging import getLogger
 from rollwright.training import parallel
 from rollwright.training.logprobs import model_inputs
+from rollwright.training.sharding import is_sharded
 
 logger = getLogger("training")
 
@@ -39,7 +40,7 @@ class RouterLoss:
         max_tokens: padded tokens of a forward pass.
 
         Raises:
-            ConfigError: several ranks train a model whose configuration asks for it.
+            ConfigError: the model is sharded or trained by several ranks, and its configuration asks for it.
         """
         self._model, self._max_tokens = model, max_tokens
         config: Any = getattr(model, "config", None)
@@ -57,11 +58,11 @@ class RouterLoss:
                 coefficient,
             )
             return
-        if parallel.world_size() > 1:
+        if parallel.world_size() > 1 or is_sharded(model):  # nor does FSDP unshard a layer for what leaves it beside its output
             raise ConfigError(
                 f"The model's config.json has output_router_logits: true, so the routers' auxiliary loss ({coefficient:g}) is to be "
-                f"added, and it is that of all tokens of a step together, which {parallel.world_size()} ranks do not have: train in "
-                "one process, or set output_router_logits to false."
+                "added. It is that of all tokens of a step together, which neither several ranks nor a sharded model have: train in one "
+                "process with shard: never, or set output_router_logits to false."
             )
         logger.info(
             "The routers' auxiliary loss is added times %g, as the model's config.json says (output_router_logits: true); it costs one "

@@ -14,6 +14,7 @@ from rollwright.errors import ConfigError, TrainingError
 from rollwright.training import parallel
 from rollwright.training.actor import FSDPPPOActor
 from rollwright.training.engine import TrainEngine
+from rollwright.training.router_loss import RouterLoss
 
 SIZES = {
     "vocab_size": 31, "hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 8, "num_hidden_layers": 2,
@@ -109,8 +110,16 @@ def test_branches_are_refused():
 def test_ranks_are_refused(monkeypatch):
     engine = trained(mixture())
     monkeypatch.setattr(parallel, "world_size", lambda: 2)
-    from rollwright.training.router_loss import RouterLoss
-
     assert RouterLoss(engine.model, 4096).coefficient == 0
-    with pytest.raises(ConfigError, match="2 ranks"):
+    with pytest.raises(ConfigError, match="several ranks"):
         RouterLoss(mixture(output_router_logits=True), 4096)
+
+
+def test_a_sharded_model_is_refused(tmp_path):
+    mixture(output_router_logits=True).save_pretrained(tmp_path)
+    config = TrainEngineConfig(path=str(tmp_path), device="cpu", shard="always", optimizer=OptimizerConfig(lr=1e-3))
+    try:
+        with pytest.raises(ConfigError, match="shard: never"):
+            TrainEngine(config).initialize(None, FinetuneSpec(1, 100, 10))
+    finally:
+        torch.distributed.destroy_process_group()

@@ -399,7 +399,7 @@ class Control:
                 await self._hold("parts")
             is_flat = body.load_format == "flattened_bucket"
             named = await asyncio.to_thread(group.receive, body.names, body.dtypes, body.shapes, flat=is_flat)
-            self._parts.update(named)
+            self._parts.update((name, tensor.cpu()) for name, tensor in named)  # a GPU has no room for a second model
             if version is not None:
                 await self._take_parts(version, or_wait=True)
         return {"success": True, "message": f"Received {len(body.names)} tensors."}
