@@ -33,20 +33,21 @@ class Killed(BaseException):
     """Ends a run as a kill does: nothing is saved."""
 
 
+class KilledTrainer(PPOTrainer):
+    """Is killed in its fourth step."""
+
+    def make_step(self, *arguments):
+        if self.step == 3:
+            raise Killed
+        return super().make_step(*arguments)
+
+
 def resumed_run(root: Path, model: Path) -> Path:
     """A run that was stopped behind its checkpoint of step 2, in step 4, and went on."""
     tokenizer = load_tokenizer(model)
     config = run_config(root, model)
     config.trial_name, config.total_train_steps, config.recover.every_steps = "resumed", 4, 2
-    with pytest.raises(Killed), PPOTrainer(config, TASKS, TASKS[:2]) as trainer:
-        make_step = trainer.make_step
-
-        def killed_in_the_fourth(*arguments):
-            if trainer.step == 3:
-                raise Killed
-            return make_step(*arguments)
-
-        trainer.make_step = killed_in_the_fourth
+    with pytest.raises(Killed), KilledTrainer(config, TASKS, TASKS[:2]) as trainer:
         trainer.train(workflow=Adds(tokenizer))
     with PPOTrainer(config, TASKS, TASKS[:2]) as trainer:
         trainer.train(workflow=Adds(tokenizer))
@@ -96,7 +97,7 @@ def test_readers_of_a_resumed_run_count_each_sample_once(recorded):
 
 
 def test_every_reader_of_a_damaged_run_is_right_or_says_what_is_missing(recorded, tmp_path, request, capsys):
-    count, wrong, silent, refused = request.config.getoption("--damages"), [], 0, 0
+    count, wrong = request.config.getoption("--damages"), []
     for case in range(count):
         draw = random.Random(f"damages/{case}")
         origin, truth, config = recorded[case % len(recorded)]

@@ -207,6 +207,7 @@ class Collector:
         self._resumes = [row[0] for row in connection.execute("SELECT writer FROM resumes ORDER BY writer")]
         self._left = self._left_open()
         found = connection.execute("SELECT DISTINCT writer FROM gaps WHERE last IS NULL")
+        self._has_gaps = connection.execute("SELECT count(*) FROM gaps").fetchone()[0] > 0
         self._gaps_open = {row[0]: True for row in found}  # writers that recorded no step behind damaged bytes yet
         self._steps = dict(connection.execute("SELECT writer, max(step) FROM steps GROUP BY writer").fetchall())
         self._checkpoint = connection.execute("SELECT max(step) FROM checkpoints").fetchone()[0] or 0
@@ -251,7 +252,7 @@ class Collector:
         self._connection.execute(
             "INSERT OR REPLACE INTO gaps VALUES (?, ?, ?, ?, ?, NULL, ?)", (file, begin, end, writer, first, note)
         )
-        self._gaps_open[writer] = True
+        self._gaps_open[writer] = self._has_gaps = True
 
     def _files(self, writer: int, place: int, record: Files) -> None:
         before = self._connection.execute("SELECT value FROM state WHERE name = 'files'").fetchone()
@@ -436,15 +437,18 @@ class Collector:
         )  # samples from there on are of later steps
         own = self._connection.execute(
             "SELECT id, idx, rows, step, step_writer, trained FROM samples WHERE ordinal = ? AND is_eval = 0 AND status = 'accepted' "
-            "AND writer < ? ORDER BY idx, id DESC",
+            "AND writer < ? ORDER BY idx, id DESC",  # of one that ran again the last is first
             (group["ordinal"], resumed),
         ).fetchall()
+        own = [
+            sample for sample, before in zip(own, [None, *own], strict=False) if not before or before["idx"] != sample["idx"]
+        ]
+        if self._has_gaps and sum(sample["rows"] for sample in own) != len(trained):
+            self._mark_damaged(writer, number)  # a sample is lost: which rows are whose is not known
+            return False
         is_undone = any(other > writer and first <= step for other, first in self._first_steps.items())
-        left, seen, updates = iter(trained), set[int](), []
+        left, updates = iter(trained), []
         for sample in own:
-            if sample["idx"] in seen:
-                continue  # ran again after a resume
-            seen.add(sample["idx"])
             rows = list(islice(left, sample["rows"]))
             if not rows:
                 break

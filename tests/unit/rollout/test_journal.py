@@ -124,7 +124,7 @@ def test_a_journal_that_cannot_be_written_ends_rollout_whatever_a_workflow_catch
         executor.rollout_batch([{"turns": 2, "ordinal": 0}], Stubborn())
         size = journal.size
         monkeypatch.setattr(os, "write", lambda file, data: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-        with pytest.raises(JournalError, match="cannot be written .*: free space on that disk, then start the run again"):
+        with pytest.raises(JournalError, match=r"cannot be written .*: free space on that disk, then start the run again"):
             executor.rollout_batch([{"turns": 2, "ordinal": number} for number in range(1, 9)], Stubborn())
         monkeypatch.undo()
         assert isinstance(executor.stopped_by, JournalError)
