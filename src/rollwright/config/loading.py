@@ -38,7 +38,7 @@ from rollwright.config.source import (
     plain,
     read_yaml,
 )
-from rollwright.config.validation import names_besides, validated
+from rollwright.config.validation import elsewhere, names_besides, validated
 from rollwright.errors import ConfigError
 from rollwright.registry import PLUGINS, import_path, nearest
 
@@ -366,9 +366,9 @@ class _File:
         given = [*(key for key in self.document.data if key != "stages"), *(str(override.path[0]) for override in self.shared)]
         for key in dict.fromkeys(given):
             if key not in known:
-                self.faults.append(
-                    f"{self.origins.of((key,))}: {key}: no stage of this file has such a key; {nearest(key, known)}"
-                )
+                hints = [elsewhere(STAGE_CLASSES[str(kind)], key) for kind in kinds]
+                hint = next(filter(None, hints), "") or nearest(key, known)
+                self.faults.append(f"{self.origins.of((key,))}: {key}: no stage of this file has such a key; {hint}")
 
 
 def _keys_of(cls: type) -> set[str]:

@@ -129,8 +129,8 @@ def _model_fault(path: str, needs_weights: bool) -> str | None:
     directory = Path(path).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():
-            held = "is empty" if not any(directory.iterdir()) else "holds no model: it has no config.json"
-            return f"is {path}, a directory that {held}"
+            held = "holds no model" if any(directory.iterdir()) else "is empty"
+            return f"is {path}, a directory that {held}: it has no config.json"
         if needs_weights and not any(directory.glob("*.safetensors")) and not any(directory.glob("*.bin")):
             return f"is {path}, which has a configuration and no weights (*.safetensors)"
         return None

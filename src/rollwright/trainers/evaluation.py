@@ -113,11 +113,12 @@ def evaluate_model(config: EvalConfig, rollouts: Path | None = None) -> dict[str
     from rollwright.data.datasets import get_dataset
     from rollwright.data.tokenizer import load_tokenizer
     from rollwright.trainers.rollout_backend import make_local_engine
-    from rollwright.trainers.tasks import refuse_missing_chat_template, thinks, workflow_arguments
+    from rollwright.trainers.tasks import refuse_missing_chat_template, refuse_unusable_reward, thinks, workflow_arguments
 
     tokenizer = load_tokenizer(config.tokenizer_path or config.path, config.trust_remote_code)
     refuse_missing_chat_template(config, tokenizer)
     tasks = get_dataset(config.dataset, tokenizer, thinks(config.workflow_kwargs))
+    refuse_unusable_reward(config, tasks)
     runs = {"greedy": config.gconfig.new(greedy=True, n_samples=1)} if config.greedy else {}
     if config.samples:
         runs[f"mean@{config.samples}"] = config.gconfig.new(n_samples=config.samples)

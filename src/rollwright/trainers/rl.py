@@ -38,6 +38,7 @@ from rollwright.trainers.task_services import TaskServices
 from rollwright.trainers.tasks import (
     evaluation_runner,
     refuse_missing_chat_template,
+    refuse_unusable_reward,
     task_loader,
     training_workflow,
     workflow_arguments,
@@ -138,6 +139,7 @@ class PPOTrainer(PolicyTrainer):
             directory or RunDirectory(config.cluster.fileroot, config.experiment_name, config.trial_name),
         )
         refuse_missing_chat_template(config, self.tokenizer)
+        refuse_unusable_reward(config, train_dataset)
         self._owns_directory = directory is None
         self.shares_weights = not issubclass(BACKENDS.get(config.rollout.backend), RemoteClient)
         self.valid_dataset = list(valid_dataset or [])[: config.evaluator.limit]

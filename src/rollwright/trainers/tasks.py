@@ -14,7 +14,9 @@ from rollwright.data.datasets import get_dataset
 from rollwright.data.drawing import TaskMixture, taskset_rows
 from rollwright.data.loader import TaskLoader
 from rollwright.errors import ConfigError, DataError
+from rollwright.rewards.wrapper import AsyncRewardWrapper
 from rollwright.trainers.task_services import TaskServices
+from rollwright.workflows.episode import EpisodeWorkflow
 from rollwright.workflows.registry import WORKFLOWS, resolve_workflow
 from rollwright.workflows.task_runner import TaskRunner
 
@@ -49,6 +51,25 @@ def workflow_arguments(
     gconfig = gconfig or config.gconfig.new(n_samples=1)
     defaults = {"reward_fn": config.reward_fn, "gconfig": gconfig, "tokenizer": tokenizer}
     return with_defaults(workflow, given, defaults | {"overflow_reward": config.rollout.overflow_reward})
+
+
+def refuse_unusable_reward(config: Any, rows: Any) -> None:
+    """Refuse a reward function that the built-in workflow of a config could not call with the columns of its tasks.
+
+    Args:
+        config: of the run.
+        rows: its tasks; anything else than a list is not looked into.
+
+    Raises:
+        RewardError: it takes other arguments, or needs a column that the first task does not have.
+    """
+    workflow = WORKFLOWS.get(config.workflow) if isinstance(config.workflow, str) else config.workflow
+    reward = config.workflow_kwargs.get("reward_fn", config.reward_fn)
+    if reward is None or not (inspect.isclass(workflow) and issubclass(workflow, EpisodeWorkflow)):
+        return  # other workflows call it as they like
+    columns = AsyncRewardWrapper(reward).columns
+    if isinstance(rows, list) and rows:
+        columns.keywords(rows[0])
 
 
 def thinks(workflow_kwargs: dict[str, Any] | None) -> bool | None:

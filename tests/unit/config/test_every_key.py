@@ -47,16 +47,16 @@ PAIRS = "path: PAIRS, type: preference, batch_size: 2"
 #: Runs by name; those of one line of the table read one file, such as the processes of a run in several modes.
 RUNS = {
     "rl": RL,
-    "rl, evaluated": RL + VALID,
-    "rl, with a reference": RL.replace("actor: {", "actor: {kl_ctl: 0.1, ") + "ref: {path: MODEL}\n",
-    "rl, decoupled": RL.replace("actor: {", "actor: {use_decoupled_loss: true, ppo_n_minibatches: 2, "),
-    "rl, tasksets": TASKS + HELD_OUT,
+    "rl evaluated": RL + VALID,
+    "rl with a reference": RL.replace("actor: {", "actor: {kl_ctl: 0.1, ") + "ref: {path: MODEL}\n",
+    "rl decoupled": RL.replace("actor: {", "actor: {use_decoupled_loss: true, ppo_n_minibatches: 2, "),
+    "rl tasksets": TASKS + HELD_OUT,
     "explore": "mode: explore\nstore: {}\n" + RL + VALID.replace("every_steps: 1", "every_steps: 1, at_start: true"),
     "train": "mode: train\nstore: {}\n" + RL + VALID,
     "bench": "mode: bench\nbench: {samples: 1, checkpoints: [MODEL]}\n" + RL + VALID,
     "serve": "mode: serve\nstore: {}\n" + RL,
     "sft": "kind: sft\nmodel: {path: MODEL}\n" + RUN,
-    "sft, evaluated": "kind: sft\nmodel: {path: MODEL}\n" + RUN + POLICY + VALID,
+    "sft evaluated": "kind: sft\nmodel: {path: MODEL}\n" + RUN + POLICY + VALID,
     "dpo": f"kind: dpo\nmodel: {{path: MODEL}}\ntrain_dataset: {{{PAIRS}}}\ntotal_train_steps: 1\n",
     "eval": f"kind: eval\npath: MODEL\n{POLICY}dataset: {{{SUMS}, limit: 1}}\ngconfig: {{max_new_tokens: 4}}\n",
     "model": "kind: model\npath: NEW\nhidden_size: 8\nheads: 1\nlayers: 1\n",
@@ -66,7 +66,7 @@ SAME_FILE = {
     "explore": ("explore", "train", "bench", "serve"),
     "train": ("explore", "train", "bench", "serve"),
     "serve": ("explore", "train", "bench", "serve"),
-    "bench": ("explore", "train", "bench", "serve", "rl, evaluated"),
+    "bench": ("explore", "train", "bench", "serve", "rl evaluated"),
 }
 
 #: Keys that no run here reads and that are accepted, by patterns: the run of the name (empty: any), and why.

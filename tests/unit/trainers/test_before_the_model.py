@@ -43,6 +43,7 @@ def run(tmp_path, tiny_model, monkeypatch, capsys):
     tokenizer.chat_template = None
     tokenizer.save_pretrained(bare)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "m").symlink_to(tiny_model)
     (tmp_path / "mistaken_workflows.py").write_text(WORKFLOWS)
     (tmp_path / "f.yaml").write_text(
         f"actor: {{path: {tiny_model}}}\ntrain_dataset: {{path: arithmetic}}\nworkflow: rlvr\nreward_fn: numeric_reward\n"
@@ -68,6 +69,12 @@ def run(tmp_path, tiny_model, monkeypatch, capsys):
         ),
         (["sft.yaml"], "the rows are conversations, and the tokenizer 'bare' has no chat template"),
         (["eval.yaml"], "workflow is rlvr, and the tokenizer 'bare' has no chat template"),
+        (
+            ["f.yaml", "reward_fn=mistaken_workflows.of_one"],
+            "of_one(completion) takes 1 positional arguments; reward functions are called",
+        ),
+        (["f.yaml", "reward_fn=mistaken_workflows.of_a_column"], "of_a_column needs solution, but the task has the columns"),
+        (["eval.yaml", "path=m", "reward_fn=mistaken_workflows.of_one"], "of_one(completion) takes 1 positional arguments"),
         (["f.yaml", "actor.path=empty"], "actor.path: is empty, a directory that is empty"),
         (["f.yaml", "workflow=mistaken_workflows.Nothing"], "is no workflow: it has no method arun_episode(engine, data)"),
         (
@@ -105,6 +112,10 @@ def test_a_dict_where_a_section_is_meant_is_told_with_what_to_write(tiny_model):
         ("actor: {beta: 0.1}", "actor.kl_ctl"),
         ("output_dir: out", "cluster.fileroot"),
         ("kind: sft\nlearning_rate: 1e-5", "model.optimizer.lr"),
+        (
+            "learning_rate: 1e-5\nstages: [{kind: sft, model: {path: m}, train_dataset: {path: arithmetic}}]",
+            "model.optimizer.lr",
+        ),
     ],
 )
 def test_a_key_of_another_system_is_told_where_it_is_here(tmp_path, text, place):
