@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import openai
 import pytest
 from echo import EchoEngine
 
 from rollwright.config.generation import GenerationHyperparameters
 from rollwright.config.sections import RolloutConfig
+from rollwright.config.tasksets import DatasetConfig, FormatConfig
+from rollwright.data.datasets import get_dataset
+from rollwright.data.loader import TaskLoader
 from rollwright.data.tokenizer import build_character_tokenizer
 from rollwright.errors import RolloutError
 from rollwright.rollout.executor import RolloutExecutor
 from rollwright.rollout.openai_front import OpenAIAgentWorkflow
 
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 GCONFIG = GenerationHyperparameters(temperature=0.5, max_new_tokens=8)
 
 
@@ -106,3 +114,35 @@ def test_deterministic_runs_repeat(agent):
     assert batches[0]["input_ids"].tolist() == batches[1]["input_ids"].tolist()
     assert seeds[0] == seeds[1]
     assert len(set(seeds[0])) == len(seeds[0])
+
+
+def test_data_is_the_row_with_what_the_docs_say(executor, tmp_path):
+    page = Path(__file__).resolve().parents[3] / "docs" / "openai-front.md"
+    about = page.read_text(encoding="utf-8").partition("`data` is the task")[2].partition("##")[0]
+    told = {name for line in re.findall(r"^\| (`.*?) \|", about, flags=re.MULTILINE) for name in re.findall(r"`(\w+)`", line)}
+    row = {"question": "1+2?", "answer": "3", "level": 5, "functions": TOOLS}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    layout = FormatConfig(prompt_key="question", response_key="answer", tools_key="functions")
+    config = DatasetConfig(path=str(tmp_path / "rows.jsonl"), batch_size=1, format=layout)
+    seen = []
+
+    def agent(data, base_url, api_key):
+        seen.append(data)
+        ask(base_url, api_key, data["messages"][0]["content"])
+        return 1.0
+
+    workflow = OpenAIAgentWorkflow(agent, build_character_tokenizer(), GCONFIG)
+    try:
+        executor.rollout_batch(TaskLoader.from_config(get_dataset(config), config, 1).draw(), workflow, group_size=2)
+    finally:
+        workflow.front.close()
+    first, second = seen
+    assert first == second
+    assert first is not second
+    assert first == {
+        **row,
+        "messages": [{"role": "user", "content": "1+2?"}],
+        "tools": TOOLS,
+        "ordinal": 0,
+    }
+    assert told == {"messages", "answer", "tools", "images", "ordinal"}
