@@ -38,7 +38,7 @@ quickstart: $(VENV)/.core  ## Train a small model with GRPO on this machine and 
 	$(BIN)/rollwright run examples/quickstart.yaml trial_name=$(TRIAL)
 
 test: $(VENV)/.test  ## All tests: quick ones first, then servers and runs that learn
-	$(PYTEST) $(SIDE_BY_SIDE) tests/unit
+	$(PYTEST) $(SIDE_BY_SIDE) tests/unit tests/truth
 	$(PYTEST) $(SIDE_BY_SIDE) tests/end_to_end tests/extension tests/integration $(ALONE:%=--ignore=%)
 	$(PYTEST) $(ALONE)
 
