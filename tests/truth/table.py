@@ -21,9 +21,9 @@ BEGIN, END = "<!-- families: made by python -m tests.truth.table -->", "<!-- end
 
 def parts() -> dict[str, Callable[[families.Made], Mapping[str, str]]]:
     """By column, what a part of the product comes to in each of its ways: ``equal…``, ``refused``, or something that is wrong."""
-    from . import test_engine
+    from . import test_engine, test_trainer
 
-    return {"engine": test_engine.outcomes}
+    return {"engine": test_engine.outcomes, "trainer": test_trainer.outcomes}
 
 
 def cell(outcomes: Mapping[str, str]) -> str:

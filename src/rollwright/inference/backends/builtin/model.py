@@ -145,7 +145,8 @@ def position_limit(model: Any, limit: int, context_length: int | None) -> int:
             f"context_length={context_length} is too much for the built-in engine: {said}, so that tokens sampled before had other "
             f"log-probabilities than the row has in the end. Set context_length to {fixed} or less."
         )
-    _log_once(logging.INFO, f"The built-in engine's context ends at {fixed} tokens: {said}.")
+    if context_length is None:
+        _log_once(logging.INFO, f"The built-in engine's context ends at {fixed} tokens: {said}.")
     return fixed
 
 

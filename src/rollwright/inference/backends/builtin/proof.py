@@ -29,7 +29,8 @@ _PIECE = 1024  # most tokens computed in one pass: what attention adds to their 
 #: Operations of a proof, some 20 seconds on two cores and a few on a GPU; longer ones are left out, and named in the log.
 _OPERATIONS, _GPU_OPERATIONS = 2e13, 1e15
 _LIKELY = 64  # tokens whose log-probabilities are compared in half precision, where unlikely ones are mostly rounding
-_NATS, _HALF_NATS = 1e-3, 0.25  # of difference: the largest in float32, the mean over likely tokens in half precision
+#: Most difference in float32, at any place; and in half precision, the mean over likely tokens, the median over places.
+_NATS, _HALF_NATS = 1e-3, 0.1
 
 Forward = Callable[[ForwardBatch, KVCache], Tensor]
 _proved: weakref.WeakKeyDictionary[Any, set[tuple[str, str, int]]] = (
@@ -126,9 +127,11 @@ def _differs(
         ids = torch.tensor([row], device=device)
         ends_of_row = [(end, logits) for index, end, logits in computed if index == number]
         plain = _plain(model, ids, len(row) + 1 - min(end for end, _ in ends_of_row))
-        for end, logits in ends_of_row:
-            if difference := _difference(logits, plain[end - len(row) - 1], model.dtype):
-                return f"by {difference:.2g} nats after {end} tokens of {len(row)}"
+        distances = [(_distance(logits, plain[end - len(row) - 1], model.dtype), end) for end, logits in ends_of_row]
+        # A single place may be far off in half precision: rounding chooses another expert.
+        distance, end = max(distances) if model.dtype == torch.float32 else sorted(distances)[(len(distances) - 1) // 2]
+        if not distance <= (_NATS if model.dtype == torch.float32 else _HALF_NATS):
+            return f"by {distance:.2g} nats after {end} tokens of {len(row)}"
     return None
 
 
@@ -147,16 +150,12 @@ def forward_arguments(model: Any) -> set[str]:
     return set(inspect.signature(model.forward).parameters)
 
 
-def _difference(logits_V: Tensor, plain_V: Tensor, dtype: torch.dtype) -> float:
-    """By how much two distributions differ, in nats; 0 within what rounding does; infinite for what is no number."""
+def _distance(logits_V: Tensor, plain_V: Tensor, dtype: torch.dtype) -> float:
+    """By how much two distributions differ, in nats; infinite for what is no number."""
     logprobs_V, plain_V = logits_V.float().log_softmax(-1), plain_V.float().log_softmax(-1)
     distance_V = (logprobs_V - plain_V).abs()
     if dtype == torch.float32:
-        likely_V, most = plain_V > -20, _NATS
-        distance = distance_V[likely_V].max().item()
+        distance = distance_V[plain_V > -20].max().item()
     else:
-        likely, most = plain_V.topk(min(_LIKELY, len(plain_V))).indices, _HALF_NATS
-        distance = distance_V[likely].mean().item()
-    if distance != distance:
-        return float("inf")
-    return distance if distance > most else 0.0
+        distance = distance_V[plain_V.topk(min(_LIKELY, len(plain_V))).indices].mean().item()
+    return distance if distance == distance else float("inf")
