@@ -71,6 +71,7 @@ class _WholeForward(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.config = unwrapped(model).config
 
     def forward(self, **inputs: Any) -> Any:
         return self.model(**inputs)

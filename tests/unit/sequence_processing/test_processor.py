@@ -177,6 +177,18 @@ def test_bfloat16_scores_come_in_float32():
     torch.testing.assert_close(results.logprobs[2][0].double(), expected, atol=0.15, rtol=0.05)
 
 
+def test_a_row_is_scored_with_the_frequencies_of_its_own_length():
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 9.0], "factor": 4.0}
+    model = small_model(
+        rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, **factors, "original_max_position_embeddings": 24}
+    )
+    prompt, responses = [3, 4, 5, 6], [[7, 8, 9] * 10, [9, 7] * 5, [8, 7] * 10, [5] * 3]
+    sequences = BatchedSequences.from_tokens([prompt], [responses], [[""] * 4], 0)
+    results = processor_of(model, temperature=1.0).teacher_force_logprobs(sequences)
+    for found, response in zip(results.logprobs[0], responses, strict=True):
+        np.testing.assert_allclose(found, reference(model, prompt + response, 4)[0].detach().numpy(), atol=2e-5)
+
+
 def test_a_missing_pad_token_becomes_the_end_token(model):
     import copy
 
