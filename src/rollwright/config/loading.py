@@ -165,10 +165,10 @@ def save_config(config: Any, file: str | Path) -> None:
     Path(file).write_text(f"{text}{_CHECKSUM}{xxhash.xxh3_64_hexdigest(text.encode())}\n", encoding="utf-8")
 
 
-def is_as_written(text: str) -> bool:
-    """False where a file that ``save_config`` wrote was changed or damaged since."""
+def is_as_written(text: str, *, has_checksum: bool) -> bool:
+    """False where a file that ``save_config`` wrote was changed or damaged since; ``has_checksum``: version 0.1.0 did not write it."""
     before, mark, checksum = text.rpartition(_CHECKSUM)
-    return not mark or checksum.strip() == xxhash.xxh3_64_hexdigest(before.encode())
+    return not has_checksum if not mark else checksum.strip() == xxhash.xxh3_64_hexdigest(before.encode())
 
 
 #: Keys that are no settings of a stage's config.

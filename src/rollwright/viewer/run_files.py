@@ -58,7 +58,11 @@ class RunFiles:
         if self._config[0] != written:
             loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
             text = file.read_text(encoding="utf-8", errors="replace")
-            self._config_problem = "" if is_as_written(text) else "it is not as the run wrote it: it was changed or damaged"
+            self._config_problem = (
+                ""
+                if is_as_written(text, has_checksum=self._has_checksums())
+                else "it is not as the run wrote it: it was changed or damaged"
+            )
             try:
                 found = yaml.load(text, loader)
             except yaml.YAMLError as error:
@@ -170,6 +174,11 @@ class RunFiles:
         elif self._config_problem:
             found.append(self._lacks(self.path / "config.yaml", self._config_problem))
         return found
+
+    def _has_checksums(self) -> bool:
+        """Version 0.1.0 wrote none."""
+        marker = self._root / MARKER
+        return marker.exists() and '"checksum"' in marker.read_text(encoding="utf-8", errors="replace")
 
     def _wrote_metrics(self) -> bool:
         """A step was made, or an evaluation."""
