@@ -85,11 +85,11 @@ class Body(BaseModel):
         if unknown := next((name for name in given if name not in cls.model_fields and name not in cls.of_chat), None):
             raise cls._unknown(unknown)
         try:
-            body = cls.model_validate(given)
+            made = cls.model_validate(given)
         except ValidationError as error:
             raise cls._refusal(error.errors(include_url=False)[0], given) from None
-        body._warnings = warnings
-        return body
+        made._warnings = warnings
+        return made
 
     @classmethod
     def described(cls) -> dict[str, Any]:

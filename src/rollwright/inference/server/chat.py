@@ -64,8 +64,8 @@ def tools_of(fields: dict[str, Any]) -> list[dict[str, Any]] | None:
     return tools if tools and fields.get("tool_choice") != "none" else None
 
 
-def check_function(name: Any, parameters: Any, where: str, of_parameters: str) -> None:
-    """Refuse a function that a template cannot show.
+def check_function(name: Any, parameters: Any, where: str, of_parameters: str) -> str:
+    """The name of a function that a template can show.
 
     Args:
         name: of the function.
@@ -80,6 +80,7 @@ def check_function(name: Any, parameters: Any, where: str, of_parameters: str) -
         raise RequestError(f"{where} has no name; give it one.", param="tools")
     if not isinstance(parameters or {}, dict) or not isinstance((parameters or {}).get("properties") or {}, dict):
         raise RequestError(f"{where}.{of_parameters} is no JSON Schema of an object.", param="tools")
+    return name
 
 
 def beginning_of_reply(fields: dict[str, Any], convention: ToolConvention) -> str:

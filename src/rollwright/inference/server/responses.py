@@ -410,8 +410,8 @@ def _offered(tool: Any, where: str, namespace: str = "", about: str = "") -> Off
             f"{where} is of type {kind!r}, which a chat template has no words for: offer it as a function with parameters.",
             param="tools",
         )
-    name, parameters = tool.get("name"), tool.get("parameters")
-    check_function(name, parameters, where, "parameters")
+    parameters = tool.get("parameters")
+    name = check_function(tool.get("name"), parameters, where, "parameters")
     shown = _shown_name(namespace, name)
     described = "\n\n".join(text for text in (about, tool.get("description")) if text)
     given = {"name": shown, "description": described or None, "parameters": parameters, "strict": tool.get("strict")}
