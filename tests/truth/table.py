@@ -43,7 +43,7 @@ def lines(found: Mapping[str, Mapping[str, str]], missing: Mapping[str, str]) ->
     columns = list(dict.fromkeys(column for cells in found.values() for column in cells))
     together: dict[tuple[str, ...], list[str]] = {}
     for name, cells in sorted(found.items()):
-        past = ", ".join(regime.name for regime in families.case(name).regimes) or "–"
+        past = ", ".join(regime.name for regime in families.cases()[name].regimes) or "–"
         together.setdefault((past, *(cells[column] for column in columns)), []).append(name)
     made = [f"| past | {' | '.join(columns)} | families |", "|" + "---|" * (len(columns) + 2)]
     made += [f"| {' | '.join(key)} | {', '.join(names)} |" for key, names in sorted(together.items())]

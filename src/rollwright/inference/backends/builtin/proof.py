@@ -25,6 +25,7 @@ logger = getLogger(__name__)
 
 _SHORT = (11, 5)  # tokens of the rows of the short proof
 _BEYOND = 64  # tokens by which a row goes beyond a length; by the length itself where that is less
+_ONE_BY_ONE = 2  # tokens left when rows are computed one by one, once
 _PIECE = 1024  # most tokens computed in one pass: what attention adds to their scores is in memory
 #: Operations of a proof, some 20 seconds on two cores and a few on a GPU; longer ones are left out, and named in the log.
 _OPERATIONS, _GPU_OPERATIONS = 2e13, 1e15
@@ -116,13 +117,14 @@ def _differs(
     done, computed = [0] * len(rows), list[tuple[int, int, Tensor]]()  # of a row, after so many tokens
     for left in ends:
         chunks = [Chunk(s, done[i], len(s.tokens) - left) for i, s in enumerate(sequences) if len(s.tokens) - left > done[i]]
-        if not chunks:
-            continue
-        first = sequences.index(chunks[0].sequence)
-        logits = forward(prefill_batch(chunks, first, device), cache)
-        for number, chunk in enumerate(chunks, first):
-            done[number] = chunk.end
-            computed.append((number, chunk.end, logits[number - first]))
+        # Each by itself once: rows that always end together hide positions that are counted for the whole batch.
+        for group in [[chunk] for chunk in chunks] if left == _ONE_BY_ONE else [chunks] if chunks else []:
+            first = sequences.index(group[0].sequence)
+            logits = forward(prefill_batch(group, first, device), cache)
+            for number, chunk in enumerate(group, first):
+                done[number] = chunk.end
+                if left <= max(before, 6):  # not of all pieces of a long row: their logits are many
+                    computed.append((number, chunk.end, logits[number - first]))
     for number, row in enumerate(rows):
         ids = torch.tensor([row], device=device)
         ends_of_row = [(end, logits) for index, end, logits in computed if index == number]
