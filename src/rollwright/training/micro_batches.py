@@ -83,11 +83,11 @@ def micro_batches(
     An empty micro-batch (see ``split_rows``) is row 0 over one column: it is computed, because every rank must take part
     in a sharded forward pass, and its indices are empty so that nothing of it counts. So is the one of a batch without rows.
     """
-    groups = [0] * batch["input_ids"].shape[0] if groups is None else list(groups)
+    group_of_row = [0] * batch["input_ids"].shape[0] if groups is None else list(groups)
     result: list[tuple[torch.Tensor, Trajectory]] = []
-    kinds = sorted(set(groups)) or [0]
+    kinds = sorted(set(group_of_row)) or [0]
     for kind in kinds:
-        rows = [row for row, group in enumerate(groups) if group == kind]
+        rows = [row for row, group in enumerate(group_of_row) if group == kind]
         part = batch if len(kinds) == 1 else select_rows(batch, rows)
         index_B = torch.tensor(rows, dtype=torch.long, device=batch["input_ids"].device)
         missing = at_least - len(result) if kind == kinds[-1] else 1
