@@ -237,7 +237,8 @@ class Runner:
         sample.close("has ended")
         self.running_samples -= 1
         with self._faults_stop():
-            self._stop_without_journal(None if task.cancelled() or task.exception() else task.result())
+            is_unknown = abandoned is not None or task.cancelled() or task.exception() is not None
+            self._stop_without_journal(None if is_unknown else task.result())
             if group.is_over or self.fatal is not None:
                 self.samples["cut"] += 1
                 if not isinstance(self.fatal, JournalError):  # which would be raised again

@@ -611,9 +611,8 @@ def test_a_worker_that_cannot_write_its_journal_says_so_and_nobody_waits(make, t
     process.worker._runner.journal = journal = Journal(tmp_path)
     monkeypatch.setattr(journal, "_append", is_full)
     for _ in range(2):  # of an episode that was under way, and of one that comes later
-        task = executor.submit({"id": 0}, OneTurn())
-        with pytest.raises(RolloutError, match="the disk is full"):
-            executor.wait_for_task(task, timeout=20)
+        with pytest.raises(JournalError, match="the disk is full"):  # which ends the run, wherever it was raised
+            executor.wait_for_task(executor.submit({"id": 0}, OneTurn()), timeout=20)
 
 
 class HeldOut(OneTurn):
