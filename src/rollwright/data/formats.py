@@ -70,11 +70,11 @@ _PLAIN = FormatConfig()
 #: Keys that name the columns of prompt and answer. A format that sets none of them reads these by their names.
 _NAMING = ("prompt_type", "prompt_key", "response_key", "messages_key")
 #: Keys of a format that datasets do not read, and what they are for; and those that only some types of datasets have.
-_TASKSET_ONLY = dict.fromkeys(("workflow_key", "reward_fn_key", "reply_prefix"), "it is for tasksets")
+_TASKSET_ONLY: dict[str, str] = dict.fromkeys(("workflow_key", "reward_fn_key", "reply_prefix"), "it is for tasksets")
 _PAIRS_ONLY = ("chosen_key", "rejected_key")
 _OF_TYPES: dict[str, dict[str, str]] = {
     "preference": _TASKSET_ONLY,
-    "sft": _TASKSET_ONLY | dict.fromkeys(_PAIRS_ONLY, "it is for datasets of type preference"),
+    "sft": {**_TASKSET_ONLY, **dict.fromkeys(_PAIRS_ONLY, "it is for datasets of type preference")},
 }
 _OF_TYPES["rl"] = _OF_TYPES["sft"] | {
     "enable_thinking": "the run's workflow takes it: workflow_kwargs: {enable_thinking: true}",
