@@ -169,7 +169,7 @@ class RunFiles:
                 if problem:
                     found.append(self._lacks(root / name, problem))
         _ = self.config
-        if not (self.path / "config.yaml").exists() and self.curves.times:
+        if not (self.path / "config.yaml").exists() and self.curves.times and self._has_checksums():
             found.append(self._lacks(self.path / "config.yaml", "it is gone"))
         elif self._config_problem:
             found.append(self._lacks(self.path / "config.yaml", self._config_problem))
