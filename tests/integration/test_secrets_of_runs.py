@@ -28,7 +28,6 @@ stages:
     gconfig: {{n_samples: 2, max_new_tokens: 2, stop: ["${{oc.env:OUR_KEY}}"]}}
     total_train_steps: 1
     service: {{api_key: "{LITERAL}"}}
-    auxiliary_models: [{{base_url: "http://127.0.0.1:9/v1", api_key: "${{oc.env:OUR_KEY}}"}}]
     vllm: {{env: {{HF_TOKEN: "{LITERAL}"}}}}
     stats_logger: {{sinks: [spy], display: none, dump_rollouts: -1}}
 """

@@ -21,6 +21,14 @@ class Nothing:
 class Sync:
     def arun_episode(self, engine, data):
         return None
+
+
+def of_one(completion):
+    return 1.0
+
+
+def of_a_column(prompt, completion, prompt_ids, completion_ids, solution):
+    return 1.0
 """
 
 
