@@ -125,7 +125,7 @@ class Trainer(ABC):
             self.open(opened)
             self.recover = self.ranks.recover
             opened.push(self._wait_for_recover)
-            if self.directory.resumed and self.config.recover.if_damaged == "begin_again":
+            if self.config.recover.if_damaged == "begin_again" and self.directory.resumed:
                 self._set_aside_damaged()
             resumed = bool(self.directory.resumed and self.recover.steps())
             if resumed:
