@@ -310,7 +310,8 @@ class Index:
         newest = {
             row["writer"]: row["name"] for row in self.rows("SELECT writer, max(name) AS name FROM files GROUP BY writer")
         }
-        steps = dict(self.rows("SELECT writer, max(step) FROM steps GROUP BY writer"))
+        made = self.rows("SELECT writer, max(step) AS step FROM steps GROUP BY writer")
+        steps: dict[int, int] = {row["writer"]: row["step"] for row in made}
         (listed,) = self.rows("SELECT (SELECT value FROM state WHERE name = 'files')")
         expected = json.loads(listed[0])["sizes"] if listed[0] else {}
         for row in known.values():
