@@ -105,8 +105,7 @@ def test_the_counts_of_serve_mode_want_its_key(engine):
 def test_nothing_changes_by_get(engine):
     app = create_application(engine, ServerSettings())
     readable = {"/health", "/ping", "/health_generate", "/metrics", "/weights_checker", "/v1/models", "/v1/models/{name}"}
-    readable |= {"/v1/responses/{id}"}
-    readable |= {"/v1/responses/{id}"}
+    readable |= {"/", "/v1/responses/{id}"}
     readable |= {"/model_info", "/get_model_info", "/server_info", "/get_server_info", "/weight_version", "/get_weight_version"}
     assert {path for path, methods in app.openapi()["paths"].items() if "get" in methods} == readable
 

@@ -60,7 +60,8 @@ def make_service(
     async def root() -> JSONResponse:
         return JSONResponse({"service": title, "version": __version__})
 
-    app.add_api_route("/", root, methods=["GET", "HEAD"], name="/")  # by which programs find out whether anybody is there
+    for method in ("GET", "HEAD"):  # by which programs find out whether anybody is there
+        app.add_api_route("/", root, methods=[method], operation_id=f"root_{method.lower()}")
     paths = sorted({getattr(route, "path", "") for router in routers for route in router.routes})
 
     async def refuse_path(request: Request, error: Exception) -> JSONResponse:
