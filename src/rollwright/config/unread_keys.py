@@ -39,7 +39,11 @@ def of_training(config: BaseExperimentConfig) -> list[Rule]:
         [
             (not evaluates, evaluations, without),
             (not has_interval(config.saver), ["saver.keep"], "only the last checkpoint is written, as saver has no interval"),
-            (config.recover.mode == "off", ["recover.keep", "recover.if_damaged", "recover.in_background"], "recover.mode is off"),
+            (
+                config.recover.mode == "off",
+                ["recover.keep", "recover.if_damaged", "recover.in_background"],
+                "recover.mode is off",
+            ),
         ],
     )
 

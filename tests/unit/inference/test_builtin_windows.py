@@ -93,11 +93,11 @@ def test_rounding_in_half_precision_is_no_difference():
             assert engine.context_length == 256
 
 
-def test_what_takes_too_long_to_prove_is_said(monkeypatch, caplog):
+def test_what_takes_too_long_to_prove_is_refused(monkeypatch):
     monkeypatch.setattr(proof, "_OPERATIONS", 1e6)
-    with caplog.at_level(logging.WARNING), BuiltinEngine(sliding(), threads=1):
-        assert "Rows of more than 40 tokens (sliding_window=40) of MistralForCausalLM" in caplog.text
-        assert "were not compared with its plain forward" in caplog.text
+    with pytest.raises(EngineError, match=r"beyond sliding_window=40, cannot be compared.*context_length of 40 or less"):
+        BuiltinEngine(sliding(), threads=1)
+    BuiltinEngine(sliding(), threads=1, context_length=WINDOW).destroy()
 
 
 def test_a_model_is_proved_once(monkeypatch):

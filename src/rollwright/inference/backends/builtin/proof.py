@@ -19,16 +19,14 @@ from rollwright.inference.backends.builtin.batch import Chunk, ForwardBatch, Seq
 from rollwright.inference.backends.builtin.cache import KVCache, LayerShape
 from rollwright.inference.model_facts import regime_lengths
 from rollwright.inference.request import ModelRequest
-from rollwright.tracking.logging import getLogger
 
-logger = getLogger(__name__)
 
 _SHORT = (11, 5)  # tokens of the rows of the short proof
 _BEYOND = 64  # tokens by which a row goes beyond a length; by the length itself where that is less
 _ONE_BY_ONE = 2  # tokens left when rows are computed one by one, once
 _PIECE = 1024  # most tokens computed in one pass: what attention adds to their scores is in memory
-#: Operations of a proof, some 20 seconds on two cores and a few on a GPU; longer ones are left out, and named in the log.
-_OPERATIONS, _GPU_OPERATIONS = 2e13, 1e15
+#: Most operations of a proof: about two minutes on two cores, and less on a GPU. Rows that would take more are refused.
+_OPERATIONS, _GPU_OPERATIONS = 1e14, 1e16
 _LIKELY = 64  # tokens whose log-probabilities are compared in half precision, where unlikely ones are mostly rounding
 #: Most difference in float32, at any place; and in half precision, the mean over likely tokens, the median over places.
 _NATS, _HALF_NATS = 1e-3, 0.1
@@ -76,19 +74,19 @@ def prove(
             reason = _differs(forward, model, layers, tokens, [longest, min(_SHORT)], length) if is_short else ""
         except torch.OutOfMemoryError:
             is_short, reason = False, ""
+        names_of_length, advice = (
+            " and ".join(names),
+            f" With a context_length of {length} or less it is not asked for such rows.",
+        )
         if not is_short:
-            logger.warning(
-                "Rows of more than %d tokens (%s) of %s are computed as the configuration says, and were not compared with its plain "
-                "forward: that takes %.0e operations, or more memory than there is. A context_length up to %d stays within what was "
-                "compared.",
-                *(length, ", ".join(names), type(model).__name__, operations, length),
+            said = f"rows of more than {length} tokens, beyond {names_of_length}, cannot be compared with its plain forward here: that "
+            return Difference(f"{said}takes {operations:.0e} operations, or more memory than there is", advice)
+        if reason:
+            said = (
+                f"in a row of {longest} tokens, beyond {names_of_length}, it computes other log-probabilities than in a plain "
             )
-        elif reason:
-            said = f"in a row of {longest} tokens, beyond {' and '.join(names)}, it computes other log-probabilities than in a plain "
-            advice = f" With a context_length of {length} or less it is not asked for such rows."
             return Difference(f"{said}forward ({reason})", advice)
-        else:
-            _proved.setdefault(model, set()).add(known)
+        _proved.setdefault(model, set()).add(known)
     return None
 
 
