@@ -20,7 +20,6 @@ from rollwright.inference.backends.builtin.cache import KVCache, LayerShape
 from rollwright.inference.model_facts import regime_lengths
 from rollwright.inference.request import ModelRequest
 
-
 _SHORT = (11, 5)  # tokens of the rows of the short proof
 _BEYOND = 64  # tokens by which a row goes beyond a length; by the length itself where that is less
 _ONE_BY_ONE = 2  # tokens left when rows are computed one by one, once
