@@ -162,7 +162,7 @@ def _workflow(config: Any, key: str, name: Any, kwargs: Mapping[str, Any], *, ev
         more = "; it has run(): name it in a taskset (tasksets)" if hasattr(found, "run") else ""
         yield (key,), f"{name!r} is no workflow: it has no method arun_episode(engine, data){more}"
         return
-    function = inspect.unwrap(found.arun_episode)
+    function = inspect.unwrap(getattr(found, "arun_episode"))  # noqa: B009 - any class with the method will do
     if inspect.isfunction(function) and not inspect.iscoroutinefunction(function):
         yield (
             (key,),

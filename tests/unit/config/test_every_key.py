@@ -72,7 +72,10 @@ SAME_FILE = {
 #: Keys that no run here reads and that are accepted, by patterns: the run of the name (empty: any), and why.
 ACCEPTED: dict[str, tuple[str, str]] = {
     r"plugins|actor\.recipe": ("", "read while the file is loaded, before there is a config"),
-    r".*\bmax_sample_retries|.*\bmax_bad_steps|journal\.on_divergence": ("", "read when something fails, or after a resume"),
+    r".*\bmax_sample_retries|.*\bmax_bad_steps|journal\.on_divergence|recover\.if_damaged": (
+        "",
+        "read when something fails, or after a resume",
+    ),
     r".*\bshard_size|cluster\.processes": ("", "read where several processes train, which torchrun may have started"),
     r"(sglang|vllm|cluster\.slurm|bench|service)\..*": (
         "",
