@@ -82,7 +82,8 @@ class Body(BaseModel):
                 raise RequestError(f"{name}={value!r:.100} cannot be honoured: {why}. Leave it out.", param=name)
         warnings = [f"{name} is left out: {cls.left_out[name]}." for name in sorted(cls.left_out.keys() & given.keys())]
         given = {name: value for name, value in given.items() if name not in cls.left_out}
-        if unknown := next((name for name in given if name not in cls.model_fields and name not in cls.of_chat), None):
+        known = cls.model_fields.keys() | cls.of_chat
+        if cls.model_config.get("extra") != "ignore" and (unknown := next((name for name in given if name not in known), None)):
             raise cls._unknown(unknown)
         try:
             made = cls.model_validate(given)
