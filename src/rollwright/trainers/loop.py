@@ -330,7 +330,7 @@ class StopSignal:
         if (lost := parallel.lost_neighbour()) is not None:
             raise LostRankError(f"rank {lost} has ended, so this step cannot be finished")
         self.received = number
-        by_default = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+        by_default: dict[int, object] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
         self._previous = {
             kind: by_default[kind] if handler in (signal.SIG_IGN, None) else handler for kind, handler in self._previous.items()
         }

@@ -255,10 +255,10 @@ def test_one_at_a_time_nothing_goes_by_what_waits(monkeypatch):
     model, asked = tiny_model("qwen3"), requests(12, longest=190)
     with start(model, 16) as engine:
         per_token = engine._runner.cache.bytes_per_token
-    with start(model, 16, prefix_cache=False, kv_cache_bytes=per_token * 16 * 256) as engine:
+    with start(model, 16, prefix_cache=False, kv_cache_bytes=per_token * 16 * 64) as engine:
         alone = bits(engine.generate([request])[0] for request in asked)
         assert bits(engine.generate(asked)) == alone
-    with start(model, 16, prefix_cache=True, kv_cache_bytes=per_token * 16 * 384) as engine:
+    with start(model, 16, prefix_cache=True, kv_cache_bytes=per_token * 16 * 96) as engine:
         assert bits(engine.generate(asked)) == alone
         assert bits(engine.generate(asked[::-1]))[::-1] == alone  # and none is found in a cache
         assert engine.stats()["reused_tokens"] == 0

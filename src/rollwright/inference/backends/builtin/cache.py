@@ -102,11 +102,11 @@ class KVCache:
         # One flat buffer for all slabs of one shape (a layer's keys are a slab, its values another): an operation on all
         # layers is one call where they are alike. Zeros, as a masked column's weight of 0 times garbage that happens to be
         # NaN would be NaN; on CPU untouched zero pages, which take no memory until they are written.
-        shapes = [(s.heads, s.key_size) for s in layers] + [(s.heads, s.value_size) for s in layers]
+        of_slabs = [(s.heads, s.key_size) for s in layers] + [(s.heads, s.value_size) for s in layers]
         slabs: dict[tuple[int, int], list[int]] = {}
-        for index, shape in enumerate(shapes):
+        for index, shape in enumerate(of_slabs):
             slabs.setdefault(shape, []).append(index)
-        self._slab_of = [(shape, slabs[shape].index(index)) for index, shape in enumerate(shapes)]
+        self._slab_of = [(shape, slabs[shape].index(index)) for index, shape in enumerate(of_slabs)]
         self._flat: dict[tuple[int, int], Tensor] = {}
         for (heads, size), members in slabs.items():
             columns = self.capacity_tokens * heads * size
@@ -120,7 +120,7 @@ class KVCache:
         self._views: dict[tuple[int, int], Tensor] = {}
         self.keys = self.values = list[Tensor]()
         self.layouts = 0
-        self.flat = next(iter(self._flat.values())).view(-1, shapes[0][1])
+        self.flat = next(iter(self._flat.values())).view(-1, of_slabs[0][1])
         self._offsets = torch.empty(0)
         self._read: tuple[tuple[int, int], list[tuple[Tensor, Tensor]]] = (0, 0), []
 
