@@ -116,11 +116,11 @@ def find_estimator(config: PPOActorConfig) -> Estimator:
     Raises:
         ConfigError: there is no such estimator, or it does not take the arguments.
     """
-    name, arguments = config.adv_estimator, dict(config.adv_estimator_kwargs)
-    if name == "normalised" and config.adv_norm is None:
-        return lambda rewards_B, group_ids_B, sample_ids_B: (torch.zeros_like(rewards_B), torch.ones_like(rewards_B))
+    name, arguments, norm = config.adv_estimator, dict(config.adv_estimator_kwargs), config.adv_norm
     if name == "normalised":
-        arguments = {each.name: getattr(config.adv_norm, each.name) for each in fields(config.adv_norm)} | arguments
+        if norm is None:
+            return lambda rewards_B, group_ids_B, sample_ids_B: (torch.zeros_like(rewards_B), torch.ones_like(rewards_B))
+        arguments = {each.name: getattr(norm, each.name) for each in fields(norm)} | arguments
     estimator = ADVANTAGE_ESTIMATORS.get(name)
     try:
         inspect.signature(estimator).bind(None, None, None, **arguments)
