@@ -6,12 +6,16 @@ A row of the table is for all cases that come to the same: what they go past, an
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import torch
+
 from rollwright.atomic import write_text
+from rollwright.processes.pool import processor_count
 
 from . import families
 
@@ -78,24 +82,35 @@ def write(found: Mapping[str, Mapping[str, str]], missing: Mapping[str, str]) ->
     write_text(PAGE, "\n".join([f"{before}{BEGIN}", "", *lines(found, missing), "", f"{END}{after}"]))
 
 
+def looked_at(name: str) -> tuple[dict[str, str], str]:
+    """By column, what a case comes to, and why it is not covered; one of them is empty."""
+    torch.set_num_threads(1)
+    try:
+        made = families.made(name)
+    except families.NotCovered as reason:
+        return {}, str(reason)
+    try:
+        return {column: cell(outcomes(made)) for column, outcomes in parts().items()}, ""
+    finally:
+        families.made.cache_clear()  # hundreds of models
+
+
 def main() -> None:
-    """Compare all cases, or those that are named (then the page stays as it is)."""
+    """Compare all cases, or those that are named (then the page stays as it is), one for each processor at a time."""
     parser = argparse.ArgumentParser(prog="python -m tests.truth.table", description=__doc__)
     parser.add_argument("names", nargs="*", help="cases to look at; none: all, and the page is written")
     names = parser.parse_args().names
     found: dict[str, dict[str, str]] = {}
     missing = {} if names else families.not_built()
-    for name in names or families.cases():
-        began = time.monotonic()
-        try:
-            made = families.made(name)
-        except families.NotCovered as reason:
-            missing[name] = str(reason)
-            print(f"{name}: not covered, {reason}", flush=True)
-            continue
-        found[name] = {column: cell(outcomes(made)) for column, outcomes in parts().items()}
-        families.made.cache_clear()  # hundreds of models
-        print(f"{name}: {found[name]} ({time.monotonic() - began:.1f} s)", flush=True)
+    began = time.monotonic()
+    with multiprocessing.get_context("spawn").Pool(processor_count(), maxtasksperchild=20) as pool:
+        wanted = names or list(families.cases())
+        for name, (cells, reason) in zip(wanted, pool.imap(looked_at, wanted), strict=True):
+            if reason:
+                missing[name] = reason
+            else:
+                found[name] = cells
+            print(f"{name}: {cells or reason} ({time.monotonic() - began:.0f} s)", flush=True)
     if not names:
         write(found, missing)
 

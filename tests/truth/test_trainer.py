@@ -170,23 +170,3 @@ def test_gradients_are_those_of_the_untouched_forward(name: str, way: str) -> No
             assert float((value.grad - expected[parameter]).abs().max()) <= 1e-4 * largest, parameter
     if name == "gpt_oss":
         assert all(float(expected[p].abs().max()) > 1e-5 * largest for p in expected if "sinks" in p)
-
-
-if __name__ == "__main__":
-    import sys
-    import time
-
-    torch.set_num_threads(1)
-    for name in sys.argv[1:] or families.cases():
-        begun = time.monotonic()
-        try:
-            tried = families.made(name)
-        except families.NotCovered as error:
-            print(f"{name:24} NOT COVERED {error}", flush=True)
-            continue
-        built = time.monotonic() - begun
-        try:
-            said = str(outcomes(tried))
-        except Exception as error:
-            said = f"RAISED {type(error).__name__}: {error}"
-        print(f"{name:24} {built:5.1f}s {time.monotonic() - begun - built:5.1f}s {said[:420]}", flush=True)
