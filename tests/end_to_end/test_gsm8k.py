@@ -19,7 +19,7 @@ def test_two_steps_on_gsm8k(shared, tiny_model, run_example):
     rows = shared("data/gsm8k/train.jsonl")
     run = run_example(
         "gsm8k_grpo",
-        *(f"actor.path={tiny_model}", f"train_dataset.path={rows}", "valid_dataset=null", "evaluator.every_steps=null"),
+        *(f"actor.path={tiny_model}", f"train_dataset.path={rows}", "valid_dataset=null", "evaluator=null"),
         *("train_dataset.batch_size=2", "gconfig.n_samples=2", "gconfig.max_new_tokens=16", "total_train_steps=2"),
         "reward_fn=accuracy_reward",
     )

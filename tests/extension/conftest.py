@@ -30,7 +30,7 @@ stages:
     workflow: rollwright.workflows.rlvr.RLVRWorkflow
     reward_fn: numeric_reward
     gconfig: {{n_samples: 4, max_new_tokens: 4}}
-    train_dataset: {{path: arithmetic, split: train, batch_size: 2, kwargs: {{digits: 2}}}}
+    train_dataset: {{path: arithmetic, split: train, batch_size: 2}}
     total_train_steps: 2
 """
 

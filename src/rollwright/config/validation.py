@@ -123,6 +123,8 @@ def _named(kind: Any, value: Any, path: KeyPath, default: Any, faults: Faults) -
         return value
     choices = choices_of(kind)
     sections = [choice for choice in choices if is_section(choice)]
+    if value is None and sections and types.NoneType not in choices and faults.origins.raw(path) is not None:
+        value = {}  # an override that takes out what a file says of the section
     if isinstance(value, dict) and sections:
         cls = max(sections, key=lambda each: (len(value.keys() & annotations_of(each).keys()), isinstance(default, each)))
         return _named_section(cls, value, path, default if isinstance(default, cls) else None, faults)

@@ -122,7 +122,7 @@ def guarded(parent: int) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-code, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})  # alone: a SIGTERM may be pending, and is not the cause
         os.kill(guard, -code)
     os._exit(code)
 

@@ -12,6 +12,7 @@ from rollwright.inference.backends import BACKENDS
 from rollwright.inference.network import find_server_addresses
 from rollwright.inference.weights.publication import RemoteClient
 from rollwright.tracking.logging import getLogger
+from rollwright.trainers.ranks import started_processes
 
 logger = getLogger("rollout")
 
@@ -95,8 +96,9 @@ def _training_processes(config: PPOConfig | SFTConfig) -> int:
     """Processes that train on GPUs of this machine."""
     if section_of(config).device == "cpu":
         return 0
-    started = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE"))
-    return int(started) if started is not None else config.cluster.processes
+    if "WORLD_SIZE" not in os.environ:
+        return config.cluster.processes
+    return int(os.environ.get("LOCAL_WORLD_SIZE", started_processes()))
 
 
 def _processes(count: int) -> str:

@@ -203,7 +203,7 @@ def test_messages_become_what_templates_expect():
         ([{"role": "robot", "content": "x"}], "robot"),
         ([{"role": "user"}], "no content"),
         ([{"role": "user", "content": 3}], "text or a list"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "image_url"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], r"content\[0\] is an image"),
         ([{"role": "assistant", "tool_calls": [{"id": "1"}]}], "function"),
     ],
 )

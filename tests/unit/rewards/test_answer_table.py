@@ -156,7 +156,7 @@ def test_what_each_reward_takes_for_the_answer(completion, truth, takes):
     assert said == {name: 1.0 if name in takes else wrong[name] for name in REWARDS}
     assert math_reward("p", completion, [], [], answer=truth) == said["C"] - 0.1  # no <think>
     assert MathVerifyWorker().verify(completion, truth) == said["C"]
-    assert MathBoxedRewardFn()(completion, "p", truth) == {"accuracy": said["B"], "format_score": 0.0}
+    assert MathBoxedRewardFn()(completion, truth) == {"accuracy": said["B"], "format_score": 0.0}
 
 
 @pytest.mark.parametrize(("completion", "truth", "takes"), ANSWERS)

@@ -284,6 +284,7 @@ def test_a_reward_that_is_broken_stops_the_run_at_its_third_fault(make):
 
 
 def test_the_start_of_a_process_is_no_part_of_a_samples_time(make, tmp_path, monkeypatch):
+    close_pools()  # a worker that runs already has the import path of its start
     (tmp_path / "slow_to_load.py").write_text("import time\ntime.sleep(1.5)\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollwright import load_stages
+from rollwright.tracking.metrics_file import read_metrics
 from rollwright.trainers.stages import run_config
 
 TABLE = Path(__file__).parents[3] / "docs" / "tracking.md"
@@ -69,7 +70,7 @@ def run(tmp_path_factory, tiny_model):
 
 def records(run, stage):
     (file,) = run.glob(f"**/{stage}/metrics.jsonl")
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return read_metrics(file)
 
 
 def test_a_name_stands_once_in_the_table():
