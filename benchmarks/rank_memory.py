@@ -31,7 +31,7 @@ RETURNED_AT_ONCE = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "65536", 
 
 #: Hidden size, layers and vocabulary: 104 and 15 million parameters.
 FULL, QUICK = (768, 12, 16384), (384, 6, 8192)
-PHASES = ("load", "update", "state", "checkpoint", "in background", "resume", "publish", "export")
+PHASES = ("load", "probe", "update", "state", "checkpoint", "in background", "resume", "publish", "export")
 
 
 def anonymous() -> int:
@@ -75,7 +75,7 @@ def rank_main(path: str, directory: str) -> None:
     from rollwright.config.sections import MicroBatchSpec, OptimizerConfig, PPOActorConfig
     from rollwright.inference.weights.group import buckets
     from rollwright.inference.weights.stream import WeightStream
-    from rollwright.training import parallel
+    from rollwright.training import engine, parallel
     from rollwright.training.actor import FSDPPPOActor
     from rollwright.training.checkpoint import RecoverCheckpoints
     from rollwright.training.model import load_model  # noqa: F401 - imports transformers' part
@@ -94,8 +94,11 @@ def rank_main(path: str, directory: str) -> None:
         mb_spec=MicroBatchSpec(max_tokens_per_mb=64),
     )
     actor, peaks, root = FSDPPPOActor(config), Peaks(), Path(directory)
+    probe, engine.refuse_unless_causal = engine.refuse_unless_causal, lambda *_: None  # a forward pass: a phase of its own
     with peaks.phase("load"):
         actor.initialize(None, FinetuneSpec(1, 100, 10))
+    with peaks.phase("probe"):
+        probe(actor.model, actor._probe_scores)
     rows, length = 2, 32
     batch = {
         "input_ids": torch.randint(1, 1000, (rows, length)),

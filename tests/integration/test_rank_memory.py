@@ -21,9 +21,10 @@ def test_memory_of_a_rank_falls_with_their_number(tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())
     size = found["machine"]["parameters"] / 2**20  # in MiB for one byte each
     held = {(row["ranks"], row["phase"]): row["MiB"] for row in found["results"]}
-    largest, noise = 4 * 384 * 8192 / 2**20, 16.0
+    largest, noise = 4 * 384 * 8192 / 2**20, 22.0  # the noise has what libraries load with the first forward pass
     for ranks in (1, 2):
         assert held[ranks, "load"] < 4 * size / ranks + largest + noise
+        assert held[ranks, "probe"] < held[ranks, "update"]
         assert held[ranks, "state"] < 12 * size / ranks + noise  # weights and two moments, and nothing of an update
         assert held[ranks, "publish"] < held[ranks, "resume"] + 2 * 64 + largest + noise
     assert held[1, "load"] > 4 * size  # it is measured at all
