@@ -230,6 +230,8 @@ def test_steps_that_are_made_again_are_told_apart(tmp_path):
     while head not in page:  # the journal is read in the background
         assert time.monotonic() < deadline, page
         page = client.get("/run/live~now/steps").text
+    assert "made again</td>" not in page
+    page = client.get("/run/live~now/steps?undone=1").text
     assert page.count('<td class="muted">made again</td>') == 2
 
 

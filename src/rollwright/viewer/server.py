@@ -48,6 +48,8 @@ _TOKEN = "token"
 class ViewGuard(Guard):
     """The guard of a service whose key a browser brings: in the address once, then in a cookie."""
 
+    open_paths = Guard.open_paths - {"/"}  # here it lists the runs
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import socket
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -11,9 +12,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollwright.inference.server.exchange import RequestError, error_response, given_key
 from rollwright.inference.server.settings import LOOPBACK, ServiceSettings
-
-#: Paths that need no key: they say nothing but that the service lives.
-_OPEN_PATHS = frozenset({"/", "/health", "/ping"})
 
 
 class Guard:
@@ -23,7 +21,12 @@ class Guard:
     could give the service's address a name of its own), the Origin one too, and a body has to be declared as JSON (which a page
     may send elsewhere only after asking). Written against ASGI itself, because a wrapping of responses would hide a client's
     disconnection from the handlers.
+
+    Attributes:
+        open_paths: paths that need no key, as they only show that the service is alive.
     """
+
+    open_paths: ClassVar[frozenset[str]] = frozenset({"/", "/health", "/ping"})
 
     def __init__(self, app: ASGIApp, settings: ServiceSettings) -> None:
         self.app, self.settings = app, settings
@@ -57,7 +60,7 @@ class Guard:
                         status=403,
                         kind="permission_error",
                     )
-        if not self.is_known(scope, headers) and scope["path"] not in _OPEN_PATHS:
+        if not self.is_known(scope, headers) and scope["path"] not in self.open_paths:
             said = "The request carries no valid key: send the header Authorization: Bearer KEY (or x-api-key: KEY)."
             return RequestError(said, status=401, kind="authentication_error")
         if not length.isdecimal() or len(length) > 15 or int(length) > self.settings.max_body_bytes:
