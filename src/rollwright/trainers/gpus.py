@@ -96,9 +96,10 @@ def _training_processes(config: PPOConfig | SFTConfig) -> int:
     """Processes that train on GPUs of this machine."""
     if section_of(config).device == "cpu":
         return 0
-    if "WORLD_SIZE" not in os.environ:
-        return config.cluster.processes
-    return int(os.environ.get("LOCAL_WORLD_SIZE", started_processes()))
+    of_this_machine = os.environ.get("LOCAL_WORLD_SIZE")
+    if of_this_machine is not None:
+        return int(of_this_machine)
+    return started_processes() if "WORLD_SIZE" in os.environ else config.cluster.processes
 
 
 def _processes(count: int) -> str:
