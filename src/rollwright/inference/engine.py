@@ -84,14 +84,14 @@ class WeightReceiver:
         """Take new weights; when this returns, the next token is sampled with them.
 
         Args:
-            meta: by which way; None: the engine's own.
-            version: of these weights.
-            weights: whole tensors by name: those of ``save_pretrained``, or where there is a ``local_model``, its own; tied ones may
-                stand twice. A stream is read one tensor at a time.
-            config: a Hugging Face config, written beside weights on disk.
+            meta: how to transfer them; None uses the engine's default.
+            version: version of these weights.
+            weights: whole tensors under the names of ``save_pretrained``, or the model's own names if there is a ``local_model``;
+                tied tensors may occur twice. A stream is read one tensor at a time.
+            config: a Hugging Face config, written next to the weights on disk.
 
         Raises:
-            WeightUpdateError: no engine confirmed, or the way does not fit.
+            WeightUpdateError: no engine confirmed, or the engine does not support this transfer.
         """
         raise takes_no_weights(self)
 

@@ -1,8 +1,7 @@
-"""What a Hugging Face model's configuration, and a probe of it, say about how it computes. Engine and trainer take them from here.
+"""How a Hugging Face model computes, read from its configuration or found by a probe; shared by engine and trainer.
 
-A *regime* is a range of lengths in which a model computes in one way. Rows longer than a window lose their first tokens; rows longer than
-``original_max_position_embeddings`` may have other rotary frequencies. What was proved on short rows says nothing about rows of the next
-regime.
+A *regime* is a range of row lengths in which a model computes in one way. Rows longer than a window lose their first tokens; rows longer
+than ``original_max_position_embeddings`` may have other rotary frequencies. A check on short rows proves nothing about the next regime.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ logger = getLogger(__name__)
 
 
 def attention_arguments(wanted: str) -> dict[str, Any]:
-    """Arguments for ``from_pretrained`` and ``from_config``: ``sdpa`` is transformers' own choice, which is eager where a model has no other."""
+    """Arguments for ``from_pretrained`` and ``from_config``. ``sdpa`` leaves the choice to transformers, which falls back to eager."""
     return {"attn_implementation": None if wanted == "sdpa" else wanted}
 
 
 def note_attention(model: Any, wanted: str) -> None:
-    """Say it, once for each kind of model, if a model was loaded with another attention than ``wanted``."""
+    """Log, once for each model class, that a model was loaded with another attention implementation than ``wanted``."""
     found = model.config.get_text_config()._attn_implementation
     if found != wanted:
         _note_once(type(model).__name__, wanted, found)
@@ -44,7 +43,7 @@ def _note_once(name: str, wanted: str, found: str) -> None:
 
 # ------------------------------------------------------------------ regimes
 
-#: Keys of configurations that hold a length after which a model computes otherwise.
+#: Configuration keys that hold a length at which a model's computation changes.
 _LENGTH_KEYS = re.compile(
     r"^(sliding_window|window|attention_window|local_window|local_attention|chunk|attention_chunk|mamba_chunk)(_size)?(_len)?$"
     r"|^original_max_position_embeddings$|^floor_scale$|^index_topk$|^(sliding|attention)_window_size$"
@@ -52,14 +51,13 @@ _LENGTH_KEYS = re.compile(
 
 
 def regime_lengths(config: Any) -> dict[str, int]:
-    """The longest rows before each further regime that a model's configuration names, by the setting that names it.
+    """Longest row of each regime but the last, by the setting that defines it.
 
-    A row of more tokens is computed in another way than a shorter one. The settings are windows, chunks,
-    ``original_max_position_embeddings``, what positions are scaled by, and ``max_position_embeddings`` where frequencies follow the
-    length. Naming too many is harmless: each costs a proof.
+    The settings are windows, chunks, ``original_max_position_embeddings``, position scales, and ``max_position_embeddings`` if the
+    rotary frequencies depend on the length. A superfluous setting is harmless: it costs one more check.
 
     Args:
-        config: of a Hugging Face model; that of its text part is looked at.
+        config: a Hugging Face model's config; its text config is read.
     """
     text = config.get_text_config()
     found = {name: length for name, key, length in _numbers(text.to_dict(), "") if _LENGTH_KEYS.match(key) and length > 1}
@@ -69,7 +67,7 @@ def regime_lengths(config: Any) -> dict[str, int]:
 
 
 def _numbers(value: Any, path: str) -> Iterator[tuple[str, str, int]]:
-    """Name, key and value of each whole number in nested dicts and lists."""
+    """Path, key and value of each integer in nested dicts and lists."""
     key = path.rsplit(".", 1)[-1].split("[")[0]
     if isinstance(value, dict):
         for name, part in value.items():
@@ -83,43 +81,42 @@ def _numbers(value: Any, path: str) -> Iterator[tuple[str, str, int]]:
 
 
 class Proofs:
-    """Up to which length of rows a model has been proved to compute something right.
+    """The row length up to which a model has passed a check.
 
     Args:
-        config: of a Hugging Face model.
+        config: a Hugging Face model's config.
     """
 
     def __init__(self, config: Any) -> None:
         lengths = regime_lengths(config).values()
-        # At a window's end, past it by the token that is the first to show it, and well past it.
+        # At a window's end, one token past it (the first to show a fault), and well past it.
         self._edges = sorted({edge for length in lengths for edge in (length, length + 1, length + max(8, length // 8))})
         self._passed = -1
 
     def is_due(self, longest: int) -> bool:
-        """True if rows of ``longest`` tokens reach a regime that is not proved."""
+        """True if rows of ``longest`` tokens reach a regime that has not been checked."""
         return self._passed < 0 or bisect_left(self._edges, longest) > bisect_left(self._edges, self._passed)
 
     def passed(self, longest: int) -> None:
-        """Rows of up to ``longest`` tokens were proved."""
+        """Record that rows of up to ``longest`` tokens passed."""
         self._passed = max(self._passed, longest)
 
 
-# ------------------------------------------------------------------ rotary frequencies that follow the length
+# ------------------------------------------------------------------ rotary frequencies that depend on the length
 
 
 def frequency_groups(config: Any, lengths: Sequence[int]) -> list[int]:
-    """A number for each row; rows of one number may be in one forward pass, rows of different numbers may not.
+    """Group number of each row; only rows with the same number may share a forward pass.
 
-    With ``rope_type: longrope`` (Phi-3, Phi-4) a model has two sets of rotary frequencies and takes the set of the *longest* row of
-    a forward pass for all of them. A row's own set is that of its own length.
+    With ``rope_type: longrope`` (Phi-3, Phi-4) a model has two sets of rotary frequencies and applies the set of the *longest* row
+    in a forward pass to all rows. A row needs the set of its own length.
 
     Args:
-        config: of a Hugging Face model.
-        lengths: of each row, its highest position plus one.
+        config: a Hugging Face model's config.
+        lengths: each row's highest position plus one.
 
     Raises:
-        ConfigError: frequencies follow the length of a forward pass continuously (``rope_type: dynamic``), and a row is so long that
-            they do.
+        ConfigError: the frequencies depend continuously on the length of the forward pass (``rope_type: dynamic``) for a row this long.
     """
     text = config.get_text_config()
     if _dynamic_rope(text) and max(lengths, default=0) > text.max_position_embeddings:
@@ -133,10 +130,10 @@ def frequency_groups(config: Any, lengths: Sequence[int]) -> list[int]:
 
 
 def fixed_frequencies(config: Any) -> tuple[str, int] | None:
-    """The ``rope_type`` and the most tokens of a row up to which its rotary frequencies do not go by its length; None: they never do.
+    """The ``rope_type`` and the row length up to which rotary frequencies are fixed; None if they never depend on the length.
 
-    In a longer row every token, also the first, has other frequencies. What was sampled before the row grew beyond has then another
-    log-probability than a forward pass over the finished row gives.
+    In a longer row every token, even the first, has other frequencies. Tokens sampled before the row exceeded the limit then have
+    other log-probabilities than a forward pass over the finished row computes.
     """
     text = config.get_text_config()
     limits = [
@@ -148,7 +145,7 @@ def fixed_frequencies(config: Any) -> tuple[str, int] | None:
 
 
 def _ropes(text_config: Any) -> list[dict[str, Any]]:
-    """The rotary parameters of a model, those of each kind of its layers where they differ."""
+    """Rotary parameters of a model, one dict for each kind of layer if they differ."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
     nested = [part for part in parameters.values() if isinstance(part, dict)]
     return nested or [parameters]
@@ -162,7 +159,7 @@ def _dynamic_rope(text_config: Any) -> bool:
 
 
 def ordinary_tokens(config: Any) -> list[int]:
-    """Some tokens that are no special ones, such as that of an image."""
+    """Some tokens that are not special (a special one is, for example, the image token)."""
     text = config.get_text_config()
     named = [value for part in (config, text) for key, value in vars(part).items() if key.endswith("_token_id")]
     special = {token for value in named for token in (value if isinstance(value, list) else [value])}
@@ -171,15 +168,15 @@ def ordinary_tokens(config: Any) -> list[int]:
 
 @torch.no_grad()
 def refuse_unless_causal(model: Any, scores: Callable[[Tensor], Tensor] | None = None) -> None:
-    """Change the last token of a row and see that nothing before it changes.
+    """Check that changing the last token of a row changes nothing before it.
 
     Args:
         model: a Hugging Face model.
-        scores: from ``input_ids [1, L]`` to ``[1, L, ...]``, or ``[1, L - 1]`` of each token but the first; None: the model's logits.
+        scores: maps ``input_ids [1, L]`` to ``[1, L, ...]``, or to ``[1, L - 1]`` without the first token. None uses the logits.
 
     Raises:
-        ConfigError: they change, or the configuration says so: the model sees tokens that come later, so that its logits are no
-            probabilities of the next token. Also where the model does not compute such a row at all.
+        ConfigError: the model attends to later tokens, according to the probe or its configuration, so its logits do not predict the
+            next token; or its forward pass fails.
     """
     parameter = next(model.parameters())
     reason = "is_causal is false in its configuration"
@@ -194,18 +191,16 @@ def refuse_unless_causal(model: Any, scores: Callable[[Tensor], Tensor] | None =
             raise
         except Exception as error:  # a foreign forward may raise anything
             name = type(model).__name__
-            raise ConfigError(
-                f"{name} does not compute a row of {_PROBE_TOKENS} tokens: {type(error).__name__}: {error}"
-            ) from error
+            raise ConfigError(f"{name} fails on a row of {_PROBE_TOKENS} tokens: {type(error).__name__}: {error}") from error
         one, two = (scored[:, : _PROBE_TOKENS - 2].float() for scored in found)
         scale, changed = float((one - one.mean()).abs().max()), float((one - two).abs().max())
         is_half = parameter.dtype.itemsize < 4 or torch.is_autocast_enabled(parameter.device.type)
         if not changed > scale * (0.05 if is_half else 1e-4) + 1e-6:
             return
-        reason = f"another last token changes what it says of earlier ones by {changed:.3g} (they differ by {scale:.3g})"
+        reason = f"changing the last token changes its logits of earlier ones by {changed:.3g} (their range is {scale:.3g})"
     raise ConfigError(
-        f"{type(model).__name__} is not a causal language model: {reason}. Its tokens see what comes after them, so it cannot be sampled "
-        "from or trained on; choose a decoder (is_decoder or is_causal in its config.json)."
+        f"{type(model).__name__} is not a causal language model: {reason}. Its tokens attend to later ones, so it can be neither sampled "
+        "nor trained; choose a decoder (is_decoder or is_causal in its config.json)."
     )
 
 

@@ -1,13 +1,13 @@
-"""An explicit choice of the tokens that each token sees, on top of what a Hugging Face model's layers see by themselves.
+"""Restrict which tokens each token sees, on top of the masks of a Hugging Face model's layers.
 
-A model makes one mask for each kind of its layers (full, sliding, chunked) with transformers' mask functions. A ready mask of four axes
-would replace all of them by one, and a layer's window would be lost. ``only_visible`` lets the model make its masks and combines each of
-them with the choice, so that every layer keeps its own window or chunk.
+A model builds one mask for each kind of layer (full, sliding, chunked) with transformers' mask functions. Passing a 4-D mask would
+replace all of them, and layers would lose their windows. ``only_visible`` lets the model build its masks and combines each with the
+restriction, so every layer keeps its window or chunk.
 
-**Windows go by position.** A layer that looks back over ``W`` tokens sees those whose position is greater than the query's less ``W``; a
-chunk holds the positions from a multiple of its size to the next. In an ordinary row position and column are the same. In a row with
-branches they differ: a branch continues the positions of the trunk, so its window is the one that it has in a row of the trunk and
-this branch alone.
+**Windows are measured in positions.** A layer with window ``W`` sees the keys whose position is greater than the query's minus ``W``; a
+chunk spans the positions from one multiple of its size to the next. In an ordinary row, position and column are equal. In a row with
+branches they differ: a branch continues the positions of the trunk, so its window is the same as in a row of the trunk and this
+branch alone.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from rollwright.errors import ConfigError
 
 @dataclass
 class VisibleTokens:
-    """Which keys a query may see, before the windows of layers.
+    """Which keys a query may see, before layers apply their windows.
 
     Attributes:
         visible: ``[B, Q, K]`` bool. Each query sees at least one key; causality is part of it.
         query_positions: ``[B, Q]``, positions of the queries.
-        key_positions: ``[B, K]``, positions of the keys, those of a cache included.
-        masks: how many masks the model made of it. 0 after a forward pass: the model makes its masks in another way and has ignored
-            the choice.
+        key_positions: ``[B, K]``, positions of the keys, including cached ones.
+        masks: number of masks that were combined with it. 0 after a forward pass means that the model builds its masks in another
+            way and ignored the restriction.
     """
 
     visible: Tensor
@@ -42,26 +42,26 @@ class VisibleTokens:
     masks: int = 0
 
     def require_use(self, model: Any) -> None:
-        """Refuse what a model computed without looking at the choice.
+        """Check that the model's forward pass applied the restriction.
 
         Raises:
-            ConfigError: no layer of the model took it.
+            ConfigError: no layer applied it.
         """
         if not self.masks:
             raise ConfigError(
-                f"{type(model).__name__} does not make its attention masks with transformers' mask functions, so its layers cannot "
-                "be told which tokens see each other."
+                f"{type(model).__name__} does not build its attention masks with transformers' mask functions, so rows with "
+                "branches (branch_ids) cannot be masked."
             )
 
 
 @contextmanager
 def only_visible(choice: VisibleTokens) -> Iterator[VisibleTokens]:
-    """Masks that models make in this thread meanwhile are combined with ``choice``.
+    """Combine all masks that models build in this thread inside the context with ``choice``.
 
-    Pass the model a two-dimensional ``attention_mask`` or none, never one of four axes, which it would take as it is.
+    Pass the model a 2-D ``attention_mask`` or none; a 4-D mask would be used unchanged.
 
     Raises:
-        ConfigError: in the model's forward pass, where a layer's mask cannot be combined with it.
+        ConfigError: in the model's forward pass, if a layer's mask cannot be combined with ``choice``.
     """
     _wrap_mask_functions()
     token = _choice.set(choice)
@@ -84,7 +84,7 @@ def _wrap_mask_functions() -> None:
 
 
 def _combined(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
-    """transformers' function that makes the masks of an attention implementation, combined with the choice where there is one."""
+    """Wrap transformers' mask function of an attention implementation so that it applies the current choice, if any."""
     from transformers.masking_utils import eager_mask, flex_attention_mask, sdpa_mask
 
     @functools.wraps(make)
@@ -94,13 +94,13 @@ def _combined(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
             return make(*args, **arguments)
         if make not in (sdpa_mask, eager_mask, flex_attention_mask):
             raise ConfigError(
-                f"attn_implementation={name} has no mask that says which tokens of a row see each other (branch_ids): use sdpa."
+                f"attn_implementation={name} cannot mask tokens within a row, which branches (branch_ids) need: use sdpa."
             )
         allowed_BQK = choice.visible & _by_position(arguments["mask_function"], choice)
         if allowed_BQK.shape[1:] != (arguments["q_length"], arguments["kv_length"]):
             raise ConfigError(
-                f"A layer's mask has {arguments['q_length']} queries and {arguments['kv_length']} keys, and what tokens see of each "
-                f"other was given for {tuple(allowed_BQK.shape[1:])}: the model cannot compute rows with branches."
+                f"A layer's mask has {arguments['q_length']} queries and {arguments['kv_length']} keys, but visibility "
+                f"was given for {tuple(allowed_BQK.shape[1:])}: the model cannot compute rows with branches."
             )
         choice.masks += 1
         changes = {
@@ -119,7 +119,7 @@ def _combined(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_position(mask_function: Any, choice: VisibleTokens) -> Tensor:
-    """What a kind of layers sees of all tokens by their positions, causality apart. ``[B, Q, K]`` bool."""
+    """Keys inside a layer's window or chunk, by position and ignoring causality: ``[B, Q, K]`` bool."""
     seen = choice.visible
     query, key = choice.query_positions[:, None, :, None], choice.key_positions[:, None, None, :]
     rows = query.new_zeros(1, 1, 1, 1) + query.new_tensor(range(len(query)))[:, None, None, None]
@@ -129,7 +129,7 @@ def _by_position(mask_function: Any, choice: VisibleTokens) -> Tensor:
 
 
 def _overlays(mask_function: Any) -> list[Callable[..., Tensor]]:
-    """The windows that a causal mask function of transformers applies."""
+    """The windows and chunks that a causal mask function of transformers applies."""
     name = getattr(mask_function, "__qualname__", repr(mask_function))
     if name == "causal_mask_function":
         return []

@@ -269,7 +269,7 @@ def test_where_one_at_a_time_does_not_help_either_it_is_refused(monkeypatch):
     monkeypatch.setattr("torch.nn.functional.linear", lambda *a: linear(*a) * (1 + 1e-6 * (next(calls) % 2)))
     before = torch.get_num_threads()
     with pytest.raises(
-        EngineError, match=r"(?s)cannot be kept on this machine with 1 threads: .* one at a time, a request .* leave"
+        EngineError, match=r"(?s)is not possible on this machine with 1 threads: .* one request at a time, a request .* turn"
     ):
         start(tiny_model("qwen3"), 16)
     assert torch.get_num_threads() == before
@@ -312,7 +312,7 @@ def test_memory_of_keys_and_values_begins_at_a_multiple_of_64_bytes():
 def test_what_is_known_to_go_by_the_batch_is_computed_one_at_a_time(monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("rollwright"), "propagate", True)
     with start(tiny_model("llama", torch.bfloat16), 4) as engine:
-        assert "bfloat16 on cpu is multiplied in an order that goes by the batch" in caplog.text
+        assert "bfloat16 on cpu is multiplied in an order that depends on the batch" in caplog.text
         asked = requests(12)
         assert bits(engine.generate(asked)) == bits(engine.generate([request])[0] for request in asked)
 

@@ -306,7 +306,7 @@ def test_an_update_without_a_call_for_the_limit_is_undone(begins, monkeypatch, c
         assert send({name: new[name] for name in names[:3]})["success"]
         assert answers(client)  # it waited until the update was undone
         assert all(torch.equal(tensor, old[name]) for name, tensor in engine.model.state_dict().items())
-        assert "undone (3 tensors had come), and requests go on with version 0" in caplog.text
+        assert "undone (3 tensors had arrived), and requests continue with version 0" in caplog.text
         late = send({name: new[name] for name in names[3:]}, weight_version="1")
         assert "was undone" in late["message"]  # the half of an update is not called version 1
         assert client.get("/model_info").json()["weight_version"] == "0"

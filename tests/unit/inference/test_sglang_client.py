@@ -492,7 +492,7 @@ def test_success_is_not_believed_where_names_are_unknown(tmp_path):
     fake.info["model_path"] = str(tmp_path)
     with connected(fake) as client:
         meta = WeightUpdateMeta.from_disk(tmp_path / "published")
-        with pytest.raises(WeightUpdateError, match=r"would leave out 1 of 2 weights, such as model\.experts\.up"):
+        with pytest.raises(WeightUpdateError, match=r"would ignore 1 of 2 weights, such as model\.experts\.up"):
             client.update_weights(
                 meta, version=1, weights={"model.experts.up": torch.zeros(2), "model.norm.weight": torch.zeros(2)}
             )

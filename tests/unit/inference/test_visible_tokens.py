@@ -65,7 +65,7 @@ def test_masks_are_transformers_own_where_nothing_is_chosen():
 @pytest.mark.parametrize(
     ("attention", "arguments", "said"),
     [
-        ("flash_attention_2", {}, "attn_implementation=flash_attention_2 has no mask .* use sdpa"),
+        ("flash_attention_2", {}, "attn_implementation=flash_attention_2 cannot mask .* use sdpa"),
         ("sdpa", {"or_mask_function": lambda b, h, q, k: q == k}, "cannot be combined with branches"),
         ("sdpa", {"attention_mask": None, "position_ids": POSITIONS}, "cannot be combined with branches"),
     ],
@@ -84,5 +84,5 @@ def test_a_mask_of_another_size_is_refused():
 def test_a_vision_tower_keeps_its_mask_and_a_model_that_looks_at_none_is_refused():
     with only_visible(choice()) as chosen:
         assert mask(create_bidirectional_mask) is None
-    with pytest.raises(ConfigError, match="does not make its attention masks"):
+    with pytest.raises(ConfigError, match="does not build its attention masks"):
         chosen.require_use(torch.nn.Linear(1, 1))

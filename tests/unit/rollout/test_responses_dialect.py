@@ -164,7 +164,7 @@ async def test_log_probabilities_come_with_the_text(front, tokenizer):
         ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice.*none"),
         ({"text": {"format": {"type": "xml"}}}, "text.format="),
         ({"input": [{"role": "judge", "content": "x"}], "instructions": "add"}, "input.0. has role 'judge'"),
-        ({"tools": [*FUNCTIONS, *FUNCTIONS]}, "two tools of the name 'add'"),
+        ({"tools": [*FUNCTIONS, *FUNCTIONS]}, "two tools named 'add'"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input.0. is of type 'computer_call'"),
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input_file"),
         ({"truncation": "auto"}, "a history is not cut"),

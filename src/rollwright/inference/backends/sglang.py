@@ -161,7 +161,7 @@ class SGLangClient(BroadcastClient):
             ) from error
         is_builtin = info.get("server") == "rollwright"
         models = {} if is_builtin else self.ask(server, "GET", "/v1/models", timeout=30.0)
-        if not is_builtin:  # serve-model refuses what it does not know
+        if not is_builtin:  # serve-model refuses unknown names
             self.note_checkpoint(server, info.get("model_path"))
         self._facts[server.address] = _Facts(
             is_builtin,

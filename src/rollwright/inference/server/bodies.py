@@ -1,8 +1,8 @@
-"""The bodies of requests, in the names of SGLang's native protocol and of the OpenAI protocol, validated by pydantic.
+"""Request bodies in the names of SGLang's native protocol and of the OpenAI protocol, validated by pydantic.
 
 A parameter is honoured (a field of a model), ignored (it cannot change what is sampled), left out with a warning (it asks for
-something that only the vendor's own servers run) or neutral (the server has no counterpart: only a value that asks for nothing is
-taken). Any other is refused by name. None means "not given".
+something that only the vendor's servers run) or neutral (the server has no such feature and accepts only a value that does not
+request it). Any other is refused by name. None means "not given".
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Body(BaseModel):
     """Parameters of a request.
 
     Attributes:
-        noun: what a parameter is called in messages.
+        noun: word for a parameter in messages.
         ignored: names of parameters that cannot change what is sampled.
         left_out: name -> why the parameter is left out with a warning.
-        neutral: name -> the values that ask for nothing, and why another is refused; a list may hold one for each prompt.
-        of_chat: names of the chat request's parameters that are taken, too; a subclass with such names has ``extra="allow"``.
+        neutral: name -> the accepted values, and why any other is refused; a list may hold one for each prompt.
+        of_chat: parameters of the chat request that are accepted too; a subclass that sets them has ``extra="allow"``.
         renamed: name in the chat request -> its name here.
     """
 
@@ -54,7 +54,7 @@ class Body(BaseModel):
 
     @property
     def warnings(self) -> list[str]:
-        """What was left out, and why."""
+        """Parameters that were left out, and why."""
         return self._warnings
 
     @classmethod
@@ -298,7 +298,7 @@ _TEMPLATE_METHOD = frozenset(
 )
 
 
-#: What vLLM called its ``structured_outputs`` before.
+#: Former names of vLLM's ``structured_outputs``.
 _GUIDED: dict[str, tuple[tuple[Any, ...], str]] = {
     f"guided_{name}": ((), f"its name is structured_outputs.{name} now") for name in ("json", "regex", "choice", "grammar")
 }
@@ -357,7 +357,7 @@ class OpenAIBody(SamplingBody):
 class Chat(OpenAIBody):
     """``/v1/chat/completions``."""
 
-    ignored = OpenAIBody.ignored | {"audio"}  # its form, where modalities ask for it
+    ignored = OpenAIBody.ignored | {"audio"}  # only the format; modalities request it
     left_out = {
         "moderation": "this server moderates nothing",
         "web_search_options": "this server searches no web",
@@ -407,7 +407,7 @@ class Completion(OpenAIBody):
         return self
 
 
-#: What a dialect of chat takes besides the fields of its own API: how the chat's reply is sampled and written.
+#: Parameters that every dialect of chat accepts besides its API's own fields: sampling and output of the reply.
 SAMPLING_OF_CHAT = (frozenset([*Chat.model_fields, *Chat.neutral]) | Chat.ignored) - {
     *("messages", "stream", "stream_options", "n", "tools", "tool_choice", "response_format", "max_tokens"),
     *("max_completion_tokens", "logprobs", "top_logprobs", "return_token_ids", "functions", "function_call", "modalities"),

@@ -65,16 +65,16 @@ def tools_of(fields: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def check_function(name: Any, parameters: Any, where: str, of_parameters: str) -> str:
-    """The name of a function that a template can show.
+    """Validate a function that a template shows, and return its name.
 
     Args:
-        name: of the function.
-        parameters: JSON Schema of an object; None: it has none.
-        where: the function is in the request.
-        of_parameters: the field of its parameters.
+        name: name of the function.
+        parameters: JSON Schema of an object; None if the function takes no arguments.
+        where: location of the function in the request.
+        of_parameters: name of the field with the parameters.
 
     Raises:
-        RequestError: it has no name, or parameters that are no JSON Schema.
+        RequestError: the function has no name, or its parameters are not a JSON Schema.
     """
     if not name or not isinstance(name, str):
         raise RequestError(f"{where} has no name; give it one.", param="tools")

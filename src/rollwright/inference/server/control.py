@@ -87,16 +87,16 @@ class ServerMetrics:
 
 
 class Control:
-    """The routes that steer an engine; updates come one after the other.
+    """Routes that control an engine; updates run one after the other.
 
-    Parts of new weights are kept beside the engine's until they are whole, and copied into it together: until then an update can be
-    undone, which it is after ``update_seconds`` without a call, as its trainer is gone.
+    Parts of new weights are buffered until they are complete, then copied into the engine together. Until then an update can be
+    undone; this happens after ``update_seconds`` without a call, because the trainer is presumably gone.
 
     Args:
-        engine: sampled from by the server's other routes.
-        settings: the root that weights may be loaded from.
-        metrics: shown at ``/metrics``.
-        model_path: that the server was started with.
+        engine: the engine that the server's other routes sample from.
+        settings: the server's settings, including the root directory for weights.
+        metrics: metrics shown at ``/metrics``.
+        model_path: the model that the server was started with.
     """
 
     def __init__(self, engine: BuiltinEngine, settings: ServerSettings, metrics: ServerMetrics, model_path: str) -> None:
@@ -105,8 +105,8 @@ class Control:
         self._groups: dict[str, WeightGroup] = {}
         self._holds: set[str] = set()  # why nothing is sampled: for a client, or until new weights are whole
         self._parts: dict[str, Tensor] = {}  # of new weights
-        self._patience: asyncio.TimerHandle | None = None  # until the update that was begun is undone
-        self._undone = False  # and no other was begun since
+        self._patience: asyncio.TimerHandle | None = None  # timer that undoes an unfinished update
+        self._undone = False  # the last update was undone, and no other was begun since
 
     @property
     def router(self) -> Routes:
@@ -202,7 +202,7 @@ class Control:
         return {"message": "Generation paused.", "status": "ok"}
 
     async def _continue(self) -> dict[str, Any]:
-        if self._parts and self._holds == {"client"}:  # who pauses, sends parts and names no version
+        if self._parts and self._holds == {"client"}:  # a client that pauses and sends parts without a version
             async with self._updating():
                 await self._take_parts(self._engine.get_version(), or_wait=False)
         await self._release("client")
@@ -305,12 +305,12 @@ class Control:
 
     def _take(self, named: Any, version: int) -> None:
         if version < self._engine.get_version():  # a trainer that went back to a checkpoint, or another run's
-            paired(self._engine.model, WeightStream.of(named))  # what is wrong with them is said before
+            paired(self._engine.model, WeightStream.of(named))  # report errors before anything changes
             self._engine.go_back(version)
         self._engine.update_weights(version=version, weights=named)
 
     async def _take_parts(self, version: int, *, or_wait: bool) -> None:
-        """Copy the parts into the engine; where some are still missing they wait on, or are given up like those that are wrong."""
+        """Copy the parts into the engine. Incomplete ones are kept if ``or_wait``, else discarded like wrong ones."""
         try:
             await asyncio.to_thread(self._take, dict(self._parts), version)
         except IncompleteWeightsError:
@@ -332,7 +332,7 @@ class Control:
 
     @asynccontextmanager
     async def _updating(self) -> AsyncIterator[None]:
-        """One call of an update. Where more have to follow, the update is undone if none comes."""
+        """One call of an update; if more have to follow and none comes, the update is undone."""
         async with self._update:
             if self._patience is not None:
                 self._patience.cancel()
@@ -347,17 +347,17 @@ class Control:
                     self._patience = loop.call_later(limit, lambda: loop.create_task(self._undo()))
 
     async def _undo(self) -> None:
-        """Forget the parts that came, and go on with the weights that the engine has."""
+        """Discard the parts received so far and continue with the engine's current weights."""
         patience = self._patience
         async with self._update:
-            if patience is None or patience is not self._patience:  # a call came after all
+            if patience is None or patience is not self._patience:  # a call arrived in the meantime
                 return
             parts, held = len(self._parts), self._holds
             self._parts.clear()
             self._patience, self._holds, self._undone = None, set(), True
             logger.warning(
-                "A weight update was begun, and no call of it came for %g s: it is undone (%d tensors had come), and requests go on with "
-                "version %d.",
+                "A weight update was begun, but no further call came for %g s: it is undone (%d tensors had arrived), and requests "
+                "continue with version %d.",
                 self._settings.update_seconds,
                 parts,
                 self._engine.get_version(),
@@ -399,7 +399,7 @@ class Control:
                 await self._hold("parts")
             is_flat = body.load_format == "flattened_bucket"
             named = await asyncio.to_thread(group.receive, body.names, body.dtypes, body.shapes, flat=is_flat)
-            self._parts.update((name, tensor.cpu()) for name, tensor in named)  # a GPU has no room for a second model
+            self._parts.update((name, tensor.cpu()) for name, tensor in named)  # a second copy would not fit on the GPU
             if version is not None:
                 await self._take_parts(version, or_wait=True)
         return {"success": True, "message": f"Received {len(body.names)} tensors."}

@@ -46,13 +46,13 @@ class ChatProtocol(Protocol):
 
 
 class KeptAnswer(NamedTuple):
-    """An answer with the chat's messages up to it and its own.
+    """A stored answer and its conversation.
 
     Attributes:
-        messages: of the chat, the answer's last.
-        answer: as it was sent.
+        messages: the chat's messages; the last is the answer's.
+        answer: the answer as sent.
         size: bytes of the whole conversation as JSON.
-        fixed: fields of the first request that hold for the conversation.
+        fixed: fields of the first request that apply to the whole conversation.
     """
 
     messages: list[dict[str, Any]]
@@ -62,9 +62,9 @@ class KeptAnswer(NamedTuple):
 
 
 class KeptAnswers:
-    """The newest answers by their ids, so that requests can go on from them without sending the conversation."""
+    """The newest answers by id, so that a request can continue from one without resending the conversation."""
 
-    #: Answers that are kept, and the bytes that their conversations may have together.
+    #: Most answers kept, and most bytes of their conversations together.
     MOST, BYTES = 1000, 64 << 20
     #: The same in words.
     LIMITS = f"the newest {MOST} are kept, up to {BYTES >> 20} MiB"
@@ -76,7 +76,7 @@ class KeptAnswers:
     def keep(
         self, messages: list[dict[str, Any]], answer: dict[str, Any], size: int = 0, fixed: dict[str, Any] | None = None
     ) -> None:
-        """Keep an answer behind ``size`` bytes of messages; the oldest above the limits go, and an answer that is above them."""
+        """Keep an answer to ``size`` bytes of messages. The oldest are dropped above the limits; an answer over them is not kept."""
         size += len(json.dumps(answer))
         self._kept[answer["id"]] = KeptAnswer(messages, answer, size, fixed or {})
         self._size += size
@@ -84,32 +84,32 @@ class KeptAnswers:
             self._size -= self._kept.popitem(last=False)[1].size
 
     def get(self, identifier: Any) -> KeptAnswer | None:
-        """What is kept by an id; None: nothing."""
+        """Look up an answer by id; None if it is not kept."""
         return self._kept.get(identifier) if isinstance(identifier, str) else None
 
     def newest_first(self) -> Iterable[KeptAnswer]:
-        """All that is kept."""
+        """All kept answers, newest first."""
         return reversed(self._kept.values())
 
     def forget(self, identifier: str) -> None:
-        """Forget an answer that is kept."""
+        """Drop a kept answer."""
         self._size -= self._kept.pop(identifier).size
 
 
 class Dialect(ABC):
-    """One call: ``chat`` is the chat request that it makes, and its pieces become events and, at the end, an answer.
+    """One call of another API, translated to the chat request ``chat`` and back into that API's events and answer.
 
-    A reply comes in pieces of one kind after another: ``reasoning``, ``text``, and whole tool calls.
+    A reply arrives in pieces of one kind at a time: ``reasoning``, ``text``, and whole tool calls.
 
     Attributes:
-        chat: the request as a chat's.
-        places: where each message of the chat came from, in the words of the dialect's API.
-        warnings: what of the request was left out.
+        chat: the translated chat request.
+        places: the field of the dialect's request that each chat message came from.
+        warnings: parts of the request that were left out.
         size: bytes of the request.
     """
 
     prefix: ClassVar[str]  #: what the ids of answers begin with
-    names: ClassVar[dict[str, str]] = {}  #: a chat's field -> the field of this API that it is made of
+    names: ClassVar[dict[str, str]] = {}  #: chat field -> the field of this API that it comes from
     chat: dict[str, Any]
     size = 0
 
@@ -152,7 +152,7 @@ class Dialect(ABC):
         """What is sent where a reply that has begun cannot be completed."""
 
     def in_its_words(self, refusal: RequestError) -> RequestError:
-        """A refusal of the chat request that names the fields of this dialect's API."""
+        """Reword a refusal of the chat request with the field names of this dialect's API."""
         param = refusal.param or ""
         if _MESSAGE.match(param):
             moved = _MESSAGE.sub(lambda match: self.places[int(match[1])], f"{param}\0{refusal}")
@@ -217,7 +217,7 @@ async def serve(
 async def count_tokens(
     protocol: ChatProtocol, request: Request, make: Callable[[ChatProtocol, dict[str, Any]], Dialect]
 ) -> int:
-    """The tokens of the prompt of a request of a dialect, as the model would read it; nothing is sampled."""
+    """Number of prompt tokens of a dialect's request; nothing is sampled."""
     body, size = await read_object(request)
     dialect = make(protocol, body)
     try:
@@ -252,13 +252,13 @@ def _line(event: Event) -> str:
 
 
 class OfferedTool(NamedTuple):
-    """A tool of a request in the chat's form.
+    """A tool of a request, in the chat's form.
 
     Attributes:
-        name: under which the model sees it.
-        function: of the chat's tool.
-        namespace: that it is in, in a dialect that has such; empty: none.
-        own_name: its name there.
+        name: the name that the model sees.
+        function: ``function`` field of the chat's tool.
+        namespace: its namespace, in dialects that have them; empty if none.
+        own_name: its name in the namespace.
     """
 
     name: str
@@ -268,19 +268,19 @@ class OfferedTool(NamedTuple):
 
 
 def chat_tools(tools: Sequence[OfferedTool], param: str = "tools") -> list[dict[str, Any]] | None:
-    """The chat's tools; None: there are none.
+    """Tools in the chat's form; None if there are none.
 
     Raises:
-        RequestError: two have one name.
+        RequestError: two tools have the same name.
     """
     names = [tool.name for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise RequestError(f"{param} holds two tools of the name {twice!r}; give each a name of its own.", param=param)
+        raise RequestError(f"{param} has two tools named {twice!r}; give each its own name.", param=param)
     return [{"type": "function", "function": tool.function} for tool in tools] or None
 
 
 def refuse_tool_choice(given: Any, tools: Iterable[str], forms: str) -> RequestError:
-    """The refusal of a ``tool_choice`` that is none of ``forms``, or that asks for a tool that is not offered."""
+    """Error for a ``tool_choice`` that has none of the ``forms`` or requests a tool that is not offered."""
     offered = ", ".join(tools) or "(none)"
     said = f"tool_choice={given!r:.200} cannot be honoured with the tools {offered}: use {forms} with the name of one of them."
     return RequestError(said, param="tool_choice")

@@ -1,7 +1,7 @@
 """``/v1/messages``: Anthropic's Messages API as a dialect of chat.
 
-Blocks become messages of the chat and back; the client's key comes as ``x-api-key`` or as a bearer token. Errors have the API's
-own form. A thread is kept here: its messages, system prompt and tools.
+Blocks are converted to chat messages and back; the client's key is read from ``x-api-key`` or a bearer token. Errors have the API's
+own form. The server stores a thread's messages, system prompt and tools.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _ERROR_TYPES = {
 }
 
 
-#: Beginnings of the types of tools that the API's own servers run.
+#: Prefixes of the types of tools that the API's own servers run.
 _HOSTED = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_", "mcp_toolset")
 
 
 class MessagesBody(Body):
-    """``/v1/messages``. What is no field of this API (``seed``, ``min_p``, …) may be one of the chat request."""
+    """``/v1/messages``. Parameters of the chat request that this API lacks (``seed``, ``min_p``, …) are accepted too."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     noun = "field of /v1/messages"
@@ -67,7 +67,7 @@ class MessagesBody(Body):
             "workspace_id",
             "betas",  # a header, which some clients send as a field
             "billing_policy",
-            "fallbacks",  # models that are asked where this one declines
+            "fallbacks",  # models to ask if this one declines
             "fallback_credit_token",
         ]
     )
@@ -137,9 +137,9 @@ class MessagesDialect(Dialect):
         for index, message in enumerate(fields.messages):
             new += _chat_messages(message, f"messages[{index}]")
             self.places += [f"messages[{index}]"] * (len(system) + len(before) + len(new) - len(self.places))
-        #: The conversation without its system prompt.
+        #: The conversation without the system prompt.
         self.messages = [*before, *new]
-        goes_on = bool(new) and new[-1]["role"] == "assistant"  # the reply is begun
+        goes_on = bool(new) and new[-1]["role"] == "assistant"  # the request prefills the reply
         self.chat = {
             **(fields.model_extra or {}),
             "messages": [*system, *self.messages],
@@ -160,7 +160,7 @@ class MessagesDialect(Dialect):
         self.content: list[dict[str, Any]] = []
 
     def _of_thread(self, fields: MessagesBody) -> MessagesBody:
-        """The fields with those that their thread holds, whose conversation is ``before``."""
+        """Merge the request's fields with those stored for its thread, whose conversation is ``before``."""
         self.before: KeptAnswer | None = None
         match fields.thread:
             case {"type": "continue", "previous_message_id": identifier}:
@@ -319,10 +319,10 @@ def _texts(content: Any, where: str) -> str | list[dict[str, Any]]:
 
 
 def offered_tools(tools: list[dict[str, Any]]) -> tuple[list[OfferedTool], list[str]]:
-    """The functions among a request's tools, and what is said about those that are left out.
+    """Functions among a request's tools, and warnings about tools that are left out.
 
     Raises:
-        RequestError: a tool is one that the client runs by a schema of the API.
+        RequestError: a tool has a schema that is built into the API's own models.
     """
     offered: list[OfferedTool] = []
     warnings: list[str] = []

@@ -70,7 +70,7 @@ logger = getLogger("OpenAI")
 
 @functools.lru_cache(maxsize=256)
 def _warn(warning: str) -> None:
-    """Log what requests leave out, once."""
+    """Log a warning about a request, once."""
     logger.warning("%s", warning)
 
 
@@ -93,7 +93,7 @@ class OpenAIProtocol:
         image_hosts: names of hosts that images may be fetched from; others come as ``data:`` URLs.
     """
 
-    #: Names besides its own that mean the model.
+    #: Further names of the model.
     other_names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
@@ -131,7 +131,7 @@ class OpenAIProtocol:
     # -- routes --------------------------------------------------------------------------------------------------------
 
     def _card(self) -> dict[str, Any]:
-        """The model, with the fields of OpenAI's API and those of Anthropic's."""
+        """Description of the model, with the fields of OpenAI's API and Anthropic's."""
         card = {"id": self.model_name, "object": "model", "created": 0, "owned_by": "rollwright"}
         card |= {"type": "model", "display_name": self.model_name, "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active"}
         if self._context_length:
@@ -169,9 +169,9 @@ class OpenAIProtocol:
     async def open_chat(
         self, request: Request, chat: dict[str, Any], size: int, prefix: str, warnings: Sequence[str] = ()
     ) -> OpenAICall:
-        """The call of a chat request that another dialect makes of ``size`` bytes; its answer's id begins with ``prefix``.
+        """Prepare a chat request that a dialect made from ``size`` bytes; its answer's id begins with ``prefix``.
 
-        ``warnings`` say what the dialect left out.
+        ``warnings`` list the parts that the dialect left out.
         """
         return await self._open(request, CHAT, chat, size, prefix, warnings)
 
@@ -339,7 +339,7 @@ class OpenAIProtocol:
             given = room if endpoint == CHAT and self._context_length else defaults.max_new_tokens if endpoint == CHAT else 16
         gconfig = defaults.new(
             n_samples=1,
-            max_new_tokens=max(1, int(min(given, room))),  # programs ask for more than any context has left
+            max_new_tokens=max(1, int(min(given, room))),  # clients often ask for more than the context has left
             min_new_tokens=fields.get("min_tokens", defaults.min_new_tokens),
             greedy=defaults.greedy and "temperature" not in fields,
             stop=[*([stop] if isinstance(stop, str) else stop or []), *self._end_of_calls(fields)] or None,
@@ -361,7 +361,7 @@ class OpenAIProtocol:
         return [self.convention.closing]
 
     def _grammar(self, fields: dict[str, Any], begins_reasoning: bool) -> dict[str, str]:
-        """The generation argument that makes a reply follow ``response_format`` or ``structured_outputs``."""
+        """Generation argument that constrains a reply to ``response_format`` or ``structured_outputs``."""
         wanted = [each for name in ("response_format", "structured_outputs") if (each := fields.get(name)) is not None]
         if not wanted:
             return {}

@@ -1,5 +1,5 @@
-"""Structured output: what ``response_format``, its like in other dialects and vLLM's ``structured_outputs`` ask a reply to be, and the
-grammar that makes it so.
+"""Structured output: ``response_format``, its equivalents in other dialects and vLLM's ``structured_outputs``, and the grammars that
+enforce them.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from rollwright.inference.server.tool_calls import ToolConvention
 
 #: Any text, in a Lark grammar of llguidance.
 _TEXT = r"/(.|\n)*/"
-#: Characters with a meaning in regular expressions.
+#: Special characters of regular expressions.
 _MARKS = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 
 
 class Structure(NamedTuple):
-    """What a reply has to follow.
+    """The structure that a reply has to follow.
 
     Attributes:
-        kind: the generation argument that asks for it.
+        kind: the generation argument that enforces it.
         text: JSON Schema, a regular expression or a Lark grammar.
-        param: of the request.
+        param: the request's parameter that asked for it.
     """
 
     kind: Literal["json_schema", "regex", "grammar"]
@@ -50,10 +50,10 @@ def format_structure(given: dict[str, Any]) -> Structure | None:
 
 
 def outputs_structure(given: dict[str, Any]) -> Structure | None:
-    """What vLLM's ``structured_outputs`` ask for; None: nothing."""
+    """Structure that vLLM's ``structured_outputs`` ask for; None if none."""
     param = "structured_outputs"
     wanted = {name: value for name, value in given.items() if value not in (None, False, "")}
-    wanted.pop("disable_fallback", None)  # there is one way to follow a grammar
+    wanted.pop("disable_fallback", None)  # there is no fallback here
     match wanted:
         case {"json": dict() | str() as schema, **rest} if not rest:
             return Structure("json_schema", schema if isinstance(schema, str) else json.dumps(schema), param)
@@ -79,7 +79,7 @@ def _escaped(text: str) -> str:
 
 
 def _lark(text: str) -> str:
-    """A grammar as Lark; EBNF, as llama.cpp and xgrammar read it, is rewritten."""
+    """Return a grammar in Lark; EBNF as in llama.cpp and xgrammar is converted."""
     if "::=" not in text:
         return text
     try:
@@ -88,7 +88,7 @@ def _lark(text: str) -> str:
         return gbnf_to_lark(text)
     except ModuleNotFoundError:
         said = "structured_outputs.grammar in EBNF needs llguidance: pip install 'rollwright[grammar]', or write it in Lark."
-    except Exception as error:  # of a parser of another project
+    except Exception as error:  # a third-party parser may raise anything
         said = f"structured_outputs.grammar is no EBNF that can be read: {error}."
     raise RequestError(said, param="structured_outputs")
 
@@ -96,21 +96,21 @@ def _lark(text: str) -> str:
 def reply_grammar(
     structure: Structure, tokenizer: Any, *, convention: ToolConvention | None, begins_reasoning: bool
 ) -> dict[str, str]:
-    """The generation argument that makes a reply follow a structure.
+    """Generation argument that makes a reply follow a structure.
 
     Args:
-        structure: that the answer has to follow.
-        tokenizer: the model's.
-        convention: of tool calls, one of which stays possible in place of the answer; None: no tools are offered.
-        begins_reasoning: the prompt has opened the model's reasoning: the answer comes behind its end.
+        structure: the structure of the answer.
+        tokenizer: the model's tokenizer.
+        convention: the format of tool calls, if tools are offered: the reply may be a call instead. None if there are no tools.
+        begins_reasoning: the prompt opens the model's reasoning, so the answer follows its end.
 
     Raises:
-        RequestError: a tool call begins like any JSON, or the grammar cannot be put into another.
+        RequestError: tool calls cannot be told from other JSON, or the grammar cannot be nested in another.
     """
     if convention is None and not begins_reasoning:
         return {structure.kind: structure.text}
     if structure.kind == "grammar":
-        beside = "beside tools" if convention is not None else "behind the reasoning that this model's template opens"
+        beside = "beside tools" if convention is not None else "after the reasoning that this model's template opens"
         raise RequestError(f"{structure.param}.grammar cannot be honoured {beside}; use json.", param=structure.param)
     answer = f"%json {structure.text}" if structure.kind == "json_schema" else f"/{_slashes_escaped(structure.text)}/"
     start, rules = "answer", [f"answer: {answer}"]

@@ -1,9 +1,9 @@
 """``/v1/responses``: OpenAI's Responses API as a dialect of chat.
 
-Items become messages and messages items. What is kept of an answer, so that ``previous_response_id`` and item references find
-it, is a chat's messages.
+Items are converted to chat messages and back. Answers are stored as chat messages, for ``previous_response_id`` and item
+references.
 
-A function in a namespace is shown to the model as ``namespace__function``; calls of it come back in two parts.
+The model sees a function in a namespace as ``namespace__function``; its calls are returned with the two parts separate.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _HOSTED = frozenset(
 
 
 class ResponsesBody(Body):
-    """``/v1/responses``. What is no field of this API (``top_k``, ``seed``, ``stop``, …) may be one of the chat request."""
+    """``/v1/responses``. Parameters of the chat request that this API lacks (``top_k``, ``seed``, ``stop``, …) are accepted too."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     noun = "field of /v1/responses"
@@ -50,14 +50,14 @@ class ResponsesBody(Body):
         [
             "user",
             "metadata",
-            "client_metadata",  # whose turn it is, of Codex
+            "client_metadata",  # Codex: whose turn it is
             "service_tier",
             "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
             "safety_identifier",
             "access_programs",
-            "image",  # how images are compressed on their way
+            "image",  # how images are compressed in transit
             "max_tool_calls",  # of built-in tools, which this server has not
             "stream_options",  # include_obfuscation
         ]
@@ -128,7 +128,7 @@ class ResponsesDialect(Dialect):
         for name, usual in (("context", (None, "auto")), ("mode", (None, "standard"))):
             if fields.reasoning.get(name) not in usual:
                 self.warnings.append(
-                    f"reasoning.{name} is left out: the model's chat template decides what of reasoning it shows."
+                    f"reasoning.{name} is left out: the model's chat template decides how much reasoning it shows."
                 )
         self.tools = {tool.name: tool for tool in tools}
         self.chat = {
@@ -274,10 +274,10 @@ def _usage(call: OpenAICall) -> dict[str, Any]:
 
 
 def kept_response(kept: KeptAnswers, identifier: str, param: str = "previous_response_id") -> KeptAnswer:
-    """What is kept of a response.
+    """Look up a stored response.
 
     Raises:
-        RequestError: there is nothing (404).
+        RequestError: it is not stored (404).
     """
     if (found := kept.get(identifier)) is None:
         raise RequestError(
@@ -298,13 +298,13 @@ def _kept_item(kept: KeptAnswers, identifier: Any, where: str) -> dict[str, Any]
 
 
 def messages_of(items: list[dict[str, Any]], kept: KeptAnswers) -> tuple[list[dict[str, Any]], list[str]]:
-    """The chat's messages of input items. Reasoning, text and calls that follow one another are one message of the assistant.
+    """Convert input items to chat messages. Consecutive reasoning, text and calls become one assistant message.
 
     Returns:
-        The messages, and the place of the item that each of them begins with.
+        The messages, and for each the location of its first item.
 
     Raises:
-        RequestError: an item is malformed, or of a kind that the model cannot see.
+        RequestError: an item is malformed, or of a kind that the model cannot read.
     """
     messages: list[dict[str, Any]] = []
     places: list[str] = []
@@ -373,17 +373,17 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
 
 
 def _shown_name(namespace: Any, name: Any) -> Any:
-    """The name under which the model sees a function."""
+    """The name of a function that the model sees."""
     return f"{namespace}__{name}" if namespace else name
 
 
 def offered_tools(tools: list[dict[str, Any]]) -> tuple[list[OfferedTool], list[str]]:
-    """The functions among a request's tools, and what is said about those that are left out.
+    """Functions among a request's tools, and warnings about tools that are left out.
 
-    A namespace's description stands before that of its first function.
+    A namespace's description is prepended to that of its first function.
 
     Raises:
-        RequestError: a tool is one that the client runs, and no function.
+        RequestError: a tool runs on the client but is not a function.
     """
     offered: list[OfferedTool] = []
     warnings: list[str] = []
@@ -459,7 +459,7 @@ async def create_response(protocol: ChatProtocol, request: Request) -> Response 
 
 
 async def count_input_tokens(protocol: ChatProtocol, request: Request) -> dict[str, Any]:
-    """``POST /v1/responses/input_tokens``: the tokens of the prompt, as the model would read it."""
+    """``POST /v1/responses/input_tokens``: the number of prompt tokens."""
     return {"object": "response.input_tokens", "input_tokens": await count_tokens(protocol, request, ResponsesDialect)}
 
 

@@ -60,7 +60,7 @@ def make_service(
     async def root() -> JSONResponse:
         return JSONResponse({"service": title, "version": __version__})
 
-    for method in ("GET", "HEAD"):  # by which programs find out whether anybody is there
+    for method in ("GET", "HEAD"):  # liveness probes
         app.add_api_route("/", root, methods=[method], operation_id=f"root_{method.lower()}")
     paths = sorted({getattr(route, "path", "") for router in routers for route in router.routes})
 
@@ -125,10 +125,10 @@ def _server(app: FastAPI, settings: ServiceSettings, **options: Any) -> uvicorn.
 
 
 class TimedRequests(HttpToolsProtocol):
-    """A connection that is closed when a request does not come whole in ``receive_seconds``, headers and body.
+    """Connection that is closed if a request, headers and body, does not arrive within ``receive_seconds``.
 
-    The time begins with the connection, and after a request was answered with the next byte; so a client that sends a byte now
-    and then holds nothing for longer, whether it has a key or not. How long an answer takes is not limited here.
+    The time starts with the connection, and after an answer with the next byte. So a client that sends a byte now and then cannot
+    hold a connection for longer, with or without a key. The duration of an answer is not limited here.
     """
 
     def __init__(self, *arguments: Any, receive_seconds: float, **options: Any) -> None:
@@ -137,28 +137,28 @@ class TimedRequests(HttpToolsProtocol):
         self._limit: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """A client has connected."""
+        """Called when a client has connected."""
         super().connection_made(transport)
         self._begin()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come; while a request is answered, only those of another one count."""
+        """Called when bytes arrive; while a request is answered, only those of the next request start the timer."""
         if self.cycle is None or self.cycle.response_complete:
             self._begin()
         super().data_received(data)
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """Called with the first byte of a request."""
         self._begin()
         super().on_message_begin()
 
     def on_message_complete(self) -> None:
-        """The last byte of a request."""
+        """Called with the last byte of a request."""
         self._end()
         super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is closed, by whomever."""
+        """Called when either side has closed the connection."""
         self._end()
         super().connection_lost(exc)
 
@@ -174,7 +174,7 @@ class TimedRequests(HttpToolsProtocol):
     def _give_up(self) -> None:
         self._limit = None
         client = ":".join(map(str, self.client or ("a socket",)))
-        logger.info("closed the connection of %s: no whole request came in %g s", client, self._receive_seconds)
+        logger.info("closed the connection of %s: no complete request arrived within %g s", client, self._receive_seconds)
         self.transport.abort()
 
 

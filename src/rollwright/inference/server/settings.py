@@ -39,7 +39,7 @@ class ServiceSettings:
     receive_seconds: float = field(
         default=60.0,
         metadata={
-            "help": "Seconds in which a request has to come whole, headers and body; else its connection is closed.",
+            "help": "Seconds within which a request has to arrive, headers and body; after that its connection is closed.",
             "gt": 0,
         },
     )
@@ -71,7 +71,7 @@ class ServerSettings(ServiceSettings):
     )
     update_seconds: float = field(
         default=300.0,
-        metadata={"help": "Seconds without a call after which a weight update that was begun is undone.", "gt": 0},
+        metadata={"help": "Seconds without a call after which an unfinished weight update is undone.", "gt": 0},
     )
 
     def __post_init__(self) -> None:

@@ -144,7 +144,7 @@ def read_weights(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def checkpoint_names(directory: str | Path) -> frozenset[str] | None:
-    """The names of a checkpoint's weights; None where it is not on this machine, or is what a trainer published."""
+    """Names of a checkpoint's weights; None if it is not on this machine or was published by a trainer."""
     directory = Path(directory)
     paths = sorted(directory.glob("*.safetensors"))
     if not paths or (directory / MANIFEST).exists():
@@ -154,7 +154,7 @@ def checkpoint_names(directory: str | Path) -> frozenset[str] | None:
         for path in paths:
             with safe_open(path, framework="pt") as file:
                 names.update(file.keys())
-    except (SafetensorError, OSError):  # of somebody else's directory, which a server could read
+    except (SafetensorError, OSError):  # a server may be able to read a directory that this process cannot
         return None
     return frozenset(names)
 

@@ -1,11 +1,10 @@
-"""Names of weights: those of a Hugging Face model's own tensors, and those of its checkpoints.
+"""Convert between the weight names of a Hugging Face model and those of its checkpoints.
 
-They differ: transformers holds a layer's experts in one tensor that checkpoints have as many, and renames others. One rule says
-which names travel: **what leaves a process has the names and shapes that** ``save_pretrained`` **writes** (``as_published``), because
-servers load checkpoints; an engine in the trainer's process gets the model's own tensors by their own names. The built-in engine
-takes either (``as_own``).
+They differ: transformers stacks a layer's experts, which checkpoints store separately, and renames other tensors. **Weights that leave
+a process have the names and shapes that** ``save_pretrained`` **writes** (``as_published``), because servers load checkpoints; an engine
+in the trainer's process gets the model's own tensors under their own names. The built-in engine accepts both (``as_own``).
 
-What is private of transformers is imported by ``_conversions`` alone.
+Private parts of transformers are imported only in ``_conversions``.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from rollwright.inference.weights.stream import WeightStream
 
 @functools.cache
 def _conversions() -> Any:
-    """What transformers converts checkpoints with.
+    """Import transformers' checkpoint conversions.
 
     Raises:
-        WeightUpdateError: this version of transformers has none of it.
+        WeightUpdateError: this version of transformers does not have them.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -45,8 +44,8 @@ def _conversions() -> Any:
         import transformers
 
         raise WeightUpdateError(
-            f"transformers {transformers.__version__} converts the names of weights in another way than the versions that this one "
-            f"of rollwright knows ({error}): install one that pyproject.toml allows."
+            f"transformers {transformers.__version__} converts weight names in a way that this version of rollwright does not "
+            f"support ({error}): install a version that pyproject.toml allows."
         ) from error
     return SimpleNamespace(
         mapping=get_model_conversion_mapping,
@@ -62,14 +61,14 @@ def _conversions() -> Any:
 
 
 def as_published(model: Any, weights: WeightStream) -> WeightStream:
-    """A model's weights under the names, and in the pieces, in which ``save_pretrained`` writes them.
+    """Convert a model's weights to the names and shapes that ``save_pretrained`` writes.
 
-    Most tensors only get another name. Where one becomes several, or several one, a layer's are converted at a time, so that no
-    second copy of the model exists.
+    Most tensors are only renamed. Tensors that are split or merged are converted one layer at a time, which avoids a second copy of
+    the model.
 
     Args:
-        model: a Hugging Face model; others have no other names.
-        weights: its tensors by their own names.
+        model: a Hugging Face model; weights of other models are returned unchanged.
+        weights: its tensors under their own names.
 
     Raises:
         WeightUpdateError: transformers cannot convert them.
@@ -89,7 +88,7 @@ def as_published(model: Any, weights: WeightStream) -> WeightStream:
             groups.setdefault(_layer_of(name), []).append(name)
     alone = [_reverted(model, {name: described[name] for name in members}) for members in groups.values()]
     if _shapes(_joined(alone)) != _shapes({name: t for name, t in published.items() if id(t) not in own_names}):
-        groups = {"": [name for name in described if name not in renamed]}  # conversions that take tensors of several layers
+        groups = {"": [name for name in described if name not in renamed]}  # conversions across layers
     together = {name: members for members in groups.values() for name in members}
 
     def converted(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -109,7 +108,7 @@ def as_published(model: Any, weights: WeightStream) -> WeightStream:
 
 
 def _kept_name(model: Any, name: str) -> str:
-    """Of the names of a tied tensor, the one that checkpoints have; another tensor's own."""
+    """The name of a tensor in checkpoints; they store a tied tensor under only one of its names."""
     kept = (getattr(model, "all_tied_weights_keys", None) or {}).get(name, name)
     try:
         is_tied = kept == name or model.get_parameter(kept) is model.get_parameter(name)
@@ -124,8 +123,8 @@ def _reverted(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
             return _conversions().revert(model, weights)
     except (ValueError, RuntimeError, KeyError, AttributeError) as error:
         raise WeightUpdateError(
-            f"transformers cannot bring weights such as {next(iter(weights))} of {type(model).__name__} into the form of its "
-            f"checkpoints, in which servers take them: {error}"
+            f"transformers cannot convert weights such as {next(iter(weights))} of {type(model).__name__} to the checkpoint format "
+            f"that servers load: {error}"
         ) from error
 
 
@@ -147,13 +146,13 @@ def _shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.
 
 @dataclass
 class CheckpointKeys:
-    """What the keys of a checkpoint are in a model.
+    """Mapping from a checkpoint's keys to a model's tensors.
 
     Attributes:
-        direct: keys that are a tensor of the model, with its name there.
-        converted: by the first name in the model that they fill, keys that transformers converts (such as experts, which it holds
-            as one tensor), with their pattern and converter.
-        transforms: what transformers converts such checkpoints with.
+        direct: key -> name of the model's tensor, for keys that are one tensor of the model.
+        converted: first name in the model -> the keys that transformers converts to it (such as experts, which it stacks), with
+            their pattern and converter.
+        transforms: transformers' conversions for such checkpoints.
     """
 
     model: Any
@@ -163,14 +162,14 @@ class CheckpointKeys:
 
     @classmethod
     def of(cls, model: Any, keys: Iterable[str]) -> CheckpointKeys:
-        """Find out what ``keys`` are. Those that the model does not have are ``direct`` under the name that they would have."""
+        """Map ``keys``. Unknown ones are ``direct``, with the name that they would have in the model."""
         private = _conversions()
         found = cls(model, transforms=private.mapping(model))
         renamings = [each for each in found.transforms if isinstance(each, private.renaming)]
         converters = [each for each in found.transforms if isinstance(each, private.converter)]
         by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
         state, prefix = model.state_dict(keep_vars=True), model.base_model_prefix
-        for key in sorted(keys, key=private.natural_key):  # some renamings begin with the key that comes first
+        for key in sorted(keys, key=private.natural_key):  # some renamings depend on the order of the keys
             name, pattern = private.rename(key, renamings, converters, prefix, state)
             if name not in state and key in state:
                 name, pattern = key, None
@@ -181,15 +180,15 @@ class CheckpointKeys:
         return found
 
     def remember(self) -> None:
-        """Have ``save_pretrained`` and ``as_published`` write the names that were read, as after ``from_pretrained``."""
+        """Make ``save_pretrained`` and ``as_published`` write the names that were read, as after ``from_pretrained``."""
         self.model._weight_conversions = [each for each in self.transforms if each.was_used()]
 
     def convert(self, name: str, tensor_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The model's tensors that one entry of ``converted`` makes, by their names in the model.
+        """Convert one entry of ``converted`` to named tensors of the model.
 
         Args:
-            name: of the entry.
-            tensor_of: the tensor of a key.
+            name: key of the entry.
+            tensor_of: returns the tensor of a checkpoint key.
         """
         sources = self.converted[name]
         converter = copy.deepcopy(sources[0][2])
@@ -200,17 +199,16 @@ class CheckpointKeys:
 
 
 class IncompleteWeightsError(WeightUpdateError):
-    """Some of the tensors of which a model makes one are not there (yet)."""
+    """Some of the tensors that a model merges into one are missing (so far)."""
 
 
 def as_own(model: Any, weights: WeightStream) -> WeightStream:
-    """Weights under a model's own names, whether they come by these or by those of its checkpoints.
+    """Convert weights, named as in the model or as in its checkpoints, to the model's own names.
 
-    Names that the model has under neither keep theirs. Tensors of which the model holds several as one are kept until the last
-    of these has come.
+    Unknown names are unchanged. Tensors that the model merges into one are buffered until all of them have arrived.
 
     Raises:
-        IncompleteWeightsError: of tensors that make one, some are missing or have another shape.
+        IncompleteWeightsError: some of the tensors to merge are missing or have another shape.
     """
     state = model.state_dict(keep_vars=True)
     if all(name in state for name, _ in weights.described) or not hasattr(model, "_keys_to_ignore_on_save"):

@@ -128,16 +128,16 @@ class RemoteClient(RemoteVersions):
         logger.info("published version %d (%.1f MB) to %s by %s in %.2f s", version, size, names, meta.type, seconds)
 
     def note_checkpoint(self, server: Server, directory: str | None) -> None:
-        """Note what a server loaded at its start, for servers that answer success to names that they do not know."""
+        """Record the names in a server's initial checkpoint, because some servers report success for unknown names."""
         names = None if directory is None or not Path(directory).is_dir() else checkpoint_names(directory)
         if names is not None:
             self._names_of_servers[server.address] = names
 
     def _check_names(self, named: WeightStream) -> None:
-        """See that servers know what they are sent, as far as the checkpoints that they loaded are on this machine.
+        """Check that servers know the names of the weights, if their checkpoints are on this machine.
 
         Raises:
-            WeightUpdateError: a weight is not in a server's checkpoint, with the model's prefix or without.
+            WeightUpdateError: a server's checkpoint lacks a weight, with and without the model's prefix.
         """
         sent = {name for name, _ in named.described}
         for server in self.router.servers:
@@ -147,9 +147,9 @@ class RemoteClient(RemoteVersions):
             unknown = sorted(name for name in sent if name not in known and name.partition(".")[2] not in known)
             if unknown:
                 raise WeightUpdateError(
-                    f"The {self.kind} server at {server.address} would leave out {len(unknown)} of {len(sent)} weights, such as "
-                    f"{unknown[0]}: the checkpoint that it was started with has {len(known)} weights, and none of that name. Start "
-                    "it with a checkpoint of the model that is trained (rollwright writes one with the names that it publishes)."
+                    f"The {self.kind} server at {server.address} would ignore {len(unknown)} of {len(sent)} weights, such as "
+                    f"{unknown[0]}: none of the {len(known)} weights in the checkpoint that it was started with has that name. Start "
+                    "it with a checkpoint of the trained model (rollwright writes one with the names that it publishes)."
                 )
 
     def update_weights_from_disk(self, directory: str, version: int, digest: str | None = None) -> list[str]:

@@ -179,11 +179,11 @@ class ForwardBatch:
         is_query: ``[n, Q]`` bool, false on padding, which is on the left so that last tokens are in the last column; None
             where all rows have one length.
         last_tokens: ``[n]``: index in ``T`` of each row's last token; None while decoding, where a row has one token.
-        scores_all: the logits of all tokens are wanted, ``[T, vocabulary]``, and not only of the last ones.
-        padded_tokens, padded_positions: ``token_ids`` and ``positions``, and behind them those of padding, which is computed too.
-        chunks: what is computed, where each query is to be computed in whole blocks; then there is no ``visible``.
-        multi_modal: processor outputs of the sequence, where the pass is a multi-modal prompt.
-        branched: by row, counted from ``first_row``, the positions of a branched sequence's first tokens; later ones go on from the last.
+        scores_all: return the logits of all tokens, ``[T, vocabulary]``, not only those of each row's last token.
+        padded_tokens, padded_positions: ``token_ids`` and ``positions`` followed by the padding, which is computed too.
+        chunks: set if queries are computed in whole blocks, in place of ``visible``.
+        multi_modal: processor outputs of the sequence if the pass is a multi-modal prompt.
+        branched: row (counted from ``first_row``) -> positions of a branched sequence's first tokens; later tokens continue from the last.
     """
 
     token_ids: Tensor
@@ -227,7 +227,7 @@ class ForwardBatch:
         return padded
 
     def rows_apart(self) -> Iterator[ForwardBatch]:
-        """Each row as a batch of its own, without padding, that reads its own columns and no others."""
+        """Split into batches of one row each, without padding and reading only that row's columns."""
         counts = [self.query_length] * self.row_count if self.is_query is None else self.is_query.sum(1).tolist()
         for row, end in enumerate(itertools.accumulate(counts)):
             tokens = slice(end - counts[row], end)
@@ -249,9 +249,9 @@ class ForwardBatch:
             )
 
     def places(self) -> tuple[Tensor, Tensor]:
-        """The places that windows and chunks are counted by, of queries ``[n, Q]`` and of columns ``[n or 1, K]``.
+        """Coordinates in which windows and chunks are measured: of queries ``[n, Q]`` and of columns ``[n or 1, K]``.
 
-        They are the columns, and in branched sequences the positions, as if a branch and what it sees were a row of their own.
+        These are the columns; in branched sequences the positions, as if a branch and what it sees were a separate row.
         """
         queries = self.pad(self.columns)
         keys = torch.arange(self.read_length, device=queries.device)[None]

@@ -28,16 +28,16 @@ INVARIANT_ROWS = 16
 KEY_BLOCK = 32  # columns of the cache that attention reads
 LENGTH_STEP = 64
 _BLOCK = 16
-_ALIGNMENT = 64  # bytes: libraries add up in another order where memory begins elsewhere
+_ALIGNMENT = 64  # bytes; the order in which libraries sum depends on the alignment
 
 
 class Shapes(enum.IntEnum):
-    """The shapes in which rows are computed; the value is how many of them are computed together.
+    """Shapes in which rows are computed; the value is the number of rows computed together.
 
     Attributes:
-        FREE: those that are fastest.
-        BLOCKS: whole blocks of rows and columns, so that a row does not depend on those beside it.
-        ONE_ROW: one sequence at a time, from its beginning to its end, in memory that is laid out once: shapes go by the request.
+        FREE: whatever is fastest.
+        BLOCKS: whole blocks of rows and columns, so that a row does not depend on its neighbours.
+        ONE_ROW: one sequence at a time, from start to end, in a fixed memory layout: shapes depend only on the request.
     """
 
     FREE = ROW_BLOCK
@@ -67,7 +67,7 @@ class KVCache:
         capacity_bytes: most bytes held.
         max_rows: most sequences at once.
         dtype, device: of the keys and values.
-        shapes: of what is computed. In ``BLOCKS``, padding rows have room, too.
+        shapes: shapes of the computation. ``BLOCKS`` also allocates padding rows.
 
     Attributes:
         row_block: rows that are computed together.

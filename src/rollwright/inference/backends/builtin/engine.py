@@ -403,10 +403,10 @@ class BuiltinEngine(InferenceEngine):
         """Copy weights into the model and publish them as ``version``; see ``WeightReceiver.update_weights``.
 
         Args:
-            weights: by their names in the model's ``state_dict`` or in its checkpoints; tied ones may be left out.
+            weights: tensors under their names in the model's ``state_dict`` or in its checkpoints; tied ones may be left out.
 
         Raises:
-            WeightUpdateError: a name or shape is not the model's; then no weight has changed.
+            WeightUpdateError: a name or shape does not match the model; no weight has changed.
         """
         self._update(version, paired(self.model, WeightStream.of(weights)))
 

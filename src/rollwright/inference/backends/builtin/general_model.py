@@ -1,8 +1,8 @@
 """Any other Hugging Face causal model, by its own forward over the slot cache.
 
-The model sees padded queries (on the left), explicit masks ``[n, 1, Q, K]``, one for each kind of layer, and explicit positions, and a
-``transformers`` cache whose layers write to and read from our slots. A model that does not honour these (a state-space
-model, attention biases of its own) is found out by a proof when the engine starts, not by wrong samples.
+The model gets left-padded queries, an explicit mask ``[n, 1, Q, K]`` for each kind of layer, explicit positions, and a
+``transformers`` cache whose layers read and write our slots. A model that ignores any of these (a state-space model, custom
+attention biases) is refused by a check at startup instead of producing wrong samples.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _SlotLayer(CacheLayerMixin):
 
 
 def attends_both_ways(model: Any) -> bool:
-    """True if tokens of a picture see each other in both directions: a part of the model adds blocks to its causal masks."""
+    """True if tokens of an image attend in both directions: a part of the model adds blocks to its causal masks."""
     modules = {sys.modules[type(part).__module__] for part in model.modules()}
     sources = (inspect.getsource(module) for module in modules if module.__name__.startswith("transformers.models."))
     return any("block_sequence_ids" in source or "or_mask_function=" in source for source in sources)
@@ -128,7 +128,7 @@ class GeneralModel:
         return batch.unpad(output.logits) if batch.scores_all else output.logits[: batch.row_count, -1]
 
     def _visible_tokens(self, batch: ForwardBatch) -> VisibleTokens:
-        """Which columns each query may see before the windows of layers, for all rows that are computed."""
+        """Which columns each query may see before the layers apply their windows, for all computed rows."""
         visible, (queries, keys) = batch.visible, batch.places()
         if visible is None:
             visible = torch.arange(batch.read_length, device=keys.device) <= batch.pad(batch.columns)[:, :, None]
@@ -137,11 +137,11 @@ class GeneralModel:
         keys = keys.expand(batch.row_count, -1)
         if padding := batch.computed_rows - batch.row_count:
             visible, queries, keys = (F.pad(x, (0, 0) * (x.dim() - 1) + (0, padding)) for x in (visible, queries, keys))
-            visible[batch.row_count :, :, 0] = True  # a row that sees nothing is not a number
+            visible[batch.row_count :, :, 0] = True  # softmax of a fully masked row is NaN
         return VisibleTokens(visible, queries, keys)
 
     def _one_mask(self, visible: Tensor) -> Tensor:
-        """What attention adds to its scores, ``[n, 1, Q, K]``, for a model that does not make its masks with transformers' functions."""
+        """Additive attention mask ``[n, 1, Q, K]`` for a model that does not build its masks with transformers' functions."""
         mask = torch.zeros(visible.shape, dtype=self._model.dtype, device=visible.device)
         return mask.masked_fill_(~visible, torch.finfo(mask.dtype).min)[:, None]
 
@@ -179,7 +179,7 @@ class GeneralModel:
     # ------------------------------------------------------------------ does it compute what the model computes?
 
     def ordinary_tokens(self) -> list[int]:
-        """Some tokens that are no special ones."""
+        """Some tokens that are not special."""
         return ordinary_tokens(self._model.config)
 
     @torch.inference_mode()
@@ -189,14 +189,14 @@ class GeneralModel:
         A model that counts positions for the whole batch is computed row by row from then on.
 
         Raises:
-            EngineError: they differ: the model does not honour the mask, the positions or the cache that it is given.
+            EngineError: the results differ: the model ignores the mask, the positions or the cache.
         """
         if (difference := self._difference(context_length)) is None:
             return
         self._rows_apart = True
         if (apart := self._difference(context_length)) is not None:
             raise self._refusal(apart.reason, apart.advice)
-        said = "%s is computed one row at a time, which is slower: with rows of other lengths beside it, %s."
+        said = "%s is computed one row at a time, which is slower: in a batch with rows of other lengths, %s."
         logger.warning(said, type(self._model).__name__, difference.reason)
 
     def _difference(self, context_length: int) -> Difference | None:

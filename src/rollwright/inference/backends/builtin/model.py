@@ -57,14 +57,14 @@ class ModelRunner:
     Args:
         model: a Hugging Face causal language model; its weights are shared, not copied.
         max_rows: most sequences at once.
-        context_length: most tokens of a sequence; None: the model's own limit, or what the cache holds if that is less.
+        context_length: most tokens of a sequence. None uses the smaller of the model's limit and the cache's capacity.
         cache_bytes: limit of the cache's memory.
-        shapes: of what is computed. With ``BLOCKS`` and ``ONE_ROW`` what a row computes does not depend on the others, where the
-            processor and its libraries keep to that (``self_check``).
+        shapes: shapes of the computation. With ``BLOCKS`` and ``ONE_ROW`` a row's result does not depend on other rows, provided
+            that the processor and its libraries comply (``self_check``).
 
     Attributes:
-        prompts_alone: each prompt is computed by itself, from its beginning: in shapes that go by the prompt.
-        most_rows: most sequences that can be computed at once, whatever was asked for.
+        prompts_alone: each prompt is computed by itself, from its beginning, in shapes that depend only on the prompt.
+        most_rows: most sequences that can be computed at once, regardless of ``max_rows``.
         prefill_block: tokens and queries of prompts that are computed together.
 
     Raises:
@@ -95,7 +95,7 @@ class ModelRunner:
         is_general, in_whole_blocks = isinstance(self.forward, GeneralModel), shapes is Shapes.BLOCKS
         self.prompts_alone = shapes is Shapes.ONE_ROW or (in_whole_blocks and is_general)
         self.prefill_block = INVARIANT_ROWS if in_whole_blocks and not is_general else 1
-        # a forward pass that we cannot cut is given one number of rows only
+        # a forward pass that cannot be split always gets the same number of rows
         self.most_rows = int(shapes) if self.prompts_alone else 1 << 62
         max_rows = min(max_rows, self.most_rows)
         self.cache = KVCache(self.forward.layer_shapes, cache_bytes, max_rows, model.dtype, self.device, shapes)
@@ -110,7 +110,7 @@ class ModelRunner:
             )
         if isinstance(self.forward, GeneralModel):
             self.forward.verify(self.context_length)
-        if shapes is Shapes.ONE_ROW:  # whatever comes later finds this layout
+        if shapes is Shapes.ONE_ROW:  # all later requests use this layout
             self.cache.make_room(1, self.context_length, [])
         if self.context_length < limit and context_length is None:
             logger.info("context_length is %d: what kv_cache_bytes holds (the model has %d).", self.context_length, limit)
@@ -131,10 +131,10 @@ class ModelRunner:
 
 
 def position_limit(model: Any, limit: int, context_length: int | None) -> int:
-    """The most tokens of a row, at most ``limit``, whose positions do not depend on how long the row becomes.
+    """Longest row, at most ``limit`` tokens, whose rotary positions do not depend on its final length.
 
     Raises:
-        ConfigError: ``context_length`` is more.
+        ConfigError: ``context_length`` exceeds it.
     """
     kind, fixed = fixed_frequencies(model.config) or ("", limit)
     if fixed >= limit:
@@ -142,11 +142,11 @@ def position_limit(model: Any, limit: int, context_length: int | None) -> int:
     said = f"{type(model).__name__} changes the rotary positions ({kind}) of all tokens of a row when it has more than {fixed}"
     if context_length is not None and context_length > fixed:
         raise ConfigError(
-            f"context_length={context_length} is too much for the built-in engine: {said}, so that tokens sampled before had other "
-            f"log-probabilities than the row has in the end. Set context_length to {fixed} or less."
+            f"context_length={context_length} is too much for the built-in engine: {said}, so tokens sampled earlier had other "
+            f"log-probabilities than the finished row. Set context_length to {fixed} or less."
         )
     if context_length is None:
-        _log_once(logging.INFO, f"The built-in engine's context ends at {fixed} tokens: {said}.")
+        _log_once(logging.INFO, f"The built-in engine limits the context to {fixed} tokens: {said}.")
     return fixed
 
 
@@ -165,7 +165,7 @@ def why_not_llama_family(model: Any, context_length: int) -> str | None:
     if slides and window is not None and window < context_length:
         return f"its attention slides over {window} tokens"
     if getattr(config, "is_causal", True) is False:
-        return "its tokens see what comes after them"
+        return "its tokens attend to later ones"
     for module in model.modules():
         if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
             return f"a projection is a {type(module).__name__}"
@@ -368,14 +368,14 @@ def fuse_rows(parameters: list[nn.Parameter]) -> Tensor:
 
 
 def paired(model: Any, weights: WeightStream) -> Iterator[tuple[Tensor, Tensor]]:
-    """A model's tensors, each with the new one for it, which is given as it is asked for.
+    """Pair each of a model's tensors with its new value, lazily.
 
     Args:
         model: a Hugging Face model.
-        weights: by the names of its state, or by those of its checkpoints.
+        weights: new tensors under the names of its ``state_dict`` or of its checkpoints.
 
     Raises:
-        WeightUpdateError: a name or shape is not the model's.
+        WeightUpdateError: a name or shape does not match the model.
     """
     state, weights = model.state_dict(keep_vars=True), as_own(model, weights)
     for name, tensor in weights.described:

@@ -1,7 +1,7 @@
-"""Does a Hugging Face model compute over our cache, masks and positions what it computes in a plain forward?
+"""Check that a Hugging Face model computes the same over our cache, masks and positions as in a plain forward.
 
-An engine asks when it starts: with a few tokens for every model, and with a row that reaches beyond each window, chunk and other length
-that the configuration names (``inference/model_facts.py``), as far as the engine's context does. Log-probabilities are compared.
+The engine runs this check when it starts: with a few tokens for every model, and with a row that exceeds each window, chunk and other
+length in the configuration (``inference/model_facts.py``), up to the engine's context length. It compares log-probabilities.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rollwright.inference.model_facts import regime_lengths
 from rollwright.inference.request import ModelRequest
 
 _SHORT = (11, 5)  # tokens of the rows of the short proof
-_BEYOND = 64  # tokens by which a row goes beyond a length; by the length itself where that is less
+_BEYOND = 64  # tokens by which a row exceeds a length; at most the length itself
 _ONE_BY_ONE = 2  # tokens left when rows are computed one by one, once
-_PIECE = 1024  # most tokens computed in one pass: what attention adds to their scores is in memory
-#: Most operations of a proof: about two minutes on two cores, and less on a GPU. Rows that would take more are refused.
+_PIECE = 1024  # most tokens per pass, because the additive mask is materialised
+#: Most operations of a check: about two minutes on two cores, less on a GPU. Rows that would take more are refused.
 _OPERATIONS, _GPU_OPERATIONS = 1e14, 1e16
-_LIKELY = 64  # tokens whose log-probabilities are compared in half precision, where unlikely ones are mostly rounding
-#: Most difference in float32, at any place; and in half precision, the mean over likely tokens, the median over places.
+_LIKELY = 64  # tokens compared in half precision; the log-probabilities of unlikely ones are mostly rounding error
+#: Tolerances: in float32 at every position; in half precision the mean over likely tokens and the median over positions.
 _NATS, _HALF_NATS = 1e-3, 0.1
 
 Forward = Callable[[ForwardBatch, KVCache], Tensor]
@@ -38,7 +38,7 @@ _proved: weakref.WeakKeyDictionary[Any, set[tuple[str, str, int]]] = (
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs, in words that follow the model's name, and what can be done."""
+    """A difference, worded to follow the model's name, and what to do about it."""
 
     reason: str
     advice: str = ""
@@ -50,10 +50,10 @@ def prove(
     """Compare ragged passes over a cache with plain forwards.
 
     Args:
-        forward: of ``model`` over the cache, whose layers have the shapes ``layers``.
-        tokens: ordinary ones, to make rows of.
-        context_length: rows are no longer.
-        way: in which ``forward`` computes; what was proved of a model in one way is not proved again.
+        forward: forward of ``model`` over the cache, whose layers have the shapes ``layers``.
+        tokens: ordinary tokens to build rows from.
+        context_length: longest row to check.
+        way: how ``forward`` computes; results are cached for each model and way.
     """
     if reason := _differs(forward, model, layers, tokens, [min(n, context_length) for n in _SHORT], 0):
         said = f"with an explicit mask and cache it computes other log-probabilities than in a plain forward ({reason}; it may have "
@@ -90,7 +90,7 @@ def prove(
 
 
 def _operations(model: Any, length: int) -> float:
-    """About what both forwards of a row take."""
+    """Approximate number of operations of both forwards of a row."""
     text = model.config.get_text_config()
     attention = 4 * length**2 * (getattr(text, "hidden_size", None) or 1024) * (getattr(text, "num_hidden_layers", None) or 1)
     return 2.0 * (2 * sum(p.numel() for p in model.parameters()) * length + attention)
@@ -99,9 +99,9 @@ def _operations(model: Any, length: int) -> float:
 def _differs(
     forward: Forward, model: Any, layers: list[LayerShape], tokens: list[int], lengths: list[int], border: int
 ) -> str | None:
-    """How rows of some lengths differ, computed in parts that end before and after ``border`` tokens; None: they do not.
+    """Compare rows computed in parts that end before and after ``border`` tokens; None if they agree.
 
-    Later parts are ragged, as rows end together, and the last are of one token, as in decoding.
+    Later parts are ragged, because the rows end together; the last parts have one token, as in decoding.
     """
     generator, device = torch.Generator().manual_seed(0), model.device
     rows = [[tokens[i] for i in torch.randint(len(tokens), (n,), generator=generator).tolist()] for n in lengths]
@@ -111,23 +111,23 @@ def _differs(
     sequences = [Sequence(ModelRequest(row), tokens=row, prompt_length=len(row), length_limit=len(row) + 1) for row in rows]
     before = max(lengths) - (border - min(8, border // 2)) if border else 0
     ends = sorted({before, 6, 3, 2, 1, 0, *range(before, max(lengths), _PIECE)} - {max(lengths)}, reverse=True)
-    done, computed = [0] * len(rows), list[tuple[int, int, Tensor]]()  # of a row, after so many tokens
+    done, computed = [0] * len(rows), list[tuple[int, int, Tensor]]()  # (row, tokens so far, logits)
     for left in ends:
         chunks = [Chunk(s, done[i], len(s.tokens) - left) for i, s in enumerate(sequences) if len(s.tokens) - left > done[i]]
-        # Each by itself once: rows that always end together hide positions that are counted for the whole batch.
+        # Once each by itself: if rows always end together, positions counted for the whole batch go unnoticed.
         for group in [[chunk] for chunk in chunks] if left == _ONE_BY_ONE else [chunks] if chunks else []:
             first = sequences.index(group[0].sequence)
             logits = forward(prefill_batch(group, first, device), cache)
             for number, chunk in enumerate(group, first):
                 done[number] = chunk.end
-                if left <= max(before, 6):  # not of all pieces of a long row: their logits are many
+                if left <= max(before, 6):  # the logits of every piece of a long row would take too much memory
                     computed.append((number, chunk.end, logits[number - first]))
     for number, row in enumerate(rows):
         ids = torch.tensor([row], device=device)
         ends_of_row = [(end, logits) for index, end, logits in computed if index == number]
         plain = _plain(model, ids, len(row) + 1 - min(end for end, _ in ends_of_row))
         distances = [(_distance(logits, plain[end - len(row) - 1], model.dtype), end) for end, logits in ends_of_row]
-        # A single place may be far off in half precision: rounding chooses another expert.
+        # In half precision a single position may be far off, because rounding can route to another expert.
         distance, end = max(distances) if model.dtype == torch.float32 else sorted(distances)[(len(distances) - 1) // 2]
         if not distance <= (_NATS if model.dtype == torch.float32 else _HALF_NATS):
             return f"by {distance:.2g} nats after {end} tokens of {len(row)}"
@@ -139,18 +139,18 @@ def _bytes_per_token(layers: list[LayerShape], dtype: torch.dtype) -> int:
 
 
 def _plain(model: Any, ids: Tensor, count: int) -> Tensor:
-    """The logits ``[count, V]`` of a row's last tokens by the model's own forward without a cache."""
+    """Logits ``[count, V]`` of a row's last tokens from the model's own forward without a cache."""
     keep = {"logits_to_keep": count} if count < ids.shape[1] and "logits_to_keep" in forward_arguments(model) else {}
     return model(input_ids=ids, use_cache=False, **keep).logits[0, -count:]
 
 
 def forward_arguments(model: Any) -> set[str]:
-    """Names that the model's forward takes."""
+    """Names of the parameters of the model's forward."""
     return set(inspect.signature(model.forward).parameters)
 
 
 def _distance(logits_V: Tensor, plain_V: Tensor, dtype: torch.dtype) -> float:
-    """By how much two distributions differ, in nats; infinite for what is no number."""
+    """Distance of two distributions in nats; infinite if either has NaNs."""
     logprobs_V, plain_V = logits_V.float().log_softmax(-1), plain_V.float().log_softmax(-1)
     distance_V = (logprobs_V - plain_V).abs()
     if dtype == torch.float32:

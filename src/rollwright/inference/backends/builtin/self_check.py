@@ -1,10 +1,9 @@
-"""Whether this machine computes a row alike whatever is computed beside it: what ``batch_invariant`` relies on.
+"""Check that a row's result on this machine does not depend on the rest of the batch, as ``batch_invariant`` requires.
 
-Nothing promises it: a library may multiply matrices of other sizes in another order. So an engine looks when it starts, with its own
-weights and threads: how many rows each matrix of a layer may be multiplied with at once, and whether whole requests are then answered
-alike, in one layer and a part of the vocabulary. Where they are not, it computes one request at a time, and looks again; where that
-does not help either, it refuses. What it finds does not depend on how many requests it may run at once: a run with another
-``max_running_requests`` is computed in the same way.
+Libraries do not guarantee this: the order of summation may depend on matrix sizes. So the engine measures it at startup, with its own
+weights and threads: how many rows each matrix of a layer can be multiplied with at once, and whether whole requests then get identical
+answers, with one layer and part of the vocabulary. If not, it computes one request at a time and checks again; if that fails too, it
+raises. The outcome does not depend on ``max_running_requests``, so changing that setting does not change results.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ logger = getLogger(__name__)
 _MOST_ROWS = 256  # at once: more gain nothing, and each number of rows up to it is tried
 _OPERATIONS = 5e10  # of the trial of a matrix, after which fewer rows have to do: half a second on two cores
 _VOCABULARY = 1024
-_PROMPTS = (3, 16, 30, 62, 100, 230, 450)  # tokens; answers to some go on past a block of keys
+_PROMPTS = (3, 16, 30, 62, 100, 230, 450)  # tokens; some answers cross a block of keys
 _NEW_TOKENS = 4
 _BESIDE = 21  # other requests
 _NO_LIMIT = 1 << 40
@@ -40,16 +39,16 @@ _NO_LIMIT = 1 << 40
 def invariant_runner(
     model: torch.nn.Module, limits: tuple[int, int | None, int], prefill_tokens: int, threads: int
 ) -> ModelRunner:
-    """A runner whose rows do not depend on each other: in blocks of fixed shape, or, where that is not enough, one at a time.
+    """Build a runner whose rows are independent: in blocks of fixed shape or, if that is not enough, one at a time.
 
     Args:
-        model: to be computed.
-        limits: of ``ModelRunner``: most rows, context length, bytes of the cache.
-        prefill_tokens: most in one step.
-        threads: that will compute.
+        model: the model to run.
+        limits: arguments of ``ModelRunner``: most rows, context length, bytes of the cache.
+        prefill_tokens: most prompt tokens per step.
+        threads: number of compute threads.
 
     Raises:
-        EngineError: on this machine, even requests that are computed one at a time get other bits.
+        EngineError: results on this machine vary even if requests are computed one at a time.
     """
     reason = why_not_in_blocks(model)
     runner = ModelRunner(model, *limits, shapes=Shapes.FREE if reason else Shapes.BLOCKS)
@@ -69,8 +68,8 @@ def invariant_runner(
         return runner
     if found.differs_alone is not None:
         raise EngineError(
-            f"batch_invariant (deterministic) cannot be kept on this machine with {threads} threads: {found.reason}. Computed one "
-            f"at a time, {found.differs_alone}. Compute with one thread (OMP_NUM_THREADS=1), or leave it off."
+            f"batch_invariant (deterministic) is not possible on this machine with {threads} threads: {found.reason}. Even one "
+            f"request at a time, {found.differs_alone}. Use one thread (OMP_NUM_THREADS=1), or turn it off."
         )
     logger.warning(
         "batch_invariant: requests are computed one at a time, with %d threads, as %s. Each is then answered alike whatever else is "
@@ -84,12 +83,12 @@ def invariant_runner(
 
 @dataclass(frozen=True)
 class _Found:
-    """What was found of a model.
+    """Result of the check for one model.
 
     Attributes:
-        reason: why blocks of fixed shape do not do; None: they do.
-        most_rows: with which each matrix is multiplied at once.
-        differs_alone: what differs when requests are computed one at a time; None: nothing, or it was not tried.
+        reason: why blocks of fixed shape are not enough; None if they are.
+        most_rows: most rows that each matrix is multiplied with at once.
+        differs_alone: what differs when requests are computed one at a time; None if nothing does or it was not tried.
     """
 
     reason: str | None
@@ -97,7 +96,7 @@ class _Found:
     differs_alone: str | None = None
 
 
-#: What was found, by model and setting: engines that are started over a model again and again try it once.
+#: Results by model and setting, so that repeated engine starts check once.
 _tried: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[Any, ...], _Found]] = weakref.WeakKeyDictionary()
 
 
@@ -110,11 +109,13 @@ def _try(runner: ModelRunner, limits: tuple[int, int | None, int], prefill_token
 
 
 def why_not_in_blocks(model: torch.nn.Module) -> str | None:
-    """Why blocks of fixed shape are no way to sample from this model; None: they may be."""
+    """Why this model cannot be sampled in blocks of fixed shape; None if it may be possible."""
     parameter = next(model.parameters())
     if parameter.device.type != "cpu" or parameter.dtype != torch.float32:
         kind = str(parameter.dtype).removeprefix("torch.")
-        return f"{kind} on {parameter.device.type} is multiplied in an order that goes by the batch (float32 on a CPU is not)"
+        return (
+            f"{kind} on {parameter.device.type} is multiplied in an order that depends on the batch (float32 on a CPU is not)"
+        )
     return None
 
 
@@ -160,14 +161,14 @@ def _alike_up_to(matrix: Matrix, most: int) -> int:
 
 @torch.inference_mode()
 def differing_request(runner: ModelRunner, prefill_tokens: int) -> str | None:
-    """The request that is answered otherwise in other company than alone, in words; None: none was found.
+    """Describe a request whose answer depends on the other requests; None if there is none.
 
-    Each is asked alone; again, in another order; among others, in parts and all together; and, where keys and values are kept,
-    after its beginning and as a second turn.
+    Each request is run alone; again in another order; with others, in parts and all together; and, if keys and values are kept,
+    after a cached prefix and as a second turn.
 
     Args:
-        runner: whose shapes are tried.
-        prefill_tokens: by which prompts are cut that are computed by themselves.
+        runner: the runner to check.
+        prefill_tokens: chunk size of prompts that are computed by themselves.
     """
     limit, drawn = runner.context_length - _NEW_TOKENS, random.Random(0)
     if isinstance(runner.forward, LlamaFamily):
@@ -182,7 +183,7 @@ def differing_request(runner: ModelRunner, prefill_tokens: int) -> str | None:
     longest = min(max(len(request.input_ids) for request in requests) + 2 * _NEW_TOKENS, runner.context_length)
 
     def answers(groups: list[list[ModelRequest]], rows: int = 1, budget: int = longest, keeps: bool = False) -> list[_Answer]:
-        """Those of all groups, each asked when the one before is answered."""
+        """Answers of all groups, run one group after the other."""
         apart = runner.with_cache_for(min(rows, runner.most_rows, max(map(len, groups))), longest)
         kept_bytes = _NO_LIMIT if keeps and not runner.prompts_alone else 0
         stepper = Stepper(apart, apart.cache.max_rows, kept_bytes, prefill_tokens if runner.prompts_alone else budget, 0)
@@ -208,7 +209,7 @@ def differing_request(runner: ModelRunner, prefill_tokens: int) -> str | None:
     after = answers([beginnings, requests], _NO_LIMIT, everything, keeps=True)[count:]
     if differs := first_difference(after, alone, "after its beginning was computed"):
         return differs
-    turns = [  # what was answered belongs to the next prompt
+    turns = [  # the next prompt contains the answer
         replace(request, input_ids=[*request.input_ids, *answer[0], tokens[-1]][: runner.context_length - _NEW_TOKENS])
         for request, answer in zip(requests, alone, strict=True)
     ]
@@ -217,12 +218,12 @@ def differing_request(runner: ModelRunner, prefill_tokens: int) -> str | None:
     return first_difference(found, expected, "as a second turn than by itself")
 
 
-#: Tokens, log-probabilities, and those of the prompt.
+#: Tokens, their log-probabilities, and those of the prompt.
 _Answer = tuple[list[int], list[float], list[tuple[float, TopTokens]]]
 
 
 def _requests(prompts: list[list[int]]) -> list[ModelRequest]:
-    """A request for each prompt, sampled in one of all ways; the fifth of each kind is the one before it, with another seed."""
+    """A request for each prompt, cycling through the sampling modes; the fifth repeats the fourth with another seed."""
     ways: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5}, {"greedy": True}, {"min_p": 0.05}]
     made = list[ModelRequest]()
     for number, prompt in enumerate(prompts):
@@ -233,7 +234,7 @@ def _requests(prompts: list[list[int]]) -> list[ModelRequest]:
 
 
 def _answers(stepper: Stepper, requests: list[ModelRequest], longest: int) -> list[_Answer]:
-    """What each is answered, all asked together; none has more than ``longest`` tokens."""
+    """Answers to requests that run together; none has more than ``longest`` tokens."""
     sequences = list[Sequence]()
     for request in requests:
         tokens, gconfig = list(request.input_ids), request.gconfig
