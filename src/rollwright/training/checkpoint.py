@@ -405,12 +405,12 @@ class RecoverCheckpoints:
                 if parallel.rank() == 0:
                     logger.warning("%s It is passed over, and the checkpoint before it is taken.", error)
         raise CheckpointError(
-            f"{self.directory}: the checkpoints of steps {steps} are all damaged, so the run cannot go on from them; set "
-            "recover.if_damaged=begin_again to begin from its first weights, with what its journal has, or set another trial_name."
+            f"{self.directory}: the checkpoints of steps {steps} are all damaged, so the run cannot continue from them; set "
+            "recover.if_damaged=begin_again to restart from the initial weights with the journal's episodes, or set another trial_name."
         )
 
     def set_aside_damaged(self, into: Path) -> list[int]:
-        """Where no checkpoint is whole, move all of them to ``into``; returns their steps. The first rank calls it alone."""
+        """If no checkpoint is intact, move all of them to ``into`` and return their steps. Call it on rank 0 only."""
         steps = self.steps()
         for step in reversed(steps):
             try:

@@ -97,14 +97,14 @@ class TrainEngine:
         self.division = BatchDivision(config)
 
     def initialize(self, addr: Any = None, ft_spec: FinetuneSpec | None = None) -> None:
-        """Load the model and make ready to train.
+        """Load the model and prepare for training.
 
         Args:
-            addr: kept for callers that pass one; processes find each other by torchrun's environment.
-            ft_spec: length of the run, from which schedules are computed.
+            addr: unused, for compatible callers; processes find each other through torchrun's environment.
+            ft_spec: length of the run, for the schedules.
 
         Raises:
-            ConfigError: the model cannot be loaded or is not causal, or the configuration cannot be trained with.
+            ConfigError: the model cannot be loaded or is not causal, or cannot be trained with this configuration.
         """
         del addr
         shards = wants_sharding(self.config, resolve_device(self.config.device), is_shared=self.shares_weights)

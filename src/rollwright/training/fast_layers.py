@@ -26,7 +26,7 @@ def use_fast_layers(model: nn.Module) -> int:
     """
     changed = 0
     for module in model.modules():
-        if "forward" in vars(module):  # a forward pass of its own, perhaps this one
+        if "forward" in vars(module):  # the instance's forward is already replaced
             continue
         forward = types.MethodType(_norm_forward, module) if _is_norm(module) else _with_fast_rotation(module)
         if forward is not None:
@@ -48,10 +48,10 @@ def _is_norm(module: Any) -> bool:
 
 
 def _is_same(theirs: Callable[[], tuple[Tensor, ...]], ours: Callable[[], tuple[Tensor, ...]]) -> bool:
-    """True if a layer's own computation takes the probe and gives what ours gives."""
+    """True if a layer's own computation accepts the probe and returns the same as ours."""
     try:
         expected = theirs()
-    except (RuntimeError, TypeError, ValueError, IndexError):  # the name is the same, what it takes is not
+    except (RuntimeError, TypeError, ValueError, IndexError):  # same class name, but another signature
         return False
     return all(torch.allclose(mine, other, rtol=1e-5, atol=1e-6) for mine, other in zip(ours(), expected, strict=True))
 

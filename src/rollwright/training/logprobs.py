@@ -1,9 +1,9 @@
 """Log-probabilities of given tokens under a model, a micro-batch at a time.
 
-Only hidden states of tokens that are asked for go through the output layer. A row's log-probabilities are those of the model's own,
-untouched forward of the row alone. In a row with branches a token sees what ``experience.branches`` says, and a layer's window or chunk
-goes by position (see ``inference.visible_tokens``): with ``position_ids`` in which a branch continues the trunk, its tokens have the
-log-probabilities of a row of the trunk and this branch alone.
+Only the hidden states of requested tokens go through the output layer. A row's log-probabilities equal those of the model's own,
+unmodified forward of the row alone. In a row with branches, ``experience.branches`` defines what a token sees, and a layer's window or
+chunk is measured in positions (see ``inference.visible_tokens``): if ``position_ids`` let a branch continue the trunk, its tokens have
+the log-probabilities of a row of the trunk and this branch alone.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ class TokenScorer(nn.Module):
         """Score tokens.
 
         Args:
-            batch: ``input_ids [B, L]``, and, where there are, ``attention_mask``, ``position_ids``, ``branch_ids``,
+            batch: ``input_ids [B, L]`` and optionally ``attention_mask``, ``position_ids``, ``branch_ids``,
                 ``temperature [B]`` and multi-modal inputs. Rows are right-padded.
-            wanted_BL: bool, the tokens whose log-probability is wanted; column 0 has none and must be false.
+            wanted_BL: bool mask of the tokens to score; column 0 has no log-probability and must be false.
             with_entropy: compute entropies too.
-            entropy_gradient: they have one.
+            entropy_gradient: let gradients flow through the entropies.
 
         Returns:
             ``logprobs_BL`` and ``entropy_BL``, float32, 0 where not wanted. The entropy at a token is that of the
             distribution that it was drawn from.
 
         Raises:
-            TrainingError: the model cannot compute the rows, or not these rows together.
+            TrainingError: the model cannot compute the rows, or not in one batch.
         """
         ids_BL = batch["input_ids"]
         tree: PrefixTree | None = batch.get("prefix_tree")
@@ -90,7 +90,7 @@ class TokenScorer(nn.Module):
         if tree is not None and tree.refusal and not tree.is_tried:
             raise TrainingError(
                 f"{type(self.model).__name__} cannot share prefixes in this batch: {tree.refusal}. Set actor.share_prefixes=false, and "
-                "ref.share_prefixes=false where there is a reference."
+                "ref.share_prefixes=false if there is a reference."
             )
         if head_applies:
             hidden_BLH = outputs.last_hidden_state
@@ -142,7 +142,7 @@ def _text_config(model: Any) -> Any:
 
 
 def own_lengths(batch: Trajectory) -> list[int]:
-    """Of each row its highest position plus one: its tokens, where it has no ``position_ids``."""
+    """Each row's highest position plus one; without ``position_ids`` its number of tokens."""
     lengths_B = row_lengths(batch)
     positions_BL = batch.get("position_ids")
     if positions_BL is None:
@@ -153,18 +153,18 @@ def own_lengths(batch: Trajectory) -> list[int]:
 
 
 def _require_one_group(batch: Trajectory, model: Any) -> None:
-    """Refuse rows, or branches of a row, of which each would be computed with the rotary frequencies of the longest."""
+    """Refuse rows or branches that would be computed with the rotary frequencies of a longer one."""
     lengths = [*own_lengths(batch), *_lengths_of_branches(batch)]
     if len(set(frequency_groups(model.config, lengths))) > 1:
         raise TrainingError(
             f"A micro-batch of {type(model).__name__} has rows or branches that end at positions {min(lengths)} and {max(lengths)}, and "
-            "the model's rotary frequencies (rope_type: longrope) differ between them: score them apart, and make rows of branches on "
-            "both sides of original_max_position_embeddings one row for each branch."
+            "the model's rotary frequencies (rope_type: longrope) differ between them: score them separately, and if the branches of a row end "
+            "on both sides of original_max_position_embeddings, use one row for each branch."
         )
 
 
 def _lengths_of_branches(batch: Trajectory) -> list[int]:
-    """Of each branch its highest position plus one."""
+    """Each branch's highest position plus one."""
     branches_BL = batch.get("branch_ids")
     if branches_BL is None:
         return []
@@ -179,7 +179,7 @@ def _lengths_of_branches(batch: Trajectory) -> list[int]:
 
 @contextlib.contextmanager
 def _attention_of(batch: Trajectory, tree: PrefixTree | None, model: Any) -> Iterator[None]:
-    """What tokens see in the model's forward pass: all before them in their row, by branches, or over a tree."""
+    """Set up attention for the model's forward pass: plain causal, with branches, or over a prefix tree."""
     branches_BL = batch.get("branch_ids")
     if tree is not None:
         with over_tree(model):
@@ -207,11 +207,11 @@ def _first_of_equal(place_T: Tensor, temperature_T: Tensor) -> tuple[Tensor, Ten
 def model_inputs(batch: Trajectory, model: nn.Module) -> dict[str, Any]:
     """Arguments of a Hugging Face model for a micro-batch.
 
-    Right-padded rows need no mask under causal attention: what is right of a token cannot reach it. Leaving the mask out
-    lets the attention kernel take its causal path.
+    Right-padded rows need no mask under causal attention, because no token attends to its right. Without a mask the attention
+    kernel can take its causal path.
 
     Raises:
-        TrainingError: a row is padded on the left or has gaps, or rows cannot be in one forward pass.
+        TrainingError: a row is left-padded or has gaps, or the rows cannot share a forward pass.
     """
     _require_one_group(batch, model)
     ids_BL = batch["input_ids"]
@@ -230,7 +230,7 @@ def model_inputs(batch: Trajectory, model: nn.Module) -> dict[str, Any]:
 
 
 def _positions(batch: Trajectory, model: Any) -> dict[str, Tensor]:
-    """Given positions, with a mask of ones: without one, transformers takes positions that jump for several sequences in a row."""
+    """Given positions, with a mask of ones: without a mask, transformers treats jumps in positions as packed sequences."""
     ids_BL = batch["input_ids"]
     found = {"attention_mask": torch.ones_like(ids_BL)}
     positions_BL = batch.get("position_ids")
@@ -239,15 +239,13 @@ def _positions(batch: Trajectory, model: Any) -> dict[str, Tensor]:
     inner = model.get_base_model() if hasattr(model, "peft_config") else model
     parameters = inspect.signature(inner.forward).parameters
     if "input_ids" in parameters and "position_ids" not in parameters:
-        raise TrainingError(f"{type(model).__name__} takes no position_ids, and the batch has them.")
+        raise TrainingError(f"The batch has position_ids, but {type(model).__name__} does not accept them.")
     columns_L = torch.arange(ids_BL.shape[1], device=ids_BL.device)
     padding_BL = columns_L >= row_lengths(batch)[:, None].to(ids_BL.device)
     attention = str(_text_config(model)._attn_implementation)
     jumps_BL = (positions_BL[:, 1:] != positions_BL[:, :-1] + 1) & ~padding_BL[:, 1:]
     if "flash" in attention and bool(jumps_BL.any()):
-        raise TrainingError(
-            f"attn_implementation={attention} takes position_ids that jump for several sequences in a row: use sdpa."
-        )
+        raise TrainingError(f"attn_implementation={attention} treats jumps in position_ids as packed sequences: use sdpa.")
     return found | {"position_ids": positions_BL.masked_fill(padding_BL, 0)}
 
 

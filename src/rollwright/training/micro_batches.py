@@ -1,8 +1,8 @@
-"""How a batch is divided: over ranks, into minibatches, one for each optimizer step, and those into micro-batches that fit into memory.
+"""Divide a batch over ranks, into minibatches (one for each optimizer step), and those into micro-batches that fit into memory.
 
-Rows whose rotary frequencies differ (``model_facts.frequency_groups``) never share a micro-batch. The loss's weights are fixed before (``aggregation_weights``), so micro-batches do not change the gradient. Where rows share prefixes, a
-micro-batch gets its ``prefix_tree``; else rows are sorted by length, so that those of a micro-batch are about as long as each other, and
-columns to the right of the longest are cut off.
+Rows whose rotary frequencies differ (``model_facts.frequency_groups``) never share a micro-batch. The loss weights are computed before
+(``aggregation_weights``), so micro-batches do not change the gradient. If rows share prefixes, a micro-batch gets its ``prefix_tree``;
+otherwise rows are sorted by length, so that a micro-batch has rows of similar length, and columns beyond the longest are cut off.
 """
 
 from __future__ import annotations
@@ -70,18 +70,18 @@ def micro_batches(
     picture_ids: Sequence[int] = (),
     groups: Sequence[int] | None = None,
 ) -> list[tuple[torch.Tensor, Trajectory]]:
-    """The micro-batches of a batch, each with the indices of its rows.
+    """Split a batch into micro-batches, each with the indices of its rows.
 
     Args:
-        batch: its rows.
-        spec: the budget, in padded tokens, or in distinct ones where prefixes are shared.
-        at_least: a smallest number of micro-batches (that of the rank with the most).
-        share_prefixes: give each micro-batch its ``prefix_tree``, where that leaves out a tenth of the padded tokens or more.
-        picture_ids: tokens that stand for pictures.
-        groups: of each row; rows of different groups are in different micro-batches. None: all are of one.
+        batch: the rows to split.
+        spec: the budget, in padded tokens, or in distinct ones if prefixes are shared.
+        at_least: minimum number of micro-batches (that of the rank with the most).
+        share_prefixes: give each micro-batch its ``prefix_tree`` if that saves at least a tenth of the padded tokens.
+        picture_ids: image placeholder tokens.
+        groups: group of each row; rows of different groups are in different micro-batches. None puts all rows into one group.
 
-    An empty micro-batch (see ``split_rows``) is row 0 over one column: it is computed, because every rank must take part
-    in a sharded forward pass, and its indices are empty so that nothing of it counts. So is the one of a batch without rows.
+    An empty micro-batch (see ``split_rows``) is row 0 over one column. It is computed because every rank must take part
+    in a sharded forward pass; its indices are empty, so it does not contribute. The same holds for a batch without rows.
     """
     group_of_row = [0] * batch["input_ids"].shape[0] if groups is None else list(groups)
     result: list[tuple[torch.Tensor, Trajectory]] = []

@@ -26,7 +26,7 @@ ROW = "_row"
 
 
 def recomputes_logprobs(config: PPOActorConfig) -> bool:
-    """True if the trainer's own log-probabilities before the first step are the anchor of ratios."""
+    """True if the policy ratios use the trainer's own log-probabilities, recomputed before the first step."""
     return config.recompute_logprob or (config.use_decoupled_loss and config.prox_logp_method == "recompute")
 
 

@@ -39,18 +39,18 @@ class PrefixTree:
     Attributes:
         input_ids: ``[1, T]``.
         position_ids: ``[1, T]``.
-        place: ``[B, L]``, where each row's token is in the layout; 0 at padding.
-        predictor: ``[B, L]``, where the token is that predicts it; 0 in the first column and at padding.
-        sources: ``[T]``, which of the ``B * L`` tokens of the rows each is.
+        place: ``[B, L]``, index in the layout of each row's token; 0 at padding.
+        predictor: ``[B, L]``, index in the layout of the token that predicts it; 0 in the first column and at padding.
+        sources: ``[T]``, index into the rows' ``B * L`` tokens.
         repeated: ``[B, L]`` bool, the tokens that the row shares with the row before it.
-        own_calls: what attends together; each token is a query of one of them.
-        shared_calls: more keys of many queries, whose results are merged with those of their own calls.
-        ends: ``[T]``, the place after the last token below each token: it is seen from its own place up to there.
-        branches: ``[T]``, the branch of each token, 0 on the trunk; None where no row has branches.
+        own_calls: attention calls; each token is a query of exactly one.
+        shared_calls: further keys for many queries; their results are merged with those of ``own_calls``.
+        ends: ``[T]``, index after a token's last descendant: the tokens from its own index up to there see it.
+        branches: ``[T]``, branch of each token, 0 on the trunk; None if no row has branches.
         longest: tokens of the longest row.
-        uses: attention layers that used the tree; 0 after a forward pass says that the model does not pass it on.
-        refusal: why a layer's attention is not the one over the tree, as found in a forward pass, whose result counts for nothing.
-        is_tried: True where a refusal is looked for; else it is an error.
+        uses: attention layers that used the tree; 0 after a forward pass means that the model does not pass it on.
+        refusal: why a layer's attention cannot be computed over the tree, set in a forward pass; its result is then invalid.
+        is_tried: True during the check, which looks for a refusal; otherwise a refusal is an error.
     """
 
     input_ids: Tensor
@@ -77,8 +77,8 @@ class PrefixTree:
     def inputs(self) -> dict[str, Any]:
         """Arguments of a Hugging Face model, see ``tree_attention.over_tree``.
 
-        A mask of four axes is handed on as it is, so that none is made of ``[T, T]``. A layer that looks at it instead of the tree
-        computes what is not a number.
+        Models pass a 4-D mask on unchanged, which avoids building a ``[T, T]`` one. A layer that uses it instead of the tree
+        computes NaN.
         """
         mask = torch.full((1, 1, 1, 1), torch.nan, device=self.input_ids.device)
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "attention_mask": mask, "prefix_tree": self}

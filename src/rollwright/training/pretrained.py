@@ -123,7 +123,7 @@ def _keys_of(files: list[Path]) -> list[str]:
 
 
 def _converted_tensors(keys: CheckpointKeys, files: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that transformers makes of several (or of one, several), whole, as many at a time as one conversion gives."""
+    """Tensors that transformers merges from several or splits from one, unsharded, one conversion at a time."""
     with ExitStack() as stack:
         opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files] if keys.converted else []
         place = {key: file for file in opened for key in file.keys()}  # noqa: SIM118
@@ -139,14 +139,14 @@ def save_model(
     image_processor: Any = None,
     weights: WeightStream | None = None,
 ) -> None:
-    """Write a model (and tokenizer) so that ``from_pretrained`` loads it; the directory appears whole or not at all.
+    """Write a model (and tokenizer) in the format of ``from_pretrained``. The directory appears atomically.
 
     Args:
         model: a Hugging Face model.
-        directory: replaced where it exists.
+        directory: replaced if it exists.
         tokenizer: its files and chat template are written too.
-        image_processor: of a model that sees; its file is written too.
-        weights: the tensors to write by the model's own names, which are read one at a time; None: the model's own.
+        image_processor: image processor of a vision model; its file is written too.
+        weights: tensors to write, under the model's own names and read one at a time. None writes the model's parameters.
     """
     weights = whole_weights(model) if weights is None else weights
     with replaced_directory(directory) as draft, without_progress_bars():

@@ -1,8 +1,8 @@
-"""How a batch reaches the model: padded, with shared prefixes, with branches; each proved on rows of the run before it is trusted.
+"""Check shared prefixes and branches against the model on rows of the run before using them.
 
-The reference of every proof is the model's own, untouched forward of one row without padding. A proof holds for rows of the regimes that
-it reached: rows that reach the next window, chunk or set of rotary frequencies (``model_facts.regime_lengths``) are proved again, on
-themselves, so a regime that no row of the run comes to costs nothing. A proof costs a few forward passes.
+The reference of every check is the model's own, unmodified forward of one row without padding. A check covers the regimes that its rows
+reached: rows that reach the next window, chunk or set of rotary frequencies (``model_facts.regime_lengths``) trigger another check on
+those rows, so a regime that no row reaches costs nothing. A check costs a few forward passes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rollwright.training.tree_attention import why_not
 
 logger = getLogger("training")
 
-#: Rows of a micro-batch that are scored with shared prefixes and without, before prefixes are shared.
+#: Rows of a micro-batch that are scored both with and without shared prefixes.
 _PROVEN_ROWS = 4
 
 
 class BatchDivision:
-    """The micro-batches of a model's batches, and what was proved of the model."""
+    """Splits a model's batches into micro-batches and keeps the results of the checks."""
 
     def __init__(self, config: TrainEngineConfig) -> None:
         """
@@ -46,19 +46,19 @@ class BatchDivision:
 
     @property
     def shares_prefixes(self) -> bool:
-        """True once rows were scored with shared prefixes and without, and were the same."""
+        """True once the scores of rows with and without shared prefixes agreed."""
         return self._shares and self._sharing is not None
 
     def micro_batches(self, scorer: Any, batch: Trajectory) -> list[tuple[Tensor, Trajectory]]:
-        """The micro-batches of a batch, as many on each rank as on the one with the most.
+        """Split a batch into micro-batches, the same number on each rank.
 
         Args:
             scorer: a ``TokenScorer``, sharded or not.
             batch: the rows of this rank.
 
         Raises:
-            TrainingError: the model does not compute rows with branches as it computes the trunk and each branch alone.
-            ConfigError: it cannot compute rows of this length.
+            TrainingError: a row with branches gets other log-probabilities than the trunk with each branch alone.
+            ConfigError: the model cannot compute rows of this length.
         """
         if batch.get("branch_ids") is not None:
             self._prove_branches(scorer, batch)
@@ -79,7 +79,7 @@ class BatchDivision:
     # Shared prefixes
 
     def _may_share(self, model: Any, batch: Trajectory) -> bool:
-        """The same on every rank."""
+        """Whether prefixes may be shared; equal on every rank."""
         if not self._shares:
             return False
         reason = why_not(model, parallel.largest(batch["input_ids"].shape[1], batch["input_ids"].device))
@@ -89,22 +89,22 @@ class BatchDivision:
 
     def _say(self, reason: str, level: str = "info") -> None:
         if reason not in self._said:
-            getattr(logger, level)("Prefixes that rows share are computed for each row: %s.", reason)
+            getattr(logger, level)("Shared prefixes are computed for each row: %s.", reason)
         self._said.add(reason)
 
     @torch.no_grad()
     def _is_proven(self, scorer: Any, parts: list[Trajectory]) -> bool:
-        """Whether micro-batches may be computed as they are; else nothing is shared from now on.
+        """Whether the micro-batches pass the check; if not, sharing is disabled from now on.
 
-        The length that counts is that of a tree, as some models look at a token's place in what they are given: the micro-batch with the
-        most tokens is tried, and the one with the longest row.
+        The length that counts is that of a tree, because some models use a token's index in their input. So the check covers the
+        micro-batch with the most tokens and the one with the longest row.
         """
         device = parts[0]["input_ids"].device
         trees = [part for part in parts if "prefix_tree" in part]
         tokens = parallel.largest(max((part["prefix_tree"].tokens for part in trees), default=0), device)
         proofs = self._sharing or Proofs(scorer.model.config)
         if not tokens or not proofs.is_due(tokens):
-            return True  # no rank has anything to share, or nothing that was not proved
+            return True  # no rank shares anything, or everything was checked before
         widest = max(trees, key=lambda part: part["prefix_tree"].tokens, default=parts[0])
         longest = max(trees, key=lambda part: part["prefix_tree"].longest, default=parts[0])
         found = [_compare_shared(scorer, part) for part in (widest, longest)]
@@ -114,8 +114,8 @@ class BatchDivision:
             self._say(
                 reason
                 or f"with shared prefixes a log-probability of {type(scorer.model).__name__} differs by "
-                f"{max(apart for _, apart in found):.3g} (limit {limit}) from that of the row alone, so its layers see something that "
-                "attention over a row's tokens does not give",
+                f"{max(apart for _, apart in found):.3g} (limit {limit}) from that of the row alone, so its layers depend on more than "
+                "attention over the row's tokens",
                 "info" if reason else "warning",
             )
             return False
@@ -127,7 +127,7 @@ class BatchDivision:
 
     @torch.no_grad()
     def _prove_branches(self, scorer: Any, batch: Trajectory) -> None:
-        """Score rows with branches, and the trunk with one branch as a row without; the branch's tokens are to be alike."""
+        """Compare the scores of a branch's tokens in a row with branches and in a row of the trunk and this branch alone."""
         device = batch["input_ids"].device
         longest = parallel.largest(batch["input_ids"].shape[1], device)
         proofs = self._branches or Proofs(scorer.model.config)
@@ -143,8 +143,8 @@ class BatchDivision:
         if parallel.largest(int(not difference <= limit), device):
             raise TrainingError(
                 f"{type(scorer.model).__name__}: a log-probability in a row with branches (branch_ids) differs by {difference:.3g} (limit "
-                f"{limit}) from that of the trunk and the branch alone, so its layers do not take what tokens may see, or not their "
-                "positions. Train it on rows without branches: one row for each."
+                f"{limit}) from that of the trunk and the branch alone, so its layers ignore the attention mask or the "
+                "positions. Train it on rows without branches: one row for each branch."
             )
         proofs.passed(longest)
         self._branches = proofs
@@ -156,10 +156,10 @@ def _limit(model: Any, device: torch.device) -> float:
 
 
 def _compare_shared(scorer: Any, part: Trajectory) -> tuple[str | None, float]:
-    """Score rows of a micro-batch with shared prefixes and each alone: the longest, and the last ones in the tree.
+    """Score rows of a micro-batch both with shared prefixes and alone: the longest, and the last ones in the tree.
 
     Returns:
-        Why the model cannot share, and the largest difference. A rank that has nothing to share computes with the others.
+        Why the model cannot share, and the largest difference. A rank with nothing to share still takes part in the forward passes.
     """
     tree, rows = part.get("prefix_tree"), part["input_ids"].shape[0]
     lengths = row_lengths(part).clamp(min=1).tolist()
@@ -171,19 +171,19 @@ def _compare_shared(scorer: Any, part: Trajectory) -> tuple[str | None, float]:
     scores_BL, _ = scorer(part, wanted_BL)
     plain = {name: value for name, value in part.items() if name != "prefix_tree"}
     apart = []
-    for number in range(_PROVEN_ROWS):  # as many on every rank
+    for number in range(_PROVEN_ROWS):  # the same number on every rank
         row = chosen[min(number, len(chosen) - 1)]
         width = lengths[row]
         alone_BL, _ = scorer(select_rows(plain, [row], width=width), wanted_BL[[row], :width])
         apart.append((alone_BL[0] - scores_BL[row, :width]).abs().max())
-    difference = float(torch.stack(apart).max())  # not a number, where one of them is not
+    difference = float(torch.stack(apart).max())  # NaN if any of them is
     if tree is not None:
         tree.is_tried = False
     name = type(scorer.model).__name__
     if tree is not None and tree.refusal:
-        return f"{name} cannot share them, as {tree.refusal}", difference
+        return f"{name} cannot share them, because {tree.refusal}", difference
     if tree is not None and not tree.uses:
-        return f"{name} passes no prefix_tree on", difference
+        return f"{name} does not pass prefix_tree on to its layers", difference
     return None, difference
 
 
@@ -207,7 +207,7 @@ def _branches_of(batch: Trajectory) -> list[_Branch]:
 
 
 def _compare_branch(scorer: Any, batch: Trajectory, branch: _Branch | None) -> Tensor:
-    """Largest difference of a branch's log-probabilities in its row and in a row of what it sees; 0 where there is no branch."""
+    """Largest difference of a branch's log-probabilities between its row and a row of what it sees; 0 without a branch."""
     row = 0 if branch is None else branch.row
     names = [name for name in ("input_ids", "attention_mask", "position_ids", "temperature") if batch.get(name) is not None]
     length = int(row_lengths(batch)[row].clamp(min=1))

@@ -156,12 +156,12 @@ class SentWeights:
             self.agreements = agreements
 
     def publish(self, trainer: TrainEngine, version: int) -> None:
-        """Send the weights from the first rank, put together one tensor at a time, and see that the engines compute with them.
+        """Send the weights from rank 0, gathered one tensor at a time, and check that the engines compute with them.
 
-        An engine in this process gets them by the model's own names, others by those of its checkpoints (``weights/names.py``).
+        An engine in this process gets the model's own names, other engines those of its checkpoints (``weights/names.py``).
 
         Raises:
-            WeightUpdateError: on every rank, where an engine refused the weights or does not compute with them.
+            WeightUpdateError: on every rank, if an engine refused the weights or does not compute with them.
         """
 
         def send(weights: WeightStream) -> None:

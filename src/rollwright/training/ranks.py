@@ -81,7 +81,7 @@ def load_recover(ranks: TrainRanks, *, part: str) -> tuple[int, dict[str, Any]]:
 
 
 def use_weights(ranks: TrainRanks, *, use: Callable[[WeightStream], None] = lambda weights: None) -> None:
-    """Pass the weights to ``use`` on the first rank, under the names of the model's checkpoints. Collective."""
+    """Pass the weights to ``use`` on rank 0, under the names of the model's checkpoints. Collective."""
     model = ranks.engine.model
     with_whole_weights(ranks.engine.weights(), lambda weights: use(as_published(model, weights)))
 

@@ -106,7 +106,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free what a forward pass without a backward pass has gathered, so that parameters are the sharded ones again."""
+    """Reshard parameters that a forward pass without a backward pass has gathered."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in module.modules():

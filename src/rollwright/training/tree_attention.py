@@ -1,8 +1,7 @@
-"""Attention over a prefix tree: each token over what it sees, through transformers' attention interface.
+"""Attention over a prefix tree, through transformers' attention interface.
 
-``over_tree`` gives a model this attention for the time of one forward pass. Every other pass, and every other user of the model, has the
-model's own attention, untouched. An argument of a layer's attention that is not understood here is noted in the tree, whose result then
-counts for nothing.
+``over_tree`` switches a model to this attention for one forward pass. All other passes and users of the model keep its own attention.
+If a layer passes an attention argument that is not supported here, the tree records the refusal and the pass's result is invalid.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ def attend(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attention of every token over what it sees.
+    """Attention of every token over its visible tokens.
 
     Args:
-        query_HTD: of the layout's tokens; ``key_HTD`` and ``value_HTD`` may have fewer heads, each for a group of query heads.
+        query_HTD: queries of the layout's tokens; ``key_HTD`` and ``value_HTD`` may have fewer heads (grouped-query attention).
         tree: the layout.
-        scaling: of the products.
-        softcap: products are capped to ``softcap * tanh(x / softcap)``.
-        sinks_H: one more term ``exp(sink)`` in the normaliser of each query, which adds nothing to the result. Not on GPUs.
+        scaling: factor of the scores.
+        softcap: scores are capped to ``softcap * tanh(x / softcap)``.
+        sinks_H: attention sinks, each an extra term ``exp(sink)`` in the softmax normaliser. Not supported on GPUs.
 
     Returns:
         ``[T, H, D]``.
@@ -70,9 +69,9 @@ def attend_by_calls(
 class _TreeAttention(torch.autograd.Function):
     """Attention by the calls of a tree.
 
-    Results of several calls over the same queries are merged by the logarithms of their normalisers. The gradient of a call needs nothing
-    but the merged result and normaliser (arXiv 2205.14135, appendix B.2), so that only those are kept and no call's copies. A sink is
-    merged last, as a key whose value is 0.
+    Results of several calls over the same queries are merged with their log-normalisers. The gradient of a call needs only the
+    merged result and normaliser (arXiv 2205.14135, appendix B.2), so only those are saved. A sink is merged last, as a key whose
+    value is 0.
     """
 
     @staticmethod
@@ -292,9 +291,9 @@ _NAME = "prefix_tree"
 
 @contextmanager
 def over_tree(model: nn.Module) -> Iterator[None]:
-    """Let a model's attention layers take the ``prefix_tree`` of a forward pass meanwhile.
+    """Inside the context, a model's attention layers use the ``prefix_tree`` argument of its forward pass.
 
-    With gradient checkpointing, layers are computed again after it: see ``recomputed_alike``.
+    Gradient checkpointing recomputes layers after the context has ended: see ``recomputed_alike``.
     """
     config = _text_config(model)
     with _ComputedBy(config, _registered(config._attn_implementation)):
@@ -302,8 +301,10 @@ def over_tree(model: nn.Module) -> Iterator[None]:
 
 
 def recomputed_alike(model: nn.Module) -> Callable[[], tuple[Any, Any]]:
-    """``context_fn`` of ``torch.utils.checkpoint``: layers are computed again with the attention that they were computed with."""
-    return functools.partial(_contexts, _text_config(model))  # a copy of the model gets one with its own configuration
+    """``context_fn`` of ``torch.utils.checkpoint`` that recomputes layers with the attention of the first pass."""
+    return functools.partial(
+        _contexts, _text_config(model)
+    )  # a partial, so that a copy of the model gets its own configuration
 
 
 def _contexts(config: Any) -> tuple[Any, Any]:
@@ -311,7 +312,7 @@ def _contexts(config: Any) -> tuple[Any, Any]:
 
 
 class _ComputedBy:
-    """Layers compute with the attention of a name while the context lasts; it may be entered several times."""
+    """Context in which layers use the attention implementation of a given name. Reentrant."""
 
     def __init__(self, config: Any, name: str) -> None:
         self._config, self._name = config, name
@@ -319,7 +320,7 @@ class _ComputedBy:
 
     def __enter__(self) -> None:
         self._before.append(self._config._attn_implementation_internal)
-        self._config._attn_implementation_internal = self._name  # the property's setter would reach a vision tower, too
+        self._config._attn_implementation_internal = self._name  # the property's setter would also change the vision tower
 
     def __exit__(self, *_error: Any) -> None:
         self._config._attn_implementation_internal = self._before.pop()
@@ -331,7 +332,7 @@ def _text_config(model: Any) -> Any:
 
 @functools.cache
 def _registered(own: str) -> str:
-    """The name of the attention over trees for layers whose own attention is ``own``."""
+    """Name of the attention over trees that replaces the attention ``own``."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     name = own if own.startswith(_NAME) else f"{_NAME}|{own}"
@@ -362,7 +363,7 @@ def leave_uncompiled() -> None:
     _over_tree = torch.compiler.disable(_over_tree)  # type: ignore[assignment]
 
 
-#: Arguments of attention functions that say nothing of what is computed, or say it of rows without a tree.
+#: Arguments of attention functions that do not affect the result, or only for rows without a tree.
 _WITHOUT_EFFECT = {
     "position_ids",
     "position_embeddings",
@@ -398,7 +399,7 @@ def _attention(own: str) -> Callable[..., tuple[Tensor, Any]]:
 
 
 def _own_attention(module: nn.Module, own: str) -> Callable[..., tuple[Tensor, Any]]:
-    """What a layer would have called: transformers' function of that name, or the eager one of the file that the layer is in."""
+    """The layer's original attention: transformers' function of that name, or the eager one in the layer's module."""
     for layer in type(module).__mro__:
         names = getattr(inspect.unwrap(layer.__dict__.get("forward", object)), "__globals__", {})
         if "ALL_ATTENTION_FUNCTIONS" in names:
@@ -409,11 +410,11 @@ def _own_attention(module: nn.Module, own: str) -> Callable[..., tuple[Tensor, A
 
 
 def _not_understood(args: tuple[Any, ...], arguments: dict[str, Any], tree: PrefixTree, sinks_H: Tensor | None) -> str | None:
-    """Why the attention that a layer asks for is not the one over the tree; None: it is."""
+    """Why a layer's attention cannot be computed over the tree; None if it can."""
     if sinks_H is not None and tree.input_ids.is_cuda:
         return "its attention has sinks (s_aux), which are not supported over a tree on a GPU"
     if args:
-        return f"its attention takes {len(args)} arguments without names"
+        return f"its attention takes {len(args)} positional arguments"
     arguments = dict(arguments)
     if arguments.pop("is_causal", None) is False:
         return "its attention is not causal"
@@ -428,11 +429,11 @@ def _not_understood(args: tuple[Any, ...], arguments: dict[str, Any], tree: Pref
         and not (value is None or (isinstance(value, (bool, int, float)) and not value))
     )
     name = next(has_effect, None)
-    return None if name is None else f"its attention takes {name}, which attention over a tree does not know"
+    return None if name is None else f"its attention takes {name}, which attention over a tree does not support"
 
 
 def why_not(model: nn.Module, longest: int) -> str | None:
-    """Why rows of a model cannot share prefixes, by what its configuration says; None: they may.
+    """Why rows cannot share prefixes according to the model's configuration; None if they may.
 
     Args:
         model: a Hugging Face model.
@@ -453,5 +454,5 @@ def why_not(model: nn.Module, longest: int) -> str | None:
     return None
 
 
-#: Kinds of layers that see all tokens before them in rows up to a length, and the setting that holds it.
+#: Layer types with full causal attention only up to a length -> the setting of that length.
 _KINDS = {"full_attention": "", "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}

@@ -94,7 +94,9 @@ def test_damaged_checkpoints_stop_a_run_unless_it_may_begin_again_from_its_journ
         file_of_it.write_bytes(content)
     again = ["run", file, "recover.mode=resume", "total_train_steps=3"]
     assert main(again) == 1
-    assert "are all damaged, so the run cannot go on from them; set recover.if_damaged=begin_again" in capsys.readouterr().err
+    assert (
+        "are all damaged, so the run cannot continue from them; set recover.if_damaged=begin_again" in capsys.readouterr().err
+    )
     assert main([*again, "recover.if_damaged=begin_again"]) == 0
     assert "begins again from its first weights, with what its journal has" in caplog.text
     assert [path.name for path in sorted((run / "attempts" / "1").iterdir())] == [path.name for path in checkpoints]

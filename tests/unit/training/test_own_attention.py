@@ -121,7 +121,9 @@ def test_an_argument_that_is_not_understood_stops_sharing(caplog, name):
         torch.testing.assert_close(engine.compute_logp(rows()), expected, rtol=1e-4, atol=1e-5)
     assert not engine.division.shares_prefixes
     assert (
-        caplog.text.count(f"Qwen3ForCausalLM cannot share them, as its attention takes {name}, which attention over a tree")
+        caplog.text.count(
+            f"Qwen3ForCausalLM cannot share them, because its attention takes {name}, which attention over a tree"
+        )
         == 1
     )
 

@@ -174,7 +174,7 @@ def test_a_model_that_looks_at_columns_where_positions_were_given_is_refused(sha
 
 def test_positions_are_refused_where_a_model_takes_none():
     config = transformers.BloomConfig(vocab_size=31, hidden_size=16, n_layer=2, n_head=4)
-    with pytest.raises(TrainingError, match="BloomForCausalLM takes no position_ids, and the batch has them"):
+    with pytest.raises(TrainingError, match="The batch has position_ids, but BloomForCausalLM does not accept them"):
         engine_of(model_of(config)).compute_logp(branch_batch(6, 7)[0])
 
 

@@ -70,7 +70,7 @@ def test_the_gradient_is_that_of_the_untouched_models_own_loss(kind, is_on, capl
     assert stats["loss"] == pytest.approx(float(loss), abs=1e-6)
     for name, gradient in expected.items():
         torch.testing.assert_close(seen[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
-    assert ("is added times 0.5" if is_on else "is not added") in caplog.text
+    assert ("is added with weight 0.5" if is_on else "is not added") in caplog.text
 
 
 def test_it_matters():
